@@ -1,0 +1,1 @@
+"""pipetrain: train one model over several processes, by a schedule that is proved on paper first."""

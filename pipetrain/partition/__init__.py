@@ -1,0 +1,1 @@
+"""KNIFE: where the model is cut."""

@@ -1,0 +1,1 @@
+"""MACHINE: runs one rank's list of actions."""

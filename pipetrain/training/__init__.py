@@ -1,0 +1,1 @@
+"""LIFE of a run: epochs, evaluation, learning rate, records."""
