@@ -1,0 +1,68 @@
+"""What crosses the cut between two stages: a tuple of tensors of known shapes.
+
+No shape travels: every rank works out every boundary once, before the start, and posts its receives ahead
+from that. This is the one place that knows a layer may return a tensor or a tuple of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Value = Tensor | tuple[Tensor, ...]
+"""What one layer hands the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The tensors between two layers for one microbatch size. `single`: a bare tensor, not a tuple of one."""
+
+    specs: tuple[TensorSpec, ...]
+    single: bool = True
+
+    @property
+    def gradients(self) -> tuple[TensorSpec, ...]:
+        """Return the tensors that come back in the backward: one for each floating-point tensor."""
+        return tuple(spec for spec in self.specs if spec.dtype.is_floating_point)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the forward message in bytes."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    def __str__(self) -> str:
+        return " + ".join(map(str, self.specs))
+
+
+def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return a layer's output as a tuple. Raises TypeError where it is neither a tensor nor tensors."""
+    tensors = (value,) if isinstance(value, Tensor) else tuple(value)
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise TypeError(f"a layer must return a tensor or a tuple of tensors, not {type(value).__name__}")
+    return tensors
+
+
+def describe(value: Value) -> Boundary:
+    """Return the boundary that a layer's output is."""
+    specs = tuple(TensorSpec(tuple(t.shape), t.dtype) for t in as_tuple(value))
+    return Boundary(specs, single=isinstance(value, Tensor))

@@ -1,0 +1,272 @@
+"""Messages between stages: bounded, ordered, asynchronous.
+
+An edge is an ordered pair of stages on different ranks; activations go up it, gradients down the reverse one.
+On each edge the receiver posts at most `buffer_size` receives ahead and the sender leaves at most
+`buffer_size` sends unfinished: the bound under which `simulate` proved the program free of deadlock. Order is
+the program's, sizes are the plan's, so no header travels. Every wait has a deadline that names the message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Condition
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipetrain.boundary import TensorSpec
+
+_Post = Callable[..., "dist.Work | None"]
+Edge = tuple[int, int]
+"""(source stage, destination stage)."""
+
+
+class ChannelError(RuntimeError):
+    """A message that did not come or could not go; says which, and between whom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What travels on one edge for one microbatch. `ranks`: source and destination rank."""
+
+    src: int
+    dst: int
+    mb: int
+    specs: tuple[TensorSpec, ...]
+    ranks: tuple[int, int]
+
+    @property
+    def edge(self) -> Edge:
+        """The edge that it travels on."""
+        return (self.src, self.dst)
+
+    @property
+    def nbytes(self) -> int:
+        """Size on the wire in bytes."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def name(self) -> str:
+        """What it is, without its ends."""
+        return f"the {'activation' if self.src < self.dst else 'gradient'} of microbatch {self.mb}"
+
+
+class Channel(Protocol):
+    """One rank's end of all its edges. Not for use from two threads."""
+
+    def expect(self, messages: Sequence[Message]) -> None:
+        """Announce all that will be received until the next drain, in order, and post ahead to the bound."""
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Start a send; wait only where `buffer_size` earlier ones on the edge are unfinished."""
+
+    def recv(self, message: Message) -> tuple[Tensor, ...]:
+        """Wait for the next message of its edge, which must be this one."""
+
+    def drain(self) -> None:
+        """Wait for all sends, and prove that all that was expected has been received."""
+
+
+def expired(message: Message, sending: bool, timeout: float) -> ChannelError:
+    """Make the error for a wait that reached its deadline (seconds)."""
+    src, dst = message.ranks
+    if sending:
+        return ChannelError(f"rank {src} waited {timeout:g} s for rank {dst} to take {message.name}")
+    return ChannelError(f"rank {dst} waited {timeout:g} s for {message.name} from rank {src}")
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Tensors on their way: they and the works must live untouched until all is waited for."""
+
+    message: Message
+    tensors: list[Tensor]
+    works: list[dist.Work]
+
+
+class DistChannel:
+    """A channel over torch.distributed, one process group an edge.
+
+    Tensors come from and go to `device`. With `staged` they travel through pinned host memory: gloo cannot
+    send CUDA tensors.
+    """
+
+    def __init__(
+        self,
+        groups: dict[Edge, dist.ProcessGroup],
+        buffer_size: int,
+        timeout: float,
+        device: torch.device,
+        staged: bool = False,
+    ) -> None:
+        self._groups = groups
+        self._bound = buffer_size
+        self._timeout = timeout
+        self._device = device
+        self._staged = staged
+        self._polled = device.type == "cuda" and not staged
+        self._to_post: dict[Edge, deque[Message]] = {edge: deque() for edge in groups}
+        self._posted: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
+        self._sent: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
+
+    def expect(self, messages: Sequence[Message]) -> None:
+        """See Channel.expect."""
+        for message in messages:
+            self._to_post[message.edge].append(message)
+        for edge in self._to_post:
+            self._post(edge)
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """See Channel.send."""
+        unfinished = self._sent[message.edge]
+        while len(unfinished) >= self._bound:
+            self._wait(unfinished.popleft(), sending=True)
+        wire = [self._to_wire(t) for t in tensors]
+        works = [self._start(dist.isend, tensor, message.ranks[1], message) for tensor in wire]
+        unfinished.append(_Transfer(message, wire, works))
+
+    def recv(self, message: Message) -> tuple[Tensor, ...]:
+        """See Channel.recv."""
+        posted = self._posted[message.edge]
+        assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
+        transfer = posted.popleft()
+        self._wait(transfer, sending=False)
+        self._post(message.edge)
+        return tuple(t.to(self._device, non_blocking=True) for t in transfer.tensors)
+
+    def drain(self) -> None:
+        """See Channel.drain."""
+        for unfinished in self._sent.values():
+            while unfinished:
+                self._wait(unfinished.popleft(), sending=True)
+        left = [m.name for queue in self._to_post.values() for m in queue]
+        left += [transfer.message.name for queue in self._posted.values() for transfer in queue]
+        assert not left, f"never received: {left}"
+
+    def _post(self, edge: Edge) -> None:
+        waiting, posted = self._to_post[edge], self._posted[edge]
+        while waiting and len(posted) < self._bound:
+            message = waiting.popleft()
+            place = torch.device("cpu") if self._staged else self._device
+            tensors = [
+                torch.empty(spec.shape, dtype=spec.dtype, device=place, pin_memory=self._staged)
+                for spec in message.specs
+            ]
+            works = [self._start(dist.irecv, tensor, message.ranks[0], message) for tensor in tensors]
+            posted.append(_Transfer(message, tensors, works))
+
+    def _to_wire(self, tensor: Tensor) -> Tensor:
+        if not self._staged:
+            return tensor.detach().contiguous()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor.detach())  # waits for the device: gloo reads at once
+
+    def _start(self, post: _Post, tensor: Tensor, peer: int, message: Message) -> dist.Work:
+        try:
+            work = post(tensor, peer, group=self._groups[message.edge])
+        except RuntimeError as error:
+            raise self._lost(message, peer, error) from error
+        assert work is not None
+        return work
+
+    def _wait(self, transfer: _Transfer, sending: bool) -> None:
+        message, start = transfer.message, time.monotonic()
+        left = self._timeout
+        try:
+            for work in transfer.works:
+                if self._polled and not self._completes(work, start + self._timeout):
+                    raise expired(message, sending, self._timeout)
+                left = start + self._timeout - time.monotonic()
+                work.wait(timedelta(seconds=max(left, 0.001)))
+        except ChannelError:
+            raise
+        except RuntimeError as error:
+            if time.monotonic() - start >= self._timeout:
+                raise expired(message, sending, self._timeout) from error
+            raise self._lost(message, message.ranks[sending], error) from error
+
+    @staticmethod
+    def _completes(work: dist.Work, deadline: float) -> bool:
+        """Wait on the host: NCCL's own wait only orders the stream, and its time-out names no message."""
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0)
+        return True
+
+    @staticmethod
+    def _lost(message: Message, peer: int, error: RuntimeError) -> ChannelError:
+        me = message.ranks[0] if peer == message.ranks[1] else message.ranks[1]
+        cause = str(error).strip().splitlines()[0]
+        return ChannelError(f"rank {me} lost rank {peer} at {message.name}: {cause}")
+
+
+class LocalChannel:
+    """A channel between threads of one process, with the same bounds: for tests and for trying a schedule.
+
+    Make one `Wire` and give it to the channel of every rank.
+    """
+
+    def __init__(self, wire: Wire, buffer_size: int, timeout: float) -> None:
+        self._wire = wire
+        self._bound = buffer_size
+        self._timeout = timeout
+        self._expected: dict[Edge, deque[Message]] = {}
+
+    def expect(self, messages: Sequence[Message]) -> None:
+        """See Channel.expect."""
+        for message in messages:
+            self._expected.setdefault(message.edge, deque()).append(message)
+        with self._wire.changed:
+            for edge, expected in self._expected.items():
+                self._wire.posted[edge] = self._wire.taken[edge] + min(self._bound, len(expected))
+            self._wire.changed.notify_all()
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """See Channel.send."""
+        wire, edge = self._wire, message.edge
+        with wire.changed:
+            # Sent but not yet matched by a posted receive: at most the bound, this one included.
+            self._await(lambda: wire.sent[edge] - wire.posted[edge] < self._bound, message, sending=True)
+            wire.queues[edge].append((message, tuple(tensors)))  # read later, as a real wire does
+            wire.sent[edge] += 1
+            wire.changed.notify_all()
+
+    def recv(self, message: Message) -> tuple[Tensor, ...]:
+        """See Channel.recv."""
+        wire, edge = self._wire, message.edge
+        assert self._expected[edge].popleft() == message, f"{message.name} is not what was expected next"
+        with wire.changed:
+            self._await(lambda: bool(wire.queues[edge]), message, sending=False)
+            sent, tensors = wire.queues[edge].popleft()
+            assert sent.mb == message.mb, f"{sent.name} came instead of {message.name}"
+            wire.taken[edge] += 1
+            wire.posted[edge] = wire.taken[edge] + min(self._bound, len(self._expected[edge]))
+            wire.changed.notify_all()
+        return tuple(t.clone() for t in tensors)
+
+    def drain(self) -> None:
+        """See Channel.drain."""
+        left = [m.name for expected in self._expected.values() for m in expected]
+        assert not left, f"never received: {left}"
+
+    def _await(self, ready: Callable[[], bool], message: Message, sending: bool) -> None:
+        if not self._wire.changed.wait_for(ready, self._timeout):
+            raise expired(message, sending, self._timeout)
+
+
+class Wire:
+    """What the local channels of one process share: a queue and its counts for each edge."""
+
+    def __init__(self) -> None:
+        self.changed = Condition()
+        self.queues: defaultdict[Edge, deque[tuple[Message, tuple[Tensor, ...]]]] = defaultdict(deque)
+        self.sent: Counter[Edge] = Counter()
+        self.posted: Counter[Edge] = Counter()
+        self.taken: Counter[Edge] = Counter()

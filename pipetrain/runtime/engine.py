@@ -1,0 +1,259 @@
+"""The loop over one rank's actions; the only interpreter.
+
+A dumb machine: each operation is one method, looked up in a table. What to do, in which order and over which
+weights stands in the program, so there is no synchronous or asynchronous mode here, and a new schedule needs
+no change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from pipetrain.boundary import Boundary
+from pipetrain.runtime.channel import Channel, Message
+from pipetrain.runtime.clock import Clock, Mark
+from pipetrain.runtime.stage import Stage, Target
+from pipetrain.schedule.actions import COMPUTE, Action, Op, last_uses
+
+Tensors = tuple[Tensor, ...]
+
+
+class Feed(Protocol):
+    """The microbatches of one window, numbered from 0."""
+
+    def size(self, mb: int) -> int:
+        """How many samples microbatch `mb` has."""
+
+    def input(self, mb: int) -> Tensor:
+        """Return the first stage's input [n, ...]; asked for in ascending order."""
+
+    def target(self, mb: int) -> Target:
+        """Return what the last stage needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What `simulate` said that a stage holds at most."""
+
+    activations: int
+    versions: int
+
+
+@dataclass(slots=True)
+class StageRecord:
+    """What one stage did: peaks over the run, sums since the last `take`. Times in seconds."""
+
+    peak_in_flight: int = 0
+    peak_versions: int = 1
+    max_staleness: int = 0
+    busy_s: float = 0.0
+    bytes_sent: int = 0
+
+
+@dataclass(slots=True)
+class _Window:
+    """The state of one run of a program."""
+
+    feed: Feed
+    last_uses: dict[tuple[int, int], int]
+    microbatches: int
+    inputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # of (stage, microbatch)
+    grads: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # of its outputs
+    to_send: dict[tuple[int, int, int], Tensors] = field(
+        default_factory=dict
+    )  # (stage, microbatch, to stage)
+    position: int = 0
+
+
+class Engine:
+    """Runs programs over the stages of one rank.
+
+    `placement[stage]` is a stage's rank; `boundaries[size][stage]` is what enters a stage for a microbatch
+    of `size` samples; `limits[stage]` is asserted as the program runs.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        channel: Channel,
+        placement: Sequence[int],
+        boundaries: Mapping[int, Sequence[Boundary]],
+        limits: Mapping[int, Limits],
+        clock: Clock,
+    ) -> None:
+        self._stages = stages
+        self._channel = channel
+        self._placement = placement
+        self._boundaries = boundaries
+        self._limits = limits
+        self._clock = clock
+        self.records = {stage: StageRecord() for stage in stages}
+        self._execute: dict[Op, Callable[[Action, _Window], None]] = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.I: self._backward_input,
+            Op.W: self._backward_weight,
+            Op.SEND_F: self._send_activation,
+            Op.RECV_F: self._recv_activation,
+            Op.SEND_B: self._send_gradient,
+            Op.RECV_B: self._recv_gradient,
+            Op.REDUCE: self._reduce,
+            Op.STEP: self._step,
+        }
+
+    def train(
+        self,
+        actions: Sequence[Action],
+        feed: Feed,
+        microbatches: int,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run this rank's list for one window of batches of `microbatches` each, and drain.
+
+        `on_step` is called after each update of each stage. Raises ChannelError and TrainingStopped.
+        """
+        for stage in self._stages.values():
+            stage.begin_window()
+        window = _Window(feed, last_uses(list(actions)), microbatches)
+        self._run(actions, window, self._execute, on_step)
+
+    def evaluate(self, actions: Sequence[Action], feed: Feed) -> None:
+        """Run a forward-only list: every F predicts with the newest weights and saves nothing."""
+        self._run(actions, _Window(feed, {}, 1), {**self._execute, Op.F: self._predict})
+
+    def _run(
+        self,
+        actions: Sequence[Action],
+        window: _Window,
+        execute: Mapping[Op, Callable[[Action, _Window], None]],
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        receives = (action for action in actions if action.op in (Op.RECV_F, Op.RECV_B))
+        self._channel.expect([self._message(action, window) for action in receives])
+        spans: list[tuple[int, Mark, Mark]] = []
+        for window.position, action in enumerate(actions):
+            if action.op in COMPUTE or action.op is Op.STEP:
+                start = self._clock.mark()
+                execute[action.op](action, window)
+                spans.append((action.stage, start, self._clock.mark()))
+                if action.op is Op.STEP:
+                    on_step()
+            else:
+                execute[action.op](action, window)
+        self._channel.drain()
+        for stage, seconds in self._clock.durations(spans):
+            self.records[stage].busy_s += seconds
+
+    # Compute
+
+    def _forward(self, action: Action, window: _Window) -> None:
+        stage, record = self._stages[action.stage], self.records[action.stage]
+        target = window.feed.target(action.mb) if self._is_last(action.stage) else None
+        outputs = stage.forward(action.mb, self._inputs(action, window), action.version, target)
+        self._hand_on(action, outputs, window)
+        record.peak_in_flight = max(record.peak_in_flight, stage.in_flight)
+        record.max_staleness = max(record.max_staleness, action.mb // window.microbatches - action.version)
+        limit = self._limits[action.stage].activations
+        assert stage.in_flight <= limit, (
+            f"{action}: {stage.in_flight} microbatches in flight, {limit} simulated"
+        )
+
+    def _predict(self, action: Action, window: _Window) -> None:
+        stage = self._stages[action.stage]
+        labels = window.feed.target(action.mb).labels if self._is_last(action.stage) else None
+        self._hand_on(action, stage.predict(self._inputs(action, window), labels), window)
+
+    def _backward(self, action: Action, window: _Window) -> None:
+        grads = window.grads.pop((action.stage, action.mb), ())
+        self._hand_back(action, self._stages[action.stage].backward(action.mb, grads, action.version), window)
+        self._release(action, window)
+
+    def _backward_input(self, action: Action, window: _Window) -> None:
+        grads = window.grads.pop((action.stage, action.mb), ())
+        stage = self._stages[action.stage]
+        self._hand_back(action, stage.backward_input(action.mb, grads, action.version), window)
+
+    def _backward_weight(self, action: Action, window: _Window) -> None:
+        self._stages[action.stage].backward_weight(action.mb, action.version)
+        self._release(action, window)
+
+    def _reduce(self, action: Action, window: _Window) -> None:
+        self._stages[action.stage].reduce()
+
+    def _step(self, action: Action, window: _Window) -> None:
+        stage = self._stages[action.stage]
+        old = action.version - 1
+        stage.step(keep=window.last_uses.get((action.stage, old), -1) > window.position)
+        record, held = self.records[action.stage], stage.weights.held
+        record.peak_versions = max(record.peak_versions, held)
+        limit = self._limits[action.stage].versions
+        assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"
+
+    def _release(self, action: Action, window: _Window) -> None:
+        """Give up a version after its last use, unless it is the newest."""
+        key = (action.stage, action.version)
+        weights = self._stages[action.stage].weights
+        if action.version < weights.newest and window.last_uses[key] == window.position:
+            weights.release(action.version)
+
+    # Hand-over: to a neighbour on this rank at once, to another rank by the program's SEND
+
+    def _inputs(self, action: Action, window: _Window) -> Tensors:
+        if action.stage == 0:
+            return (window.feed.input(action.mb),)
+        return window.inputs.pop((action.stage, action.mb))
+
+    def _hand_on(self, action: Action, outputs: Tensors, window: _Window) -> None:
+        if not self._is_last(action.stage):
+            self._hand(action, action.stage + 1, outputs, window.inputs, window)
+
+    def _hand_back(self, action: Action, grads: Tensors, window: _Window) -> None:
+        if action.stage > 0:
+            self._hand(action, action.stage - 1, grads, window.grads, window)
+
+    def _hand(
+        self,
+        action: Action,
+        to: int,
+        tensors: Tensors,
+        mailbox: dict[tuple[int, int], Tensors],
+        window: _Window,
+    ) -> None:
+        if to in self._stages:
+            mailbox[to, action.mb] = tensors
+        else:
+            window.to_send[action.stage, action.mb, to] = tensors
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == len(self._placement) - 1
+
+    # Messages
+
+    def _message(self, action: Action, window: _Window) -> Message:
+        ends = {
+            Op.SEND_F: (action.stage, action.stage + 1),
+            Op.RECV_F: (action.stage - 1, action.stage),
+            Op.SEND_B: (action.stage, action.stage - 1),
+            Op.RECV_B: (action.stage + 1, action.stage),
+        }
+        src, dst = ends[action.op]
+        boundary = self._boundaries[window.feed.size(action.mb)][max(src, dst)]
+        specs = boundary.specs if src < dst else boundary.gradients
+        return Message(src, dst, action.mb, specs, (self._placement[src], self._placement[dst]))
+
+    def _send(self, action: Action, window: _Window) -> None:
+        message = self._message(action, window)
+        self._channel.send(message, window.to_send.pop((action.stage, action.mb, message.dst)))
+        self.records[action.stage].bytes_sent += message.nbytes
+
+    _send_activation = _send_gradient = _send
+
+    def _recv_activation(self, action: Action, window: _Window) -> None:
+        window.inputs[action.stage, action.mb] = self._channel.recv(self._message(action, window))
+
+    def _recv_gradient(self, action: Action, window: _Window) -> None:
+        window.grads[action.stage, action.mb] = self._channel.recv(self._message(action, window))

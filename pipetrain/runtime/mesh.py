@@ -1,0 +1,129 @@
+"""Which rank holds which stage, on which device, and the process groups between them.
+
+One process group per directed edge: two directions on one communicator deadlock when both ends send first.
+Every rank creates and warms up all of them in the same order. A gloo group over all ranks carries the few
+collectives (an epoch's figures), so that they never meet the messages.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from pipetrain.errors import ConfigError
+from pipetrain.runtime.channel import ChannelError, DistChannel, Edge
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Where this process stands among the others, as torchrun numbers them; alone without torchrun."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """Read torchrun's variables."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        defaults = (0, 1, 0, 1)
+        return cls(*(int(os.environ.get(n, d)) for n, d in zip(names, defaults, strict=True)))
+
+
+def choose_device(world: World, device: str) -> torch.device:
+    """Return the device for `device` = auto, cpu or cuda. Raises ConfigError where there is no GPU."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device=cuda needs a GPU that torch can use, and there is none; use device=auto")
+    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
+
+
+def shares_gpu(world: World, device: torch.device) -> bool:
+    """Whether ranks of this machine have to share a GPU: NCCL refuses that, so messages go through gloo."""
+    return device.type == "cuda" and world.local_size > torch.cuda.device_count()
+
+
+def prefer_loopback(world: World) -> None:
+    """Keep gloo off the network where all ranks are on this machine, unless its interface was chosen."""
+    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if world.size == world.local_size and loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
+
+
+class Mesh:
+    """The process groups of one run. `placement[stage]` is the stage's rank."""
+
+    def __init__(
+        self,
+        world: World,
+        placement: Sequence[int],
+        edges: Sequence[Edge],
+        device: torch.device,
+        store: Store | None,
+        timeout: float,
+    ) -> None:
+        self.world = world
+        self.placement = list(placement)
+        self.device = device
+        self.staged = shares_gpu(world, device)
+        self.backend = "nccl" if device.type == "cuda" and not self.staged else "gloo"
+        self._timeout = timeout
+        self._edges = list(edges)
+        self._groups: dict[Edge, dist.ProcessGroup] = {}
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if world.size > 1:
+            prefer_loopback(world)
+            self._connect(store)
+
+    def _connect(self, store: Store | None) -> None:
+        limit = timedelta(seconds=self._timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=self.world.rank, world_size=self.world.size, timeout=limit
+        )
+        for edge in self._edges:
+            ends = [self.placement[stage] for stage in edge]
+            group = dist.new_group(ends, timeout=limit, backend=self.backend)
+            if self.world.rank in ends:
+                assert isinstance(group, dist.ProcessGroup)
+                self._groups[edge] = group
+        place = torch.device("cpu") if self.staged else self.device
+        for edge in self._edges:  # connections are made by the first message: make them now, one by one
+            src, dst = (self.placement[stage] for stage in edge)
+            token = torch.zeros(1, device=place)
+            if self.world.rank == src:
+                dist.send(token, dst, group=self._groups[edge])
+            elif self.world.rank == dst:
+                dist.recv(token, src, group=self._groups[edge])
+
+    def channel(self, buffer_size: int) -> DistChannel:
+        """Return this rank's channel over its edges; it has none in a world of one."""
+        return DistChannel(self._groups, buffer_size, self._timeout, self.device, self.staged)
+
+    def gather(self, what: str, item: object) -> list[object]:
+        """Collect one picklable object from every rank, by rank. Raises ChannelError naming `what`."""
+        if self.world.size == 1:
+            return [item]
+        items: list[object] = [None] * self.world.size
+        try:
+            dist.all_gather_object(items, item)
+        except RuntimeError as error:
+            cause = str(error).strip().splitlines()[0]
+            raise ChannelError(
+                f"rank {self.world.rank} waited up to {self._timeout:g} s for {what} of all ranks: {cause}"
+            ) from error
+        return items
+
+    def close(self) -> None:
+        """Leave the process groups; for the end of a run that went well."""
+        if self.world.size > 1:
+            dist.destroy_process_group()

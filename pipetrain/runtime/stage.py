@@ -1,0 +1,203 @@
+"""One slice of the model: its weights, and what its open microbatches have saved for their backward.
+
+A stage knows nothing of ranks or messages: tensors come in and go out. What it saves is bounded by the
+program: the peak of `in_flight` is what `simulate` calls its activations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipetrain.boundary import Value, as_tuple
+from pipetrain.errors import TrainingStopped
+from pipetrain.runtime.weights import OptimizerFactory, Rate, Weights
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(outputs [n, classes], targets [n]) -> the mean loss, a scalar."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the samples that the last stage has seen."""
+
+    loss: float = 0.0
+    correct: int = 0
+    samples: int = 0
+
+    def add(self, loss: Tensor, output: Tensor, target: Tensor) -> float:
+        """Count a microbatch of mean loss `loss` and return that loss as a number."""
+        right = (output.argmax(1) == target).sum()
+        mean, correct = torch.stack(
+            [loss.detach().double(), right.double()]
+        ).tolist()  # one wait for the device
+        self.loss += mean * len(target)
+        self.correct += int(correct)
+        self.samples += len(target)
+        return float(mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the last stage needs of a microbatch: its labels [n], and its share of its batch's samples."""
+
+    labels: Tensor
+    share: float
+
+
+@dataclass(slots=True)
+class _Saved:
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    version: int
+    grads: list[Tensor] = field(default_factory=list)  # of the outputs, between I and W
+
+
+class Stage:
+    """Slice `index` of a model. The last one has a loss; the others hand their outputs on.
+
+    `single_input`: what comes in is a bare tensor, not a tuple. `copy_input`: the first layer works in place.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        optimizer: OptimizerFactory,
+        rate: Rate,
+        *,
+        loss: LossFunction | None = None,
+        single_input: bool = True,
+        copy_input: bool = False,
+    ) -> None:
+        self.index = index
+        self.module = module.train()
+        self.weights = Weights(module, optimizer, rate)
+        self.trained = Tally()
+        self.evaluated = Tally()
+        self._loss = loss
+        self._single_input = single_input
+        self._copy_input = copy_input
+        self._saved: dict[int, _Saved] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """How many microbatches are between their forward and the end of their backward."""
+        return len(self._saved)
+
+    def forward(
+        self, mb: int, x: tuple[Tensor, ...], version: int, target: Target | None = None
+    ) -> tuple[Tensor, ...]:
+        """Run microbatch `mb` over a weight version, and save what its backward needs.
+
+        Returns the outputs, detached, to hand on; nothing where this is the last stage, which takes the
+        target and the loss instead. Raises TrainingStopped where that loss is not finite.
+        """
+        if self.index > 0:
+            x = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in x)
+        with self.weights.installed(version):
+            outputs = as_tuple(self._call(x))
+        if self._loss is not None:
+            assert target is not None, (
+                f"stage {self.index} is the last and needs the target of microbatch {mb}"
+            )
+            loss = self._loss(outputs[0], target.labels)
+            mean = self.trained.add(loss, outputs[0], target.labels)
+            if not math.isfinite(mean):
+                raise TrainingStopped(
+                    f"the loss of microbatch {mb} is {mean} at stage {self.index}, update "
+                    f"{self.weights.updates}: stopped before the update; try a lower optim.lr, or a warmup"
+                )
+            outputs = (loss * target.share,)
+        self._saved[mb] = _Saved(x, outputs, version)
+        return () if self._loss is not None else tuple(t.detach() for t in outputs)
+
+    def backward(self, mb: int, grads: tuple[Tensor, ...], version: int) -> tuple[Tensor, ...]:
+        """Run the whole backward of a microbatch and add to its version's gradients.
+
+        `grads` has one gradient for each floating-point output, nothing at the last stage; what is returned
+        has one for each floating-point input, nothing at the first.
+        """
+        saved = self._take(mb, version)
+        self._differentiate(saved, grads)
+        return self._input_gradients(saved)
+
+    def backward_input(self, mb: int, grads: tuple[Tensor, ...], version: int) -> tuple[Tensor, ...]:
+        """Run the half of a backward that the stage before waits for: the gradients of the inputs."""
+        saved = self._saved[mb]
+        assert saved.version == version
+        saved.grads = list(grads)
+        inputs = [t for t in saved.inputs if t.requires_grad]
+        if inputs:
+            self._differentiate(saved, grads, inputs, retain_graph=True)
+        return self._input_gradients(saved)
+
+    def backward_weight(self, mb: int, version: int) -> None:
+        """Run the other half: add to the version's gradients. The chain through the layers is run again."""
+        saved = self._take(mb, version)
+        self._differentiate(saved, tuple(saved.grads), self.weights.leaves(version))
+
+    def reduce(self) -> None:
+        """Gather the gradients of the batch for the step."""
+        self.weights.reduce()
+
+    def step(self, keep: bool) -> None:
+        """Update the weights; `keep` the version before for actions to come."""
+        self.weights.step(keep)
+
+    def begin_window(self) -> None:
+        """Start counting versions from 0 again. Nothing may be open."""
+        assert not self._saved, f"microbatches {sorted(self._saved)} outlived their window"
+        self.weights.begin_window()
+
+    @torch.no_grad()
+    def predict(self, x: tuple[Tensor, ...], labels: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Evaluate over the newest weights and the running statistics; the last stage counts its hits."""
+        self.module.eval()
+        try:
+            outputs = as_tuple(self._call(x))
+        finally:
+            self.module.train()
+        if self._loss is None:
+            return outputs
+        assert labels is not None, f"stage {self.index} is the last and needs the labels"
+        self.evaluated.add(functional.cross_entropy(outputs[0], labels), outputs[0], labels)
+        return ()
+
+    def _call(self, x: tuple[Tensor, ...]) -> Value:
+        if self._copy_input:
+            x = tuple(t.clone() for t in x)
+        result: Value = self.module(x[0] if self._single_input else x)
+        return result
+
+    def _take(self, mb: int, version: int) -> _Saved:
+        saved = self._saved.pop(mb)
+        assert saved.version == version, f"microbatch {mb} ran forward over {saved.version}, not {version}"
+        return saved
+
+    def _differentiate(
+        self,
+        saved: _Saved,
+        grads: tuple[Tensor, ...],
+        inputs: list[Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        if self._loss is not None:
+            pairs = [(saved.outputs[0], torch.ones_like(saved.outputs[0]))]
+        else:
+            floating = [t for t in saved.outputs if t.is_floating_point()]
+            pairs = [(t, grad) for t, grad in zip(floating, grads, strict=True) if t.requires_grad]
+        if pairs and inputs != []:
+            outputs, output_grads = zip(*pairs, strict=True)
+            with self.weights.installed(saved.version, scratch_buffers=True):
+                torch.autograd.backward(outputs, output_grads, retain_graph=retain_graph, inputs=inputs)
+
+    @staticmethod
+    def _input_gradients(saved: _Saved) -> tuple[Tensor, ...]:
+        wanted = (t for t in saved.inputs if t.requires_grad)
+        return tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in wanted)
