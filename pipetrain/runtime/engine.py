@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass(slots=True)
 class StageRecord:
-    """What one stage did: peaks over the run, sums since the last `take`. Times in seconds."""
+    """What one stage did in training: peaks and sums over all windows. Times in seconds."""
 
     peak_in_flight: int = 0
     peak_versions: int = 1
@@ -110,11 +110,11 @@ class Engine:
         actions: Sequence[Action],
         feed: Feed,
         microbatches: int,
-        on_step: Callable[[], None] = lambda: None,
+        on_step: Callable[[int], None] = lambda stage: None,
     ) -> None:
         """Run this rank's list for one window of batches of `microbatches` each, and drain.
 
-        `on_step` is called after each update of each stage. Raises ChannelError and TrainingStopped.
+        `on_step` is called with the stage after each update. Raises ChannelError and TrainingStopped.
         """
         for stage in self._stages.values():
             stage.begin_window()
@@ -122,15 +122,20 @@ class Engine:
         self._run(actions, window, self._execute, on_step)
 
     def evaluate(self, actions: Sequence[Action], feed: Feed) -> None:
-        """Run a forward-only list: every F predicts with the newest weights and saves nothing."""
-        self._run(actions, _Window(feed, {}, 1), {**self._execute, Op.F: self._predict})
+        """Run a forward-only list: every F predicts with the newest weights, saves and records nothing."""
+        trained = self.records
+        self.records = {stage: StageRecord() for stage in self._stages}
+        try:
+            self._run(actions, _Window(feed, {}, 1), {**self._execute, Op.F: self._predict})
+        finally:
+            self.records = trained
 
     def _run(
         self,
         actions: Sequence[Action],
         window: _Window,
         execute: Mapping[Op, Callable[[Action, _Window], None]],
-        on_step: Callable[[], None] = lambda: None,
+        on_step: Callable[[int], None] = lambda stage: None,
     ) -> None:
         receives = (action for action in actions if action.op in (Op.RECV_F, Op.RECV_B))
         self._channel.expect([self._message(action, window) for action in receives])
@@ -141,7 +146,7 @@ class Engine:
                 execute[action.op](action, window)
                 spans.append((action.stage, start, self._clock.mark()))
                 if action.op is Op.STEP:
-                    on_step()
+                    on_step(action.stage)
             else:
                 execute[action.op](action, window)
         self._channel.drain()

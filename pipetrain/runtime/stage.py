@@ -30,6 +30,16 @@ class Tally:
     correct: int = 0
     samples: int = 0
 
+    @property
+    def mean_loss(self) -> float:
+        """The loss over a sample."""
+        return self.loss / self.samples
+
+    @property
+    def accuracy(self) -> float:
+        """The share of samples whose highest score is their label."""
+        return self.correct / self.samples
+
     def add(self, loss: Tensor, output: Tensor, target: Tensor) -> float:
         """Count a microbatch of mean loss `loss` and return that loss as a number."""
         right = (output.argmax(1) == target).sum()
@@ -149,6 +159,12 @@ class Stage:
     def step(self, keep: bool) -> None:
         """Update the weights; `keep` the version before for actions to come."""
         self.weights.step(keep)
+
+    def take_tallies(self) -> tuple[Tally, Tally]:
+        """Return what was counted in training and in evaluation, and count from 0 again."""
+        taken = (self.trained, self.evaluated)
+        self.trained, self.evaluated = Tally(), Tally()
+        return taken
 
     def begin_window(self) -> None:
         """Start counting versions from 0 again. Nothing may be open."""

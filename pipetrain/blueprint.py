@@ -1,0 +1,181 @@
+"""A run on paper: the cut model, every program that will run, and the proof of each.
+
+Made before a process group exists, by every rank from the same configuration. Nothing runs that is not in
+here: programs are lowered, checked and simulated at the buffer size that the channel will enforce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from pipetrain.boundary import Boundary, TensorSpec
+from pipetrain.config import Settings
+from pipetrain.data.loader import pieces
+from pipetrain.errors import ConfigError
+from pipetrain.partition.balance import choose_cuts
+from pipetrain.partition.estimate import Layer, estimate
+from pipetrain.schedule.actions import Program, Schedule, placement
+from pipetrain.schedule.check import check
+from pipetrain.schedule.lower import edges, lower
+from pipetrain.schedule.programs import forward_only
+from pipetrain.schedule.simulate import Simulation, simulate
+
+Edges = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The program of a window of so many batches, lowered, and what it was proved to do."""
+
+    program: Program
+    simulation: Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that is known of a run before it starts. Stages count over all ranks, virtual ones too."""
+
+    settings: Settings
+    layers: list[Layer]  # as estimated for a full microbatch
+    cuts: list[int]
+    placement: list[int]  # the rank of each stage
+    windows: Mapping[int, Window]  # by the number of batches
+    evaluation: Program
+    boundaries: Mapping[int, list[Boundary]]  # what enters each stage, by samples of a microbatch
+
+    @property
+    def stages(self) -> int:
+        """How many slices the model is cut into."""
+        return len(self.placement)
+
+    @property
+    def edges(self) -> Edges:
+        """The pairs of stages that send to each other, in one fixed order."""
+        return edges(self.window.program)
+
+    @property
+    def window(self) -> Window:
+        """The longest window."""
+        return self.windows[max(self.windows)]
+
+    def slice(self, stage: int) -> slice:
+        """Return which layers a stage holds."""
+        ends = [0, *self.cuts, len(self.layers)]
+        return slice(ends[stage], ends[stage + 1])
+
+    def peaks(self, stage: int) -> tuple[int, int, int]:
+        """Return the peaks of activations, weight versions and staleness that any window has at a stage."""
+        runs = [window.simulation for window in self.windows.values()]
+        return (
+            max(run.activations[stage] for run in runs),
+            max(run.versions[stage] for run in runs),
+            max(run.staleness[stage] for run in runs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """How many samples there are: of each batch of an epoch, and of each microbatch of an evaluation."""
+
+    batches: list[int]
+    evaluation: list[int]
+
+
+def make_plan(
+    settings: Settings,
+    schedule: Schedule,
+    model: nn.Sequential,
+    example: Sequence[int],
+    classes: int,
+    samples: Samples,
+) -> Plan:
+    """Cut the model, make every program and prove it.
+
+    `example` is the shape of one sample, `classes` how many the last layer must tell apart. Raises
+    ConfigError and ScheduleError in one sentence for what cannot work.
+    """
+    m = settings.microbatches
+    epoch = len(samples.batches)
+    lengths = window_lengths(epoch, settings.window)
+    windows = {n: prove(settings, schedule, n) for n in lengths}
+    where = placement(next(iter(windows.values())).program)
+
+    training_sizes = {size for batch in set(samples.batches) for size in pieces(batch, m)}
+    full = settings.batch_size // m
+    layers = _estimates(settings, model, example, training_sizes | {full}, train=True)
+    cuts = choose_cuts(settings.partition, layers[full], len(where))
+    _refuse_sharing(model, cuts)
+    _refuse_output(layers[full], full, classes)
+    evaluated = _estimates(settings, model, example, set(samples.evaluation) - set(layers), train=False)
+    program = lower(forward_only(where, len(samples.evaluation)))
+    simulate(program, 1, buffer_size=settings.buffer_size)
+    return Plan(
+        settings=settings,
+        layers=layers[full],
+        cuts=cuts,
+        placement=where,
+        windows=windows,
+        evaluation=program,
+        boundaries={
+            size: _entries(_input(settings, example, size), estimated, cuts)
+            for size, estimated in {**layers, **evaluated}.items()
+        },
+    )
+
+
+def window_lengths(batches: int, window: int | None) -> list[int]:
+    """Return the different lengths, in batches, of the windows that an epoch falls into."""
+    length = min(window or batches, batches)
+    return sorted({length, batches % length} - {0}, reverse=True)
+
+
+def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
+    """Make the program of one window, and prove it sound and free of deadlock. Raises ScheduleError."""
+    compute = schedule(settings.ranks, batches, settings.microbatches)
+    program = lower(compute)
+    check(program, batches, settings.microbatches)
+    return Window(program, simulate(program, settings.microbatches, buffer_size=settings.buffer_size))
+
+
+def _input(settings: Settings, example: Sequence[int], size: int) -> TensorSpec:
+    return TensorSpec((size, *example), settings.dtype)
+
+
+def _estimates(
+    settings: Settings, model: nn.Sequential, example: Sequence[int], sizes: Iterable[int], train: bool
+) -> dict[int, list[Layer]]:
+    model.train(train)
+    try:
+        return {size: estimate(model, _input(settings, example, size)) for size in sorted(sizes)}
+    finally:
+        model.train()
+
+
+def _entries(first: TensorSpec, layers: Sequence[Layer], cuts: Sequence[int]) -> list[Boundary]:
+    return [Boundary((first,)), *(layers[cut - 1].output for cut in cuts)]
+
+
+def _refuse_sharing(model: nn.Sequential, cuts: Sequence[int]) -> None:
+    """Refuse a parameter that stands in two stages: each would train a copy of its own."""
+    owner: dict[int, int] = {}
+    for index, (name, layer) in enumerate(model.named_children()):
+        stage = sum(cut <= index for cut in cuts)
+        for key, parameter in layer.named_parameters():
+            if owner.setdefault(id(parameter), stage) != stage:
+                raise ConfigError(
+                    f"layer {index} ({name}) of stage {stage} shares its {key} with stage "
+                    f"{owner[id(parameter)]}; choose a partition that keeps both layers in one stage"
+                )
+
+
+def _refuse_output(layers: Sequence[Layer], size: int, classes: int) -> None:
+    output = layers[-1].output
+    shape = output.specs[0].shape
+    if not output.single or len(shape) != 2 or shape[0] != size or shape[1] < classes:
+        raise ConfigError(
+            f"the last layer ({layers[-1].name}) returns {output} for {size} samples; it must return one "
+            f"tensor [{size}, at least {classes}]: a score for each class"
+        )

@@ -1,0 +1,82 @@
+"""Hydra at the edge: the commands compose their configuration here, and a mistake in it is one sentence.
+
+Hydra's own report of a mistake is several lines and, inside a job, a traceback. With HYDRA_FULL_ERROR it lets
+its exceptions through instead, and they are said here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipetrain.config import conf_dir
+from pipetrain.errors import ConfigError
+
+
+def compose(name: str, task: Callable[[DictConfig], None]) -> int:
+    """Run `task` with the configuration that the command line composes, once, or once a job of a sweep.
+
+    Returns the exit status. Raises ConfigError for a command line that composes nothing.
+    """
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    failed: list[Exception] = []
+
+    def job(cfg: DictConfig) -> None:
+        try:
+            task(cfg)
+        except Exception as error:  # out of Hydra's sight: it would print a line of its own
+            failed.append(error)
+            sys.exit(1)
+
+    try:
+        hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_sentence(error)) from error
+    except SystemExit as end:
+        if failed:
+            raise failed[0] from None
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    return 0
+
+
+def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
+    """Return the configuration by itself: Hydra's interpolations resolved, its folders absolute."""
+    cfg = cfg.copy()
+    cfg.run_dir = str(run_dir)
+    root = cfg.data.get("root")
+    if root is not None:
+        cfg.data.root = str(Path(root).expanduser().absolute())
+    return cfg
+
+
+def _sentence(error: Exception) -> str:
+    """Say Hydra's complaint on one line, and what was meant if a key is nearly right."""
+    text = str(error.__cause__ if isinstance(error.__cause__, HydraException) else error)
+    text = re.sub(r"\s*Set the environment variable HYDRA_FULL_ERROR=1.*", "", text)
+    key = re.search(r"Could not override '([^']+)'", text)
+    if key:
+        return f"there is no {key[1]} in the configuration{_suggestion(key[1])}; --cfg job shows all there is"
+    text = re.sub(r"\s*Available options in '[^']*':\s*", "; choose one of: ", text)
+    choices = text.partition("choose one of: ")
+    if choices[1]:
+        names = ", ".join(line.strip() for line in choices[2].splitlines() if line.strip())
+        text = "".join((choices[0], choices[1], names.split(", Config search path")[0]))
+    return " ".join(text.split())
+
+
+def _suggestion(key: str) -> str:
+    try:
+        keys = [str(k) for k in OmegaConf.load(conf_dir() / "config.yaml")]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(key, keys, n=1)
+    return f"; did you mean {close[0]}" if close else ""

@@ -1,0 +1,209 @@
+"""The configuration as the program reads it: where it lies, what it may say, and who refuses what it may not.
+
+Validated here, at the edge, in one sentence a mistake; trusted everywhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch import nn
+
+from pipetrain.errors import ConfigError
+from pipetrain.runtime.weights import OptimizerFactory, Rate
+from pipetrain.schedule.actions import Schedule
+from pipetrain.training.rate import learning_rate
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def _name_of(target: str) -> str:
+    """Return the last part of a dotted name: what `_target_` is called."""
+    return target.rsplit(".", 1)[-1]
+
+
+OmegaConf.register_new_resolver("name_of", _name_of, replace=True)
+
+
+def conf_dir() -> Path:
+    """Return the folder of the YAML files: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The scalar settings of one run, validated."""
+
+    model: str
+    schedule: str
+    ranks: int
+    partition: str | list[int]
+    microbatches: int
+    window: int | None
+    buffer_size: int
+    timeout: float
+    batch_size: int
+    epochs: int
+    lr_schedule: str
+    lr: float
+    warmup: float
+    label_smoothing: float
+    seed: int
+    device: str
+    dtype: torch.dtype
+    threads: int | None
+    workers: int
+    drop_last: bool
+
+    def rate(self, updates: int) -> Rate:
+        """Return the learning rate over a run of so many updates."""
+        return learning_rate(self.lr_schedule, self.lr, self.warmup, updates)
+
+
+def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings:
+    """Read and validate the scalars. `ranks`: how many processes there are, None where none are started.
+
+    Raises ConfigError for the first value that cannot be.
+    """
+    stages = _integer(cfg, "stages", 1, optional=True)
+    if ranks is not None and stages not in (None, ranks):
+        raise ConfigError(
+            f"stages={stages} needs {stages} processes and there are {ranks}; start torchrun with "
+            f"--nproc_per_node={stages} (or NPROC={stages} ./launch.sh), or leave stages out"
+        )
+    settings = Settings(
+        model=_name_of(str(cfg.model.get("_target_", "model"))),
+        schedule=schedule,
+        ranks=ranks or stages or 2,
+        partition=_partition(cfg),
+        microbatches=_at_least(cfg, "microbatches", 1),
+        window=_integer(cfg, "window", 1, optional=True),
+        buffer_size=_at_least(cfg, "buffer_size", 1),
+        timeout=_number(cfg, "timeout", above=0),
+        batch_size=_at_least(cfg, "batch_size", 1),
+        epochs=_at_least(cfg, "epochs", 1),
+        lr_schedule=str(cfg.lr_schedule),
+        lr=_number(cfg, "optim.lr", above=0),
+        warmup=_number(cfg, "warmup"),
+        label_smoothing=_number(cfg, "label_smoothing"),
+        seed=_at_least(cfg, "seed", 0),
+        device=_one_of(cfg, "device", DEVICES),
+        dtype=DTYPES[_one_of(cfg, "dtype", tuple(DTYPES))],
+        threads=_integer(cfg, "threads", 1, optional=True),
+        workers=_at_least(cfg, "data.workers", 0),
+        drop_last=_one_of(cfg, "data.drop_last", ("True", "False")) == "True",
+    )
+    if settings.batch_size % settings.microbatches:
+        raise ConfigError(
+            f"microbatches={settings.microbatches} does not divide batch_size={settings.batch_size}; "
+            f"choose a divisor of it, or another batch_size"
+        )
+    if not 0 <= settings.label_smoothing < 1:
+        raise ConfigError(f"label_smoothing={settings.label_smoothing:g} must be from 0 to below 1")
+    settings.rate(1)
+    return settings
+
+
+def make_schedule(cfg: DictConfig) -> Schedule:
+    """Return the program function that `cfg.schedule` names. Raises ConfigError."""
+    schedule: Schedule = _instantiate(cfg, "schedule")
+    if not callable(schedule):
+        raise ConfigError("schedule must be a function; its YAML needs `_partial_: true` beside `_target_`")
+    return schedule
+
+
+def make_optimizer(cfg: DictConfig) -> OptimizerFactory:
+    """Return what builds a stage's optimizer from `cfg.optim`, tried once. Raises ConfigError."""
+    factory: OptimizerFactory = _instantiate(cfg, "optim")
+    try:
+        factory([nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optim cannot be built by {cfg.optim._target_}: {_line(error)}") from error
+    return factory
+
+
+def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
+    """Build the whole model, its weights from the seed alone: the same on every rank and any partition.
+
+    Raises ConfigError where the factory fails or returns something that cannot be cut.
+    """
+    torch.manual_seed(seed)
+    model = _instantiate(cfg, "model")
+    if not isinstance(model, nn.Sequential) or not len(model):
+        raise ConfigError(
+            f"{cfg.model._target_} must return an nn.Sequential of the layers to cut between, "
+            f"not {type(model).__name__ if not isinstance(model, nn.Sequential) else 'an empty one'}"
+        )
+    return model.to(dtype)
+
+
+def _instantiate(cfg: DictConfig, group: str) -> Any:
+    if "_target_" not in cfg[group]:
+        raise ConfigError(f"{group} needs a _target_: the dotted name of what builds it")
+    try:
+        return instantiate(cfg[group])
+    except InstantiationException as error:
+        raise ConfigError(f"{group} cannot be built: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """Return an error's text as one line."""
+    return " ".join(str(error).split())
+
+
+def _integer(cfg: DictConfig, key: str, low: int, optional: bool = False) -> int | None:
+    value = OmegaConf.select(cfg, key)
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        also = " or null" if optional else ""
+        raise ConfigError(f"{key}={value} must be a whole number of at least {low}{also}")
+    return value
+
+
+def _at_least(cfg: DictConfig, key: str, low: int) -> int:
+    value = _integer(cfg, key, low)
+    assert value is not None
+    return value
+
+
+def _number(cfg: DictConfig, key: str, above: float = float("-inf")) -> float:
+    value = OmegaConf.select(cfg, key)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{key}={value} must be a number") from None
+    if not above < number < float("inf"):
+        raise ConfigError(f"{key}={value} must be a finite number above {above:g}")
+    return number
+
+
+def _one_of(cfg: DictConfig, key: str, choices: tuple[str, ...]) -> str:
+    value = str(OmegaConf.select(cfg, key))
+    if value not in choices:
+        raise ConfigError(f"{key}={value} is unknown; choose one of {', '.join(choices)}")
+    return value
+
+
+def _partition(cfg: DictConfig) -> str | list[int]:
+    value = cfg.partition
+    if isinstance(value, str):
+        return value
+    if isinstance(value, ListConfig) and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+        return list(value)
+    raise ConfigError(f"partition={value} must be a strategy's name or a list of layer numbers such as [8]")
+
+
+def share_of_cores(local_size: int) -> int:
+    """Return how many threads each of the processes of this machine should use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_size)

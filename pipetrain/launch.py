@@ -1,0 +1,120 @@
+"""How the processes of one run agree on what to do: rank 0 decides, the others follow.
+
+Only rank 0 composes a configuration with Hydra. It refuses what is wrong, once and in one sentence, and tells
+the others through torchrun's key-value store what to run. So there is one run folder and one opinion about
+every value, `--help`, `--cfg job` and `--multirun` work under torchrun as they do without it, and all this
+happens before a process group exists.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.runtime.channel import ChannelError
+from pipetrain.runtime.mesh import World
+from pipetrain.schedule.actions import ScheduleError
+
+REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+PATIENCE_S = 3600.0  # how long the others wait for rank 0, which may have a data set to download
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training run as rank 0 has decided it."""
+
+    config: dict[str, Any]  # resolved; `data` is the data set really used
+    schedule: str
+    run_dir: str
+    note: str = ""  # why the data set is not the one asked for
+
+
+Run = Callable[[Job, World, Store | None], None]
+
+
+class Leader:
+    """Rank 0's side: tells the others what to run. Without others it tells nobody."""
+
+    def __init__(self, world: World) -> None:
+        self._store = _store(world)
+        self._jobs = 0
+
+    def announce(self, job: Job) -> Store | None:
+        """Start a job on all ranks; return the store for its process groups."""
+        return self._say({"job": asdict(job)})
+
+    def end(self, status: int) -> None:
+        """Let the others exit with a status."""
+        self._say({"end": status})
+
+    def _say(self, word: dict[str, Any]) -> Store | None:
+        if self._store is None:
+            return None
+        self._store.set(f"word/{self._jobs}", json.dumps(word))
+        self._jobs += 1
+        return PrefixStore(f"job/{self._jobs}", self._store)
+
+
+def follow(world: World, run: Run) -> int:
+    """Do what rank 0 says until it ends; return the exit status."""
+    store = _store(world)
+    assert store is not None
+    done = 0
+    while True:
+        key = f"word/{done}"
+        try:
+            store.wait([key], timedelta(seconds=PATIENCE_S))
+        except RuntimeError as error:
+            raise ChannelError(
+                f"rank {world.rank} waited {PATIENCE_S:g} s for rank 0 to say what to run"
+            ) from error
+        word = json.loads(store.get(key))
+        if "end" in word:
+            return int(word["end"])
+        done += 1
+        run(Job(**word["job"]), world, PrefixStore(f"job/{done}", store))
+
+
+def _store(world: World) -> Store | None:
+    if world.size == 1:
+        return None
+    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=PATIENCE_S)))[0]
+    return store
+
+
+def guarded(action: Callable[[], int]) -> int:
+    """Run `action`; turn each error that a person can meet into one sentence and an exit status."""
+    try:
+        return action()
+    except (ConfigError, ScheduleError) as error:
+        return _complain(error, REFUSED)
+    except (ChannelError, TrainingStopped) as error:
+        return _complain(error, FAILED)
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+
+
+def _complain(error: object, status: int) -> int:
+    text = " ".join(str(error).split())
+    logging.getLogger("pipetrain").error("pipetrain: %s", text)
+    return status
+
+
+def leave(status: int) -> None:
+    """Exit at once with a failure's status: a half-dead process group may hang in its destructors."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        os._exit(status)
+    sys.exit(0)

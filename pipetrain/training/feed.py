@@ -1,0 +1,48 @@
+"""The microbatches of one window, as the engine asks for them.
+
+Only the rank of the first stage makes images, only the last reads labels; both count from the same lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from pipetrain.runtime.stage import Target
+
+
+class WindowFeed:
+    """The batches of one window: each a list of its microbatches' sample ids, int64 [n].
+
+    `images` gives the input of each microbatch in order; None where this rank does not hold the first stage.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Sequence[Tensor]],
+        labels: Tensor,
+        images: Iterator[Tensor] | None,
+        device: torch.device,
+    ) -> None:
+        self._ids = [ids for batch in batches for ids in batch]
+        self._batch_samples = [sum(map(len, batch)) for batch in batches for _ in batch]
+        self._labels = labels
+        self._images = images
+        self._device = device
+
+    def size(self, mb: int) -> int:
+        """How many samples microbatch `mb` has."""
+        return len(self._ids[mb])
+
+    def input(self, mb: int) -> Tensor:
+        """Return the images of the next microbatch [n, 3, 32, 32] on the device."""
+        assert self._images is not None, f"this rank has no images to give for microbatch {mb}"
+        return next(self._images).to(self._device, non_blocking=True)
+
+    def target(self, mb: int) -> Target:
+        """Return the labels of a microbatch [n] on the device, and its share of its batch."""
+        ids = self._ids[mb]
+        labels = self._labels[ids].to(self._device, non_blocking=True)
+        return Target(labels, len(ids) / self._batch_samples[mb])

@@ -1,0 +1,55 @@
+"""The learning rate as a function of the update number.
+
+Every stage computes it for itself at its own STEP, so that no barrier is needed to change it, and a resumed
+run needs no state for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from pipetrain.errors import ConfigError
+
+Shape = Callable[[float, float], float]
+"""(progress, warmup), both fractions of all updates -> fraction of the peak rate."""
+
+
+def constant(progress: float, warmup: float) -> float:
+    """Return the peak rate, after a linear warm-up from 0."""
+    return min(1.0, progress / warmup) if warmup else 1.0
+
+
+def cosine(progress: float, warmup: float) -> float:
+    """Fall from the peak to 0 along half a cosine, after a linear warm-up (SGDR, Loshchilov 2017)."""
+    if progress < warmup:
+        return progress / warmup
+    return (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
+
+
+def one_cycle(progress: float, warmup: float) -> float:
+    """Rise from 1/25 of the peak to it and fall to nearly 0, both along half a cosine.
+
+    Smith & Topin, "Super-Convergence" (2018), with the divisors of torch.optim.lr_scheduler.OneCycleLR; the
+    warm-up's share is its `pct_start`. Momentum stays as it is.
+    """
+    start, end = 1 / 25, 1e-4 / 25
+    if progress < warmup:
+        return start + (1 - start) * (1 - math.cos(math.pi * progress / warmup)) / 2
+    return end + (1 - end) * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
+
+
+SHAPES: dict[str, Shape] = {"constant": constant, "cosine": cosine, "one_cycle": one_cycle}
+
+
+def learning_rate(name: str, peak: float, warmup: float, updates: int) -> Callable[[int], float]:
+    """Return the rate of update 0 ... `updates` - 1. Raises ConfigError where it cannot be."""
+    if name not in SHAPES:
+        raise ConfigError(f"lr_schedule={name} is unknown; choose one of {', '.join(SHAPES)}")
+    if not 0 <= warmup < 1:
+        raise ConfigError(f"warmup={warmup:g} is a share of all updates; choose it from 0 to below 1")
+    if peak <= 0:
+        raise ConfigError(f"optim.lr={peak:g} must be above 0")
+    shape = SHAPES[name]
+    # Progress is taken at the middle of an update, so that neither the first nor the last rate is 0.
+    return lambda update: peak * shape((update + 0.5) / updates, warmup)

@@ -1,0 +1,125 @@
+"""What one run consists of, made from the configuration: data, model, plan.
+
+Every rank makes it for itself from the same values. Only rank 0 decides whether the data set that was asked
+for can be had, and what is taken in its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from pipetrain.blueprint import Plan, Samples, make_plan
+from pipetrain.config import (
+    Settings,
+    conf_dir,
+    make_model,
+    make_optimizer,
+    make_schedule,
+    read_settings,
+)
+from pipetrain.data import (
+    DataMissing,
+    ImageData,
+    Sampler,
+    Transform,
+    fallback_message,
+    load_augment,
+    load_data,
+)
+from pipetrain.errors import ConfigError
+from pipetrain.runtime.weights import OptimizerFactory
+
+IMAGE = (3, 32, 32)
+CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # to a data set taken instead
+
+log = logging.getLogger("pipetrain")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run before it starts. `transform` makes training images; evaluation only normalises."""
+
+    settings: Settings
+    data: ImageData
+    model: nn.Sequential
+    plan: Plan
+    sampler: Sampler
+    transform: Transform
+    optimizer: OptimizerFactory
+
+    @property
+    def evaluation_sizes(self) -> list[int]:
+        """Samples in each microbatch of an evaluation."""
+        return _even(len(self.data.test), self.settings.batch_size)
+
+    @property
+    def updates(self) -> int:
+        """How many updates the whole run makes."""
+        return self.settings.epochs * len(self.sampler.batch_sizes)
+
+
+def obtain_data(cfg: DictConfig) -> tuple[DictConfig, ImageData]:
+    """Load the data set, or the one that `data.fallback` names where it can't be had.
+
+    Returns the configuration with the data set really used, and the data. The recipe goes with the data set:
+    what was not overridden by hand follows it. Raises ConfigError.
+    """
+    names = sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml"))
+    fallback = cfg.data.get("fallback")
+    if fallback is not None and fallback not in names:
+        raise ConfigError(f"data.fallback={fallback} is unknown; choose one of {', '.join(names)}, or null")
+    try:
+        return cfg, load_data(cfg.data)
+    except DataMissing as error:
+        if fallback in (None, cfg.data.name):
+            raise
+        note = fallback_message(error, fallback)
+    log.warning("pipetrain: %s", note)
+    cfg = cfg.copy()
+    taken = OmegaConf.load(conf_dir() / "data" / f"{fallback}.yaml")
+    for key in CARRIED_OVER:
+        OmegaConf.update(taken, key, cfg.data[key])
+    cfg.data = taken
+    return cfg, replace(load_data(cfg.data), note=note)
+
+
+def check_early(cfg: DictConfig, schedule: str, ranks: int) -> None:
+    """Refuse what can be refused without the data set, which may be long in coming. Raises ConfigError."""
+    settings = read_settings(cfg, schedule, ranks)
+    make_optimizer(cfg)
+    load_augment(cfg.data)
+    one_batch = Samples([settings.batch_size], [settings.batch_size])
+    model = make_model(cfg, settings.seed, settings.dtype)
+    make_plan(settings, make_schedule(cfg), model, IMAGE, 1, one_batch)
+
+
+def prepare(cfg: DictConfig, schedule: str, ranks: int, data: ImageData) -> Run:
+    """Make a run from its configuration and its data. Raises ConfigError and ScheduleError."""
+    settings = read_settings(cfg, schedule, ranks)
+    model = make_model(cfg, settings.seed, settings.dtype)
+    sampler = Sampler(
+        len(data.train), settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
+    )
+    samples = Samples(sampler.batch_sizes, _even(len(data.test), settings.batch_size))
+    return Run(
+        settings=settings,
+        data=data,
+        model=model,
+        plan=make_plan(settings, make_schedule(cfg), model, IMAGE, data.classes, samples),
+        sampler=sampler,
+        transform=Transform(
+            data.mean, data.std, load_augment(cfg.data), seed=settings.seed, dtype=settings.dtype
+        ),
+        optimizer=make_optimizer(cfg),
+    )
+
+
+def _even(samples: int, most: int) -> list[int]:
+    """Cut samples into as few pieces of at most `most` as can be, even ones: at most two sizes."""
+    size, larger = divmod(samples, math.ceil(samples / most))
+    return [size + (i < larger) for i in range(math.ceil(samples / most))]

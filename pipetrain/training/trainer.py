@@ -1,0 +1,150 @@
+"""The life of a run on one rank: epochs of windows, an evaluation after each.
+
+Evaluation happens between windows, when the pipeline is drained, so what is evaluated has a name: the weights
+after the last update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipetrain.data import Split, Transform, inputs
+from pipetrain.runtime.clock import Clock
+from pipetrain.runtime.engine import Engine, Limits, StageRecord
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.stage import Stage, Tally
+from pipetrain.training.feed import WindowFeed
+from pipetrain.training.recorder import EpochFigures, Recorder
+from pipetrain.training.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class _RankFigures:
+    """What one rank knows of an epoch. Times in seconds."""
+
+    tallies: tuple[Tally, Tally] | None  # of training and evaluation, where the last stage is
+    train_s: float
+    eval_s: float
+    before: dict[int, StageRecord]  # what the records said before the epoch
+    records: dict[int, StageRecord]
+
+
+class Trainer:
+    """Trains one rank's stages. Rank 0 has a recorder; the others send it what they know, once an epoch."""
+
+    def __init__(self, run: Run, mesh: Mesh, recorder: Recorder | None = None) -> None:
+        self._run = run
+        self._mesh = mesh
+        self._recorder = recorder
+        self._rate = run.settings.rate(run.updates)
+        self.stages = {
+            stage: self._make_stage(stage)
+            for stage, rank in enumerate(run.plan.placement)
+            if rank == mesh.world.rank
+        }
+        self._engine = Engine(
+            self.stages,
+            mesh.channel(run.settings.buffer_size),
+            run.plan.placement,
+            run.plan.boundaries,
+            {stage: Limits(*run.plan.peaks(stage)[:2]) for stage in self.stages},
+            Clock(mesh.device),
+        )
+
+    def _make_stage(self, index: int) -> Stage:
+        run = self._run
+        held = run.plan.slice(index)
+        children = list(run.model.named_children())[held]
+        last = index == run.plan.stages - 1
+        smoothing = run.settings.label_smoothing
+        return Stage(
+            index,
+            nn.Sequential(OrderedDict(children)).to(self._mesh.device),
+            run.optimizer,
+            self._rate,
+            loss=partial(functional.cross_entropy, label_smoothing=smoothing) if last else None,
+            single_input=run.plan.boundaries[run.settings.batch_size // run.settings.microbatches][
+                index
+            ].single,
+            copy_input=run.plan.layers[held.start].writes_input,
+        )
+
+    def fit(self) -> None:
+        """Train for all epochs, evaluating after each. Raises ChannelError and TrainingStopped."""
+        for epoch in range(self._run.settings.epochs):
+            before = {stage: replace(record) for stage, record in self._engine.records.items()}
+            start = time.perf_counter()
+            self._train(epoch)
+            trained = time.perf_counter()
+            self.evaluate()
+            self._report(epoch, trained - start, time.perf_counter() - trained, before)
+
+    def evaluate(self) -> None:
+        """Predict every test sample with the newest weights; the last stage's tally has the outcome."""
+        run = self._run
+        ids = list(torch.split(torch.arange(len(run.data.test)), run.evaluation_sizes))
+        transform = replace(run.transform, augment=None)
+        images = self._images(run.data.test, ids, transform)
+        feed = WindowFeed([ids], run.data.test.labels, images, self._mesh.device)
+        self._engine.evaluate(run.plan.evaluation[self._mesh.world.rank], feed)
+
+    def _train(self, epoch: int) -> None:
+        run = self._run
+        batches = run.sampler.epoch(epoch)
+        ids = [ids for batch in batches for ids in batch]
+        images = self._images(run.data.train, ids, replace(run.transform, epoch=epoch))
+        window = run.settings.window or len(batches)
+        for start in range(0, len(batches), window):
+            chosen = batches[start : start + window]
+            self._engine.train(
+                run.plan.windows[len(chosen)].program[self._mesh.world.rank],
+                WindowFeed(chosen, run.data.train.labels, images, self._mesh.device),
+                run.settings.microbatches,
+                partial(self._tick, epoch),
+            )
+
+    def _tick(self, epoch: int, stage: int) -> None:
+        if self._recorder and stage == min(self.stages):
+            self._recorder.tick(epoch)
+
+    def _images(self, split: Split, ids: Sequence[Tensor], transform: Transform) -> Iterator[Tensor] | None:
+        if 0 not in self.stages:
+            return None
+        return inputs(split, ids, transform, self._run.settings.workers, self._run.settings.timeout)
+
+    def _report(self, epoch: int, train_s: float, eval_s: float, before: dict[int, StageRecord]) -> None:
+        """Bring an epoch's figures together on rank 0, whichever rank knows them."""
+        tallies = None
+        last = self.stages.get(self._run.plan.stages - 1)
+        if last is not None:
+            tallies = last.take_tallies()
+        mine = _RankFigures(tallies, train_s, eval_s, before, self._engine.records)
+        gathered = self._mesh.gather(f"the figures of epoch {epoch + 1}", mine)
+        if self._recorder is None:
+            return
+        ranks = [figures for figures in gathered if isinstance(figures, _RankFigures)]
+        trained, evaluated = next(figures.tallies for figures in ranks if figures.tallies is not None)
+        self._recorder.epoch(
+            EpochFigures(
+                epoch=epoch + 1,
+                trained=trained,
+                evaluated=evaluated,
+                lr=self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
+                train_s=max(figures.train_s for figures in ranks),
+                eval_s=max(figures.eval_s for figures in ranks),
+                busy_s={
+                    stage: record.busy_s - figures.before[stage].busy_s
+                    for figures in ranks
+                    for stage, record in figures.records.items()
+                },
+                records={stage: record for figures in ranks for stage, record in figures.records.items()},
+            )
+        )
