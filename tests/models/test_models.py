@@ -1,0 +1,141 @@
+"""The models: their published sizes, and that they can be cut anywhere."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from torch import nn
+
+from pipetrain import models
+from pipetrain.errors import ConfigError
+
+CONF = Path(__file__).parents[2] / "conf"
+CONFIGS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+
+# Parameters for ten classes: github.com/kuangliu/pytorch-cifar, whose VGG has the same layers and biases and
+# whose ResNets are He et al.'s with the CIFAR stem.
+PARAMETERS = {
+    "vgg11": 9_231_114,
+    "vgg13": 9_416_010,
+    "vgg16": 14_728_266,
+    "vgg19": 20_040_522,
+    "resnet18": 11_173_962,
+    "resnet34": 21_282_122,
+    "resnet50": 23_520_842,
+    "mlp": 3072 * 128 + 128 + 4 * (128 * 128 + 128) + 128 * 10 + 10,
+}
+LAYERS = {
+    "vgg11": 9,
+    "vgg13": 11,
+    "vgg16": 14,
+    "vgg19": 17,
+    "resnet18": 10,
+    "resnet34": 18,
+    "resnet50": 18,
+    "mlp": 6,
+}
+
+
+def build(name: str, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model: nn.Sequential = getattr(models, name)()
+    return model
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_every_model_has_a_config_and_is_tested():
+    assert CONFIGS == sorted(models.__all__) == sorted(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_makes_the_model_of_published_size(name):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(overrides=[f"+model={name}"])
+    assert set(cfg.model) == {"_target_"}  # so that a factory of no arguments can take its place
+    model = instantiate(cfg.model)
+    assert isinstance(model, nn.Sequential)
+    assert len(model) == LAYERS[name]
+    assert parameters(model) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_cut_gives_the_same_output_and_leaves_the_boundary_alone(name):
+    """What a stage sends must still be what it sent after the next stage has run."""
+    model = build(name).train()
+    x = torch.randn(2, 3, 32, 32)
+    layers = list(model)
+    outputs = list(accumulate(layers, lambda out, layer: layer(out), initial=x))
+    kept = [out.detach().clone() for out in outputs]
+    assert outputs[-1].shape == (2, 10)
+    for cut in range(1, len(layers)):
+        torch.testing.assert_close(model[cut:](outputs[cut]), outputs[-1])
+    for out, copy in zip(outputs, kept, strict=True):
+        assert torch.equal(out, copy)
+
+
+def test_vgg16_is_cut_after_its_third_block():
+    model = build("vgg16")
+    assert model[:7](torch.randn(2, 3, 32, 32)).shape == (2, 256, 4, 4)
+    assert [name for name, _ in model.named_children()][7] == "conv4_1"
+    assert (parameters(model[:7]), parameters(model[7:])) == (1_737_792, 12_990_474)
+
+
+def test_resnet18_is_cut_after_its_second_group():
+    model = build("resnet18")
+    assert model[:5](torch.randn(2, 3, 32, 32)).shape == (2, 128, 16, 16)
+    assert [name for name, _ in model.named_children()][5] == "layer3_0"
+    assert (parameters(model[:5]), parameters(model[5:])) == (675_392, 10_498_570)
+
+
+def test_names_say_where_a_layer_is():
+    names = [name for name, _ in build("vgg11").named_children()]
+    assert names == [
+        "conv1_1",
+        "conv2_1",
+        "conv3_1",
+        "conv3_2",
+        "conv4_1",
+        "conv4_2",
+        "conv5_1",
+        "conv5_2",
+        "head",
+    ]
+    assert [name for name, _ in build("mlp").named_children()][-2:] == ["hidden5", "head"]
+
+
+@pytest.mark.parametrize("name", ["vgg11", "resnet18", "mlp"])
+def test_weights_depend_on_the_seed_and_on_nothing_else(name):
+    one, same, other = build(name, 1), build(name, 1), build(name, 2)
+    pairs = zip(one.state_dict().values(), same.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert not torch.equal(next(one.parameters()), next(other.parameters()))
+
+
+@pytest.mark.parametrize("name", ["vgg11", "resnet18", "mlp"])
+def test_activations_start_at_a_sane_scale(name):
+    model = build(name).train()
+    out = model[:-1](torch.randn(16, 3, 32, 32))
+    assert 0.1 < out.std() < 10
+
+
+@pytest.mark.parametrize("name", ["vgg16", "resnet18", "resnet50", "mlp"])
+def test_other_numbers_of_classes(name):
+    assert getattr(models, name)(num_classes=7).eval()(torch.randn(1, 3, 32, 32)).shape == (1, 7)
+
+
+def test_mlp_of_another_shape():
+    assert len(models.mlp(depth=8, width=16)) == 8
+
+
+@pytest.mark.parametrize(("depth", "width"), [(1, 8), (2, 0)])
+def test_mlp_that_cannot_be_is_refused(depth, width):
+    with pytest.raises(ConfigError, match=r"model\.depth"):
+        models.mlp(depth=depth, width=width)
