@@ -95,13 +95,15 @@ class Weights:
 
     def reduce(self) -> None:
         """Gather the batch's gradient, which may lie on the leaves of several versions, for the optimizer."""
-        for name, parameter in self._live.items():
-            total: Tensor | None = None
-            for leaves in self._versions.values():
-                grad, leaves[name].grad = leaves[name].grad, None
-                if grad is not None:
-                    total = grad if total is None else total.add_(grad)
-            parameter.grad = total
+        for leaves in self._versions.values():
+            self._gather(leaves)
+
+    def _gather(self, leaves: dict[str, Tensor]) -> None:
+        for name, leaf in leaves.items():
+            parameter, grad = self._live[name], leaf.grad
+            if grad is not None:
+                leaf.grad = None
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
     def step(self, keep: bool) -> None:
         """Make the next version from the gathered gradient; `keep` the one before it for actions to come."""
@@ -122,8 +124,10 @@ class Weights:
             self._versions[self.newest] = leaves
 
     def release(self, version: int) -> None:
-        """Give up an older version: nothing to come reads it."""
-        self._spare.append([leaf.data for leaf in self._versions.pop(version).values()])
+        """Give up an older version: nothing to come reads it. Its gradients are not lost."""
+        leaves = self._versions.pop(version)
+        self._gather(leaves)
+        self._spare.append([leaf.data for leaf in leaves.values()])
 
     def _fresh_leaves(self) -> dict[str, Tensor]:
         return {name: p.data.requires_grad_() for name, p in self._live.items()}

@@ -1,0 +1,182 @@
+"""One case: a configuration on tiny data, trained by pipetrain and by the reference, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Barrier, Thread
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from torch import Tensor
+
+from pipetrain.config import conf_dir, make_schedule
+from pipetrain.data import ImageData, Split
+from pipetrain.runtime.channel import LocalChannel, Wire
+from pipetrain.runtime.mesh import World
+from pipetrain.schedule.actions import Op
+from pipetrain.training.recorder import EpochFigures
+from pipetrain.training.run import Run, prepare
+from pipetrain.training.trainer import Trainer
+from tests.support import reference
+
+SCHEDULES = sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """`schedule` on `ranks` ranks with further overrides."""
+
+    schedule: str
+    ranks: int
+    overrides: tuple[str, ...] = ()
+    train_samples: int = 44  # with batches of 12: three whole ones and one of 8
+    reference_model: str = ""  # a twin without recomputing
+
+    def __str__(self) -> str:
+        return f"{self.schedule} on {self.ranks}: {' '.join(self.overrides)}"
+
+
+def config(overrides: Sequence[str]) -> DictConfig:
+    """Compose the configuration as the command line would."""
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def tiny_data(train: int, test: int = 11) -> ImageData:
+    """Random images, the same every time."""
+    generator = torch.Generator().manual_seed(1)
+
+    def split(n: int) -> Split:
+        images = torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        return Split(images, torch.randint(0, 10, (n,), generator=generator))
+
+    return ImageData("tiny", split(train), split(test), 10, (0.5,) * 3, (0.25,) * 3)
+
+
+def make_run(case: Case) -> Run:
+    """Prepare a case as a rank would, in float64."""
+    cfg = _config(case)
+    return prepare(cfg, case.schedule, case.ranks, tiny_data(case.train_samples))
+
+
+def _config(case: Case, model: str = "") -> DictConfig:
+    defaults = ["data=digits", "dtype=float64", "batch_size=12", "epochs=3", "optim.lr=0.05", "warmup=0.3"]
+    defaults += ["lr_schedule=cosine", "model._target_=tests.support.models.with_norm"]
+    defaults += ["data.augment.flip=true", "timeout=60"]
+    chosen = [f"model._target_=tests.support.models.{model}"] if model else []
+    return config([*defaults, f"schedule={case.schedule}", *case.overrides, *chosen])
+
+
+def expected(case: Case) -> reference.Outcome:
+    """Train a case by the reference."""
+    cfg = _config(case, case.reference_model)
+    run = prepare(cfg, case.schedule, case.ranks, tiny_data(case.train_samples))
+    recipe = reference.Recipe(
+        data=run.data,
+        transform=run.transform,
+        sampler=run.sampler,
+        epochs=run.settings.epochs,
+        microbatches=run.settings.microbatches,
+        window=run.settings.window,
+        cuts=run.plan.cuts,
+        optimizer=run.optimizer,
+        rate=run.settings.rate(run.updates),
+        label_smoothing=run.settings.label_smoothing,
+    )
+    return reference.train(run.model, recipe, _delay(case, cfg, run))
+
+
+def _delay(case: Case, cfg: DictConfig, run: Run) -> reference.Delay:
+    """The theory's delays; for a schedule that has none yet, what its own program says."""
+    if case.schedule in reference.DELAYS:
+        return reference.DELAYS[case.schedule](run.plan.stages, run.settings.microbatches)
+    batches = max(run.plan.windows)
+    program = make_schedule(cfg)(case.ranks, batches, run.settings.microbatches)
+    reads = {(a.stage, a.mb): a.version for actions in program for a in actions if a.op is Op.F}
+    return lambda stage, mb: reads[stage, mb]
+
+
+class Listener:
+    """Stands in for the recorder: keeps the figures."""
+
+    def __init__(self) -> None:
+        self.epochs: list[EpochFigures] = []
+
+    def tick(self, epoch: int) -> None: ...
+
+    def epoch(self, figures: EpochFigures) -> None:
+        self.epochs.append(figures)
+
+
+def state_of(trainer: Trainer, run: Run) -> dict[str, Tensor]:
+    """The weights and statistics of a rank's stages, by the whole model's names."""
+    return {
+        name: tensor.detach().clone()
+        for stage in trainer.stages.values()
+        for name, tensor in stage.module.state_dict().items()
+    }
+
+
+def compare(case: Case, state: dict[str, Tensor], figures: Sequence[EpochFigures], tolerance: float = 1e-12) -> None:
+    """Hold a trained state and its figures against the reference."""
+    wanted = expected(case)
+    assert state.keys() == wanted.state.keys(), case
+    for name, tensor in wanted.state.items():
+        torch.testing.assert_close(
+            state[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{case}: {name}: {m}"
+        )
+    seen = [(f.trained.mean_loss, f.evaluated.mean_loss, f.evaluated.accuracy) for f in figures]
+    torch.testing.assert_close(seen, wanted.epochs, rtol=1e-10, atol=1e-10, msg=lambda m: f"{case}: {m}")
+
+
+class LocalMesh:
+    """The mesh of one thread among several of this process."""
+
+    def __init__(self, world: World, wire: Wire, barrier: Barrier, board: list[Any]) -> None:
+        self.world = world
+        self.device = torch.device("cpu")
+        self._wire, self._barrier, self._board = wire, barrier, board
+
+    def channel(self, buffer_size: int) -> LocalChannel:
+        return LocalChannel(self._wire, buffer_size, timeout=30)
+
+    def gather(self, what: str, item: object) -> list[object]:
+        self._board[self.world.rank] = item
+        self._barrier.wait(30)
+        gathered = list(self._board)
+        self._barrier.wait(30)
+        return gathered
+
+
+def run_in_threads(case: Case) -> tuple[dict[str, Tensor], list[EpochFigures]]:
+    """Train a case with one thread a rank over the local channel; return the whole state and the figures."""
+    runs = [make_run(case) for _ in range(case.ranks)]
+    wire, barrier, board = Wire(), Barrier(case.ranks), [None] * case.ranks
+    listener, state, errors = Listener(), {}, []
+
+    def work(rank: int) -> None:
+        try:
+            mesh = LocalMesh(World(rank, case.ranks), wire, barrier, board)
+            trainer = Trainer(runs[rank], mesh, listener if rank == 0 else None)  # type: ignore[arg-type]
+            trainer.fit()
+            state.update(state_of(trainer, runs[rank]))
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads: list[Thread] = [Thread(target=partial(work, rank), daemon=True) for rank in range(case.ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), f"{case} did not end in 60 s"
+    return state, listener.epochs
+
+
+Work = Callable[[int, int], None]

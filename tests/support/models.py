@@ -1,0 +1,146 @@
+"""Small models with everything that a cut can meet: tuples, in-place layers, BatchNorm, recomputing layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+CLASSES = 10
+
+
+class Shrink(nn.Module):
+    """[n, 3, 32, 32] -> [n, 3, 4, 4], so that the tests are quick."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.avg_pool2d(x, 8)
+
+
+class Fork(nn.Module):
+    """x -> (layer(x), x): the boundary behind it is a tuple."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), x
+
+
+class Through(nn.Module):
+    """(x, skip) -> (layer(x), skip)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.layer(pair[0]), pair[1]
+
+
+class Join(nn.Module):
+    """(x, skip) -> x + skip."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
+class Recompute(nn.Module):
+    """A layer that uses torch.utils.checkpoint inside."""
+
+    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+
+def conv(width: int, norm: bool, entry: int | None = None) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Conv2d(entry or width, width, 3, padding=1)]
+    if norm:
+        layers.append(nn.BatchNorm2d(width))
+    return nn.Sequential(*layers, nn.Tanh())
+
+
+def small(norm: bool = True, recompute: str = "", width: int = 4) -> nn.Sequential:
+    """Ten layers. `recompute`: which form of torch.utils.checkpoint two of them use inside, if any."""
+
+    def maybe(layer: nn.Module) -> nn.Module:
+        return Recompute(layer, recompute == "reentrant") if recompute else layer
+
+    return nn.Sequential(
+        Shrink(),
+        conv(width, norm, 3),
+        maybe(conv(width, norm)),
+        Fork(nn.Conv2d(width, width, 3, padding=1)),
+        Through(conv(width, norm)),
+        Join(),
+        nn.ReLU(inplace=True),  # a cut before it must not let it write into what was sent
+        maybe(conv(width, norm)),
+        nn.Sequential(nn.Flatten(), nn.Linear(16 * width, 12)),
+        nn.Sequential(nn.Tanh(), nn.Linear(12, CLASSES)),
+    )
+
+
+def with_norm() -> nn.Sequential:
+    return small(norm=True)
+
+
+def without_norm() -> nn.Sequential:
+    return small(norm=False)
+
+
+def recomputing() -> nn.Sequential:
+    return small(norm=True, recompute="plain")
+
+
+def recomputing_reentrant() -> nn.Sequential:
+    return small(norm=False, recompute="reentrant")
+
+
+def wide() -> nn.Sequential:
+    """A boundary of 72 MiB for 48 samples in float64 (4 x 64 x 768)."""
+    return nn.Sequential(Shrink(), Widen(), nn.Tanh(), Narrow(), nn.Linear(48, CLASSES))
+
+
+class Widen(nn.Module):
+    """[n, 3, 4, 4] -> [n, 48, 4096]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(-1, 1, 4096))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :, None] * self.scale
+
+
+class Narrow(nn.Module):
+    """[n, 48, 4096] -> [n, 48]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(2)
+
+
+def explode() -> nn.Sequential:
+    """Its loss is not finite."""
+    return nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12), nn.Linear(12, CLASSES), Infinite())
+
+
+class Infinite(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float("inf")
+
+
+def not_sequential() -> nn.Module:
+    return nn.Linear(3, 3)
+
+
+def tied() -> nn.Sequential:
+    """Two layers that share a weight, far apart."""
+    first, last = nn.Linear(48, 48), nn.Linear(48, 48)
+    last.weight = first.weight
+    return nn.Sequential(
+        nn.Sequential(Shrink(), nn.Flatten()), first, nn.Tanh(), last, nn.Linear(48, CLASSES)
+    )

@@ -1,0 +1,134 @@
+"""The reference: one process, one loop, the weight delays that the theory gives. No schedule, no engine.
+
+It keeps the weights after every update of a window and lets each stage of each microbatch read the version
+that the theory says, all at once in one pass over the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from pipetrain.data import ImageData, Sampler, Transform
+
+Delay = Callable[[int, int], int]
+"""(stage, microbatch of the window) -> the version that it reads, counted from the window's start."""
+
+
+def flush(stages: int, m: int) -> Delay:
+    """layer_dist, GPipe, 1F1B: every batch reads what the batch before left."""
+    return lambda stage, mb: mb // m
+
+
+def pipedream(stages: int, m: int) -> Delay:
+    """PipeDream (SOSP 2019): S-1-s microbatches are ahead of the newest finished backward."""
+    return lambda stage, mb: max(0, mb - (stages - 1 - stage)) // m
+
+
+def pipedream_2bw(stages: int, m: int) -> Delay:
+    """PipeDream-2BW (ICML 2021): one update late, everywhere."""
+    return lambda stage, mb: max(0, mb // m - 1)
+
+
+DELAYS = {
+    "layer_dist": flush,
+    "gpipe": flush,
+    "1f1b": flush,
+    "interleaved_1f1b": flush,
+    "pipedream": pipedream,
+    "pipedream_2bw": pipedream_2bw,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training leaves: the whole state, and (train loss, val loss, val accuracy) of each epoch."""
+
+    state: dict[str, Tensor]
+    epochs: list[tuple[float, float, float]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train and how; `cuts` are the first layers of stages 1, 2, ..."""
+
+    data: ImageData
+    transform: Transform
+    sampler: Sampler
+    epochs: int
+    microbatches: int
+    window: int | None
+    cuts: Sequence[int]
+    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+    rate: Callable[[int], float]
+    label_smoothing: float = 0.0
+
+
+def train(model: nn.Sequential, recipe: Recipe, delay: Delay) -> Outcome:
+    """Train in one plain loop."""
+    live = dict(model.named_parameters())
+    optimizer = recipe.optimizer(iter(live.values()))
+    update = 0
+    outcomes = []
+    for epoch in range(recipe.epochs):
+        transform = replace(recipe.transform, epoch=epoch)
+        batches = recipe.sampler.epoch(epoch)
+        window = recipe.window or len(batches)
+        loss_sum = 0.0
+        for start in range(0, len(batches), window):
+            history = [_snapshot(live)]
+            mb = 0
+            for batch in batches[start : start + window]:
+                samples = sum(map(len, batch))
+                optimizer.zero_grad()
+                for ids in batch:
+                    weights = _mixed(history, recipe.cuts, delay, mb)
+                    x = transform(recipe.data.train.images[ids], ids)
+                    y = recipe.data.train.labels[ids]
+                    loss = functional.cross_entropy(
+                        functional_call(model, weights, (x,)), y, label_smoothing=recipe.label_smoothing
+                    )
+                    grads = torch.autograd.grad(loss * (len(ids) / samples), list(weights.values()))
+                    for name, grad in zip(weights, grads, strict=True):
+                        p = live[name]
+                        p.grad = grad if p.grad is None else p.grad + grad
+                    loss_sum += loss.item() * len(ids)
+                    mb += 1
+                for group in optimizer.param_groups:
+                    group["lr"] = recipe.rate(update)
+                optimizer.step()
+                update += 1
+                history.append(_snapshot(live))
+        val_loss, val_acc = _evaluate(model, recipe)
+        outcomes.append((loss_sum / sum(recipe.sampler.batch_sizes), val_loss, val_acc))
+    return Outcome({name: t.detach().clone() for name, t in model.state_dict().items()}, outcomes)
+
+
+def _snapshot(live: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in live.items()}
+
+
+def _mixed(history: list[dict[str, Tensor]], cuts: Sequence[int], delay: Delay, mb: int) -> dict[str, Tensor]:
+    """The version that each layer's stage reads, as fresh leaves."""
+
+    def version(name: str) -> int:
+        layer = int(name.split(".", 1)[0])
+        return delay(sum(cut <= layer for cut in cuts), mb)
+
+    return {name: history[version(name)][name].clone().requires_grad_() for name in history[0]}
+
+
+def _evaluate(model: nn.Sequential, recipe: Recipe) -> tuple[float, float]:
+    model.eval()
+    split = recipe.data.test
+    with torch.no_grad():
+        x = replace(recipe.transform, augment=None)(split.images, torch.arange(len(split)))
+        output = model(x)
+    model.train()
+    accuracy = (output.argmax(1) == split.labels).double().mean().item()
+    return functional.cross_entropy(output, split.labels).item(), accuracy
