@@ -1,0 +1,118 @@
+"""Soundness of a lowered program, proved before a process group exists.
+
+One rule does most of the work: forwards, input gradients and weight gradients of a stage each come as 0, 1,
+2, ... to the last microbatch. Nothing can then be missing or twice. It is asked of every schedule because
+running statistics (BatchNorm) and sums of gradients depend on their order: where it is one, runs of one seed
+agree to the last bit, and equal the plain loop that they are tested against. It also makes both ends of
+every edge speak of the same microbatches in the same order.
+
+Rules about time across ranks (who waits for whom) are not here: `simulate` finds deadlock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from pipetrain.schedule.actions import COMPUTE, Action, Op, Program, ScheduleError, placement
+from pipetrain.schedule.lower import compute_only, lower
+
+_COUNTED = {
+    Op.F: ("forwards",),
+    Op.B: ("input gradients", "weight gradients"),
+    Op.I: ("input gradients",),
+    Op.W: ("weight gradients",),
+}
+_NEEDS = {Op.B: "forwards", Op.I: "forwards", Op.W: "input gradients"}
+
+
+def check(program: Program, batches: int, microbatches: int) -> None:
+    """Refuse a lowered program that is not sound: ScheduleError, naming rank and action.
+
+    Every stage has each microbatch's F once, then its B (or I, then W) once, each kind ascending; a backward
+    reads its forward's version; a version is read only after the STEP that makes it, so never one newer than
+    the microbatch's batch; batch n's STEP makes version n + 1 after exactly its backwards and before any of
+    the next batch; communication is what `lower` makes of the rest.
+    """
+    rank_of = placement(program)
+    idle = [rank for rank, actions in enumerate(program) if not actions]
+    if idle or not program:
+        raise ScheduleError(f"ranks {idle} have nothing to do: take fewer ranks, or more stages")
+    stages = [_Stage(microbatches) for _ in rank_of]
+    for rank, actions in enumerate(program):
+        for action in actions:
+            if problem := stages[action.stage].take(action):
+                raise ScheduleError(f"rank {rank} has {action}: {problem}")
+    for index, stage in enumerate(stages):
+        if problem := stage.end(batches):
+            raise ScheduleError(f"rank {rank_of[index]}, at its end, has done of stage {index} {problem}")
+    _check_communication(program)
+
+
+def _check_communication(program: Program) -> None:
+    for rank, (actions, right) in enumerate(zip(program, lower(compute_only(program)), strict=True)):
+        if actions != right:
+            for found, wanted in zip_longest(actions, right):
+                if found != wanted:
+                    raise ScheduleError(
+                        f"rank {rank} has {found or 'nothing more'} where {wanted or 'nothing'} belongs: its "
+                        f"communication must be what lower() makes"
+                    )
+
+
+@dataclass(slots=True)
+class _Stage:
+    """What one stage has done so far."""
+
+    microbatches: int
+    done: dict[str, int] = field(
+        default_factory=lambda: {"forwards": 0, "input gradients": 0, "weight gradients": 0}
+    )
+    newest: int = 0
+    reads: list[int] = field(default_factory=list)  # by microbatch
+
+    def take(self, action: Action) -> str:
+        """Do an action; say what is wrong with it, or nothing."""
+        if action.op in COMPUTE:
+            return self._compute(action)
+        if action.op is Op.STEP:
+            return self._step(action)
+        return ""
+
+    def _compute(self, action: Action) -> str:
+        op, mb = action.op, action.mb
+        for kind in _COUNTED[op]:
+            if mb != self.done[kind]:
+                return f"its {kind} must ascend, each once, and the next is of microbatch {self.done[kind]}"
+        if op is Op.F:
+            if not 0 <= action.version <= self.newest:
+                return f"version {action.version} is not made yet; the newest is {self.newest}"
+            self.reads.append(action.version)
+        else:
+            if mb >= self.done[_NEEDS[op]]:
+                return f"it comes before microbatch {mb} was among the {_NEEDS[op]}"
+            if action.version != self.reads[mb]:
+                return f"its forward read version {self.reads[mb]}"
+            if op is not Op.I and mb // self.microbatches != self.newest:
+                return f"it is of batch {mb // self.microbatches}, yet batch {self.newest} is still to STEP"
+        for kind in _COUNTED[op]:
+            self.done[kind] += 1
+        return ""
+
+    def _step(self, action: Action) -> str:
+        if action.mb:
+            return f"a STEP has no microbatch, and this one has {action.mb}"
+        if action.version != self.newest + 1:
+            return f"the next STEP makes version {self.newest + 1}"
+        done, owed = self.done["weight gradients"], action.version * self.microbatches
+        if done != owed:
+            return f"it comes after {done} weight gradients, and its batch ends with number {owed}"
+        self.newest += 1
+        return ""
+
+    def end(self, batches: int) -> str:
+        """Say what is missing, or too much, at the end of the window."""
+        for kind, done in self.done.items():
+            if done != batches * self.microbatches:
+                return f"{done} {kind} of {batches * self.microbatches}"
+        return f"{self.newest} updates of {batches}" if self.newest != batches else ""

@@ -1,0 +1,210 @@
+"""A simulation as a picture: text for a terminal and a test, SVG or PNG for a page.
+
+A schedule's mistakes are seen at once in a drawing and hardly ever in a list, so both forms show the same: a
+row a rank, time to the right, a microbatch's number on each bar. Matplotlib is used through its object
+interface and imported only when a figure is made, so that drawing neither touches the global state of pyplot
+nor costs anything to who does not draw.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipetrain.schedule.actions import COMPUTE, Action, Op, ScheduleError
+from pipetrain.schedule.simulate import Simulation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_FIGURE_UNITS = 48  # drawn at most; more would leave no room for the numbers
+_COLOURS = {Op.F: "#4e79a7", Op.B: "#e08a2e", Op.I: "#e08a2e", Op.W: "#59a14f"}
+_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
+_STEP, _IDLE, _INK = "#222222", "#ececec", "#333333"
+
+
+class _Bar(NamedTuple):
+    """A computation, or a step, of one rank."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+    depth: int  # place of the stage among its rank's
+
+
+def as_text(simulation: Simulation, width: int = 100) -> str:
+    """Draw a row a rank, a cell the shortest action's time (one unit, at `unit_cost`), in `width` columns.
+
+    `F3` is the forward of microbatch 3, `B3--` its backward (`I` and `W` its halves), `1F3` says the stage
+    too where a rank holds several; a dot is idle, `|` a step. What does not fit is cut, and the first line
+    says so.
+    """
+    unit, stages = _unit(simulation), _stages(simulation)
+    several = any(len(on_rank) > 1 for on_rank in stages)
+    bars = _bars(simulation, width / 3 * unit)  # a cell is at least 3 wide
+    names = [f"rank {rank}  " for rank in range(len(stages))]
+    left = max(map(len, names), default=0)
+    cell = 1 + max((len(_label(bar.action, several)) for bar in bars), default=1)
+    total = round(simulation.makespan / unit)
+    cells = total if left + total * cell <= width else max(1, (width - left - 1) // cell)
+    rows = [list(("." + " " * (cell - 1)) * cells) for _ in stages]
+    for bar in bars:
+        first, last = int(bar.start / unit + 0.5), min(int(bar.end / unit + 0.5), cells)
+        if bar.action.op is Op.STEP and 0 < first <= cells:
+            rows[bar.rank][first * cell - 1] = "|"
+        elif first < last:
+            room = (last - first) * cell - 1
+            rows[bar.rank][first * cell : last * cell - 1] = _label(bar.action, several).ljust(room, "-")[
+                :room
+            ]
+            rows[bar.rank][last * cell - 1] = " "
+    title = ", ".join(_facts(simulation))
+    title += f", a cell is {unit:.3g}" if unit != 1 else ""
+    title += f", the first {cells} cells of {total}" if cells < total else ""
+    end = "…" if cells < total else ""
+    lines = [name.ljust(left) + "".join(row).rstrip() + end for name, row in zip(names, rows, strict=True)]
+    return "\n".join([title, *lines]) + "\n"
+
+
+def as_figure(simulation: Simulation, path: Path | str, title: str = "") -> None:
+    """Write the timeline to `path`, by its suffix as SVG or PNG. Raises ScheduleError for another suffix.
+
+    A long program is drawn as far as its numbers can be read, and the title says how far.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise ScheduleError(f"a timeline is written as .svg or .png; got {path.name}")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    unit, stages = _unit(simulation), _stages(simulation)
+    until = min(simulation.makespan, _FIGURE_UNITS * unit)
+    size = (max(6.5, 1.1 + 0.25 * until / unit), 1.15 + 0.4 * len(stages))
+    figure = Figure(figsize=size, dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_frame(axes, stages, until)
+    _draw_bars(axes, simulation, until)
+    facts = [title, *_facts(simulation)] if title else _facts(simulation)
+    if until < simulation.makespan:
+        facts.append(f"the first {until:.4g} drawn")
+    axes.set_title("  ·  ".join(facts), loc="left", fontsize=9.5, color=_INK, pad=22)
+    figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+def _draw_frame(axes: Axes, stages: list[list[int]], until: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    several = any(len(on_rank) > 1 for on_rank in stages)
+    names = [
+        f"rank {rank}\nstages {', '.join(map(str, on_rank))}" if several else f"rank {rank}"
+        for rank, on_rank in enumerate(stages)
+    ]
+    axes.set_yticks(range(len(stages)), names, fontsize=8, color=_INK)
+    axes.set_ylim(len(stages) - 0.4, -0.6)
+    axes.set_xlim(0, until * 1.004)
+    note = " (paler: a later stage of the rank)" if several else ""
+    axes.set_xlabel("time" + note, fontsize=8, color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
+    axes.tick_params(axis="x", labelsize=8, labelcolor=_INK, color="#999999")
+    axes.tick_params(axis="y", length=0)
+    for side in axes.spines:
+        axes.spines[side].set_visible(False)
+    for rank in range(len(stages)):
+        axes.broken_barh([(0, until)], (rank - 0.38, 0.76), facecolors=_IDLE, zorder=1)
+
+
+def _draw_bars(axes: Axes, simulation: Simulation, until: float) -> None:
+    bars = _bars(simulation, until)
+    deepest = max((bar.depth for bar in bars), default=0)
+    for rank, action, start, end, depth in bars:
+        if action.op is Op.STEP:
+            axes.plot([start, start], [rank - 0.44, rank + 0.44], color=_STEP, linewidth=1.6, zorder=4)
+            continue
+        paleness = 0.55 * depth / max(deepest, 1)
+        axes.broken_barh(
+            [(start, min(end, until) - start)],
+            (rank - 0.38, 0.76),
+            facecolors=_paler(_COLOURS[action.op], paleness),
+            edgecolors="white",
+            linewidth=0.7,
+            zorder=2,
+        )
+        if end <= until:
+            ink = "white" if paleness < 0.4 else _INK
+            at = ((start + end) / 2, rank + 0.02)
+            axes.text(*at, str(action.mb), ha="center", va="center", color=ink, fontsize=7.5, zorder=3)
+    _draw_legend(axes, {bar.action.op for bar in bars})
+
+
+def _draw_legend(axes: Axes, shown: set[Op]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Patch | Line2D] = [
+        Patch(color=_COLOURS[op], label=name) for op, name in _NAMES.items() if op in shown
+    ]
+    if Op.STEP in shown:
+        step = Line2D([], [], color=_STEP, marker="|", markersize=9, markeredgewidth=1.6, linestyle="")
+        step.set_label("step")
+        handles.append(step)
+    handles.append(Patch(color=_IDLE, label="idle"))
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(-0.006, 1.0),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8,
+        labelcolor=_INK,
+        borderaxespad=0.2,
+        handlelength=1.1,
+        handletextpad=0.5,
+        columnspacing=1.4,
+    )
+
+
+def _bars(simulation: Simulation, until: float) -> list[_Bar]:
+    """List what is drawn of each rank up to a time."""
+    bars: list[_Bar] = []
+    for rank, (stages, spans) in enumerate(zip(_stages(simulation), simulation.spans, strict=True)):
+        for action, start, end in spans:
+            if start > until or (start == until and action.op in COMPUTE):
+                break
+            if action.op in COMPUTE or action.op is Op.STEP:
+                bars.append(_Bar(rank, action, start, end, stages.index(action.stage)))
+    return bars
+
+
+def _label(action: Action, several: bool) -> str:
+    """Write `F3`, or `1F3` where a rank holds several stages."""
+    stage = str(action.stage) if several else ""
+    return f"{stage}{action.op}{action.mb}" if action.op in COMPUTE else ""
+
+
+def _facts(simulation: Simulation) -> list[str]:
+    ranks = len(simulation.spans)
+    return [
+        f"{ranks} ranks" if ranks > 1 else "1 rank",
+        f"makespan {simulation.makespan:.4g}",
+        f"bubble {simulation.bubble:.1%}",
+    ]
+
+
+def _unit(simulation: Simulation) -> float:
+    """Give the time of the shortest action, or a quarter of the middling one where one is far too short."""
+    times = [end - start for spans in simulation.spans for a, start, end in spans if a.op in COMPUTE]
+    return max(min(times), median(times) / 4) if any(times) else 1.0
+
+
+def _stages(simulation: Simulation) -> list[list[int]]:
+    """List the stages of each rank."""
+    return [sorted({action.stage for action, _, _ in spans}) for spans in simulation.spans]
+
+
+def _paler(colour: str, by: float) -> tuple[float, ...]:
+    """Mix a #rrggbb colour with white."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return tuple(channel + (1 - channel) * by for channel in channels)

@@ -1,0 +1,140 @@
+"""What the papers say a schedule takes, as formulas, to hold simulations and measurements against.
+
+Nothing here builds or reads a program: a number that comes from the same code as what it should prove proves
+nothing. The formulas are exact for a stage that takes the same time on every rank, F + B, with free messages;
+they hold for short windows too, where the pipeline never fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Theory:
+    """What a window takes, by formula. Lists are by stage; None where no formula is known."""
+
+    activations: list[int]  # peak of microbatches held between their forward and backward
+    versions: list[int]  # peak of weight versions held
+    staleness: list[int]  # updates by which the most late gradient is late
+    bubble: float | None
+    source: str
+
+
+def theory(name: str, ranks: int, batches: int, microbatches: int, virtual: int = 1) -> Theory | None:
+    """Give the formulas of the schedule that its YAML file names; None for a schedule unknown here.
+
+    `batches` is the window's length. `virtual`: stages a rank, for interleaved_1f1b alone.
+    """
+    if name == "interleaved_1f1b" and ranks > 1 and virtual > 1:
+        return _interleaved(ranks, microbatches, virtual)
+    if name == "interleaved_1f1b":
+        if virtual > 1:  # each microbatch goes through all stages of the one rank, and back, before the next
+            return _flushing([1] * virtual, 0.0, "one rank alone has no bubble")
+        name = "1f1b"
+    known = _KNOWN.get(name)
+    return known(ranks, batches, microbatches) if known else None
+
+
+def _layer_dist(ranks: int, batches: int, microbatches: int) -> Theory:
+    return _flushing([1] * ranks, (ranks - 1) / ranks, "by definition: one rank of S computes at a time")
+
+
+def _gpipe(ranks: int, batches: int, microbatches: int) -> Theory:
+    return _flushing(
+        [microbatches] * ranks,
+        _fill_and_drain(ranks, microbatches),
+        "GPipe, Huang et al. 2019, section 2.3: bubble O((K-1)/(M+K-1))",
+    )
+
+
+def _one_f_one_b(ranks: int, batches: int, microbatches: int) -> Theory:
+    return _flushing(
+        [min(ranks - stage, microbatches) for stage in range(ranks)],
+        _fill_and_drain(ranks, microbatches),
+        "PipeDream-Flush, Narayanan et al. 2021 (Memory-Efficient Pipeline-Parallel DNN Training), "
+        "section 3.2",
+    )
+
+
+def _interleaved(ranks: int, microbatches: int, virtual: int) -> Theory:
+    """Megatron's order. Its bubble is known where the microbatches go in whole groups of `ranks`."""
+    whole = microbatches % ranks == 0
+    return _flushing(
+        [_interleaved_peak(stage, ranks, microbatches, virtual) for stage in range(ranks * virtual)],
+        _fill_and_drain(ranks, virtual * microbatches) if whole else None,
+        "Narayanan et al. 2021 (Efficient Large-Scale Language Model Training on GPU Clusters), section 2.2: "
+        "bubble (p-1)/(v m) over the ideal time",
+    )
+
+
+def _interleaved_peak(stage: int, ranks: int, microbatches: int, virtual: int) -> int:
+    """Peak of one stage: what its rank's first w + i forwards hold of it, less its first i - 1 backwards.
+
+    A rank runs w = 2 (S - 1 - r) + (v - 1) S forwards, then one forward, one backward in turn. Its n-th work
+    lies in a known place, for microbatches go in groups of S, the last one filled up with microbatches that
+    do not exist, through its virtual stages in turn.
+    """
+    position, rank = divmod(stage, ranks)
+    total = -(-microbatches // ranks) * ranks * virtual
+    ahead = min(2 * (ranks - 1 - rank) + (virtual - 1) * ranks, total)
+
+    def among_first(count: int, position: int) -> int:
+        groups, rest = divmod(count, ranks * virtual)
+        return min(groups * ranks + min(max(rest - position * ranks, 0), ranks), microbatches)
+
+    return max(
+        among_first(min(ahead + pair, total), position)
+        - among_first(max(pair - 1, 0), virtual - 1 - position)
+        for pair in range(total - ahead + 1)
+    )
+
+
+def _pipedream(ranks: int, batches: int, microbatches: int) -> Theory:
+    """Forward k of stage s follows k - d backwards, d = S - 1 - s: it reads version max(0, k - d) // m.
+
+    In a window of n microbatches the last version that anything reads is thus (n - 1 - d) // m.
+    """
+    depths = [ranks - 1 - stage for stage in range(ranks)]
+    total = batches * microbatches
+    late = [min(-(-d // microbatches), batches - 1) for d in depths]
+    last_read = [max(0, total - 1 - d) // microbatches for d in depths]
+    return Theory(
+        activations=[min(d + 1, total) for d in depths],
+        versions=[1 + min(most, last + 1) for most, last in zip(late, last_read, strict=True)],
+        staleness=late,
+        bubble=_fill_and_drain(ranks, total),
+        source="PipeDream, Narayanan et al. 2019, section 3.3: weight stashing, "
+        "w(t+1) = w(t) - v grad f(w1(t-n+1), w2(t-n+2), ..., wn(t))",
+    )
+
+
+def _pipedream_2bw(ranks: int, batches: int, microbatches: int) -> Theory:
+    delay = min(1, batches - 1)
+    return Theory(
+        activations=[min(ranks - stage, batches * microbatches) for stage in range(ranks)],
+        versions=[1 + delay] * ranks,
+        staleness=[delay] * ranks,
+        bubble=_fill_and_drain(ranks, batches * microbatches),
+        source="PipeDream-2BW, Narayanan et al. 2021, section 3.1: w(t+1) = w(t) - v grad f(w(t-1))",
+    )
+
+
+def _flushing(activations: list[int], bubble: float | None, source: str) -> Theory:
+    stages = len(activations)
+    return Theory(activations, [1] * stages, [0] * stages, bubble, source)
+
+
+def _fill_and_drain(ranks: int, work: int) -> float:
+    """Give the bubble of a pipeline that fills and drains once around `work` units a rank."""
+    return (ranks - 1) / (work + ranks - 1)
+
+
+_KNOWN: dict[str, Callable[[int, int, int], Theory]] = {
+    "layer_dist": _layer_dist,
+    "gpipe": _gpipe,
+    "1f1b": _one_f_one_b,
+    "pipedream": _pipedream,
+    "pipedream_2bw": _pipedream_2bw,
+}
