@@ -8,6 +8,7 @@ PyTorch's DataLoader, a whole microbatch at a time.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -97,6 +98,7 @@ def inputs(
             yield batch
             given += 1
     except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # they hold the iterator, and so keep the workers alive
         raise TrainingStopped(
             f"the data workers ({workers}) failed at microbatch {given} of {len(ids)}: {_last_line(error)}; "
             "data.workers=0 makes the images in the training process"

@@ -1,0 +1,116 @@
+"""An image looks the same in whatever batch it is made, and the augmentation is the usual one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipetrain.data import Augment, Split, Transform, inputs
+from pipetrain.errors import ConfigError
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+SAMPLES = 200
+IMAGES = torch.randint(0, 256, (SAMPLES, 3, 32, 32), generator=torch.Generator().manual_seed(0)).to(
+    torch.uint8
+)
+IDS = torch.arange(SAMPLES)
+SPLIT = Split(IMAGES, IDS)
+TRAIN = Transform(MEAN, STD, Augment(crop=4, flip=True), seed=3, epoch=5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.permutations(range(60)), st.integers(1, 60))
+def test_any_order_and_any_batch_gives_the_same_images(order, size):
+    whole = TRAIN(IMAGES, IDS)
+    for ids in torch.tensor(order).split(size):
+        assert torch.equal(TRAIN(IMAGES[ids], ids), whole[ids])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_any_number_of_workers_gives_the_same_images(workers):
+    whole = TRAIN(IMAGES, IDS)
+    ids = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1)).split(33)
+    made = list(inputs(SPLIT, ids, TRAIN, workers=workers, timeout=30))
+    assert torch.equal(torch.cat(made), whole[torch.cat(ids)])
+
+
+@pytest.mark.parametrize("other", [replace(TRAIN, seed=4), replace(TRAIN, epoch=6)])
+def test_another_seed_or_epoch_gives_other_images(other):
+    same = (TRAIN(IMAGES, IDS) == other(IMAGES, IDS)).flatten(1).all(1)
+    assert same.float().mean() < 0.05
+
+
+def position(image: torch.Tensor, augmented: torch.Tensor, crop: int) -> list[tuple[int, int, bool]]:
+    """Find by brute force which crops and flips of a padded image give what was made of it."""
+    padded = torch.nn.functional.pad(image, (crop,) * 4)
+    found = []
+    for row in range(2 * crop + 1):
+        for column in range(2 * crop + 1):
+            cut = padded[:, row : row + 32, column : column + 32]
+            found += [
+                (row, column, flip)
+                for flip in (False, True)
+                if torch.equal(cut.flip(-1) if flip else cut, augmented)
+            ]
+    return found
+
+
+def test_each_image_is_one_crop_of_the_padded_image_flipped_or_not():
+    out = Augment(4, True)(IMAGES, IDS, seed=0, epoch=0)
+    found = [position(image, made, 4) for image, made in zip(IMAGES[:40], out, strict=False)]
+    assert all(len(hits) == 1 for hits in found)
+    rows, columns, flips = zip(*(hits[0] for hits in found), strict=True)
+    assert len(set(rows)) == len(set(columns)) == 9
+    assert 10 < sum(flips) < 30
+    assert rows != columns
+
+
+def test_crops_and_flips_are_uniform():
+    """A picture that says where each pixel came from, 20,000 times."""
+    n = 20_000
+    image = torch.zeros(n, 1, 9, 9, dtype=torch.uint8)
+    image[:, :, 4, 4] = 1  # stays in sight under shifts of up to 4
+    out = Augment(4, False)(image, torch.arange(n), seed=1, epoch=2)
+    share = out.sum(0)[0] / n
+    assert torch.allclose(share, torch.full((9, 9), 1 / 81), atol=0.004)
+    edge = torch.zeros(n, 1, 2, 2, dtype=torch.uint8)
+    edge[..., 0] = 1
+    flipped = Augment(0, True)(edge, torch.arange(n), seed=1, epoch=2)[:, 0, 0, 1]
+    assert abs(float(flipped.float().mean()) - 0.5) < 0.02
+
+
+def test_padding_is_black_before_normalisation():
+    white = torch.full((50, 3, 32, 32), 255, dtype=torch.uint8)
+    out = Transform(MEAN, STD, Augment(4, False))(white, torch.arange(50))
+    black = ((torch.zeros(3) - torch.tensor(MEAN)) / torch.tensor(STD))[:, None]
+    corner = out[:, :, 0, 0].T  # (3, n): black where the crop reaches the border
+    assert ((corner == black) | (corner > 2)).all()
+    assert (corner == black).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_evaluation_only_normalises(dtype):
+    out = Transform(MEAN, STD, dtype=dtype)(IMAGES, IDS)
+    mean, std = (torch.tensor(x, dtype=dtype)[:, None, None] for x in (MEAN, STD))
+    assert out.dtype == dtype
+    assert torch.equal(out, (IMAGES.to(dtype) / 255 - mean) / std)
+
+
+def test_nothing_to_do_changes_nothing_and_the_source_is_left_alone():
+    before = IMAGES.clone()
+    assert torch.equal(Augment(0, False)(IMAGES, IDS, 0, 0), IMAGES)
+    TRAIN(IMAGES, IDS)
+    assert torch.equal(IMAGES, before)
+
+
+def test_what_is_made_is_contiguous():
+    assert TRAIN(IMAGES[:5], IDS[:5]).is_contiguous()
+
+
+def test_negative_crop_is_refused():
+    with pytest.raises(ConfigError, match=r"augment\.crop"):
+        Augment(-1, True)

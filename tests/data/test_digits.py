@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import torch
+from sklearn.datasets import load_digits
+
+from pipetrain.data import digits
+
+
+def test_digits_are_what_they_are_said_to_be():
+    data = digits.load()
+    assert (data.name, data.classes, data.note) == ("digits", 10, "")
+    assert data.train.images.shape == (1437, 3, 32, 32)
+    assert data.test.images.shape == (360, 3, 32, 32)
+    assert data.train.images.dtype == torch.uint8
+    assert data.train.labels.dtype == torch.int64
+
+
+def test_split_is_stratified_and_fixed():
+    data = digits.load()
+    counts = data.test.labels.bincount()
+    assert counts.min() >= 34
+    assert counts.max() <= 37
+    # Pinned: accuracies of different versions compare only while the split stays as it is.
+    assert data.test.labels[:12].tolist() == [2, 9, 3, 5, 6, 9, 5, 6, 9, 5, 2, 1]
+    other = digits.load()
+    assert torch.equal(data.test.images, other.test.images)
+
+
+def test_each_sample_is_in_one_split():
+    data = digits.load()
+    images = torch.cat([data.train.images, data.test.images]).flatten(1)
+    small = torch.from_numpy(load_digits().images)
+    # The mean of the enlarged image follows the mean of the small one: the two sets are the same.
+    large = images.double().mean(1).sort().values
+    assert len(large) == len(small)
+    assert torch.allclose(large, (small.flatten(1).mean(1) * 255 / 16).sort().values, atol=3)
+
+
+def test_images_are_grey_and_use_the_whole_range():
+    images = digits.load().train.images
+    assert torch.equal(images[:, 0], images[:, 1])
+    assert torch.equal(images[:, 0], images[:, 2])
+    assert (int(images.min()), int(images.max())) == (0, 255)
+
+
+def test_mean_and_deviation_are_those_of_the_training_images():
+    data = digits.load()
+    grey = data.train.images[:, 0].double() / 255
+    assert abs(data.mean[0] - float(grey.mean())) < 1e-9
+    assert abs(data.std[2] - float(grey.std())) < 1e-9

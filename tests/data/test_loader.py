@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipetrain.data import Sampler, Split, Transform, inputs, pieces
+from pipetrain.errors import ConfigError, TrainingStopped
+
+SPLIT = Split(torch.zeros(40, 3, 32, 32, dtype=torch.uint8), torch.arange(40))
+PLAIN = Transform((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+def no_children() -> bool:
+    deadline = time.monotonic() + 10
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not multiprocessing.active_children()
+
+
+@given(st.integers(0, 300), st.integers(1, 40))
+def test_pieces_are_those_of_tensor_split(samples, microbatches):
+    assert pieces(samples, microbatches) == [len(x) for x in torch.arange(samples).tensor_split(microbatches)]
+
+
+def sizes(sampler: Sampler) -> list[list[int]]:
+    return [[len(ids) for ids in batch] for batch in sampler.epoch(0)]
+
+
+def test_a_short_last_batch_is_cut_evenly():
+    sampler = Sampler(samples=23, batch_size=8, microbatches=4, seed=0)
+    assert sampler.batch_sizes == [8, 8, 7]
+    assert sizes(sampler) == sampler.microbatch_sizes == [[2, 2, 2, 2], [2, 2, 2, 2], [2, 2, 2, 1]]
+
+
+def test_a_short_last_batch_is_dropped_on_request():
+    sampler = Sampler(samples=23, batch_size=8, microbatches=4, seed=0, drop_last=True)
+    assert sampler.batch_sizes == [8, 8]
+    assert sizes(sampler) == [[2, 2, 2, 2], [2, 2, 2, 2]]
+
+
+def test_fewer_samples_than_a_batch_are_one_short_batch():
+    assert Sampler(samples=3, batch_size=8, microbatches=2, seed=0).batch_sizes == [3]
+
+
+def flat(batches: list[list[Tensor]]) -> list[int]:
+    return [i for batch in batches for ids in batch for i in ids.tolist()]
+
+
+@given(st.integers(8, 200), st.integers(0, 5), st.integers(0, 2**31))
+def test_every_sample_comes_once_an_epoch(samples, epoch, seed):
+    sampler = Sampler(samples, batch_size=8, microbatches=1, seed=seed)
+    assert sorted(flat(sampler.epoch(epoch))) == list(range(samples))
+    assert sum(sampler.batch_sizes) == samples
+
+
+def test_updates_are_the_same_however_they_are_cut():
+    """So that schedules with other numbers of microbatches learn from the same updates."""
+    one = Sampler(100, 16, 1, seed=7).epoch(3)
+    for microbatches in (2, 4):
+        cut = Sampler(100, 16, microbatches, seed=7).epoch(3)
+        assert [torch.cat(batch).tolist() for batch in cut] == [batch[0].tolist() for batch in one]
+
+
+def test_order_depends_on_the_seed_and_the_epoch():
+    orders = [flat(Sampler(50, 10, 1, seed).epoch(epoch)) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert flat(Sampler(50, 10, 1, seed=-1).epoch(0)) == flat(Sampler(50, 10, 1, seed=-1).epoch(0))
+
+
+def test_order_without_shuffle_is_the_samples_own():
+    assert flat(Sampler(21, 10, 1, seed=0, shuffle=False).epoch(4)) == list(range(21))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"microbatches": 3}, "microbatches=3 does not divide batch_size=64"),
+        ({"samples": 0}, "no sample"),
+        ({"samples": 66, "microbatches": 4}, "data.drop_last=true, another batch_size"),
+        ({"samples": 3, "microbatches": 4}, "data.drop_last=true, another batch_size"),
+        ({"samples": 63, "drop_last": True}, "smaller batch_size"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(arguments, says):
+    with pytest.raises(ConfigError) as refusal:
+        Sampler(**{"samples": 640, "batch_size": 64, "microbatches": 1, "seed": 0, **arguments})
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@dataclass(frozen=True)
+class Misbehave:
+    """A transform that does something at sample 12."""
+
+    what: str
+
+    def __call__(self, images: Tensor, ids: Tensor) -> Tensor:
+        if 12 in ids:
+            if self.what == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.what == "hang":
+                time.sleep(60)
+            raise ValueError("this image is no good")
+        return images.float()
+
+
+@pytest.mark.parametrize(
+    ("what", "timeout", "says"),
+    [
+        ("die", 30.0, "exited unexpectedly"),
+        ("hang", 0.5, "timed out after 0.5 seconds"),
+        ("raise", 30.0, "no good"),
+    ],
+)
+def test_a_worker_that_fails_is_said_in_one_sentence(what, timeout, says):
+    ids = torch.arange(40).split(8)
+    made = inputs(SPLIT, ids, Misbehave(what), workers=1, timeout=timeout)
+    with pytest.raises(TrainingStopped) as stop:
+        list(made)
+    assert says in str(stop.value)
+    assert "data workers (1)" in str(stop.value)
+    assert "\n" not in str(stop.value)
+    assert no_children()
+
+
+def test_workers_end_with_an_iterator_that_is_closed_early():
+    made = inputs(SPLIT, torch.arange(40).split(4), PLAIN, workers=2, timeout=30)
+    next(made)
+    made.close()
+    assert no_children()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_state_of_the_run_is_left_alone(workers):
+    before = torch.get_rng_state()
+    list(inputs(SPLIT, torch.arange(40).split(8), PLAIN, workers=workers, timeout=30))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_microbatches_may_have_any_size():
+    ids = [torch.tensor([3]), torch.tensor([5, 1, 2])]
+    assert [x.shape for x in inputs(SPLIT, ids, PLAIN)] == [(1, 3, 32, 32), (3, 3, 32, 32)]
+
+
+def test_without_workers_an_error_comes_as_it_is():
+    with pytest.raises(ValueError, match="no good"):
+        list(inputs(SPLIT, [torch.tensor([12])], Misbehave("raise")))
