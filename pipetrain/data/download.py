@@ -48,7 +48,8 @@ def _blocks(url: str, timeout: float) -> Iterator[bytes]:
             length = response.headers.get("Content-Length")
             total = int(length) if length is not None else None
             with _progress(url, total) as advance:
-                while block := response.read(_BLOCK):
+                # read1 gives what is there; it is not asked again once all is, as it may wait for more.
+                while received != total and (block := response.read1(_BLOCK)):
                     received += len(block)
                     yield block
                     advance(len(block))

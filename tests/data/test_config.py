@@ -1,0 +1,129 @@
+"""The configs of the group `data`, and what `load_data` makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from pipetrain.data import (
+    Augment,
+    DataMissing,
+    cifar10,
+    digits,
+    fallback_message,
+    load_augment,
+    load_data,
+)
+from pipetrain.errors import ConfigError
+
+CONF = Path(__file__).parents[2] / "conf"
+CONFIGS = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
+
+
+def data_config(name: str, **overrides: Any) -> DictConfig:
+    words = [f"+data={name}", *(f"data.{key}={value}" for key, value in overrides.items())]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        data: DictConfig = compose(overrides=words).data
+    return data
+
+
+def test_configs_have_the_same_keys():
+    first, *others = (data_config(name) for name in CONFIGS)
+    for other in others:
+        assert set(other) == set(first)
+        assert set(other.recipe) == set(first.recipe)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_is_of_use(name):
+    data = data_config(name)
+    assert data.name == name
+    assert isinstance(load_augment(data), Augment)
+    assert data.recipe.lr_schedule in {"constant", "cosine", "one_cycle"}
+    assert data.fallback in {None, *CONFIGS}
+    assert callable(instantiate(data.source, _partial_=True))
+
+
+def test_digits_are_loaded():
+    loaded = load_data(data_config("digits", train_limit=100, test_limit=30))
+    whole = digits.load()
+    assert (loaded.name, len(loaded.train), len(loaded.test)) == ("digits", 100, 30)
+    assert loaded.train.labels.tolist() == whole.train.labels[:100].tolist()
+    assert loaded.mean == whole.mean
+    assert len(load_data(data_config("digits", train_limit=99_999)).train) == 1437
+
+
+def test_cifar10_config_is_the_official_one():
+    data = data_config("cifar10", root="/here")
+    assert data.source.url == cifar10.URL
+    assert data.source.root == "/here"
+
+
+def missing(tmp_path: Path, **overrides: Any) -> DictConfig:
+    nowhere = {"source.url": "file:///no/such/archive", "root": tmp_path}
+    return data_config("cifar10", **nowhere, **overrides)
+
+
+def test_what_cannot_be_had_comes_through_for_the_fallback(tmp_path):
+    data = missing(tmp_path)
+    with pytest.raises(DataMissing) as error:
+        load_data(data)
+    line = fallback_message(error.value, data.fallback)
+    assert "\n" not in line
+    assert str(tmp_path) in line
+    assert line.endswith("using digits instead")
+
+
+def test_without_a_fallback_the_error_names_the_ways_out(tmp_path):
+    with pytest.raises(DataMissing) as error:
+        load_data(missing(tmp_path, fallback="null"))
+    for way in ("data.root", "data.source.url", "data=digits", "data.fallback=digits"):
+        assert way in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_file_is_an_error_even_with_a_fallback(tmp_path):
+    (tmp_path / cifar10.FOLDER).mkdir()
+    (tmp_path / cifar10.FOLDER / "data_batch_1").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="data_batch_1 is truncated") as error:
+        load_data(missing(tmp_path))
+    assert not isinstance(error.value, DataMissing)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"train_limit": 0}, {"test_limit": -1}, {"train_limit": "many"}, {"test_limit": 1.5}, {"workers": -1}],
+)
+def test_numbers_that_cannot_be_are_refused(overrides):
+    with pytest.raises(ConfigError, match=f"data.{next(iter(overrides))} must be a whole number"):
+        load_data(data_config("digits", **overrides))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ({"_target_": "no.such.module"}, "data.source cannot be made"),
+        ({"_target_": "pipetrain.data.digits.load", "colour": "red"}, "colour"),
+        ({"_target_": "builtins.dict"}, "must give a pipetrain.data.ImageData; got dict"),
+    ],
+)
+def test_a_source_that_is_none_is_refused_in_one_sentence(source, says):
+    data = data_config("digits")
+    data = DictConfig({**data, "source": source})
+    with pytest.raises(ConfigError) as error:
+        load_data(data)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_augment_may_be_none_and_must_be_sound():
+    assert load_augment(data_config("digits", augment="null")) is None
+    with pytest.raises(ConfigError, match="crop must be 0"):
+        load_augment(data_config("digits", **{"augment.crop": -1}))
+    with pytest.raises(ConfigError, match=r"must give a pipetrain\.data\.Augment; got dict"):
+        load_augment(DictConfig({"augment": {"_target_": "builtins.dict"}}))
