@@ -72,6 +72,7 @@ class Server:
                 pass
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = False  # so that server_close waits for them
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,))
         self.thread.start()
 
@@ -100,7 +101,7 @@ class Server:
     def close(self) -> None:
         self.released.set()
         self.http.shutdown()
-        self.http.server_close()  # waits for the handlers
+        self.http.server_close()
         self.thread.join(10)
         assert not self.thread.is_alive()
 
