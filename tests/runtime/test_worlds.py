@@ -1,0 +1,72 @@
+"""Every schedule over real processes and gloo, against the single-process reference, in float64 to 1e-12."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.cases import SCHEDULES, Case
+from tests.support.jobs import exchange, overfill, starve, train_cases, vanish
+from tests.support.worlds import run_world
+
+NORM = "model._target_=tests.support.models.with_norm"
+PLAIN = "model._target_=tests.support.models.without_norm"
+UNEVEN = {1: "[]", 2: "[2]", 3: "[1,7]", 4: "[1,3,8]"}  # between a layer and its skip connection, too
+
+
+def _cases(ranks: int) -> list[Case]:
+    """Even and uneven cuts, with BatchNorm and without, several optimizers, windows and buffers."""
+    cases = []
+    for schedule in SCHEDULES:
+        virtual = schedule.startswith("interleaved")
+        uneven = "partition=params" if virtual else f"partition={UNEVEN[ranks]}"
+        cases += [
+            Case(schedule, ranks, (NORM, "partition=even", "microbatches=4")),
+            Case(schedule, ranks, (PLAIN, uneven, "microbatches=4", "window=2", "buffer_size=1", "optim=adamw")),
+        ]
+    return cases
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_schedule_equals_the_reference(ranks):
+    cases = _cases(ranks)
+    assert run_world(train_cases, ranks, cases, deadline=180) == [len(cases)] * ranks
+
+
+def test_eight_stages_and_one_message_under_way():
+    cases = [
+        Case(schedule, 8, (NORM, "partition=even", "batch_size=16", "microbatches=8", "buffer_size=1", "epochs=1"))
+        for schedule in ("1f1b", "pipedream", "pipedream_2bw")
+    ]
+    assert run_world(train_cases, 8, cases, deadline=180) == [3] * 8
+
+
+def test_a_boundary_over_64_mib_both_ways():
+    wide = Case(
+        "1f1b",
+        2,
+        ("model._target_=tests.support.models.wide", "partition=[2]", "batch_size=96", "microbatches=2")
+        + ("buffer_size=1", "epochs=1"),
+        train_samples=96,
+    )
+    assert run_world(train_cases, 2, [wide], 1e-10) == [1, 1]
+
+
+@pytest.mark.parametrize(("elements", "messages", "buffer_size"), [(4, 9, 1), (4, 9, 3), (18 << 20, 3, 1)])
+def test_two_ranks_that_both_send_first_do_not_hang(elements, messages, buffer_size):
+    up, down = run_world(exchange, 2, elements, messages, buffer_size)
+    assert up == [100.0 + mb for mb in range(messages)]
+    assert down == [float(mb) for mb in range(messages)]
+
+
+def test_a_message_that_does_not_come_is_named():
+    assert run_world(starve, 2)[1] == "rank 1 waited 1 s for the activation of microbatch 7 from rank 0"
+
+
+def test_the_bound_is_enforced_and_its_expiry_named():
+    error = run_world(overfill, 2)[0]
+    assert error == "after 2: rank 0 waited 1 s for rank 1 to take the activation of microbatch 0"
+
+
+def test_a_dead_peer_is_named():
+    error = run_world(vanish, 2)[1]
+    assert error.startswith("rank 1 lost rank 0 at the activation of microbatch 7: ")

@@ -1,0 +1,112 @@
+"""What the processes of a spawned world do in the tests: importable, so that it can be spawned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from pipetrain.boundary import TensorSpec
+from pipetrain.runtime.channel import ChannelError, Message
+from pipetrain.runtime.mesh import Mesh, World
+from pipetrain.training.trainer import Trainer
+from tests.support.cases import Case, Listener, compare, make_run, state_of
+
+CPU = torch.device("cpu")
+
+
+def train_cases(world: World, store: dist.Store, cases: Sequence[Case], tolerance: float = 1e-12) -> int:
+    """Train each case over gloo and hold it against the reference on rank 0."""
+    for number, case in enumerate(cases):
+        run = make_run(case)
+        settings = run.settings
+        prefix = dist.PrefixStore(str(number), store)
+        mesh = Mesh(world, run.plan.placement, run.plan.edges, CPU, prefix, settings.timeout)
+        listener = Listener()
+        trainer = Trainer(run, mesh, listener if world.rank == 0 else None)  # type: ignore[arg-type]
+        trainer.fit()
+        states = mesh.gather("the weights", state_of(trainer, run))
+        mesh.close()
+        if world.rank == 0:
+            whole = {name: tensor for state in states for name, tensor in state.items()}  # type: ignore[attr-defined]
+            compare(case, whole, listener.epochs, tolerance)
+    return len(cases)
+
+
+def _message(mb: int, elements: int, forward: bool = True) -> Message:
+    ends = (0, 1) if forward else (1, 0)
+    return Message(*ends, mb, (TensorSpec((elements,), torch.float32),), ends)
+
+
+def exchange(world: World, store: dist.Store, elements: int, messages: int, buffer_size: int) -> list[float]:
+    """Both of two ranks send first, all of it at once, then receive: returns the first value of each message."""
+    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
+    channel = mesh.channel(buffer_size)
+    forward = world.rank == 0
+    incoming = [_message(mb, elements, not forward) for mb in range(messages)]
+    channel.expect(incoming)
+    seen = []
+    for mb in range(messages):
+        channel.send(_message(mb, elements, forward), [torch.full((elements,), 100.0 * world.rank + mb)])
+        (tensor,) = channel.recv(incoming[mb])
+        assert bool((tensor == tensor[0]).all())
+        seen.append(tensor[0].item())
+    channel.drain()
+    mesh.close()
+    return seen
+
+
+def starve(world: World, store: dist.Store) -> str:
+    """Rank 1 waits for what rank 0 never sends; returns what its error says."""
+    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
+    if world.rank == 0:
+        store.wait(["done"])
+        return ""
+    channel = mesh.channel(1)
+    channel._timeout = 1.0
+    channel.expect([_message(7, 4)])
+    start = time.monotonic()
+    try:
+        channel.recv(_message(7, 4))
+    except ChannelError as error:
+        assert time.monotonic() - start < 10
+        return str(error)
+    finally:
+        store.set("done", "1")
+    return "no error"
+
+
+def overfill(world: World, store: dist.Store) -> str:
+    """Rank 0 sends more than the bound to a rank that takes nothing; returns what its error says."""
+    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
+    if world.rank == 1:
+        store.wait(["done"])
+        return ""
+    channel = mesh.channel(2)
+    channel._timeout = 1.0
+    try:
+        for mb in range(2):
+            channel.send(_message(mb, 4), [torch.zeros(4)])  # within the bound: not waited for
+        channel.send(_message(2, 4), [torch.zeros(4)])
+    except ChannelError as error:
+        return f"after {mb + 1}: {error}"
+    finally:
+        store.set("done", "1")
+    return "no error"
+
+
+def vanish(world: World, store: dist.Store) -> str:
+    """Rank 0 dies while rank 1 waits for it; returns what rank 1's error says."""
+    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
+    if world.rank == 0:
+        dist.destroy_process_group()
+        return ""
+    channel = mesh.channel(1)
+    channel.expect([_message(7, 4)])
+    try:
+        channel.recv(_message(7, 4))
+    except ChannelError as error:
+        return str(error)
+    return "no error"
