@@ -14,7 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from pipetrain.schedule.actions import COMPUTE, Action, Op, Program, ScheduleError, placement
+from pipetrain.schedule.actions import (
+    COMMUNICATION,
+    COMPUTE,
+    UPDATE,
+    Action,
+    Op,
+    Program,
+    ScheduleError,
+    placement,
+)
 from pipetrain.schedule.lower import compute_only, lower
 
 _COUNTED = {
@@ -75,9 +84,11 @@ class _Stage:
         """Do an action; say what is wrong with it, or nothing."""
         if action.op in COMPUTE:
             return self._compute(action)
-        if action.op is Op.STEP:
-            return self._step(action)
-        return ""
+        if action.op in UPDATE and action.mb:
+            return f"an update has no microbatch, and this one has mb={action.mb}"
+        if action.op in COMMUNICATION and action.version:
+            return f"a message has no version, and this one has version={action.version}"
+        return self._step(action) if action.op is Op.STEP else ""
 
     def _compute(self, action: Action) -> str:
         op, mb = action.op, action.mb
@@ -100,8 +111,6 @@ class _Stage:
         return ""
 
     def _step(self, action: Action) -> str:
-        if action.mb:
-            return f"a STEP has no microbatch, and this one has {action.mb}"
         if action.version != self.newest + 1:
             return f"the next STEP makes version {self.newest + 1}"
         done, owed = self.done["weight gradients"], action.version * self.microbatches

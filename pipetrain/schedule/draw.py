@@ -51,15 +51,12 @@ def as_text(simulation: Simulation, width: int = 100) -> str:
     cells = total if left + total * cell <= width else max(1, (width - left - 1) // cell)
     rows = [list(("." + " " * (cell - 1)) * cells) for _ in stages]
     for bar in bars:
-        first, last = int(bar.start / unit + 0.5), min(int(bar.end / unit + 0.5), cells)
+        first, last = int(bar.start / unit + 0.5), int(bar.end / unit + 0.5)
         if bar.action.op is Op.STEP and 0 < first <= cells:
             rows[bar.rank][first * cell - 1] = "|"
-        elif first < last:
-            room = (last - first) * cell - 1
-            rows[bar.rank][first * cell : last * cell - 1] = _label(bar.action, several).ljust(room, "-")[
-                :room
-            ]
-            rows[bar.rank][last * cell - 1] = " "
+        elif first < min(last, cells):
+            bar_text = _label(bar.action, several).ljust((last - first) * cell - 1, "-") + " "
+            rows[bar.rank][first * cell : last * cell] = bar_text[: (cells - first) * cell]
     title = ", ".join(_facts(simulation))
     title += f", a cell is {unit:.3g}" if unit != 1 else ""
     title += f", the first {cells} cells of {total}" if cells < total else ""

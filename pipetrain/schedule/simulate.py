@@ -37,7 +37,7 @@ def unit_cost(action: Action) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a program takes. Lists are by rank, or by stage where a stage holds it; times are in units of cost."""
+    """What a program takes. Lists are by rank, or by stage where a stage holds it; times in units of cost."""
 
     makespan: float
     spans: list[list[Span]]  # by rank: (action, start, end); a SEND's or RECV's is the time it held its rank
@@ -216,6 +216,7 @@ class _Timeline:
 
 @dataclass(slots=True)
 class _Holding:
+    trains: bool = False
     open: int = 0
     activations: int = 0
     held: list[int] = field(default_factory=lambda: [0])
@@ -233,10 +234,14 @@ def _holdings(actions: list[Action], microbatches: int) -> dict[int, _Holding]:
             stage.open += 1
             stage.activations = max(stage.activations, stage.open)
         elif op is Op.B or op is Op.W:
+            stage.trains = True
             stage.open -= 1
             stage.staleness = max(stage.staleness, action.mb // microbatches - action.version)
         elif op is Op.STEP:
             kept = [v for v in stage.held if needed_until.get((action.stage, v), -1) > position]
             stage.held = [*kept, action.version]
             stage.versions = max(stage.versions, len(stage.held))
+    for stage in stages.values():
+        if not stage.trains:  # evaluation saves nothing for a backward
+            stage.activations = 0
     return stages

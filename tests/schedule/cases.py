@@ -1,0 +1,61 @@
+"""Every schedule that conf/schedule/ names, and how to make its programs: a new YAML file is a new case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from pipetrain.schedule.actions import Program, Schedule, ScheduleError
+from pipetrain.schedule.check import check
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.theory import Theory, theory
+
+CONF = Path(__file__).parents[2] / "conf" / "schedule"
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    config: DictConfig
+
+    @property
+    def schedule(self) -> Schedule:
+        made: Schedule = instantiate(self.config.schedule)
+        return made
+
+    @property
+    def virtual(self) -> int:
+        return int(self.config.schedule.get("virtual", 1))
+
+    def theory(self, ranks: int, batches: int, microbatches: int) -> Theory | None:
+        return theory(self.name, ranks, batches, microbatches, self.virtual)
+
+
+CASES = [Case(path.stem, OmegaConf.load(path)) for path in sorted(CONF.glob("*.yaml"))]  # type: ignore[arg-type]
+NAMES = [case.name for case in CASES]
+
+
+def sound(schedule: Schedule, ranks: int, batches: int, microbatches: int) -> Program:
+    """Make a schedule's lowered program, and check it."""
+    program = lower(schedule(ranks, batches, microbatches))
+    check(program, batches, microbatches)
+    return program
+
+
+def accepted(
+    case: Case, sizes: Iterable[tuple[int, int, int]]
+) -> Iterator[tuple[tuple[int, int, int], Program]]:
+    """Yield each (ranks, batches, microbatches) that the schedule accepts, and its lowered program."""
+    schedule = case.schedule
+    for size in sizes:
+        try:
+            made = schedule(*size)
+        except ScheduleError:
+            continue
+        program = lower(made)
+        check(program, *size[1:])
+        yield size, program

@@ -1,0 +1,32 @@
+"""Every way to get one action of a program wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pipetrain.schedule.actions import Action, Program
+
+
+def mutants(program: Program, reach: int) -> Iterator[tuple[str, Program]]:
+    """Yield what was done and the program: dropped, doubled, changed, swapped at most `reach` apart."""
+    for rank, actions in enumerate(program):
+        for what, mutant in _of_list(actions, reach):
+            yield f"rank {rank}: {what}", [*program[:rank], mutant, *program[rank + 1 :]]
+
+
+def _of_list(actions: list[Action], reach: int) -> Iterator[tuple[str, list[Action]]]:
+    for i, action in enumerate(actions):
+        before, after = actions[:i], actions[i + 1 :]
+        yield f"drop {action} [{i}]", before + after
+        yield f"double {action} [{i}]", [*before, action, action, *after]
+        for step in (-1, 1):
+            for changed in (
+                replace(action, version=action.version + step),
+                replace(action, mb=action.mb + step),
+            ):
+                yield f"{action} [{i}] becomes {changed!r}", [*before, changed, *after]
+        for j in range(i + 1, min(i + 1 + reach, len(actions))):
+            swapped = list(actions)
+            swapped[i], swapped[j] = swapped[j], swapped[i]
+            yield f"swap {action} [{i}] and {actions[j]} [{j}]", swapped

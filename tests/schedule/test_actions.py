@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipetrain.schedule.actions import (
+    COMMUNICATION,
+    UPDATE,
+    Action,
+    Op,
+    ScheduleError,
+    format_program,
+    last_uses,
+    parse_action,
+    parse_program,
+    placement,
+)
+
+NUMBER = st.integers(0, 200)
+
+
+@st.composite
+def actions(draw: st.DrawFn) -> Action:
+    op = draw(st.sampled_from(Op))
+    mb = 0 if op in UPDATE else draw(NUMBER)
+    version = 0 if op in COMMUNICATION else draw(NUMBER)
+    return Action(draw(NUMBER), op, mb, version)
+
+
+@given(st.lists(st.lists(actions(), min_size=1)))
+def test_text_and_program_are_inverse(program: list[list[Action]]) -> None:
+    assert parse_program(format_program(program)) == program
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("1F3@2", Action(1, Op.F, 3, 2)),
+        ("0STEP@1", Action(0, Op.STEP, 0, 1)),
+        ("12REDUCE@4", Action(12, Op.REDUCE, 0, 4)),
+        ("2SEND_B30", Action(2, Op.SEND_B, 30)),
+    ],
+)
+def test_an_action_reads_as_text(text: str, action: Action) -> None:
+    assert str(action) == text
+    assert parse_action(text) == action
+
+
+@pytest.mark.parametrize("text", ["", "F3@2", "1G3@2", "1F3", "0STEP1", "0STEP1@1", "0SEND_F3@1", "01F3@2"])
+def test_what_is_not_an_action_is_refused(text: str) -> None:
+    with pytest.raises(ScheduleError, match="is not an action"):
+        parse_action(text)
+
+
+def test_comments_and_empty_lines_are_skipped() -> None:
+    assert parse_program("# two ranks\n\n0F0@0  0B0@0 # the first\n1F0@0\n") == [
+        [Action(0, Op.F), Action(0, Op.B)],
+        [Action(1, Op.F)],
+    ]
+
+
+def test_placement_is_read_from_the_lists() -> None:
+    assert placement(parse_program("0F0@0 2F0@0\n1F0@0")) == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0@0 1F0@0\n1B0@0", "stage 1 is on rank 0, yet rank 1 has 1B0@0"),
+        ("0F0@0\n2F0@0", r"without a gap; the program has \[0, 2\]"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        placement(parse_program(text))
+
+
+def test_last_uses_tell_what_a_step_must_keep() -> None:
+    (rank,) = parse_program("0F0@0 0F1@0 0B0@0 0STEP@1 0F2@1 0B1@0 0STEP@2 0B2@1 0STEP@3")
+    assert last_uses(rank) == {(0, 0): 5, (0, 1): 7}

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pipetrain.schedule.actions import Program, ScheduleError, parse_program
+from pipetrain.schedule.check import check
+from pipetrain.schedule.lower import compute_only, lower
+from pipetrain.schedule.simulate import simulate
+from tests.schedule.cases import CASES, NAMES, Case, accepted
+from tests.schedule.mutants import mutants
+
+PIPEDREAM = """
+0F0@0 0F1@0 0B0@0 0STEP@1 0F2@1 0B1@0 0STEP@2 0B2@1 0STEP@3
+1F0@0 1B0@0 1STEP@1 1F1@1 1B1@1 1STEP@2 1F2@2 1B2@2 1STEP@3
+"""
+# The first stage's weight gradients fill the time in which it would wait: as in zero-bubble schedules.
+SPLIT = """
+0F0@0 0F1@0 0I0@0 0F2@0 0I1@0 0W0@0 0I2@0 0W1@0 0W2@0 0STEP@1
+1F0@0 1I0@0 1W0@0 1F1@0 1B1@0 1F2@0 1I2@0 1W2@0 1STEP@1
+"""
+
+
+def test_sound_programs_pass() -> None:
+    check(lower(parse_program(PIPEDREAM)), 3, 1)
+    check(lower(parse_program(SPLIT)), 1, 3)
+
+
+def test_the_input_gradient_of_the_next_batch_may_come_before_a_step() -> None:
+    """It adds nothing to the gradient; its W does."""
+    check(lower(parse_program("0F0@0 0F1@0 0I0@0 0I1@0 0W0@0 0STEP@1 0W1@0 0STEP@2")), 2, 1)
+    with pytest.raises(ScheduleError, match=r"rank 0 has 0W1@0: .* batch 1, yet batch 0 is still to STEP"):
+        check(lower(parse_program("0F0@0 0F1@0 0I0@0 0I1@0 0W0@0 0W1@0 0STEP@1 0STEP@2")), 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("0F1@0 ", "", "rank 0 has 0F2@1: its forwards must ascend, each once, .* of microbatch 1"),
+        ("0F1@0", "0F1@0 0F1@0", "rank 0 has 0F1@0: its forwards must ascend"),
+        ("0F0@0 0F1@0", "0F1@0 0F0@0", "rank 0 has 0F1@0: its forwards must ascend"),
+        ("1B1@1", "1B2@1", "rank 1 has 1B2@1: its input gradients must ascend"),
+        (
+            "1F0@0 1B0@0",
+            "1B0@0 1F0@0",
+            "rank 1 has 1B0@0: it comes before .* among the forwards",
+        ),
+        ("0B1@0", "0B1@1", "rank 0 has 0B1@1: its forward read version 0"),
+        ("1F2@2 1B2@2", "1F2@3 1B2@3", "rank 1 has 1F2@3: version 3 is not made yet; the newest is 2"),
+        ("0STEP@1 0F2@1", "0F2@1 0STEP@1", "rank 0 has 0F2@1: version 1 is not made yet; the newest is 0"),
+        ("0STEP@1 ", "", "rank 0 has 0F2@1: version 1 is not made yet"),
+        ("0STEP@1 0F2@1", "0F2@0", "rank 0 has 0B1@0: it is of batch 1, yet batch 0 is still to STEP"),
+        ("0STEP@1", "0STEP@1 0STEP@1", "rank 0 has 0STEP@1: the next STEP makes version 2"),
+        ("0STEP@1", "0STEP@1 0STEP@2", "rank 0 has 0STEP@2: it comes after 1 weight gradients, .* number 2"),
+        ("0B0@0 0STEP@1", "0STEP@1 0B0@0", "rank 0 has 0STEP@1: it comes after 0 weight gradients"),
+        ("0B2@1 0STEP@3", "0B2@1", "rank 0, at its end, has done of stage 0 2 updates of 3"),
+        ("0B2@1 0STEP@3", "", "rank 0, at its end, has done of stage 0 2 input gradients of 3"),
+        ("1F2@2 1B2@2 1STEP@3", "", "rank 1, at its end, has done of stage 1 2 forwards of 3"),
+        ("1STEP@3", "1STEP@3 1F3@3 1B3@3 1STEP@4", "has done of stage 1 4 forwards of 3"),
+        ("0F2@1", "0W2@1", "rank 0 has 0W2@1: its weight gradients must ascend"),
+    ],
+)
+def test_what_is_not_sound_is_named(old: str, new: str, message: str) -> None:
+    assert PIPEDREAM.count(old) == 1
+    with pytest.raises(ScheduleError, match=message):
+        check(lower(parse_program(PIPEDREAM.replace(old, new))), 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("0I0@0 0F2@0", "0I0@0 0B0@0 0F2@0", "rank 0 has 0B0@0: its input gradients must ascend"),
+        ("0W2@0 ", "", r"rank 0 has 0STEP@1: it comes after 2 weight gradients, and .* number 3"),
+        ("1I0@0 1W0@0", "1W0@0 1I0@0", "rank 1 has 1W0@0: it comes before .* among the input gradients"),
+        ("0W1@0 0W2@0", "0W2@0 0W1@0", "rank 0 has 0W2@0: its weight gradients must ascend"),
+        ("1I2@0 1W2@0", "1W2@0", "rank 1 has 1W2@0: it comes before .* among the input gradients"),
+    ],
+)
+def test_what_is_not_sound_in_split_backwards_is_named(old: str, new: str, message: str) -> None:
+    assert SPLIT.count(old) == 1
+    with pytest.raises(ScheduleError, match=message):
+        check(lower(parse_program(SPLIT.replace(old, new))), 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("0SEND_F0 ", "", "rank 0 has 0RECV_B0 where 0SEND_F0 belongs: its communication must be what"),
+        ("0F0@0 0SEND_F0", "0SEND_F0 0F0@0", "rank 0 has 0SEND_F0 where 0F0@0 belongs"),
+        ("1SEND_B0", "1SEND_B1", "rank 1 has 1SEND_B1 where 1SEND_B0 belongs"),
+        ("0REDUCE@1 ", "", "rank 0 has 0STEP@1 where 0REDUCE@1 belongs"),
+        ("0REDUCE@1", "0REDUCE@2", "rank 0 has 0REDUCE@2 where 0REDUCE@1 belongs"),
+        ("1STEP@1", "1STEP@1 1SEND_B0", "rank 1 has 1SEND_B0 where nothing belongs"),
+    ],
+)
+def test_communication_that_is_not_canonical_is_named(old: str, new: str, message: str) -> None:
+    sound = "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0REDUCE@1 0STEP@1\n1RECV_F0 1F0@0 1B0@0 1SEND_B0 1REDUCE@1 1STEP@1"
+    check(parse_program(sound), 1, 1)
+    with pytest.raises(ScheduleError, match=message):
+        check(parse_program(sound.replace(old, new)), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ([], "nothing to do"),
+        ([*parse_program("0F0@0 0B0@0 0REDUCE@1 0STEP@1"), []], r"ranks \[1\] have nothing to do"),
+        (lower(parse_program(PIPEDREAM))[:1], "has 0SEND_F0 where 0F1@0 belongs"),
+        (lower(parse_program(PIPEDREAM))[1:], "stages must be 0, 1, 2"),
+    ],
+)
+def test_missing_ranks_and_stages_are_named(program: Program, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check(program, 3, 1)
+
+
+@pytest.mark.parametrize(("batches", "microbatches"), [(2, 1), (4, 1), (1, 3), (3, 2)])
+def test_a_program_of_another_window_is_refused(batches: int, microbatches: int) -> None:
+    with pytest.raises(ScheduleError):
+        check(lower(parse_program(PIPEDREAM)), batches, microbatches)
+
+
+# Mutants: one action got wrong, in every way, anywhere.
+
+SIZES = [(1, 2, 2), (1, 3, 1), (2, 2, 3), (3, 3, 1), (3, 2, 3), (4, 1, 2), (4, 1, 4)]
+
+# Sound programs with the same figures, so no mistake that paper can show: GPipe on one rank, where no message
+# pins the order, may begin one batch's backwards before its last forward; another batch still holds the peak.
+EQUIVALENT = {
+    ("gpipe", (1, 2, 2)): [
+        "rank 0: swap 0F1@0 [1] and 0B0@0 [2]",
+        "rank 0: swap 0F3@1 [7] and 0B2@1 [8]",
+    ]
+}
+
+
+def refused(program: Program, batches: int, microbatches: int) -> bool:
+    try:
+        check(program, batches, microbatches)
+    except ScheduleError:
+        return True
+    return False
+
+
+def figures(program: Program, microbatches: int) -> tuple[object, ...] | None:
+    """What simulate says of a program; None for a deadlock."""
+    try:
+        result = simulate(program, microbatches)
+    except ScheduleError:
+        return None
+    return result.makespan, result.activations, result.versions, result.staleness
+
+
+def survivors(size: tuple[int, int, int], program: Program) -> Iterator[str]:
+    _, batches, microbatches = size
+    right = figures(program, microbatches)
+    for what, mutant in mutants(program, reach=5):
+        if not refused(mutant, batches, microbatches) and figures(mutant, microbatches) == right:
+            yield what
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_no_mutant_survives_check_and_simulate(case: Case) -> None:
+    """A schedule that the theory does not know may have swaps that make another sound schedule."""
+    for size, program in accepted(case, SIZES):
+        left = list(survivors(size, program))
+        if case.theory(*size) is None:
+            left = [what for what in left if "swap" not in what]
+        assert left == EQUIVALENT.get((case.name, size), [])
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_an_author_who_drops_doubles_or_misnames_an_action_is_told_by_check_alone(case: Case) -> None:
+    """The mutants of what a schedule's author writes, lowered after."""
+    for (_, batches, microbatches), program in accepted(case, SIZES):
+        for what, mutant in mutants(compute_only(program), reach=0):
+            try:
+                lowered = lower(mutant)
+            except ScheduleError:
+                continue
+            assert refused(lowered, batches, microbatches), what

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipetrain.schedule.actions import Action, Op, ScheduleError, parse_program
+from pipetrain.schedule.draw import as_figure, as_text
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import forward_only, gpipe, interleaved_1f1b, one_f_one_b, pipedream
+from pipetrain.schedule.simulate import simulate, unit_cost
+from tests.schedule.cases import CASES, NAMES, Case, accepted
+
+
+def lines(text: str) -> list[str]:
+    return text.splitlines()
+
+
+def test_1f1b_in_text() -> None:
+    assert lines(as_text(simulate(lower(one_f_one_b(4, 1, 4)), 4))) == [
+        "4 ranks, makespan 21, bubble 42.9%",
+        "rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- .  B1--- .  B2--- .  B3---|",
+        "rank 1  .  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---|.  .",
+        "rank 2  .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---|.  .  .  .",
+        "rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3---|.  .  .  .  .  .",
+    ]
+
+
+def test_several_stages_a_rank_and_halves_of_a_backward_in_text() -> None:
+    assert lines(as_text(simulate(lower(forward_only([0, 1, 0, 1], 2)), 2))) == [
+        "2 ranks, makespan 5, bubble 20.0%",
+        "rank 0  0F0 0F1 2F0 2F1 .",
+        "rank 1  .   1F0 1F1 3F0 3F1",
+    ]
+    split = parse_program(
+        "0F0@0 0F1@0 0I0@0 0W0@0 0I1@0 0W1@0 0STEP@1\n1F0@0 1I0@0 1F1@0 1I1@0 1W0@0 1W1@0 1STEP@1"
+    )
+    assert lines(as_text(simulate(lower(split), 2)))[1:] == [
+        "rank 0  F0 F1 .  I0 W0 I1 W1|",
+        "rank 1  .  F0 I0 F1 I1 W0 W1|",
+    ]
+
+
+def test_what_does_not_fit_is_cut_and_said() -> None:
+    title, first, second = lines(as_text(simulate(lower(gpipe(2, 1, 4)), 4), width=40))
+    assert title == "2 ranks, makespan 15, bubble 20.0%, the first 10 cells of 15"
+    assert first == "rank 0  F0 F1 F2 F3 .  .  .  B0--- B1-…"
+    assert second == "rank 1  .  F0 F1 F2 F3 B0--- B1--- B2-…"
+
+
+@pytest.mark.parametrize("width", [20, 41, 100, 173])
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_text_never_leaves_its_width(case: Case, width: int) -> None:
+    for size, program in accepted(case, [(1, 1, 1), (3, 2, 3), (4, 3, 12)]):
+        rows = lines(as_text(simulate(program, size[2]), width))[1:]
+        assert len(rows) == size[0]
+        assert max(map(len, rows)) <= width
+
+
+def test_times_that_are_no_units_are_drawn_to_scale() -> None:
+    def seconds(action: Action) -> float:
+        return 0.003 * unit_cost(action) * (2 if action.stage else 1)
+
+    assert lines(as_text(simulate(lower(one_f_one_b(2, 1, 2)), 2, cost=seconds))) == [
+        "2 ranks, makespan 0.045, bubble 40.0%, a cell is 0.003",
+        "rank 0  F0 F1 .  .  .  .  .  B0--- .  .  .  .  B1---|",
+        "rank 1  .  F0--- B0--------- F1--- B1---------|.  .",
+    ]
+
+
+def test_an_action_of_next_to_no_time_does_not_blow_up_the_drawing() -> None:
+    def uneven(action: Action) -> float:
+        return 1e-6 if action == Action(0, Op.F, 0, 0) else unit_cost(action)
+
+    assert len(lines(as_text(simulate(lower(one_f_one_b(2, 1, 2)), 2, cost=uneven)))) == 3
+
+
+def texts(svg: Path) -> list[str]:
+    """Matplotlib draws letters as paths, and leaves each text in a comment."""
+    return re.findall(r"<!-- (.*?) -->", svg.read_text())
+
+
+def test_a_figure_shows_every_microbatch_its_legend_and_the_bubble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it now raises
+    as_figure(simulate(lower(one_f_one_b(4, 1, 4)), 4), tmp_path / "1f1b.svg", "1f1b")
+    seen = texts(tmp_path / "1f1b.svg")
+    assert "1f1b  ·  4 ranks  ·  makespan 21  ·  bubble 42.9%" in seen
+    assert {"forward", "backward", "step", "idle", "rank 0", "rank 3", "time"} <= set(seen)
+    assert seen.count("3") == 4 * 2
+
+
+def test_a_long_figure_is_cut_and_says_so(tmp_path: Path) -> None:
+    as_figure(simulate(lower(pipedream(2, 500, 1)), 1), tmp_path / "long.svg")
+    seen = texts(tmp_path / "long.svg")
+    assert any(text.endswith("the first 48 drawn") for text in seen)
+    assert "14" in seen
+    assert "17" not in seen
+
+
+def test_a_figure_names_the_stages_of_a_rank_and_the_halves_of_a_backward(tmp_path: Path) -> None:
+    as_figure(simulate(lower(interleaved_1f1b(2, 1, 2)), 2), tmp_path / "a.svg")
+    assert {"stages 0, 2", "stages 1, 3"} <= set(texts(tmp_path / "a.svg"))
+    split = lower(parse_program("0F0@0 0I0@0 0W0@0 0STEP@1"))
+    as_figure(simulate(split, 1), tmp_path / "b.svg")
+    seen = set(texts(tmp_path / "b.svg"))
+    assert {"input gradient", "weight gradient"} <= seen
+    assert "backward" not in seen
+
+
+def test_a_png_is_a_png(tmp_path: Path) -> None:
+    as_figure(simulate(lower(gpipe(2, 1, 2)), 2), str(tmp_path / "gpipe.PNG"))
+    assert (tmp_path / "gpipe.PNG").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_suffix_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"written as \.svg or \.png; got line\.pdf"):
+        as_figure(simulate(lower(gpipe(2, 1, 2)), 2), tmp_path / "line.pdf")

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+
+from pipetrain.schedule.actions import (
+    COMMUNICATION,
+    Op,
+    Program,
+    ScheduleError,
+    format_program,
+    parse_program,
+)
+from pipetrain.schedule.lower import compute_only, edges, lower
+from pipetrain.schedule.programs import forward_only, gpipe, interleaved_1f1b, one_f_one_b
+from tests.schedule.cases import CASES, NAMES, Case, accepted
+
+
+def picture(program: Program) -> list[str]:
+    return format_program(program).splitlines()
+
+
+def test_messages_stand_where_their_data_is_made_or_needed() -> None:
+    assert picture(lower(one_f_one_b(3, 1, 1))) == [
+        "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0REDUCE@1 0STEP@1",
+        "1RECV_F0 1F0@0 1SEND_F0 1RECV_B0 1B0@0 1SEND_B0 1REDUCE@1 1STEP@1",
+        "2RECV_F0 2F0@0 2B0@0 2SEND_B0 2REDUCE@1 2STEP@1",
+    ]
+
+
+def test_a_split_backward_exchanges_around_its_first_half() -> None:
+    split = parse_program("0F0@0 0I0@0 0W0@0 0STEP@1\n1F0@0 1I0@0 1W0@0 1STEP@1")
+    assert picture(lower(split)) == [
+        "0F0@0 0SEND_F0 0RECV_B0 0I0@0 0W0@0 0REDUCE@1 0STEP@1",
+        "1RECV_F0 1F0@0 1I0@0 1SEND_B0 1W0@0 1REDUCE@1 1STEP@1",
+    ]
+
+
+def test_neighbours_on_one_rank_exchange_nothing() -> None:
+    assert picture(lower(parse_program("0F0@0 1F0@0 1B0@0 0B0@0 1STEP@1 0STEP@1"))) == [
+        "0F0@0 1F0@0 1B0@0 0B0@0 1REDUCE@1 1STEP@1 0REDUCE@1 0STEP@1"
+    ]
+    assert not any(a.op in COMMUNICATION for a in lower(interleaved_1f1b(1, 2, 4, virtual=3))[0])
+
+
+@pytest.mark.parametrize("word", ["0SEND_F0", "0RECV_B0", "0REDUCE@1"])
+def test_a_program_that_communicates_already_is_refused(word: str) -> None:
+    with pytest.raises(ScheduleError, match=f"rank 0 has {word}: a schedule gives F, B, I, W and STEP alone"):
+        lower(parse_program(f"0F0@0 {word} 0B0@0 0STEP@1"))
+
+
+def test_edges_come_in_one_order_forward_then_backward() -> None:
+    assert edges(gpipe(3, 1, 2)) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert edges(lower(gpipe(3, 1, 2))) == edges(gpipe(3, 1, 2))
+    assert edges(interleaved_1f1b(2, 1, 2)) == [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+
+
+def test_only_boundaries_between_ranks_are_edges_and_evaluation_has_no_way_back() -> None:
+    assert edges(forward_only([0, 0, 1, 1, 2], 2)) == [(1, 2), (3, 4)]
+    assert edges(interleaved_1f1b(1, 1, 1, virtual=4)) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_lowering_adds_and_compute_only_takes_away_the_same(case: Case) -> None:
+    for size, program in accepted(case, [(1, 2, 2), (2, 1, 3), (4, 2, 5)]):
+        assert compute_only(program) == case.schedule(*size)
+        assert lower(compute_only(program)) == program
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_both_ends_of_an_edge_speak_of_the_same_microbatches_in_the_same_order(case: Case) -> None:
+    for _, program in accepted(case, [(2, 2, 2), (3, 2, 5), (4, 3, 4)]):
+        order = {
+            (stage, op): [a.mb for actions in program for a in actions if (a.stage, a.op) == (stage, op)]
+            for stage in range(max(a.stage for actions in program for a in actions) + 1)
+            for op in COMMUNICATION
+        }
+        for source, target in edges(program):
+            send, recv = (Op.SEND_F, Op.RECV_F) if source < target else (Op.SEND_B, Op.RECV_B)
+            assert order[source, send] == order[target, recv] != []

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipetrain.schedule.actions import Op, Program, ScheduleError, format_program
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import (
+    forward_only,
+    gpipe,
+    interleaved_1f1b,
+    layer_dist,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+)
+from pipetrain.schedule.simulate import simulate
+from tests.schedule import golden
+from tests.schedule.cases import CASES, NAMES, Case
+
+
+def picture(program: Program) -> list[str]:
+    return format_program(program).splitlines()
+
+
+def test_layer_dist_has_one_microbatch_in_flight() -> None:
+    assert picture(layer_dist(2, 2, 2)) == [
+        "0F0@0 0B0@0 0F1@0 0B1@0 0STEP@1 0F2@1 0B2@1 0F3@1 0B3@1 0STEP@2",
+        "1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2",
+    ]
+
+
+def test_gpipe_runs_all_forwards_first_and_both_ascend() -> None:
+    assert picture(gpipe(2, 2, 2)) == [
+        "0F0@0 0F1@0 0B0@0 0B1@0 0STEP@1 0F2@1 0F3@1 0B2@1 0B3@1 0STEP@2",
+        "1F0@0 1F1@0 1B0@0 1B1@0 1STEP@1 1F2@1 1F3@1 1B2@1 1B3@1 1STEP@2",
+    ]
+
+
+def test_1f1b_warms_up_by_what_lies_below() -> None:
+    assert picture(one_f_one_b(3, 1, 4)) == [
+        "0F0@0 0F1@0 0F2@0 0B0@0 0F3@0 0B1@0 0B2@0 0B3@0 0STEP@1",
+        "1F0@0 1F1@0 1B0@0 1F2@0 1B1@0 1F3@0 1B2@0 1B3@0 1STEP@1",
+        "2F0@0 2B0@0 2F1@0 2B1@0 2F2@0 2B2@0 2F3@0 2B3@0 2STEP@1",
+    ]
+
+
+def test_interleaved_takes_groups_of_microbatches_through_the_stages_of_a_rank() -> None:
+    assert picture(interleaved_1f1b(2, 1, 4)) == [
+        "0F0@0 0F1@0 2F0@0 2F1@0 0F2@0 2B0@0 0F3@0 2B1@0 2F2@0 0B0@0 2F3@0 0B1@0 "
+        "2B2@0 2B3@0 2STEP@1 0B2@0 0B3@0 0STEP@1",
+        "1F0@0 1F1@0 3F0@0 3B0@0 3F1@0 3B1@0 1F2@0 1B0@0 1F3@0 1B1@0 3F2@0 3B2@0 "
+        "3F3@0 3B3@0 3STEP@1 1B2@0 1B3@0 1STEP@1",
+    ]
+
+
+def test_interleaved_leaves_out_what_its_last_group_lacks() -> None:
+    whole, short = interleaved_1f1b(4, 1, 8), interleaved_1f1b(4, 1, 6)
+    for all_eight, six in zip(whole, short, strict=True):
+        first_six = [a for a in all_eight if a.op in (Op.F, Op.B) and a.mb < 6]
+        assert [a for a in six if a.op is not Op.STEP] == first_six
+
+
+@pytest.mark.parametrize("size", [(2, 2, 3), (4, 1, 8), (1, 3, 2)])
+def test_interleaved_with_one_stage_a_rank_is_1f1b(size: tuple[int, int, int]) -> None:
+    assert interleaved_1f1b(*size, virtual=1) == one_f_one_b(*size)
+
+
+def test_interleaved_on_one_rank_finishes_a_microbatch_before_the_next() -> None:
+    assert picture(interleaved_1f1b(1, 1, 2)) == [
+        "0F0@0 1F0@0 1B0@0 0B0@0 0F1@0 1F1@0 1B1@0 1STEP@1 0B1@0 0STEP@1"
+    ]
+
+
+def test_pipedream_stashes_what_its_forwards_read() -> None:
+    assert picture(pipedream(2, 4, 1)) == [
+        "0F0@0 0F1@0 0B0@0 0STEP@1 0F2@1 0B1@0 0STEP@2 0F3@2 0B2@1 0STEP@3 0B3@2 0STEP@4",
+        "1F0@0 1B0@0 1STEP@1 1F1@1 1B1@1 1STEP@2 1F2@2 1B2@2 1STEP@3 1F3@3 1B3@3 1STEP@4",
+    ]
+
+
+def test_pipedream_never_flushes_between_batches() -> None:
+    """Microbatches 2 and 3 are of one batch, and read two versions on stage 0."""
+    assert picture(pipedream(2, 2, 2)) == [
+        "0F0@0 0F1@0 0B0@0 0F2@0 0B1@0 0STEP@1 0F3@1 0B2@0 0B3@1 0STEP@2",
+        "1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2",
+    ]
+
+
+def test_pipedream_reads_as_oneflows_ring_of_four_versions_does() -> None:
+    """Stage 0 of 4 holds 4 versions; step t reads the weights after max(0, t - 3) updates."""
+    first = pipedream(4, 7, 1)[0]
+    assert [a.version for a in first if a.op is Op.F] == [0, 0, 0, 0, 1, 2, 3]
+    assert simulate(lower(pipedream(4, 7, 1)), 1).versions[0] == 4
+
+
+def test_2bw_reads_the_version_before_last_on_every_stage() -> None:
+    assert picture(pipedream_2bw(2, 3, 2)) == [
+        "0F0@0 0F1@0 0B0@0 0F2@0 0B1@0 0STEP@1 0F3@0 0B2@0 0F4@1 0B3@0 0STEP@2 0F5@1 0B4@1 0B5@1 0STEP@3",
+        "1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@0 1B2@0 1F3@0 1B3@0 1STEP@2 1F4@1 1B4@1 1F5@1 1B5@1 1STEP@3",
+    ]
+
+
+def test_2bw_refuses_a_batch_that_does_not_fill_the_pipeline() -> None:
+    message = r"^schedule pipedream_2bw needs microbatches >= stages; got microbatches=2, stages=4$"
+    with pytest.raises(ScheduleError, match=message):
+        pipedream_2bw(4, 3, 2)
+
+
+def test_forward_only_goes_along_diagonals() -> None:
+    assert picture(forward_only([0, 1, 0, 1], 3)) == [
+        "0F0@0 0F1@0 0F2@0 2F0@0 2F1@0 2F2@0",
+        "1F0@0 1F1@0 1F2@0 3F0@0 3F1@0 3F2@0",
+    ]
+
+
+@pytest.mark.parametrize(
+    "places",
+    [[0], [0, 0, 0], [0, 1, 2, 3], [0, 1, 0, 1, 0], [0, 1, 2, 2, 1, 0], [1, 0, 0, 1], [2, 0, 1, 0, 2]],
+)
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 9])
+def test_forward_only_ends_on_any_placement(places: list[int], microbatches: int) -> None:
+    for buffer_size in (1, 2):
+        program = lower(forward_only(places, microbatches))
+        result = simulate(program, microbatches, buffer_size=buffer_size)
+        assert sum(result.busy) == len(places) * microbatches
+        assert set(result.staleness) == set(result.activations) == {0}
+
+
+@pytest.mark.parametrize("places", [[], [0, 2], [1, 1], [-1, 0]])
+def test_forward_only_refuses_a_placement_with_gaps(places: list[int]) -> None:
+    with pytest.raises(ScheduleError, match=r"placement must use ranks|needs stages >= 1"):
+        forward_only(places, 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize(
+    ("size", "name"), [((0, 1, 1), "ranks"), ((2, 0, 2), "batches"), ((2, 1, 0), "microbatches")]
+)
+def test_every_schedule_refuses_a_count_below_one(case: Case, size: tuple[int, int, int], name: str) -> None:
+    with pytest.raises(ScheduleError, match=f"needs {name} >= 1; got {name}=0"):
+        case.schedule(*size)
+
+
+def test_interleaved_refuses_no_stage_a_rank() -> None:
+    with pytest.raises(ScheduleError, match="needs virtual >= 1; got virtual=0"):
+        interleaved_1f1b(2, 1, 2, virtual=0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_every_schedule_works_as_its_yaml_sets_it(case: Case) -> None:
+    """Four ranks with the file's own microbatches, in the file's own window (or a longer one)."""
+    batches, microbatches = case.config.window or 5, case.config.microbatches
+    program = case.schedule(4, batches, microbatches)
+    forwards = [a for actions in program for a in actions if a.op is Op.F]
+    assert {a.mb for a in forwards} == set(range(batches * microbatches))
+
+
+@pytest.mark.parametrize("path", sorted(golden.FOLDER.glob("*.txt")), ids=lambda path: path.stem)
+def test_programs_are_as_they_were(path: Path) -> None:
+    case = CASES[NAMES.index(path.stem)]
+    assert path.read_text() == golden.text_of(case), "if meant: python -m tests.schedule.golden"

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipetrain.schedule.actions import COMMUNICATION, Action, Op, Program, ScheduleError, parse_program
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream, pipedream_2bw
+from pipetrain.schedule.simulate import Cost, Deadlock, Simulation, simulate, unit_cost
+from tests.schedule.cases import CASES, Case, accepted
+
+
+def times(result: Simulation, rank: int) -> list[str]:
+    return [f"{action}: {start:g}-{end:g}" for action, start, end in result.spans[rank]]
+
+
+def test_1f1b_as_drawn_in_every_paper() -> None:
+    result = simulate(lower(one_f_one_b(2, 1, 2)), 2)
+    assert times(result, 0) == [
+        "0F0@0: 0-1",
+        "0SEND_F0: 1-1",
+        "0F1@0: 1-2",
+        "0SEND_F1: 2-2",
+        "0RECV_B0: 2-4",
+        "0B0@0: 4-6",
+        "0RECV_B1: 6-7",
+        "0B1@0: 7-9",
+        "0REDUCE@1: 9-9",
+        "0STEP@1: 9-9",
+    ]
+    assert (result.makespan, result.busy) == (9, [6, 6])
+    assert result.bubble == pytest.approx(1 / 3)
+    assert result.bubble_per_rank == pytest.approx([1 / 3, 1 / 3])
+    assert (result.activations, result.versions, result.staleness) == ([2, 1], [1, 1], [0, 0])
+
+
+def slow_receiver(action: Action) -> float:
+    if action.op is Op.SEND_F:
+        return 2
+    return {0: 1, 1: 5}[action.stage] if action.op is Op.F else 0
+
+
+@pytest.mark.parametrize(
+    ("buffer_size", "sends", "receives"),
+    [
+        # SEND 1 waits for message 0 (3), SEND 2 for message 1 (5); message 2 leaves when receive 2 is posted
+        # (RECV 1 is done at 8), so SEND 3 waits until 10.
+        (1, ["1-1", "2-3", "4-5", "6-10"], ["0-3", "8-8", "13-13", "18-18"]),
+        # Two may be under way: SEND 2 needs message 0 alone (3), SEND 3 message 1 (4).
+        (2, ["1-1", "2-2", "3-3", "4-4"], ["0-3", "8-8", "13-13", "18-18"]),
+    ],
+)
+def test_a_channel_bounds_both_its_ends(buffer_size: int, sends: list[str], receives: list[str]) -> None:
+    program = lower(parse_program("0F0@0 0F1@0 0F2@0 0F3@0\n1F0@0 1F1@0 1F2@0 1F3@0"))
+    result = simulate(program, 4, buffer_size=buffer_size, cost=slow_receiver)
+    assert [line.split(": ")[1] for line in times(result, 0) if "SEND" in line] == sends
+    assert [line.split(": ")[1] for line in times(result, 1) if "RECV" in line] == receives
+    assert result.makespan == 23
+
+
+def test_a_message_travels_while_its_sender_goes_on() -> None:
+    """Latency that the buffers cover costs the fill and the drain alone: 2 (S - 1) of them."""
+
+    def far(action: Action) -> float:
+        return 0.5 if action.op in (Op.SEND_F, Op.SEND_B) else unit_cost(action)
+
+    program = lower(gpipe(4, 1, 8))
+    near, distant = simulate(program, 8), simulate(program, 8, cost=far)
+    assert distant.makespan == near.makespan + 0.5 * 2 * 3
+    assert distant.busy == near.busy
+
+
+def test_a_split_backward_holds_its_microbatch_until_its_weight_gradient() -> None:
+    split = "0F0@0 0F1@0 0I0@0 0F2@0 0W0@0 0I1@0 0W1@0 0I2@0 0W2@0 0STEP@1\n"
+    split += "1F0@0 1I0@0 1W0@0 1F1@0 1I1@0 1W1@0 1F2@0 1I2@0 1W2@0 1STEP@1"
+    result = simulate(lower(parse_program(split)), 3)
+    assert result.activations == [3, 1]
+    assert result.makespan == 11
+    assert result.busy == [9, 9]
+
+
+def test_versions_are_held_while_something_to_come_reads_them() -> None:
+    result = simulate(lower(pipedream(4, 8, 1)), 1)
+    assert result.versions == result.activations == [4, 3, 2, 1]
+    assert result.staleness == [3, 2, 1, 0]
+    assert simulate(lower(pipedream_2bw(4, 3, 4)), 4).versions == [2, 2, 2, 2]
+
+
+# Rank 0 hands on four microbatches of stage 0 before it turns to stage 2, which rank 1 wants sooner.
+EAGER = """
+0F0@0 0F1@0 0F2@0 0F3@0 2F0@0 2F1@0 2F2@0 2F3@0
+1F0@0 3F0@0 1F1@0 3F1@0 1F2@0 3F2@0 1F3@0 3F3@0
+"""
+
+
+def test_a_deadlock_names_who_waits_for_what() -> None:
+    program = lower(parse_program(EAGER))
+    assert simulate(program, 4, buffer_size=2).makespan == 15
+    with pytest.raises(Deadlock) as caught:
+        simulate(program, 4, buffer_size=1)
+    assert str(caught.value) == (
+        "deadlock with buffer_size=1: rank 0 at 0SEND_F3 waits for rank 1 to do 1RECV_F1; "
+        "rank 1 at 3RECV_F0 waits for rank 0 to do 2SEND_F0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "1F0@0 0F0@0",
+            "rank 0 at 1F0@0 waits for F of microbatch 0 at stage 0, which its own list has not done",
+        ),
+        (
+            "0F0@0 1F0@0 0B0@0 1B0@0",
+            "rank 0 at 0B0@0 waits for B of microbatch 0 at stage 1, which its own list has not done",
+        ),
+        ("0F0@0 0B0@0\n1F0@0", "rank 0 at 0RECV_B0 waits for rank 1, which does nothing more on that edge"),
+        ("0F0@0\n1F0@0 1F1@0", "rank 1 at 1RECV_F1 waits for rank 0, which does nothing more on that edge"),
+    ],
+)
+def test_no_buffer_helps_a_wait_that_nothing_ends(text: str, message: str) -> None:
+    with pytest.raises(Deadlock) as caught:
+        simulate(lower(parse_program(text)), 1, buffer_size=99)
+    assert str(caught.value) == f"deadlock with buffer_size=99: {message}"
+
+
+def test_a_buffer_of_nothing_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="needs buffer_size >= 1; got buffer_size=0"):
+        simulate(lower(gpipe(2, 1, 2)), 2, buffer_size=0)
+
+
+def reference_ends(program: Program, buffer_size: int, cost: Cost) -> list[list[float]]:
+    """The laws of simulate's channels, one by one and from the end backwards: slow, and hard to get wrong."""
+    forward = {Op.SEND_F: 1, Op.SEND_B: -1, Op.RECV_F: 0, Op.RECV_B: 0}
+    back = {Op.SEND_F: 0, Op.SEND_B: 0, Op.RECV_F: -1, Op.RECV_B: 1}
+    sends: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    recvs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    place = {}
+    for rank, actions in enumerate(program):
+        for i, a in enumerate(actions):
+            if a.op in COMMUNICATION:
+                edge = (a.stage + back[a.op], a.stage + forward[a.op])
+                uses = (sends if forward[a.op] else recvs).setdefault(edge, [])
+                place[rank, i] = (edge, len(uses))
+                uses.append((rank, i))
+
+    @cache
+    def arrival(edge: tuple[int, int], k: int) -> float:
+        rank, i = sends[edge][k]
+        posted = end(*recvs[edge][k - buffer_size]) if k >= buffer_size else 0.0
+        return max(end(rank, i), posted) + cost(program[rank][i])
+
+    @cache
+    def end(rank: int, i: int) -> float:
+        if i < 0:
+            return 0.0
+        action, before = program[rank][i], end(rank, i - 1)
+        if action.op not in COMMUNICATION:
+            return before + cost(action)
+        edge, k = place[rank, i]
+        if forward[action.op]:
+            return max(before, arrival(edge, k - buffer_size)) if k >= buffer_size else before
+        return max(before, arrival(edge, k)) + cost(action)
+
+    return [[end(rank, i) for i in range(len(actions))] for rank, actions in enumerate(program)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    case=st.sampled_from(CASES),
+    size=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5)),
+    buffer_size=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_every_time_is_as_the_laws_say_whatever_things_cost(
+    case: Case, size: tuple[int, int, int], buffer_size: int, seed: int
+) -> None:
+    def cost(action: Action) -> float:
+        return random.Random(f"{seed} {action}").choice([0, 1, 1, 2, 5])
+
+    for _, program in accepted(case, [size]):
+        result = simulate(program, size[2], buffer_size=buffer_size, cost=cost)
+        ends = [[end for _, _, end in spans] for spans in result.spans]
+        assert ends == reference_ends(program, buffer_size, cost)
+        assert [[action for action, _, _ in spans] for spans in result.spans] == program
+        assert result.makespan == max(map(max, ends))
