@@ -153,7 +153,7 @@ class Stage:
         self._differentiate(saved, tuple(saved.grads), self.weights.leaves(version))
 
     def reduce(self) -> None:
-        """Gather the gradients of the batch for the step."""
+        """Hand the batch's gradient to the optimizer."""
         self.weights.reduce()
 
     def step(self, keep: bool) -> None:
@@ -210,7 +210,7 @@ class Stage:
             pairs = [(t, grad) for t, grad in zip(floating, grads, strict=True) if t.requires_grad]
         if pairs and inputs != []:
             outputs, output_grads = zip(*pairs, strict=True)
-            with self.weights.installed(saved.version, scratch_buffers=True):
+            with self.weights.installed(saved.version, backward=True):
                 torch.autograd.backward(outputs, output_grads, retain_graph=retain_graph, inputs=inputs)
 
     @staticmethod

@@ -56,6 +56,7 @@ class Weights:
         self.updates = 0
         self.newest = 0
         self._versions = {0: self._fresh_leaves()}
+        self._accumulating = self._versions[0]
 
     @property
     def held(self) -> int:
@@ -67,14 +68,16 @@ class Weights:
         return list(self._versions[version].values())
 
     @contextmanager
-    def installed(self, version: int, scratch_buffers: bool = False) -> Iterator[None]:
+    def installed(self, version: int, backward: bool = False) -> Iterator[None]:
         """Let the module compute over a version. Raises KeyError for one that is not held.
 
-        With `scratch_buffers` what the module writes into its buffers is thrown away: a layer that recomputes
-        itself in the backward must find its version there, and must not count its batch statistics twice.
+        In a backward, too: a layer that recomputes itself there must find its version. What it then writes
+        into its buffers is thrown away, so that batch statistics are counted once.
         """
         leaves = self._versions[version]
-        saved = [(registry, key, registry[key]) for registry, key in self._buffers] if scratch_buffers else []
+        saved = [(registry, key, registry[key]) for registry, key in self._buffers] if backward else []
+        if backward:
+            self._accumulate_on(leaves)
         try:
             for registry, key, _, name in self._places:
                 registry[key] = leaves[name]
@@ -87,6 +90,13 @@ class Weights:
             for registry, key, buffer in saved:
                 registry[key] = buffer
 
+    def _accumulate_on(self, leaves: dict[str, Tensor]) -> None:
+        """Go on with the batch's gradient on these leaves: one sum, in the order of the microbatches."""
+        if leaves is not self._accumulating:
+            for name, leaf in self._accumulating.items():
+                leaves[name].grad, leaf.grad = leaf.grad, None
+            self._accumulating = leaves
+
     def begin_window(self) -> None:
         """Count from 0 again: version 0 is what the last window ended with."""
         assert self.held == 1, f"versions {sorted(self._versions)} outlived their window"
@@ -94,16 +104,9 @@ class Weights:
         self.newest = 0
 
     def reduce(self) -> None:
-        """Gather the batch's gradient, which may lie on the leaves of several versions, for the optimizer."""
-        for leaves in self._versions.values():
-            self._gather(leaves)
-
-    def _gather(self, leaves: dict[str, Tensor]) -> None:
-        for name, leaf in leaves.items():
-            parameter, grad = self._live[name], leaf.grad
-            if grad is not None:
-                leaf.grad = None
-                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        """Hand the batch's gradient to the optimizer."""
+        for name, leaf in self._accumulating.items():
+            self._live[name].grad, leaf.grad = leaf.grad, None
 
     def step(self, keep: bool) -> None:
         """Make the next version from the gathered gradient; `keep` the one before it for actions to come."""
@@ -124,10 +127,8 @@ class Weights:
             self._versions[self.newest] = leaves
 
     def release(self, version: int) -> None:
-        """Give up an older version: nothing to come reads it. Its gradients are not lost."""
-        leaves = self._versions.pop(version)
-        self._gather(leaves)
-        self._spare.append([leaf.data for leaf in leaves.values()])
+        """Give up an older version: nothing to come reads it."""
+        self._spare.append([leaf.data for leaf in self._versions.pop(version).values()])
 
     def _fresh_leaves(self) -> dict[str, Tensor]:
         return {name: p.data.requires_grad_() for name, p in self._live.items()}

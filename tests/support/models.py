@@ -45,16 +45,15 @@ class Join(nn.Module):
         return pair[0] + pair[1]
 
 
-class Recompute(nn.Module):
-    """A layer that uses torch.utils.checkpoint inside."""
+class Recompute(nn.Sequential):
+    """A layer that uses torch.utils.checkpoint inside; its parameters are called as without."""
 
-    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.layer = layer
+    def __init__(self, layer: nn.Sequential, reentrant: bool) -> None:
+        super().__init__(*layer)
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
 
 
 def conv(width: int, norm: bool, entry: int | None = None) -> nn.Sequential:
@@ -67,7 +66,7 @@ def conv(width: int, norm: bool, entry: int | None = None) -> nn.Sequential:
 def small(norm: bool = True, recompute: str = "", width: int = 4) -> nn.Sequential:
     """Ten layers. `recompute`: which form of torch.utils.checkpoint two of them use inside, if any."""
 
-    def maybe(layer: nn.Module) -> nn.Module:
+    def maybe(layer: nn.Sequential) -> nn.Module:
         return Recompute(layer, recompute == "reentrant") if recompute else layer
 
     return nn.Sequential(

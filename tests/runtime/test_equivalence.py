@@ -1,0 +1,120 @@
+"""More cases against the reference, in one process over the local channel; and what needs no second process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
+
+NORM = "model._target_=tests.support.models.with_norm"
+PLAIN = "model._target_=tests.support.models.without_norm"
+RECOMPUTING = "model._target_=tests.support.models.recomputing"
+REENTRANT = "model._target_=tests.support.models.recomputing_reentrant"
+
+
+def _check(case: Case, tolerance: float = 1e-12) -> None:
+    compare(case, *run_in_threads(case), tolerance)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("window", ["null", "1", "3"])
+def test_windows_of_any_length(schedule, window):
+    _check(Case(schedule, 3, (NORM, f"window={window}", "microbatches=3", "epochs=2")))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 6, 12])
+@pytest.mark.parametrize("schedule", ["pipedream", "gpipe", "1f1b"])
+def test_any_number_of_microbatches(schedule, microbatches):
+    overrides = (PLAIN, f"microbatches={microbatches}", "epochs=2", "data.drop_last=true")
+    _check(Case(schedule, 3, overrides))
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 3, 5])
+def test_virtual_stages(virtual):
+    _check(Case("interleaved_1f1b", 2, (NORM, "microbatches=4", f"schedule.virtual={virtual}", "epochs=2")))
+
+
+@pytest.mark.parametrize("optim", ["optim=sgd", "optim=sgd +optim.foreach=true", "optim=sgd +optim.fused=true"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
+def test_sgd_with_momentum_in_each_form(schedule, optim):
+    _check(Case(schedule, 3, (RECOMPUTING, "microbatches=3", *optim.split()), reference_model="with_norm"))
+
+
+@pytest.mark.parametrize("form", ["foreach", "fused"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
+def test_adamw_in_each_form(schedule, form):
+    overrides = (RECOMPUTING, "microbatches=3", "optim=adamw", f"+optim.{form}=true", "optim.lr=0.003")
+    _check(Case(schedule, 3, overrides, reference_model="with_norm"))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_layer_that_recomputes_itself_finds_its_version(schedule):
+    overrides = (RECOMPUTING, "microbatches=4", "partition=even")
+    _check(Case(schedule, 2, overrides, reference_model="with_norm"))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
+def test_the_reentrant_form_of_recomputing(schedule):
+    overrides = (REENTRANT, "microbatches=4", "partition=even")
+    _check(Case(schedule, 2, overrides, reference_model="without_norm"))
+
+
+def test_label_smoothing_and_one_cycle():
+    _check(Case("pipedream", 2, (NORM, "label_smoothing=0.1", "lr_schedule=one_cycle")))
+
+
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "pipedream_2bw"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microbatches):
+    case = Case(schedule, 1, (NORM, f"microbatches={microbatches}", "dtype=float32", "data.drop_last=true"))
+    state, _ = run_in_threads(case)
+    run = make_run(case)
+    optimizer = run.optimizer(run.model.parameters())
+    rate, update = run.settings.rate(run.updates), 0
+    for epoch in range(run.settings.epochs):
+        for batch in run.sampler.epoch(epoch):
+            for ids in batch:
+                x = replace(run.transform, epoch=epoch)(run.data.train.images[ids], ids)
+                loss = functional.cross_entropy(run.model(x), run.data.train.labels[ids]) / microbatches
+                loss.backward()
+            optimizer.param_groups[0]["lr"] = rate(update)
+            optimizer.step()
+            optimizer.zero_grad()
+            update += 1
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+
+def test_flush_schedules_agree_with_each_other_without_batchnorm():
+    states = []
+    for schedule in ("layer_dist", "gpipe", "1f1b", "interleaved_1f1b"):
+        state, _ = run_in_threads(Case(schedule, 2, (PLAIN, "microbatches=4", "partition=even")))
+        states.append(state)
+    for state in states[1:]:
+        for name, tensor in states[0].items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_the_partition_does_not_change_a_flush_schedule():
+    outcomes = []
+    for partition in ("[1]", "[4]", "[6]", "[9]"):
+        state, _ = run_in_threads(Case("1f1b", 2, (NORM, f"partition={partition}")))
+        outcomes.append(state)
+    for state in outcomes[1:]:
+        for name, tensor in outcomes[0].items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_was_held_is_what_was_simulated(schedule):
+    case = Case(schedule, 4, (PLAIN, "microbatches=4", "partition=even", "epochs=1"))
+    _, figures = run_in_threads(case)
+    plan = make_run(case).plan
+    for stage, record in figures[-1].records.items():
+        seen = (record.peak_in_flight, record.peak_versions, record.max_staleness)
+        assert seen == plan.peaks(stage), (schedule, stage)
