@@ -134,7 +134,10 @@ def window_lengths(batches: int, window: int | None) -> list[int]:
 
 def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
     """Make the program of one window, and prove it sound and free of deadlock. Raises ScheduleError."""
-    compute = schedule(settings.ranks, batches, settings.microbatches)
+    try:
+        compute = schedule(settings.ranks, batches, settings.microbatches)
+    except TypeError as error:  # a wrong argument in its YAML or on the command line
+        raise ConfigError(f"schedule {settings.schedule} cannot be made: {error}") from error
     program = lower(compute)
     check(program, batches, settings.microbatches)
     return Window(program, simulate(program, settings.microbatches, buffer_size=settings.buffer_size))

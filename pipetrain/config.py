@@ -6,6 +6,7 @@ Validated here, at the edge, in one sentence a mistake; trusted everywhere else.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,10 +153,14 @@ def _instantiate(cfg: DictConfig, group: str) -> Any:
     try:
         return instantiate(cfg[group])
     except InstantiationException as error:
-        raise ConfigError(f"{group} cannot be built: {_line(error)}") from error
+        text = re.sub(
+            r", set env var HYDRA_FULL_ERROR=1 \S+ \S+ \S+ exception\.|full_key: \S+", "", _line(error)
+        )
+        why = f": {_line(error.__cause__)}" if error.__cause__ else ""
+        raise ConfigError(f"{group} cannot be built: {text.strip()}{why}") from error
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     """Return an error's text as one line."""
     return " ".join(str(error).split())
 

@@ -36,7 +36,6 @@ class Job:
     config: dict[str, Any]  # resolved; `data` is the data set really used
     schedule: str
     run_dir: str
-    note: str = ""  # why the data set is not the one asked for
 
 
 Run = Callable[[Job, World, Store | None], None]

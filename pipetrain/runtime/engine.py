@@ -20,6 +20,8 @@ from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import COMPUTE, Action, Op, last_uses
 
 Tensors = tuple[Tensor, ...]
+Progress = Callable[[int], None]
+"""Told of a stage that has done one more of what is counted."""
 
 
 class Feed(Protocol):
@@ -110,23 +112,29 @@ class Engine:
         actions: Sequence[Action],
         feed: Feed,
         microbatches: int,
-        on_step: Callable[[int], None] = lambda stage: None,
+        progress: Progress = lambda stage: None,
     ) -> None:
         """Run this rank's list for one window of batches of `microbatches` each, and drain.
 
-        `on_step` is called with the stage after each update. Raises ChannelError and TrainingStopped.
+        `progress` is told of each update. Raises ChannelError and TrainingStopped.
         """
         for stage in self._stages.values():
             stage.begin_window()
         window = _Window(feed, last_uses(list(actions)), microbatches)
-        self._run(actions, window, self._execute, on_step)
+        self._run(actions, window, self._execute, Op.STEP, progress)
 
-    def evaluate(self, actions: Sequence[Action], feed: Feed) -> None:
-        """Run a forward-only list: every F predicts with the newest weights, saves and records nothing."""
+    def evaluate(
+        self, actions: Sequence[Action], feed: Feed, progress: Progress = lambda stage: None
+    ) -> None:
+        """Run a forward-only list: every F predicts with the newest weights, saves and records nothing.
+
+        `progress` is told of each microbatch.
+        """
         trained = self.records
         self.records = {stage: StageRecord() for stage in self._stages}
         try:
-            self._run(actions, _Window(feed, {}, 1), {**self._execute, Op.F: self._predict})
+            execute = {**self._execute, Op.F: self._predict}
+            self._run(actions, _Window(feed, {}, 1), execute, Op.F, progress)
         finally:
             self.records = trained
 
@@ -135,7 +143,8 @@ class Engine:
         actions: Sequence[Action],
         window: _Window,
         execute: Mapping[Op, Callable[[Action, _Window], None]],
-        on_step: Callable[[int], None] = lambda stage: None,
+        counted: Op,
+        progress: Progress,
     ) -> None:
         receives = (action for action in actions if action.op in (Op.RECV_F, Op.RECV_B))
         self._channel.expect([self._message(action, window) for action in receives])
@@ -145,8 +154,8 @@ class Engine:
                 start = self._clock.mark()
                 execute[action.op](action, window)
                 spans.append((action.stage, start, self._clock.mark()))
-                if action.op is Op.STEP:
-                    on_step(action.stage)
+                if action.op is counted:
+                    progress(action.stage)
             else:
                 execute[action.op](action, window)
         self._channel.drain()

@@ -20,14 +20,15 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from pipetrain.blueprint import Plan
 from pipetrain.runtime.engine import StageRecord
 from pipetrain.runtime.stage import Tally
 from pipetrain.schedule.draw import as_figure
+from pipetrain.training.run import Run
 
 log = logging.getLogger("pipetrain")
 
-METRICS = "epoch train_loss train_acc val_loss val_acc lr samples_per_s epoch_s eval_s elapsed_s".split()
+METRICS = ["epoch", "train_loss", "train_acc", "val_loss", "val_acc", "lr"]
+METRICS += ["samples_per_s", "epoch_s", "eval_s", "elapsed_s"]
 SILENCE_S = 60.0  # off a terminal, an epoch that takes longer says how far it is this often
 
 
@@ -50,61 +51,69 @@ class EpochFigures:
         return self.trained.samples / self.train_s
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What a run is called in its records."""
-
-    data: str
-    note: str
-    device: str
-    classes: int
-    train_samples: int
-    test_samples: int
-
-
 class Recorder:
-    """Writes metrics.csv, summary.json, TensorBoard events and the progress of one run into its folder."""
+    """Writes metrics.csv, summary.json, TensorBoard events and the progress of one run into its folder.
 
-    def __init__(self, folder: Path, cfg: DictConfig, plan: Plan, identity: Identity, updates: int) -> None:
+    `device` names the hardware, such as `2 x cpu`.
+    """
+
+    def __init__(self, folder: Path, cfg: DictConfig, run: Run, device: str) -> None:
         self._folder = folder
-        self._plan = plan
-        self._identity = identity
-        self._lr = plan.settings.lr
-        self._epoch_updates = updates // plan.settings.epochs
+        self._run = run
+        self._plan = run.plan
+        self._device = device
         self._history: list[EpochFigures] = []
         self._start = self._spoke = time.perf_counter()
-        self._ticks = 0
+        self._done = 0
         self._bar: Any = None
-        config = OmegaConf.to_yaml(cfg)
-        (folder / "config.yaml").write_text(config)
+        folder.mkdir(parents=True, exist_ok=True)
         self._writer = SummaryWriter(str(folder))
-        self._writer.add_text("config", f"```yaml\n{config}```")
-        self._writer.add_text("data", f"{identity.data}. {identity.note}".strip())
-        picture = folder / "timeline.png"
-        as_figure(plan.window.simulation, picture)
-        self._writer.add_image("timeline", matplotlib.image.imread(picture)[:, :, :3], dataformats="HWC")
         self._rows = (folder / "metrics.csv").open("w", newline="")
         self._csv = csv.writer(self._rows)
         self._csv.writerow(METRICS)
+        self._introduce(OmegaConf.to_yaml(cfg, resolve=True))
 
-    def tick(self, epoch: int) -> None:
-        """Count an update of the running epoch (from 0), and show how far it is."""
-        self._ticks += 1
+    def _introduce(self, config: str) -> None:
+        """Write down, and say, what is about to run, on which data and by which plan."""
+        (self._folder / "config.yaml").write_text(config)
+        self._writer.add_text("config", f"```yaml\n{config}```")
+        self._writer.add_text("data", f"{self._run.data.name}. {self._run.data.note}".strip())
+        picture = self._folder / "timeline.png"
+        as_figure(self._plan.window.simulation, picture)
+        self._writer.add_image("timeline", matplotlib.image.imread(picture)[:, :, :3], dataformats="HWC")
+        settings, data = self._run.settings, self._run.data
+        log.info(
+            "pipetrain: %s on %s (%d train, %d test samples), schedule %s, %s",
+            *(settings.model, data.name, len(data.train), len(data.test), settings.schedule, self._device),
+        )
+        log.info(
+            "%d stages, cut before layers %s; batch %d in %d microbatches; bubble %.1f %% on paper",
+            *(self._plan.stages, self._plan.cuts, settings.batch_size, settings.microbatches),
+            100 * self._plan.window.simulation.bubble,
+        )
+        log.info(
+            "%d epochs, %d updates, seed %d; records in %s",
+            *(settings.epochs, self._run.updates, settings.seed, self._folder),
+        )
+
+    def tick(self, what: str, total: int) -> None:
+        """Count one of `total` steps of `what`, and show how far it is."""
+        self._done += 1
         if sys.stderr.isatty():
             if self._bar is None:
-                self._bar = tqdm(
-                    total=self._epoch_updates, desc=f"epoch {epoch + 1}", unit="update", leave=False
-                )
+                self._bar = tqdm(total=total, desc=what, leave=False)
             self._bar.update()
         elif time.perf_counter() - self._spoke > SILENCE_S:
             self._spoke = time.perf_counter()
-            log.info("epoch %d: %d of %d updates", epoch + 1, self._ticks, self._epoch_updates)
+            log.info("%s: %d of %d", what, self._done, total)
+        if self._done == total:
+            self._done = 0
+            if self._bar is not None:
+                self._bar.close()
+            self._bar = None
 
     def epoch(self, figures: EpochFigures) -> None:
         """Write down a finished epoch, and say a line about it."""
-        if self._bar is not None:
-            self._bar.close()
-        self._bar, self._ticks = None, 0
         self._history.append(figures)
         self._spoke = time.perf_counter()
         self._write_row(figures)
@@ -151,8 +160,8 @@ class Recorder:
         busy = sum(figures.busy_s[s] for s, r in enumerate(self._plan.placement) if r == rank)
         return 1 - busy / figures.train_s
 
-    def close(self) -> dict[str, Any]:
-        """Write the summary and the hyper-parameters, and return the summary."""
+    def close(self) -> None:
+        """Write the summary and the hyper-parameters, and say how the run ended and where it lies."""
         summary = self._summary()
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         simple = {k: v for k, v in summary.items() if isinstance(v, (str, int, float))}
@@ -164,20 +173,30 @@ class Recorder:
         )
         self._writer.close()
         self._rows.close()
-        return summary
+        log.info("\n%s\n", self.table())
+        log.info(
+            "%s on %s: val acc %.2f %% (best %.2f %%, epoch %d) in %.0f s",
+            *(summary["model"], summary["data"], 100 * summary["val_acc"], 100 * summary["best_val_acc"]),
+            *(summary["best_epoch"], summary["total_s"]),
+        )
+        if self._run.data.note:
+            log.info("%s", self._run.data.note)
+        log.info("run folder: %s", self._folder)
+        log.info("look at it: tensorboard --logdir %s", self._folder)
 
     def _summary(self) -> dict[str, Any]:
-        settings, last = self._plan.settings, self._history[-1]
+        settings, data, last = self._run.settings, self._run.data, self._history[-1]
         best = max(self._history, key=lambda figures: figures.evaluated.accuracy)
         train_s = sum(figures.train_s for figures in self._history)
         return {
             "model": settings.model,
-            "data": self._identity.data,
-            "data_note": self._identity.note,
+            "data": data.name,
+            "data_note": data.note,
             "schedule": settings.schedule,
             "stages": settings.ranks,
+            "virtual_stages": self._plan.stages // settings.ranks,
             "partition": self._plan.cuts,
-            "device": self._identity.device,
+            "device": self._device,
             "batch_size": settings.batch_size,
             "microbatches": settings.microbatches,
             "buffer_size": settings.buffer_size,
@@ -186,8 +205,8 @@ class Recorder:
             "lr": settings.lr,
             "epochs": len(self._history),
             "seed": settings.seed,
-            "train_samples": self._identity.train_samples,
-            "test_samples": self._identity.test_samples,
+            "train_samples": len(data.train),
+            "test_samples": len(data.test),
             "val_acc": last.evaluated.accuracy,
             "best_val_acc": best.evaluated.accuracy,
             "best_epoch": best.epoch,
@@ -197,7 +216,7 @@ class Recorder:
             "samples_per_s": sum(f.trained.samples for f in self._history) / train_s,
             "epoch_s": train_s / len(self._history),
             "total_s": time.perf_counter() - self._start,
-            "updates": self._epoch_updates * len(self._history),
+            "updates": self._run.updates,
             "simulated_bubble": self._plan.window.simulation.bubble,
             "per_stage": [self._stage_summary(stage, train_s) for stage in range(self._plan.stages)],
         }
@@ -226,7 +245,8 @@ class Recorder:
             trained, evaluated = figures.trained, figures.evaluated
             lines.append(
                 f"{figures.epoch:5d}  {trained.mean_loss:10.4f}  {trained.accuracy:9.2%}  "
-                f"{evaluated.mean_loss:8.4f}  {evaluated.accuracy:7.2%}  {figures.samples_per_s:9.1f}  {figures.train_s:7.1f}"
+                f"{evaluated.mean_loss:8.4f}  {evaluated.accuracy:7.2%}  "
+                f"{figures.samples_per_s:9.1f}  {figures.train_s:7.1f}"
                 + ("  best" if figures is best else "")
             )
         return "\n".join(lines)

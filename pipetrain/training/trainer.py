@@ -45,6 +45,9 @@ class Trainer:
         self._mesh = mesh
         self._recorder = recorder
         self._rate = run.settings.rate(run.updates)
+        torch.manual_seed(
+            run.settings.seed + 1_000_003 * (mesh.world.rank + 1)
+        )  # dropout's: each rank its own
         self.stages = {
             stage: self._make_stage(stage)
             for stage, rank in enumerate(run.plan.placement)
@@ -84,17 +87,18 @@ class Trainer:
             start = time.perf_counter()
             self._train(epoch)
             trained = time.perf_counter()
-            self.evaluate()
+            self.evaluate(epoch)
             self._report(epoch, trained - start, time.perf_counter() - trained, before)
 
-    def evaluate(self) -> None:
+    def evaluate(self, epoch: int) -> None:
         """Predict every test sample with the newest weights; the last stage's tally has the outcome."""
         run = self._run
         ids = list(torch.split(torch.arange(len(run.data.test)), run.evaluation_sizes))
         transform = replace(run.transform, augment=None)
         images = self._images(run.data.test, ids, transform)
         feed = WindowFeed([ids], run.data.test.labels, images, self._mesh.device)
-        self._engine.evaluate(run.plan.evaluation[self._mesh.world.rank], feed)
+        tick = partial(self._tick, f"evaluation {epoch + 1}", len(ids))
+        self._engine.evaluate(run.plan.evaluation[self._mesh.world.rank], feed, tick)
 
     def _train(self, epoch: int) -> None:
         run = self._run
@@ -108,12 +112,12 @@ class Trainer:
                 run.plan.windows[len(chosen)].program[self._mesh.world.rank],
                 WindowFeed(chosen, run.data.train.labels, images, self._mesh.device),
                 run.settings.microbatches,
-                partial(self._tick, epoch),
+                partial(self._tick, f"epoch {epoch + 1}", len(batches)),
             )
 
-    def _tick(self, epoch: int, stage: int) -> None:
+    def _tick(self, what: str, total: int, stage: int) -> None:
         if self._recorder and stage == min(self.stages):
-            self._recorder.tick(epoch)
+            self._recorder.tick(what, total)
 
     def _images(self, split: Split, ids: Sequence[Tensor], transform: Transform) -> Iterator[Tensor] | None:
         if 0 not in self.stages:

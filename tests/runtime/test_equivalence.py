@@ -1,4 +1,4 @@
-"""More cases against the reference, in one process over the local channel; and what needs no second process."""
+"""More cases against the reference, in one process over the local channel; and what one process must do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_virtual_stages(virtual):
     _check(Case("interleaved_1f1b", 2, (NORM, "microbatches=4", f"schedule.virtual={virtual}", "epochs=2")))
 
 
-@pytest.mark.parametrize("optim", ["optim=sgd", "optim=sgd +optim.foreach=true", "optim=sgd +optim.fused=true"])
+@pytest.mark.parametrize(
+    "optim", ["optim=sgd", "optim=sgd +optim.foreach=true", "optim=sgd +optim.fused=true"]
+)
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
 def test_sgd_with_momentum_in_each_form(schedule, optim):
     _check(Case(schedule, 3, (RECOMPUTING, "microbatches=3", *optim.split()), reference_model="with_norm"))

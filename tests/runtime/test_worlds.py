@@ -10,6 +10,7 @@ from tests.support.worlds import run_world
 
 NORM = "model._target_=tests.support.models.with_norm"
 PLAIN = "model._target_=tests.support.models.without_norm"
+WIDE = "model._target_=tests.support.models.wide"
 UNEVEN = {1: "[]", 2: "[2]", 3: "[1,7]", 4: "[1,3,8]"}  # between a layer and its skip connection, too
 
 
@@ -21,7 +22,9 @@ def _cases(ranks: int) -> list[Case]:
         uneven = "partition=params" if virtual else f"partition={UNEVEN[ranks]}"
         cases += [
             Case(schedule, ranks, (NORM, "partition=even", "microbatches=4")),
-            Case(schedule, ranks, (PLAIN, uneven, "microbatches=4", "window=2", "buffer_size=1", "optim=adamw")),
+            Case(
+                schedule, ranks, (PLAIN, uneven, "microbatches=4", "window=2", "buffer_size=1", "optim=adamw")
+            ),
         ]
     return cases
 
@@ -34,7 +37,11 @@ def test_every_schedule_equals_the_reference(ranks):
 
 def test_eight_stages_and_one_message_under_way():
     cases = [
-        Case(schedule, 8, (NORM, "partition=even", "batch_size=16", "microbatches=8", "buffer_size=1", "epochs=1"))
+        Case(
+            schedule,
+            8,
+            (NORM, "partition=even", "batch_size=16", "microbatches=8", "buffer_size=1", "epochs=1"),
+        )
         for schedule in ("1f1b", "pipedream", "pipedream_2bw")
     ]
     assert run_world(train_cases, 8, cases, deadline=180) == [3] * 8
@@ -44,8 +51,7 @@ def test_a_boundary_over_64_mib_both_ways():
     wide = Case(
         "1f1b",
         2,
-        ("model._target_=tests.support.models.wide", "partition=[2]", "batch_size=96", "microbatches=2")
-        + ("buffer_size=1", "epochs=1"),
+        (WIDE, "partition=[2]", "batch_size=96", "microbatches=2", "buffer_size=1", "epochs=1"),
         train_samples=96,
     )
     assert run_world(train_cases, 2, [wide], 1e-10) == [1, 1]

@@ -106,7 +106,7 @@ class Listener:
     def __init__(self) -> None:
         self.epochs: list[EpochFigures] = []
 
-    def tick(self, epoch: int) -> None: ...
+    def tick(self, what: str, total: int) -> None: ...
 
     def epoch(self, figures: EpochFigures) -> None:
         self.epochs.append(figures)
@@ -121,13 +121,19 @@ def state_of(trainer: Trainer, run: Run) -> dict[str, Tensor]:
     }
 
 
-def compare(case: Case, state: dict[str, Tensor], figures: Sequence[EpochFigures], tolerance: float = 1e-12) -> None:
+def compare(
+    case: Case, state: dict[str, Tensor], figures: Sequence[EpochFigures], tolerance: float = 1e-12
+) -> None:
     """Hold a trained state and its figures against the reference."""
     wanted = expected(case)
     assert state.keys() == wanted.state.keys(), case
     for name, tensor in wanted.state.items():
         torch.testing.assert_close(
-            state[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{case}: {name}: {m}"
+            state[name],
+            tensor,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, name=name: f"{case}: {name}: {m}",
         )
     seen = [(f.trained.mean_loss, f.evaluated.mean_loss, f.evaluated.accuracy) for f in figures]
     torch.testing.assert_close(seen, wanted.epochs, rtol=1e-10, atol=1e-10, msg=lambda m: f"{case}: {m}")

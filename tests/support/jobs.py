@@ -41,7 +41,7 @@ def _message(mb: int, elements: int, forward: bool = True) -> Message:
 
 
 def exchange(world: World, store: dist.Store, elements: int, messages: int, buffer_size: int) -> list[float]:
-    """Both of two ranks send first, all of it at once, then receive: returns the first value of each message."""
+    """Both of two ranks send first, then receive: returns the first value of each message."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
     channel = mesh.channel(buffer_size)
     forward = world.rank == 0

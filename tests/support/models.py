@@ -1,4 +1,4 @@
-"""Small models with everything that a cut can meet: tuples, in-place layers, BatchNorm, recomputing layers."""
+"""Small models with all that a cut can meet: tuples, in-place layers, BatchNorm, recomputing layers."""
 
 from __future__ import annotations
 

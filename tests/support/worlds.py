@@ -32,7 +32,9 @@ def run_world(work: Work, size: int, *arguments: Any, deadline: float = 120) -> 
         for rank in range(size):
             here, there = context.Pipe(duplex=False)
             process = context.Process(
-                target=_enter, args=(there, work, rank, size, str(Path(folder) / "store"), arguments), daemon=True
+                target=_enter,
+                args=(there, work, rank, size, str(Path(folder) / "store"), arguments),
+                daemon=True,
             )
             process.start()
             there.close()
