@@ -75,7 +75,7 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
 
     Raises ConfigError for the first value that cannot be.
     """
-    stages = _integer(cfg, "stages", 1, optional=True)
+    stages = whole_number(cfg, "stages", 1, optional=True)
     if ranks is not None and stages not in (None, ranks):
         raise ConfigError(
             f"stages={stages} needs {stages} processes and there are {ranks}; start torchrun with "
@@ -87,7 +87,7 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         ranks=ranks or stages or 2,
         partition=_partition(cfg),
         microbatches=_at_least(cfg, "microbatches", 1),
-        window=_integer(cfg, "window", 1, optional=True),
+        window=whole_number(cfg, "window", 1, optional=True),
         buffer_size=_at_least(cfg, "buffer_size", 1),
         timeout=_number(cfg, "timeout", above=0),
         batch_size=_at_least(cfg, "batch_size", 1),
@@ -99,7 +99,7 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         seed=_at_least(cfg, "seed", 0),
         device=_one_of(cfg, "device", DEVICES),
         dtype=DTYPES[_one_of(cfg, "dtype", tuple(DTYPES))],
-        threads=_integer(cfg, "threads", 1, optional=True),
+        threads=whole_number(cfg, "threads", 1, optional=True),
         workers=_at_least(cfg, "data.workers", 0),
         drop_last=_one_of(cfg, "data.drop_last", ("True", "False")) == "True",
     )
@@ -165,7 +165,8 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _integer(cfg: DictConfig, key: str, low: int, optional: bool = False) -> int | None:
+def whole_number(cfg: DictConfig, key: str, low: int, optional: bool = False) -> int | None:
+    """Return a value that must be a whole number from `low` on, or null where `optional`; or ConfigError."""
     value = OmegaConf.select(cfg, key)
     if value is None and optional:
         return None
@@ -176,7 +177,7 @@ def _integer(cfg: DictConfig, key: str, low: int, optional: bool = False) -> int
 
 
 def _at_least(cfg: DictConfig, key: str, low: int) -> int:
-    value = _integer(cfg, key, low)
+    value = whole_number(cfg, key, low)
     assert value is not None
     return value
 

@@ -104,8 +104,12 @@ def guarded(action: Callable[[], int]) -> int:
 
 
 def _complain(error: object, status: int) -> int:
-    text = " ".join(str(error).split())
-    logging.getLogger("pipetrain").error("pipetrain: %s", text)
+    text = "pipetrain: " + " ".join(str(error).split())
+    print(text, file=sys.stderr, flush=True)
+    record = logging.LogRecord("pipetrain", logging.ERROR, __file__, 0, text, None, None)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
     return status
 
 

@@ -15,14 +15,15 @@ from omegaconf import DictConfig
 
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.cli import compose
-from pipetrain.config import make_model, make_schedule, read_settings
+from pipetrain.config import make_model, make_schedule, read_settings, whole_number
 from pipetrain.launch import guarded
 from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.theory import theory
 from pipetrain.training.run import IMAGE
 
 BATCHES = 16  # what is played through of a window that is an epoch
-WITHOUT_FOLDER = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]
+WITHOUT_FOLDER = ["hydra.run.dir=.", "hydra.output_subdir=null"]
+WITHOUT_FOLDER += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def show(cfg: DictConfig) -> None:
     """Print the plan of a configuration and, with `out`, draw its timeline."""
     settings = read_settings(cfg, str(HydraConfig.get().runtime.choices["schedule"]), None)
     model = make_model(cfg, settings.seed, settings.dtype)
-    batches = cfg.batches or min(settings.window or BATCHES, BATCHES)
+    batches = whole_number(cfg, "batches", 1, optional=True) or min(settings.window or BATCHES, BATCHES)
     samples = Samples([settings.batch_size] * batches, [settings.batch_size])
     plan = make_plan(settings, make_schedule(cfg), model, IMAGE, 1, samples)
     print(describe(plan), end="")

@@ -169,5 +169,5 @@ def _groups(mbs: range, size: int) -> list[range]:
 
 def _require(schedule: str, **counts: int) -> None:
     for name, count in counts.items():
-        if count < 1:
+        if not isinstance(count, int) or count < 1:
             raise ScheduleError(f"schedule {schedule} needs {name} >= 1; got {name}={count}")
