@@ -6,6 +6,7 @@ beside the formulas. Starts no process and reads no data set.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,9 @@ WITHOUT_FOLDER += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 def main() -> None:
     """Print the plan of the command line's configuration; exit with its status."""
-    sys.argv[1:] = [*WITHOUT_FOLDER, *sys.argv[1:]]
+    # Beside the other overrides: Hydra's command line takes them in one place only.
+    first = next((i for i, word in enumerate(sys.argv) if re.match(r"[+~\w]\S*=", word)), len(sys.argv))
+    sys.argv[first:first] = WITHOUT_FOLDER
     sys.exit(guarded(lambda: compose("plan", show)))
 
 

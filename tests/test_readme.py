@@ -1,0 +1,127 @@
+"""The README is true: its table and its timeline are what `simulate` says, its commands are real.
+
+`python -m tests.test_readme` prints the table and the timeline anew, to be pasted.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from pipetrain.boundary import TensorSpec
+from pipetrain.config import conf_dir
+from pipetrain.partition.balance import choose_cuts
+from pipetrain.partition.estimate import estimate
+from pipetrain.schedule.actions import Action, Op, Program
+from pipetrain.schedule.check import check
+from pipetrain.schedule.draw import as_text
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.simulate import Simulation, simulate
+from tests.support.cases import SCHEDULES, config
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS, MICROBATCHES, WINDOW = 4, 8, 128
+
+
+def played(schedule: str, microbatches: int = MICROBATCHES) -> Simulation:
+    """A batch of a schedule that flushes, a window of 128 microbatches of one that does not."""
+    cfg = config([f"schedule={schedule}"])
+    m = 1 if cfg.microbatches == 1 else microbatches
+    program = lower(instantiate(cfg.schedule)(RANKS, cfg.window or WINDOW // m, m))
+    return simulate(program, m)
+
+
+def table() -> str:
+    rows = [
+        "| `schedule=` | bubble | activations held | weight versions | staleness |",
+        "|---|---|---|---|---|",
+    ]
+    for schedule in SCHEDULES:
+        s = played(schedule)
+        held = (" ".join(map(str, values)) for values in (s.activations, s.versions, s.staleness))
+        rows.append(f"| {schedule} | {s.bubble:.1%} | {' | '.join(held)} |")
+    return "\n".join(rows)
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def commands() -> list[str]:
+    """The lines of the README's shell blocks, continued lines joined, comments left out."""
+    blocks = re.findall(r"```bash\n(.*?)```", readme(), re.DOTALL)
+    text = "".join(blocks).replace("\\\n", " ")
+    return [line for line in (raw.split("  #")[0].strip() for raw in text.splitlines()) if line]
+
+
+def overrides(command: str) -> list[str]:
+    return [word for word in shlex.split(command) if re.fullmatch(r"\+?[\w.]+=\S*", word)]
+
+
+def test_the_table_of_schedules_is_what_simulate_says():
+    assert table() in readme()
+
+
+def test_the_timeline_is_what_simulate_draws():
+    assert as_text(played("1f1b", 4)).rstrip() in readme()
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if "pipetrain" in c or "launch" in c])
+def test_every_training_command_composes(command):
+    sweep_apart = [o.partition(",")[0] if "--multirun" in command else o for o in overrides(command)]
+    config([o for o in sweep_apart if not o.startswith(("out=", "NPROC="))])
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if "pipetrain.plan" in c])
+def test_every_plan_command_runs(command, tmp_path):
+    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    subprocess.run(words, cwd=tmp_path, check=True, timeout=60, capture_output=True)
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", readme(), re.DOTALL)
+
+
+def test_its_own_schedule_is_sound():
+    names = {"Action": Action, "Op": Op, "Program": Program}
+    exec(python_blocks()[0], names)
+    for ranks, batches, microbatches in [(1, 1, 1), (2, 3, 4), (4, 2, 1)]:
+        program = lower(names["take_turns"](ranks, batches, microbatches))
+        check(program, batches, microbatches)
+        assert simulate(program, microbatches).activations == [1] * ranks
+
+
+def test_its_own_model_can_be_cut():
+    names = {"nn": torch.nn}
+    exec(python_blocks()[1], names)
+    layers = estimate(names["my_factory"](), TensorSpec((2, 3, 32, 32), torch.float32))
+    assert choose_cuts([2], layers, 2) == [2]
+
+
+@pytest.mark.parametrize(
+    "script", ["launch.sh", "scripts/test.sh", "scripts/compare.py", "scripts/compare.sh"]
+)
+def test_every_script_that_it_names_is_there(script):
+    assert script in readme()
+    assert (ROOT / script).is_file()
+
+
+def test_the_annotated_tree_names_what_there_is():
+    for name in re.findall(r"^  (\w+\.py|\w+/)\s", readme().split("## The house")[1], re.MULTILINE):
+        assert (ROOT / "pipetrain" / name).exists(), name
+
+
+def test_every_configuration_group_is_named():
+    for group in (path.name for path in conf_dir().iterdir() if path.is_dir() and path.name != "__pycache__"):
+        assert f"{group}/" in readme() or f"{group}=" in readme(), group
+
+
+if __name__ == "__main__":
+    print(table(), as_text(played("1f1b", 4)), sep="\n\n")
