@@ -83,7 +83,10 @@ class Mesh:
             torch.cuda.set_device(device)
         if world.size > 1:
             prefer_loopback(world)
-            self._connect(store)
+            try:
+                self._connect(store)
+            except RuntimeError as error:
+                raise self._lost("connect to the other ranks", error) from error
 
     def _connect(self, store: Store | None) -> None:
         limit = timedelta(seconds=self._timeout)
@@ -92,7 +95,8 @@ class Mesh:
         )
         for edge in self._edges:
             ends = [self.placement[stage] for stage in edge]
-            group = dist.new_group(ends, timeout=limit, backend=self.backend)
+            # Twice the limit: the channel's own deadline must come first, because it names the message.
+            group = dist.new_group(ends, timeout=2 * limit, backend=self.backend)
             if self.world.rank in ends:
                 assert isinstance(group, dist.ProcessGroup)
                 self._groups[edge] = group
@@ -110,18 +114,22 @@ class Mesh:
         return DistChannel(self._groups, buffer_size, self._timeout, self.device, self.staged)
 
     def gather(self, what: str, item: object) -> list[object]:
-        """Collect one picklable object from every rank, by rank. Raises ChannelError naming `what`."""
+        """Collect `what`, one picklable object from every rank, by rank. Raises ChannelError."""
         if self.world.size == 1:
             return [item]
         items: list[object] = [None] * self.world.size
         try:
             dist.all_gather_object(items, item)
         except RuntimeError as error:
-            cause = str(error).strip().splitlines()[0]
-            raise ChannelError(
-                f"rank {self.world.rank} waited up to {self._timeout:g} s for {what} of all ranks: {cause}"
-            ) from error
+            raise self._lost(f"gather {what} of all ranks", error) from error
         return items
+
+    def _lost(self, doing: str, error: RuntimeError) -> ChannelError:
+        cause = str(error).strip().splitlines()[0]
+        return ChannelError(
+            f"rank {self.world.rank} could not {doing} within {self._timeout:g} s: {cause}; look at what the "
+            f"other ranks say, or give it longer with timeout="
+        )
 
     def close(self) -> None:
         """Leave the process groups; for the end of a run that went well."""
