@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.boundary import Boundary, TensorSpec
@@ -14,6 +14,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.partition.balance import STRATEGIES, balance, choose_cuts
 from pipetrain.partition.estimate import Layer
 
+steady = settings(derandomize=True, deadline=None)
 OUT = Boundary((TensorSpec((1, 10), torch.float32),))
 
 
@@ -39,6 +40,7 @@ def test_balance_can_be_seen():
     assert balance([5], 1) == []
 
 
+@steady
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
 def test_balance_is_the_best_of_all_cuts(weights, data):
     stages = data.draw(st.integers(1, len(weights)))
@@ -48,6 +50,7 @@ def test_balance_is_the_best_of_all_cuts(weights, data):
     assert max(loads(weights, cuts)) == min(max(loads(weights, cut)) for cut in every)
 
 
+@steady
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.data())
 def test_layers_of_no_weight_still_give_every_stage_one(weights, data):
     weights = [0] * len(weights)
@@ -64,6 +67,7 @@ def test_strategies_weigh_different_things():
     assert {choose_cuts(strategy, FOUR, 1) == [] for strategy in STRATEGIES} == {True}
 
 
+@steady
 @given(st.integers(1, 60), st.data())
 def test_even_stages_differ_by_one_layer_at_most(n, data):
     stages = data.draw(st.integers(1, n))
@@ -103,6 +107,7 @@ def test_what_cannot_be_is_refused_with_the_list_of_layers(partition, stages, sa
     assert "\n" not in str(refusal.value)
 
 
+@steady
 @given(st.lists(st.integers(-3, 7), max_size=5), st.integers(1, 6))
 def test_any_given_cuts_are_sound_or_refused(cuts, stages):
     try:

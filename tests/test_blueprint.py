@@ -1,0 +1,267 @@
+"""The plan of a run: what it says, and that what cannot run is refused on paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipetrain.blueprint import Plan, Samples, make_plan, prove, window_lengths
+from pipetrain.boundary import TensorSpec
+from pipetrain.config import Settings, make_schedule, read_settings
+from pipetrain.data import Sampler
+from pipetrain.errors import ConfigError
+from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, parse_program
+from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
+from pipetrain.schedule.simulate import Deadlock
+from tests.support.cases import config
+from tests.support.models import tied, with_norm
+
+IMAGE = (3, 32, 32)
+UPDATES = Samples([12, 12, 12], [11])
+
+
+def settings_of(*overrides: str, ranks: int = 2) -> Settings:
+    cfg = config(["data=digits", "batch_size=12", "microbatches=4", *overrides])
+    return read_settings(cfg, "1f1b", ranks)
+
+
+def plan(
+    *overrides: str,
+    ranks: int = 2,
+    schedule: Schedule = one_f_one_b,
+    model: nn.Sequential | None = None,
+    samples: Samples = UPDATES,
+    classes: int = 10,
+) -> Plan:
+    chosen = settings_of("partition=even", *overrides, ranks=ranks)
+    return make_plan(chosen, schedule, model or with_norm(), IMAGE, classes, samples)
+
+
+# Windows
+
+
+@pytest.mark.parametrize(
+    ("batches", "window", "lengths"),
+    [
+        (7, None, [7]),  # an epoch
+        (7, 1, [1]),
+        (7, 3, [3, 1]),  # 3 + 3 + 1
+        (6, 3, [3]),
+        (5, 9, [5]),  # a window longer than the epoch ends with it
+        (1, None, [1]),
+    ],
+)
+def test_window_lengths(batches, window, lengths):
+    assert window_lengths(batches, window) == lengths
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 300), st.one_of(st.none(), st.integers(1, 300)))
+def test_every_window_of_an_epoch_has_a_program(batches, window):
+    length = window or batches
+    cut = [len(range(batches)[start : start + length]) for start in range(0, batches, length)]
+    assert set(window_lengths(batches, window)) == set(cut)
+
+
+def test_a_plan_has_a_proved_program_for_each_length():
+    made = plan("window=2", schedule=pipedream)
+    assert set(made.windows) == {2, 1}
+    assert made.window is made.windows[2]
+    assert sum(action.op is Op.STEP for action in made.windows[1].program[0]) == 1
+
+
+# What it says
+
+
+def test_slices_cover_the_model_in_order():
+    made = plan("partition=[3,5,9]", ranks=4)
+    assert [made.slice(stage) for stage in range(4)] == [slice(0, 3), slice(3, 5), slice(5, 9), slice(9, 10)]
+    assert made.cuts == [3, 5, 9]
+    assert made.stages == 4
+    assert made.placement == [0, 1, 2, 3]
+    assert made.edges == [edge for a, b in pairwise(range(4)) for edge in ((a, b), (b, a))]
+
+
+def test_peaks_are_the_largest_of_any_window():
+    made = plan("window=4", "microbatches=1", ranks=3, schedule=pipedream, samples=Samples([12] * 5, [11]))
+    assert set(made.windows) == {4, 1}
+    assert [made.peaks(stage) for stage in range(3)] == [(3, 3, 2), (2, 2, 1), (1, 1, 0)]
+    short = plan("window=1", "microbatches=1", ranks=3, schedule=pipedream)
+    assert [short.peaks(stage) for stage in range(3)] == [(1, 1, 0)] * 3
+
+
+def test_boundaries_of_every_size_that_will_be_seen():
+    """44 samples in batches of 12 cut into 4: three of 3 each, then 8 as 2 each; 11 are evaluated at once."""
+    sampler = Sampler(44, 12, 4, seed=0)
+    made = plan("partition=[4,8]", ranks=3, samples=Samples(sampler.batch_sizes, [11]))
+    assert set(made.boundaries) == {3, 2, 11}
+    for size, boundaries in made.boundaries.items():
+        entry, fork, flat = boundaries
+        assert entry.specs == (TensorSpec((size, 3, 32, 32), torch.float32),)
+        assert fork.specs == (TensorSpec((size, 4, 4, 4), torch.float32),) * 2
+        assert not fork.single
+        assert flat.specs == (TensorSpec((size, 4, 4, 4), torch.float32),)
+
+
+def test_boundaries_of_an_uneven_last_batch():
+    made = plan(samples=Samples([12, 7], [6, 5]))  # 7 in 4 pieces: 2 2 2 1
+    assert set(made.boundaries) == {3, 2, 1, 6, 5}
+
+
+def test_boundaries_have_the_run_s_dtype():
+    made = plan("dtype=float64", model=with_norm().double())
+    assert {spec.dtype for b in made.boundaries[3] for spec in b.specs} == {torch.float64}
+
+
+def test_an_evaluation_visits_every_stage_with_every_microbatch():
+    made = plan(ranks=3, samples=Samples([12], [5, 5, 4]))
+    forwards = [(a.stage, a.mb) for actions in made.evaluation for a in actions if a.op is Op.F]
+    assert sorted(forwards) == [(stage, mb) for stage in range(3) for mb in range(3)]
+    assert {a.op for actions in made.evaluation for a in actions} == {Op.F, Op.SEND_F, Op.RECV_F}
+
+
+def test_virtual_stages_go_round_the_ranks():
+    schedule = make_schedule(config(["data=digits", "schedule=interleaved_1f1b"]))
+    made = plan(schedule=schedule)
+    assert made.placement == [0, 1, 0, 1]
+    assert made.slice(3) == slice(8, 10)
+
+
+def test_planning_leaves_the_model_as_it_was():
+    model = with_norm().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan(model=model)
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+# What is refused
+
+
+def refused(**arguments: object) -> str:
+    overrides = arguments.pop("overrides", ())
+    with pytest.raises((ConfigError, ScheduleError)) as error:
+        plan(*overrides, **arguments)  # type: ignore[misc, arg-type]
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("partition", ["[2]", "[3]"])
+def test_a_weight_that_two_stages_share_is_refused(partition):
+    assert refused(overrides=(f"partition={partition}",), model=tied()) == (
+        "layer 3 (3) of stage 1 shares its weight with stage 0; "
+        "choose a partition that keeps both layers in one stage"
+    )
+
+
+@pytest.mark.parametrize("partition", ["[1]", "[4]"])
+def test_a_weight_that_one_stage_shares_with_itself_is_not(partition):
+    assert plan(f"partition={partition}", model=tied()).stages == 2
+
+
+def test_too_few_layers_are_refused():
+    assert "stages=11 needs at least as many layers, but the model has 10: 0 0, 1 1" in refused(ranks=11)
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+FLAT = nn.Sequential(nn.AvgPool2d(8), nn.Flatten())
+
+
+@pytest.mark.parametrize(
+    ("last", "returns"),
+    [
+        (nn.Linear(48, 9), "float32[3, 9]"),  # too few scores
+        (nn.Identity(), "float32[3, 3, 4, 4]"),
+        (nn.Unflatten(1, (2, 24)), "float32[3, 2, 24]"),
+        (nn.Flatten(0), "float32[144]"),
+        (Pair(), "float32[3, 48] + float32[3, 48]"),
+    ],
+)
+def test_scores_of_a_wrong_shape_are_refused(last, returns):
+    first = FLAT if not isinstance(last, nn.Identity) else nn.AvgPool2d(8)
+    assert refused(model=nn.Sequential(first, last)) == (
+        f"the last layer (1) returns {returns} for 3 samples; it must return one tensor "
+        f"[3, at least 10]: a score for each class"
+    )
+
+
+def test_more_scores_than_classes_are_no_harm():
+    assert plan(model=nn.Sequential(FLAT, nn.Linear(48, 30))).stages == 2
+
+
+def test_a_layer_that_cannot_take_what_it_is_given_is_named():
+    model = nn.Sequential(FLAT, nn.Linear(48, 10), nn.BatchNorm2d(10))
+    assert refused(model=model).startswith("layer 2 (2) of the model cannot take float32[3, 10]: ")
+
+
+def given_program(text: str) -> Schedule:
+    """A schedule of one batch of four microbatches that is written by hand."""
+
+    def schedule(ranks: int, batches: int, microbatches: int) -> Program:
+        return parse_program(text)
+
+    return schedule
+
+
+ONE_RANK = "0F0@0 0B0@0 0F1@0 0B1@0 0F2@0 0B2@0 0F3@0 0B3@0 0STEP@1"
+SECOND_RANK = ONE_RANK.replace("0F", "1F").replace("0B", "1B").replace("0STEP", "1STEP")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{ONE_RANK.replace('0B3@0 ', '')}\n{SECOND_RANK}", "rank 0 has 0STEP@1"),  # a backward is missing
+        (f"{ONE_RANK.replace('0F1@0', '0F1@1')}\n{SECOND_RANK}", "version 1 is not made yet"),
+        (f"{ONE_RANK} 0F4@1\n{SECOND_RANK}", "rank 0, at its end, has done of stage 0 5 forwards of 4"),
+        (ONE_RANK.replace("0STEP@1", "") + f"\n{SECOND_RANK}", "0 updates of 1"),
+        (f"{ONE_RANK}\n{ONE_RANK}", "stage 0 is on rank 0, yet rank 1 has 0F0@0"),
+        (f"{ONE_RANK}\n{SECOND_RANK.replace('1', '2')}", "stages must be 0, 1, 2"),
+    ],
+)
+def test_an_unsound_schedule_is_refused(text, says):
+    assert says in refused(schedule=given_program(text), samples=Samples([12], [11]), overrides=("window=1",))
+
+
+def deadlocking(ranks: int, batches: int, microbatches: int) -> Program:
+    """The first rank sends all it has before it takes anything back; the second gives back one by one."""
+    (first,), (second,) = gpipe(1, batches, microbatches), one_f_one_b(1, batches, microbatches)
+    return [first, [replace(action, stage=1) for action in second]]
+
+
+def test_a_schedule_that_deadlocks_is_refused_and_who_waits_for_whom_is_said():
+    enough = plan("buffer_size=4", schedule=deadlocking, samples=Samples([12], [11]))
+    assert enough.stages == 2
+    said = refused(
+        overrides=("batch_size=48", "microbatches=12", "buffer_size=1"),
+        schedule=deadlocking,
+        samples=Samples([48], [11]),
+    )
+    assert said.startswith("deadlock with buffer_size=1: rank 0 at 0SEND_F")
+    assert "rank 1 at 1SEND_B" in said
+
+
+def test_what_is_proved_is_the_buffer_that_will_be_enforced():
+    chosen = settings_of("batch_size=48", "microbatches=12")
+    assert prove(replace(chosen, buffer_size=12), deadlocking, 1).simulation.makespan > 0
+    with pytest.raises(Deadlock, match="buffer_size=2"):
+        prove(replace(chosen, buffer_size=2), deadlocking, 1)
+
+
+def test_a_schedule_that_cannot_be_called_is_refused():
+    assert refused(schedule=lambda ranks: []).startswith("schedule 1f1b cannot be made: ")
+
+
+def test_a_schedule_s_own_refusal_comes_through():
+    cfg = config(["data=digits", "schedule=pipedream_2bw"])
+    said = refused(schedule=make_schedule(cfg), overrides=("microbatches=1",))
+    assert said == "schedule pipedream_2bw needs microbatches >= stages; got microbatches=1, stages=2"

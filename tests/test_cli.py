@@ -1,0 +1,140 @@
+"""The command line: what composes, and what a slip of the pen is answered with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from pipetrain.cli import compose, contained
+from pipetrain.config import conf_dir
+from pipetrain.errors import ConfigError
+from tests.support.cases import config
+
+QUIET = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+SWEPT = ["--multirun", "hydra.sweep.dir=.", "hydra.sweep.subdir=.", *QUIET[1:]]
+
+
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch, tmp_path) -> Iterator[None]:
+    """Each test composes in a folder of its own, and leaves neither Hydra nor the environment changed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    handlers = logging.getLogger().handlers[:]
+    yield
+    GlobalHydra.instance().clear()
+    logging.getLogger().handlers[:] = handlers
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Give a function that composes a command line and returns (status, configurations of its jobs)."""
+
+    def run(*words: str, flags: tuple[str, ...] = tuple(QUIET)) -> tuple[int, list[DictConfig]]:
+        jobs: list[DictConfig] = []
+        monkeypatch.setattr("sys.argv", ["pipetrain", *flags, *words])
+        return compose("config", jobs.append), jobs
+
+    return run
+
+
+def test_overrides_reach_the_job(command):
+    status, (cfg,) = command("data=digits", "batch_size=128", "optim.lr=0.5", "schedule=pipedream")
+    assert (status, cfg.batch_size, cfg.optim.lr, cfg.data.name) == (0, 128, 0.5, "digits")
+    assert cfg.schedule._target_ == "pipetrain.schedule.programs.pipedream"
+
+
+def test_a_sweep_is_a_job_a_value(command):
+    status, jobs = command("seed=1,2", "data=digits", flags=tuple(SWEPT))
+    assert (status, [cfg.seed for cfg in jobs]) == (0, [1, 2])
+
+
+def test_nothing_is_left_behind_where_no_folder_was_wanted(command, tmp_path):
+    command("data=digits")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_job_prints_and_runs_nothing(command, capsys):
+    status, jobs = command("--cfg", "job", "batch_size=128", flags=())
+    assert (status, jobs) == (0, [])
+    assert "batch_size: 128" in capsys.readouterr().out
+
+
+def test_a_task_s_error_comes_as_it_is_and_hydra_adds_nothing(monkeypatch, capsys):
+    def fail(cfg: DictConfig) -> None:
+        raise ZeroDivisionError("mine")
+
+    monkeypatch.setattr("sys.argv", ["pipetrain", *QUIET])
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        compose("config", fail)
+    out, err = capsys.readouterr()
+    assert out + err == ""
+
+
+def test_a_failed_job_ends_the_sweep(monkeypatch):
+    seen: list[int] = []
+
+    def fail(cfg: DictConfig) -> None:
+        seen.append(cfg.seed)
+        raise ConfigError("no")
+
+    monkeypatch.setattr("sys.argv", ["pipetrain", *SWEPT, "seed=1,2"])
+    with pytest.raises(ConfigError, match="no"):
+        compose("config", fail)
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("batchsize=3", "there is no batchsize in the configuration; did you mean batch_size; --cfg job"),
+        ("micobatches=3", "did you mean microbatches"),
+        ("bufer_size=3", "did you mean buffer_size"),
+        ("optim.lrr=1", "there is no optim.lrr in the configuration"),
+        ("zzz=1", "there is no zzz in the configuration; --cfg job shows all there is"),
+        ("+batch_size=3", "Could not append to config. An item is already at 'batch_size'"),
+        ("batch_size", "Error parsing override 'batch_size' missing EQUAL"),
+        ("batch_size=[", "no viable alternative"),
+        ("seed=1,2", "Ambiguous value for argument 'seed=1,2'"),
+    ],
+)
+def test_a_slip_is_answered_in_one_sentence(command, words, says):
+    with pytest.raises(ConfigError) as error:
+        command(words)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "HYDRA_FULL_ERROR" not in str(error.value)
+
+
+@pytest.mark.parametrize("group", ["model", "data", "schedule", "optim", "experiment"])
+def test_an_unknown_option_is_answered_with_all_there_are(command, group):
+    names = ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+    with pytest.raises(ConfigError) as error:
+        command(f"{group}=foo")
+    assert str(error.value) == f"In 'config': Could not find '{group}/foo'; choose one of: {names}"
+
+
+def test_an_unknown_flag_is_the_parser_s_own_answer(command, capsys):
+    status, jobs = command("--foo")
+    assert (status, jobs) == (2, [])
+    assert "unrecognized arguments: --foo" in capsys.readouterr().err
+
+
+def test_contained_stands_by_itself(tmp_path):
+    cfg = config(["data=cifar10", "data.root=here"])
+    whole = contained(cfg, Path("/some/run"))
+    assert whole.run_dir == "/some/run"
+    assert whole.data.root == str(tmp_path / "here")
+    assert whole.data.source.root == whole.data.root
+    assert cfg.data.root == "here"  # the one that was given is left alone
+
+
+def test_contained_leaves_a_data_set_without_a_folder_alone(monkeypatch, tmp_path):
+    assert contained(config(["data=digits"]), tmp_path).data.root is None
+    monkeypatch.setenv("HOME", "/home/somebody")
+    at_home = contained(config(["data=cifar10", 'data.root="~/sets"']), tmp_path)
+    assert at_home.data.root == "/home/somebody/sets"

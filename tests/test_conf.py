@@ -1,0 +1,129 @@
+"""Every file in conf/ composes, and what it names can be built: a new file is a new case, with no edit."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from pipetrain.config import conf_dir, make_model, make_optimizer, make_schedule, read_settings
+from pipetrain.data import load_augment
+from pipetrain.schedule.check import check
+from pipetrain.schedule.lower import lower
+from pipetrain.training.rate import SHAPES
+
+CONF = Path(__file__).parents[1] / "conf"
+OPTIONS = {
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in sorted(CONF.iterdir())
+    if folder.is_dir()
+}
+TOP = sorted(path.stem for path in CONF.glob("*.yaml"))
+
+
+def composed(*overrides: str, name: str = "config") -> DictConfig:
+    """Compose as the command line does, Hydra's own node included."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(name, overrides=list(overrides), return_hydra_config=True)
+
+
+def options(group: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("option", OPTIONS[group])
+
+
+def test_the_package_reads_these_files():
+    assert conf_dir() == CONF
+
+
+def test_every_group_is_tested_here():
+    assert set(OPTIONS) == {"data", "experiment", "model", "optim", "schedule"}
+    assert TOP == ["config", "plan"]
+    assert all(OPTIONS.values())
+
+
+@pytest.mark.parametrize("name", TOP)
+def test_each_command_s_config_resolves_whole(name):
+    cfg = composed(name=name)
+    cfg.run_dir = "."  # the one value that only a running job knows
+    mine = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+    assert OmegaConf.to_container(mine, resolve=True, throw_on_missing=True)
+
+
+@options("model")
+def test_each_model_is_built(option):
+    cfg = composed(f"model={option}")
+    model = make_model(cfg, 0, torch.float32)
+    assert isinstance(model, nn.Sequential)
+    assert read_settings(cfg, "1f1b", 2).model == option
+
+
+@options("schedule")
+def test_each_schedule_makes_a_sound_program(option):
+    cfg = composed(f"schedule={option}")
+    read = read_settings(cfg, option, None)
+    for ranks, batches in product((1, 2), (1, 3)):
+        check(lower(make_schedule(cfg)(ranks, batches, read.microbatches)), batches, read.microbatches)
+
+
+@pytest.mark.parametrize("data", OPTIONS["data"])
+@options("optim")
+def test_each_optimizer_is_built_with_each_data_set_s_rate(option, data):
+    cfg = composed(f"optim={option}", f"data={data}")
+    optimizer = make_optimizer(cfg)([nn.Parameter(torch.zeros(1))])
+    assert optimizer.defaults["lr"] == cfg.data.recipe[f"{option}_lr"] == read_settings(cfg, "1f1b", 2).lr
+
+
+@options("data")
+def test_each_data_set_can_be_asked_for(option):
+    cfg = composed(f"data={option}")
+    assert cfg.data.name == option
+    assert callable(instantiate(cfg.data.source, _partial_=True))  # found, and not loaded
+    assert load_augment(cfg.data) is not None
+    assert cfg.data.fallback in {None, *OPTIONS["data"]}
+    assert cfg.data.recipe.lr_schedule in SHAPES
+    assert cfg.epochs == cfg.data.recipe.epochs
+
+
+@options("experiment")
+def test_each_experiment_is_a_run(option):
+    cfg = composed(f"experiment={option}")
+    choices = cfg.hydra.runtime.choices
+    read = read_settings(cfg, choices["schedule"], 2)
+    assert len(make_model(cfg, read.seed, read.dtype)) >= 2
+    make_optimizer(cfg)
+    program = make_schedule(cfg)(2, 2, read.microbatches)
+    check(lower(program), 2, read.microbatches)
+
+
+def test_the_quickstart_is_what_the_readme_promises():
+    choices = composed("experiment=quickstart").hydra.runtime.choices
+    assert {key: choices[key] for key in ("model", "data", "schedule")} == {
+        "model": "vgg16",
+        "data": "digits",
+        "schedule": "1f1b",
+    }
+
+
+@options("schedule")
+def test_a_schedule_s_defaults_can_be_overridden_and_come_before_the_experiment_s(option):
+    cfg = composed(f"schedule={option}", "microbatches=8", "window=2")
+    assert (cfg.microbatches, cfg.window) == (8, 2)
+    after = composed("experiment=quickstart", f"schedule={option}")
+    assert after.hydra.runtime.choices["schedule"] == option
+    assert after.schedule._target_ == cfg.schedule._target_
+
+
+def test_the_run_s_folder_says_what_ran():
+    cfg = composed("data=digits", "model=resnet18", "schedule=gpipe")
+    assert cfg.hydra.job.chdir is False
+    assert cfg.hydra.job.name == "pipetrain"
+    folder = OmegaConf.to_container(cfg, resolve=False)["run_dir"]
+    assert folder.startswith("runs/${data.name}-${name_of:${model._target_}}-")
+    given = composed("data=digits", "run_dir=elsewhere/x")
+    assert given.hydra.run.dir == "elsewhere/x"
