@@ -29,6 +29,9 @@ log = logging.getLogger("pipetrain")
 
 METRICS = ["epoch", "train_loss", "train_acc", "val_loss", "val_acc", "lr"]
 METRICS += ["samples_per_s", "epoch_s", "eval_s", "elapsed_s"]
+HYPER_PARAMETERS = ["data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size"]
+HYPER_PARAMETERS += ["lr", "epochs", "seed", "device", "data_workers"]
+RESULTS = ["val_acc", "best_val_acc", "val_loss", "samples_per_s", "epoch_s"]
 SILENCE_S = 60.0  # off a terminal, an epoch that takes longer says how far it is this often
 
 
@@ -140,11 +143,11 @@ class Recorder:
 
     def _write_scalars(self, figures: EpochFigures) -> None:
         scalars = {
-            "train/loss": figures.trained.mean_loss,
-            "train/accuracy": figures.trained.accuracy,
-            "val/loss": figures.evaluated.mean_loss,
-            "val/accuracy": figures.evaluated.accuracy,
-            "train/lr": figures.lr,
+            "loss/train": figures.trained.mean_loss,
+            "accuracy/train": figures.trained.accuracy,
+            "loss/val": figures.evaluated.mean_loss,
+            "accuracy/val": figures.evaluated.accuracy,
+            "speed/learning_rate": figures.lr,
             "speed/samples_per_s": figures.samples_per_s,
         }
         for stage, record in figures.records.items():
@@ -164,11 +167,9 @@ class Recorder:
         """Write the summary and the hyper-parameters, and say how the run ended and where it lies."""
         summary = self._summary()
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        simple = {k: v for k, v in summary.items() if isinstance(v, (str, int, float))}
-        results = ("val_acc", "best_val_acc", "val_loss", "samples_per_s", "epoch_s")
         self._writer.add_hparams(
-            {k: v for k, v in simple.items() if k not in results},
-            {f"result/{k}": simple[k] for k in results},
+            {key: summary[key] for key in HYPER_PARAMETERS},
+            {f"result/{key}": summary[key] for key in RESULTS},
             run_name=".",
         )
         self._writer.close()
