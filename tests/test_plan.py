@@ -1,0 +1,185 @@
+"""`python -m pipetrain.plan`: its figures are those of the formulas, and it leaves what was asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib.image
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from pipetrain import plan as command
+from pipetrain.blueprint import Plan, Samples, make_plan
+from pipetrain.config import make_model, make_schedule, read_settings
+from pipetrain.plan import describe
+from pipetrain.schedule.theory import theory
+from tests.support.cases import SCHEDULES, config
+
+IMAGE = (3, 32, 32)
+
+
+def planned(schedule: str, stages: int, microbatches: int, batches: int, *overrides: str) -> Plan:
+    words = [f"schedule={schedule}", f"stages={stages}", f"microbatches={microbatches}", *overrides]
+    cfg = config(["data=digits", *words])
+    read = read_settings(cfg, schedule, None)
+    model = make_model(cfg, read.seed, read.dtype)
+    samples = Samples([read.batch_size] * batches, [read.batch_size])
+    return make_plan(read, make_schedule(cfg), model, IMAGE, 10, samples)
+
+
+def figures(text: str) -> dict[str, tuple[str, ...]]:
+    """The table of figures: name -> (simulated, formula)."""
+    rows = re.findall(r"^(bubble|activations|versions|staleness) +(\S.*?)(?:  +(\S.*))?$", text, re.MULTILINE)
+    return {name: (simulated, formula) for name, simulated, formula in rows}
+
+
+# What it says
+
+
+def test_vgg16_by_pipedream_on_four_stages():
+    made = planned("pipedream", 4, 8, 16)
+    text = describe(made)
+    assert text.startswith(
+        "vgg16, schedule pipedream: 4 stages on 4 ranks, batch 64 in 8 microbatches, "
+        "window of 16 batches, buffer_size 2\n"
+    )
+    rows = [line for line in text.splitlines() if re.match(r"\d  ", line)]
+    assert len(rows) == 4
+    assert re.split(r"  +", rows[0])[:3] == ["0", "0", "0-2 conv1_1..conv2_1"]
+    assert re.split(r"  +", rows[0])[-2:] == ["float32[8, 3, 32, 32]", f"{8 * 3 * 32 * 32 * 4:,}"]
+    assert re.split(r"  +", rows[3])[2] == "9-13 conv4_3..head"
+    assert sum(int(re.split(r"  +", row)[3].replace(",", "")) for row in rows) == 14_728_266
+    shares = [float(re.split(r"  +", row)[4].removesuffix("%")) for row in rows]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+    timeline = [line for line in text.splitlines() if line.startswith("rank ")]
+    assert [line.split()[2] for line in timeline] == ["F0-", ".", ".", "."]
+    # S = 4, m = 8: at stage s, S-s activations, ceil((S-1-s)/m)+1 versions, ceil((S-1-s)/m) updates late.
+    assert figures(text) == {
+        "bubble": (f"{3 / (16 * 8 + 3):.4f}",) * 2,
+        "activations": ("4 3 2 1",) * 2,
+        "versions": ("2 2 2 1",) * 2,
+        "staleness": ("1 1 1 0",) * 2,
+    }
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_simulated_and_formula_agree_for_every_schedule(schedule):
+    made = planned(schedule, 2, 4, 3, "model=vgg11")
+    shown = figures(describe(made))
+    assert set(shown) == {"bubble", "activations", "versions", "staleness"}
+    if theory(schedule, 2, 3, 4, made.stages // 2) is None:  # a schedule that has no formula yet
+        assert {formula for _, formula in shown.values()} == {"-"}
+    else:
+        assert all(simulated == formula for simulated, formula in shown.values()), shown
+
+
+def test_a_schedule_without_a_formula_says_so():
+    cfg = config(["data=digits", "schedule=gpipe", "model=mlp"])
+    read = read_settings(cfg, "homemade", None)
+    model = make_model(cfg, 0, read.dtype)
+    made = make_plan(read, make_schedule(cfg), model, IMAGE, 10, Samples([64], [64]))
+    assert {formula for _, formula in figures(describe(made)).values()} == {"-"}
+
+
+# The command
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Give a function that runs the command in this process: (status, out, err)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["pipetrain.plan", *words])
+        with pytest.raises(SystemExit) as end:
+            command.main()
+        return int(end.value.code or 0), *capsys.readouterr()
+
+    yield call
+    GlobalHydra.instance().clear()
+
+
+def test_batches_are_played_through_instead_of_the_window(run, tmp_path):
+    for words, batches in (
+        (("schedule=pipedream",), 16),  # a window of an epoch
+        (("schedule=pipedream", "batches=3"), 3),
+        (("schedule=pipedream", "window=5"), 5),
+        (("schedule=1f1b",), 1),
+    ):
+        status, out, err = run("model=mlp", *words)
+        assert (status, err) == (0, "")
+        assert f"window of {batches} batches" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["out=x.pdf"], "pipetrain: a timeline is written as .svg or .png; got x.pdf\n"),
+        (["batches=0"], "pipetrain: batches=0 must be a whole number of at least 1 or null\n"),
+        (["schedule=foo"], "pipetrain: In 'config': Could not find 'schedule/foo'; choose one of: 1f1b, "),
+        (["stages=7"], "pipetrain: stages=7 needs at least as many layers, but the model has 6: 0 hidden1"),
+        (["microbatches=3"], "pipetrain: microbatches=3 does not divide batch_size=64; "),
+        (["schedule=pipedream_2bw", "stages=4", "microbatches=2"], "pipetrain: schedule pipedream_2bw needs"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(run, tmp_path, words, says):
+    status, _, err = run("model=mlp", *words)
+    assert status == 2
+    assert err.startswith(says)
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_job_works_beside_overrides(run, tmp_path):
+    status, out, err = run("--cfg", "job", "model=mlp", "batches=3")
+    assert (status, err) == (0, "")
+    assert "batches: 3" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def _start(words: Sequence[str], folder: Path) -> str:
+    """Run the command as a person does, in a process group that is killed at the deadline."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipetrain.plan", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        pytest.fail(f"still running after 60 s: {out}")
+    assert process.returncode == 0, out
+    return out
+
+
+def test_it_draws_an_svg_and_leaves_no_folder(tmp_path):
+    words = ["model=vgg16", "schedule=pipedream", "stages=4", "microbatches=8", "out=x.svg"]
+    out = _start(words, tmp_path)
+    assert out.endswith("\ntimeline drawn in x.svg\n")
+    assert figures(out)["activations"] == ("4 3 2 1", "4 3 2 1")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.svg"]
+    assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
+
+
+def test_it_draws_a_png_and_leaves_no_folder(tmp_path):
+    out = _start(["model=mlp", "schedule=pipedream", "batches=2", "out=x.png"], tmp_path)
+    assert "window of 2 batches" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+    height, width, _ = matplotlib.image.imread(tmp_path / "x.png").shape
+    assert height > 50
+    assert width > 200
