@@ -6,8 +6,8 @@
 #     ./launch.sh --cfg job                                  what would run;  --help: all there is to override
 #     NPROC=4 ./launch.sh ...                                with so many processes
 #
-# Processes: NPROC, or stages= among the arguments, or one per GPU; two where there is at most one GPU, and two
-# for the quickstart. They share the machine's cores, unless OMP_NUM_THREADS says otherwise.
+# Processes: NPROC, or stages= among the arguments, or one per GPU; two where there is no GPU, and two for the
+# quickstart. They share the machine's cores, unless OMP_NUM_THREADS says otherwise.
 
 set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/scripts/environment.sh"
@@ -38,7 +38,7 @@ processes() {
         echo "$stages"
     else
         count=$(gpus "$@")
-        echo $((count > 1 ? count : 2))
+        echo $((count > 0 ? count : 2))
     fi
 }
 

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.cases import SCHEDULES, Case
+from tests.support.cases import SCHEDULES, Case, config
 from tests.support.jobs import exchange, overfill, starve, train_cases, vanish
 from tests.support.worlds import run_world
 
 NORM = "model._target_=tests.support.models.with_norm"
 PLAIN = "model._target_=tests.support.models.without_norm"
 WIDE = "model._target_=tests.support.models.wide"
-UNEVEN = {1: "[]", 2: "[2]", 3: "[1,7]", 4: "[1,3,8]"}  # between a layer and its skip connection, too
+# By stages. Some cuts lie between a layer and its skip connection, or before a layer that works in place.
+UNEVEN = {1: "[]", 2: "[3]", 3: "[1,7]", 4: "[1,4,8]", 6: "[1,2,4,6,9]", 8: "[1,2,3,4,5,7,9]"}
+EPOCHS, BATCHES = "window=null", "window=2"
 
 
 def _cases(ranks: int) -> list[Case]:
-    """Even and uneven cuts, with BatchNorm and without, several optimizers, windows and buffers."""
+    """Even and uneven cuts, with BatchNorm and without, two optimizers, windows and buffers."""
     cases = []
     for schedule in SCHEDULES:
-        virtual = schedule.startswith("interleaved")
-        uneven = "partition=params" if virtual else f"partition={UNEVEN[ranks]}"
+        stages = ranks * config([f"schedule={schedule}"]).schedule.get("virtual", 1)
+        even, uneven = "partition=even", f"partition={UNEVEN[stages]}"
         cases += [
-            Case(schedule, ranks, (NORM, "partition=even", "microbatches=4")),
-            Case(
-                schedule, ranks, (PLAIN, uneven, "microbatches=4", "window=2", "buffer_size=1", "optim=adamw")
-            ),
+            Case(schedule, ranks, (NORM, even, "microbatches=4", EPOCHS)),
+            Case(schedule, ranks, (NORM, uneven, "microbatches=4", BATCHES, "buffer_size=1")),
+            Case(schedule, ranks, (PLAIN, even, "microbatches=4", BATCHES, "optim=adamw")),
+            Case(schedule, ranks, (PLAIN, uneven, "microbatches=4", EPOCHS, "buffer_size=1", "optim=adamw")),
         ]
     return cases
 
