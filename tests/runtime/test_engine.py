@@ -1,0 +1,255 @@
+"""The interpreter: each action does what it says, and what was simulated is the most that is held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipetrain.boundary import Boundary, TensorSpec
+from pipetrain.runtime.channel import Message
+from pipetrain.runtime.clock import Clock
+from pipetrain.runtime.engine import Engine, Limits
+from pipetrain.runtime.stage import Stage, Target
+from pipetrain.schedule.actions import Action, Op, Program, parse_program
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import one_f_one_b, pipedream
+from tests.support.cases import Case, compare, make_run, run_in_threads
+
+NORM = "model._target_=tests.support.models.with_norm"
+PLAIN = "model._target_=tests.support.models.without_norm"
+HERE = "schedule._target_=tests.runtime.test_engine"
+
+
+# Programs written by hand, that no schedule of the package makes
+
+# One batch of four microbatches, each backward in halves: I as soon as can be, W where there is time.
+HALVES = """
+0F0@0 0F1@0 0I0@0 0F2@0 0I1@0 0F3@0 0W0@0 0I2@0 0W1@0 0I3@0 0W2@0 0W3@0 0STEP@1
+1F0@0 1I0@0 1F1@0 1I1@0 1W0@0 1F2@0 1I2@0 1W1@0 1F3@0 1I3@0 1W2@0 1W3@0 1STEP@1
+"""
+
+
+def halves(ranks: int, batches: int, microbatches: int) -> Program:
+    """HALVES, batch after batch."""
+    assert (ranks, microbatches) == (2, 4)
+    return [
+        [
+            replace(a, mb=a.mb + 4 * n * (a.op is not Op.STEP), version=a.version + n)
+            for n in range(batches)
+            for a in actions
+        ]
+        for actions in parse_program(HALVES)
+    ]
+
+
+def split(whole: Program) -> Program:
+    """Every B as its I and then its W."""
+    return [
+        [
+            half
+            for a in actions
+            for half in ((replace(a, op=Op.I), replace(a, op=Op.W)) if a.op is Op.B else (a,))
+        ]
+        for actions in whole
+    ]
+
+
+def split_pipedream(ranks: int, batches: int, microbatches: int) -> Program:
+    return split(pipedream(ranks, batches, microbatches))
+
+
+def split_on_one_rank(ranks: int, batches: int, microbatches: int) -> Program:
+    """Both stages of a two-stage split 1F1B on one rank: neighbours exchange nothing."""
+    assert ranks == 1
+    order = []
+    for n in range(batches):
+        for mb in range(n * microbatches, (n + 1) * microbatches):
+            order += [
+                (0, Op.F, mb),
+                (1, Op.F, mb),
+                (1, Op.I, mb),
+                (0, Op.I, mb),
+                (0, Op.W, mb),
+                (1, Op.W, mb),
+            ]
+        order += [(0, Op.STEP, 0), (1, Op.STEP, 0)]
+    versions, actions = {0: 0, 1: 0}, []
+    for stage, op, mb in order:
+        versions[stage] += op is Op.STEP
+        actions.append(Action(stage, op, mb, versions[stage]))
+    return [actions]
+
+
+@pytest.mark.parametrize("model", [NORM, PLAIN])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_split_backward_written_by_hand_equals_the_reference(model, window):
+    overrides = (model, f"{HERE}.halves", "microbatches=4", f"window={window}", "buffer_size=1")
+    case = Case("1f1b", 2, overrides)
+    compare(case, *run_in_threads(case))
+
+
+def test_a_split_backward_equals_the_whole_one_of_1f1b():
+    states = [
+        run_in_threads(Case("1f1b", 2, (PLAIN, "microbatches=4", "epochs=1", "partition=even", *more)))[0]
+        for more in ((), (f"{HERE}.halves",))
+    ]
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_halves_read_the_version_of_their_forward(microbatches):
+    overrides = (NORM, f"{HERE}.split_pipedream", f"microbatches={microbatches}", "epochs=2")
+    case = Case("pipedream", 3, overrides)
+    compare(case, *run_in_threads(case))
+
+
+def test_halves_on_one_rank():
+    case = Case("1f1b", 1, (NORM, f"{HERE}.split_on_one_rank", "microbatches=2", "epochs=1"))
+    assert make_run(case).plan.stages == 2
+    compare(case, *run_in_threads(case))
+
+
+# One engine by itself
+
+
+class Tape:
+    """A channel that only takes down what is asked of it; what it gives is all ones."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def expect(self, messages: Sequence[Message]) -> None:
+        self.seen.append("expect " + " ".join(f"{m.src}>{m.dst}:{m.mb}" for m in messages))
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        assert [TensorSpec(tuple(t.shape), t.dtype) for t in tensors] == list(message.specs)
+        self.seen.append(f"send {message.src}>{message.dst}:{message.mb}")
+
+    def recv(self, message: Message) -> tuple[Tensor, ...]:
+        self.seen.append(f"recv {message.src}>{message.dst}:{message.mb}")
+        return tuple(torch.ones(spec.shape, dtype=spec.dtype) for spec in message.specs)
+
+    def drain(self) -> None:
+        self.seen.append("drain")
+
+
+class Ones:
+    """Microbatches of one sample."""
+
+    def size(self, mb: int) -> int:
+        return 1
+
+    def input(self, mb: int) -> Tensor:
+        return torch.ones(1, 3)
+
+    def target(self, mb: int) -> Target:
+        return Target(torch.tensor([1]), 0.5)
+
+
+BOUNDARIES = {1: [Boundary((TensorSpec((1, 3), torch.float32),))] * 3}
+
+
+def engine(rank_of: list[int], mine: list[int], limits: Limits) -> tuple[Engine, Tape]:
+    """The engine of one rank over linear stages."""
+    tape = Tape()
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    stages = {
+        index: Stage(
+            index,
+            nn.Linear(3, 3),
+            sgd,
+            lambda update: 0.1,
+            loss=functional.cross_entropy if index == len(rank_of) - 1 else None,
+        )
+        for index in mine
+    }
+    made = Engine(stages, tape, rank_of, BOUNDARIES, dict.fromkeys(mine, limits), Clock(torch.device("cpu")))
+    return made, tape
+
+
+def test_the_middle_of_three_stages_does_what_its_list_says():
+    program = lower(one_f_one_b(3, 1, 2))
+    made, tape = engine([0, 1, 2], [1], Limits(2, 1))
+    updated: list[int] = []
+    made.train(program[1], Ones(), 2, updated.append)
+    assert tape.seen == [
+        "expect 0>1:0 0>1:1 2>1:0 2>1:1",  # all of the window, in the program's order
+        "recv 0>1:0",
+        "send 1>2:0",
+        "recv 0>1:1",
+        "send 1>2:1",
+        "recv 2>1:0",
+        "send 1>0:0",
+        "recv 2>1:1",
+        "send 1>0:1",
+        "drain",
+    ]
+    assert updated == [1]
+    record = made.records[1]
+    assert (record.peak_in_flight, record.peak_versions, record.max_staleness) == (2, 1, 0)
+    assert record.bytes_sent == 4 * 3 * 4
+    assert record.busy_s > 0
+
+
+def test_neighbours_on_one_rank_hand_over_without_a_message():
+    program = lower(split_on_one_rank(1, 2, 2))
+    made, tape = engine([0, 0], [0, 1], Limits(1, 1))
+    made.train(program[0], Ones(), 2)
+    assert tape.seen == ["expect ", "drain"]
+    assert [made.records[stage].bytes_sent for stage in (0, 1)] == [0, 0]
+
+
+def test_more_in_flight_than_was_simulated_is_an_error():
+    program = lower(one_f_one_b(3, 1, 2))
+    made, _ = engine([0, 1, 2], [1], Limits(1, 1))
+    with pytest.raises(AssertionError, match="1F1@0: 2 microbatches in flight, 1 simulated"):
+        made.train(program[1], Ones(), 2)
+
+
+def test_more_versions_than_were_simulated_is_an_error():
+    program = lower(pipedream(3, 4, 1))
+    made, _ = engine([0, 1, 2], [1], Limits(2, 1))
+    with pytest.raises(AssertionError, match="1STEP@1: 2 weight versions held, 1 simulated"):
+        made.train(program[1], Ones(), 1)
+
+
+def test_pipedream_keeps_what_is_still_to_be_read_and_gives_it_up_after():
+    program = lower(pipedream(3, 5, 1))
+    made, _ = engine([0, 1, 2], [0], Limits(3, 3))
+    stage = made._stages[0]
+    for window in range(2):
+        made.train(program[0], Ones(), 1)
+        record = made.records[0]
+        assert (record.peak_in_flight, record.peak_versions, record.max_staleness) == (3, 3, 2)
+        assert (stage.weights.held, stage.in_flight, stage.weights.updates) == (1, 0, 5 * (window + 1))
+
+
+def test_an_evaluation_records_nothing_and_saves_nothing():
+    made, tape = engine([0, 1], [1], Limits(1, 1))
+    before = made.records[1]
+    seen: list[int] = []
+    forwards = parse_program("1RECV_F0 1F0@0 1RECV_F1 1F1@0")[0]
+    weight = made._stages[1].module.weight.detach().clone()
+    made.evaluate(forwards, Ones(), seen.append)
+    assert seen == [1, 1]
+    assert made.records[1] is before
+    assert (before.busy_s, before.peak_in_flight) == (0.0, 0)
+    assert made._stages[1].evaluated.samples == 2
+    assert made._stages[1].trained.samples == 0
+    assert made._stages[1].in_flight == 0
+    assert torch.equal(made._stages[1].module.weight, weight)
+    assert tape.seen == ["expect 0>1:0 0>1:1", "recv 0>1:0", "recv 0>1:1", "drain"]
+
+
+def test_bytes_sent_are_those_of_the_boundary_of_every_microbatch():
+    """44 samples an epoch, two epochs, in float64: each goes up once and its gradient comes back once."""
+    _, figures = run_in_threads(Case("gpipe", 2, (PLAIN, "partition=[2]", "epochs=2", "microbatches=4")))
+    sample = 4 * 4 * 4 * 8
+    assert [figures[-1].records[stage].bytes_sent for stage in (0, 1)] == [2 * 44 * sample] * 2

@@ -1,0 +1,298 @@
+"""One slice of a model: what comes out of it, what goes back through it, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipetrain.errors import TrainingStopped
+from pipetrain.runtime.stage import Stage, Tally, Target
+from tests.support.models import Fork, Join
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+LABELS = torch.tensor([0, 2, 1])
+
+
+def stage(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
+    return Stage(index, module.double(), SGD, lambda update: 0.1, **arguments)  # type: ignore[arg-type]
+
+
+def last(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
+    return stage(module, index, loss=functional.cross_entropy, **arguments)
+
+
+def gradients(of: Stage, version: int = 0) -> list[Tensor]:
+    return [leaf.grad.clone() for leaf in of.weights.leaves(version) if leaf.grad is not None]
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+# Forward and backward
+
+
+def test_a_stage_in_the_middle_is_the_module_and_its_derivative():
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()
+    x, grad = randn(2, 4), randn(2, 3)
+    plain = x.clone().requires_grad_()
+    wanted = module(plain)
+    wanted_x, wanted_w, wanted_b = torch.autograd.grad(wanted, [plain, *module.parameters()], grad)
+    middle = stage(module)
+    (output,) = middle.forward(0, (x,), 0)
+    assert torch.equal(output, wanted)
+    assert not output.requires_grad
+    assert middle.in_flight == 1
+    (back,) = middle.backward(0, (grad,), 0)
+    assert middle.in_flight == 0
+    assert torch.equal(back, wanted_x)
+    assert torch.equal(gradients(middle)[0], wanted_w)
+    assert torch.equal(gradients(middle)[1], wanted_b)
+
+
+def test_the_first_stage_has_nothing_to_hand_back():
+    first = stage(nn.Linear(4, 3), index=0)
+    x = randn(2, 4)
+    (output,) = first.forward(0, (x,), 0)
+    assert first.backward(0, (torch.ones_like(output),), 0) == ()
+    assert not x.requires_grad
+    assert torch.equal(gradients(first)[1], torch.full((3,), 2.0, dtype=torch.float64))
+
+
+def test_the_last_stage_takes_the_loss_for_its_share_of_the_batch():
+    module = nn.Linear(4, 3).double()
+    x = randn(3, 4)
+    plain = x.clone().requires_grad_()
+    loss = functional.cross_entropy(module(plain), LABELS)
+    (wanted,) = torch.autograd.grad(0.25 * loss, plain)
+    final = last(module)
+    assert final.forward(0, (x,), 0, Target(LABELS, 0.25)) == ()
+    (back,) = final.backward(0, (), 0)
+    torch.testing.assert_close(back, wanted, rtol=1e-14, atol=1e-14)
+    assert final.trained.samples == 3
+    assert final.trained.mean_loss == pytest.approx(loss.item())
+
+
+def test_microbatches_in_flight_do_not_meet():
+    middle = stage(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    xs = [randn(2, 4), 2 * randn(2, 4)]
+    for mb, x in enumerate(xs):
+        middle.forward(mb, (x,), 0)
+    assert middle.in_flight == 2
+    backs = [middle.backward(mb, (torch.ones(2, 4).double(),), 0)[0] for mb in range(2)]
+    for mb, x in enumerate(xs):
+        alone = stage(middle.module)
+        alone.forward(0, (x,), 0)
+        assert torch.equal(alone.backward(0, (torch.ones(2, 4).double(),), 0)[0], backs[mb])
+
+
+def test_tuples_go_in_and_out_with_a_gradient_for_each_floating_point_tensor():
+    class Ids(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            x, ids = pair
+            return 2 * x, ids + 1, 3 * x
+
+    middle = stage(Ids(), single_input=False)
+    x, ids = randn(2, 3), torch.arange(2)
+    double, more, triple = middle.forward(0, (x, ids), 0)
+    assert more.tolist() == [1, 2]
+    assert torch.equal(triple, 3 * x)
+    backs = middle.backward(0, (torch.ones_like(double), torch.ones_like(triple)), 0)
+    assert [back.tolist() for back in backs] == [[[5.0] * 3] * 2]
+
+
+def test_an_input_that_is_not_used_has_a_gradient_of_zero():
+    class First(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return 2 * pair[0]
+
+    middle = stage(First(), single_input=False)
+    (output,) = middle.forward(0, (randn(2), randn(2)), 0)
+    used, unused = middle.backward(0, (torch.ones_like(output),), 0)
+    assert used.tolist() == [2.0, 2.0]
+    assert unused.tolist() == [0.0, 0.0]
+
+
+def test_an_output_that_is_an_input_hands_its_gradient_through():
+    """Fork returns its own input beside its layer's output: the skip connection crosses the cut."""
+    middle = stage(Fork(nn.Linear(3, 3, bias=False)))
+    x = randn(2, 3)
+    output, skip = middle.forward(0, (x,), 0)
+    assert torch.equal(skip, x)
+    (back,) = middle.backward(0, (torch.zeros_like(output), torch.ones_like(skip)), 0)
+    assert torch.equal(back, torch.ones_like(x))
+    joined = stage(Join(), single_input=False)
+    joined.forward(0, (output, skip), 0)
+    assert [t.tolist() for t in joined.backward(0, (torch.ones(2, 3).double(),), 0)] == [[[1.0] * 3] * 2] * 2
+
+
+def test_a_backward_of_another_version_than_its_forward_s_is_refused():
+    middle = stage(nn.Linear(2, 2))
+    (output,) = middle.forward(0, (randn(1, 2),), 0)
+    middle.step(keep=True)
+    with pytest.raises(AssertionError, match="microbatch 0 ran forward over 0, not 1"):
+        middle.backward(0, (torch.ones_like(output),), 1)
+
+
+def test_a_microbatch_may_not_outlive_its_window():
+    middle = stage(nn.Linear(2, 2))
+    middle.forward(5, (randn(1, 2),), 0)
+    with pytest.raises(AssertionError, match=r"microbatches \[5\] outlived their window"):
+        middle.begin_window()
+
+
+# A split backward
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_the_two_halves_of_a_backward_equal_the_whole(place):
+    def make() -> Stage:
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
+        return last(module) if place == "last" else stage(module, index=place == "middle")
+
+    whole, split = make(), make()
+    inputs = [randn(3, 4), 2 * randn(3, 4)]
+    grads = () if place == "last" else (randn(3, 3),)
+    for mb, x in enumerate(inputs):
+        for of in (whole, split):
+            of.forward(mb, (x,), 0, Target(LABELS, 0.5))
+    wanted = [whole.backward(mb, grads, 0) for mb in range(2)]
+    halves = [split.backward_input(mb, grads, 0) for mb in range(2)]  # both, before either weight gradient
+    assert gradients(split) == []
+    assert split.in_flight == 2  # what W needs is still held
+    for mb in range(2):
+        split.backward_weight(mb, 0)
+    assert split.in_flight == 0
+    torch.testing.assert_close(halves, wanted, rtol=1e-14, atol=1e-14)
+    assert len(halves[0]) == (0 if place == "first" else 1)
+    torch.testing.assert_close(gradients(split), gradients(whole), rtol=1e-14, atol=1e-14)
+    for of in (whole, split):
+        of.reduce()
+        of.step(keep=False)
+    for a, b in zip(whole.module.state_dict().values(), split.module.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+
+
+def test_a_split_backward_of_a_stage_without_parameters():
+    middle = stage(nn.Sequential(nn.Tanh()))
+    (output,) = middle.forward(0, (torch.zeros(2).double(),), 0)
+    (back,) = middle.backward_input(0, (torch.ones_like(output),), 0)
+    middle.backward_weight(0, 0)
+    assert back.tolist() == [1.0, 1.0]
+    assert middle.in_flight == 0
+
+
+# What a stage must not touch
+
+
+def test_a_first_layer_that_works_in_place_gets_a_copy():
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
+    x = randn(2, 3)
+    before = x.clone()
+    careful = stage(module, copy_input=True)
+    (output,) = careful.forward(0, (x,), 0)
+    (back,) = careful.backward(0, (torch.ones_like(output),), 0)
+    assert torch.equal(x, before)
+    assert bool((back[before < 0] == 0).all())
+    assert bool((before < 0).any())
+    careful.predict((x,))
+    assert torch.equal(x, before)
+
+
+def test_a_backward_is_over_the_weights_of_its_forward():
+    middle = stage(nn.Linear(2, 2, bias=False))
+    before = middle.module.weight.detach().clone()
+    for mb in range(2):
+        middle.forward(mb, (randn(1, 2),), 0)
+    middle.backward(0, (torch.ones(1, 2).double(),), 0)
+    middle.reduce()
+    middle.step(keep=True)
+    assert not torch.equal(middle.module.weight, before)
+    (back,) = middle.backward(1, (torch.ones(1, 2).double(),), 0)
+    torch.testing.assert_close(back, before.sum(0, keepdim=True))
+
+
+# Loss and evaluation
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_where(value):
+    final = stage(nn.Linear(3, 3), 3, loss=lambda output, labels: output.mean() * 0 + value)
+    before = {name: tensor.clone() for name, tensor in final.module.state_dict().items()}
+    with pytest.raises(TrainingStopped) as stop:
+        final.forward(7, (randn(3, 3),), 0, Target(LABELS, 1.0))
+    assert str(stop.value).startswith(
+        f"the loss of microbatch 7 is {value} at stage 3, update 0: stopped before the update"
+    )
+    assert "\n" not in str(stop.value)
+    assert final.weights.updates == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in final.module.state_dict().items())
+
+
+def test_predict_is_in_evaluation_mode_and_leaves_training_mode():
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    final = last(module)
+    final.forward(0, (randn(3, 3),), 0, Target(LABELS, 1.0))
+    final.backward(0, (), 0)
+    before = {name: tensor.clone() for name, tensor in final.module.state_dict().items()}
+    outputs = [final.predict((randn(3, 3),), LABELS) for _ in range(2)]
+    assert outputs == [(), ()]
+    assert final.module.training
+    assert all(layer.training for layer in final.module)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in final.module.state_dict().items())
+    assert final.in_flight == 0
+    final.module.eval()
+    wanted = final.module(randn(3, 3))
+    assert final.evaluated.samples == 6
+    assert final.evaluated.mean_loss == pytest.approx(functional.cross_entropy(wanted, LABELS).item())
+    assert final.evaluated.accuracy == pytest.approx((wanted.argmax(1) == LABELS).double().mean().item())
+
+
+def test_predict_hands_on_plain_tensors_and_training_mode_survives_an_error():
+    middle = stage(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.9)))
+    x = randn(2, 3)
+    (a,), (b,) = middle.predict((x,)), middle.predict((x,))
+    assert torch.equal(a, b)
+    assert not a.requires_grad
+    with pytest.raises(RuntimeError):
+        middle.predict((randn(2, 5),))
+    assert middle.module.training
+
+
+def test_smoothing_is_for_training_alone():
+    smooth = stage(nn.Linear(3, 3), loss=partial(functional.cross_entropy, label_smoothing=0.5))
+    x = randn(3, 3)
+    smooth.forward(0, (x,), 0, Target(LABELS, 1.0))
+    smooth.backward(0, (), 0)
+    smooth.predict((x,), LABELS)
+    output = smooth.module(x)
+    assert smooth.evaluated.mean_loss == pytest.approx(functional.cross_entropy(output, LABELS).item())
+    assert smooth.trained.mean_loss == pytest.approx(
+        functional.cross_entropy(output, LABELS, label_smoothing=0.5).item()
+    )
+
+
+def test_a_tally_weighs_by_samples_and_is_taken_once():
+    tally = Tally()
+    scores = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    assert tally.add(torch.tensor(2.0), scores, torch.tensor([0, 1, 1])) == 2.0
+    tally.add(torch.tensor(6.0), scores[:1], torch.tensor([1]))
+    assert (tally.samples, tally.correct) == (4, 2)
+    assert tally.mean_loss == (3 * 2.0 + 6.0) / 4
+    assert tally.accuracy == 0.5
+    final = last(nn.Linear(3, 3))
+    final.forward(0, (randn(3, 3),), 0, Target(LABELS, 1.0))
+    trained, evaluated = final.take_tallies()
+    assert (trained.samples, evaluated.samples) == (3, 0)
+    assert final.take_tallies() == (Tally(), Tally())

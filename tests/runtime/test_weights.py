@@ -1,0 +1,304 @@
+"""Weight versions: what a forward reads, what a step may overwrite, and where the storage goes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipetrain.runtime.weights import Weights
+
+SGD = partial(torch.optim.SGD, lr=99.0)  # the rate is set by the step
+
+
+class Scale(nn.Module):
+    """x -> w x, so that a version can be read off its output."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([value]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w * x
+
+
+ONE = torch.ones(1)
+
+
+def versions_of(module: nn.Module, rate=lambda update: 0.25) -> Weights:
+    return Weights(module, SGD, rate)
+
+
+def read(module: nn.Module, weights: Weights, version: int) -> float:
+    with weights.installed(version), torch.no_grad():
+        return module(ONE).item()
+
+
+def forward(module: nn.Module, weights: Weights, version: int) -> Tensor:
+    with weights.installed(version):
+        return module(ONE)
+
+
+def backward(weights: Weights, version: int, output: Tensor, share: float = 1.0) -> None:
+    with weights.installed(version, backward=True):
+        torch.autograd.backward([output], [torch.full_like(output, share)])
+
+
+def update(module: nn.Module, weights: Weights, keep: bool, version: int | None = None) -> None:
+    """One microbatch of gradient 1, and a step: the weight falls by the rate."""
+    version = weights.newest if version is None else version
+    backward(weights, version, forward(module, weights, version))
+    weights.reduce()
+    weights.step(keep)
+
+
+# Versions
+
+
+def test_a_kept_version_is_read_beside_the_newest():
+    module = Scale(1.0)
+    weights = versions_of(module)
+    update(module, weights, keep=True)
+    update(module, weights, keep=True)
+    assert weights.held == 3
+    assert weights.newest == weights.updates == 2
+    assert [read(module, weights, version) for version in (0, 1, 2)] == [1.0, 0.75, 0.5]
+    assert module.w.item() == 0.5  # outside, the module has the newest
+
+
+def test_a_version_that_is_not_kept_is_gone():
+    module = Scale()
+    weights = versions_of(module)
+    update(module, weights, keep=False)
+    assert weights.held == 1
+    assert read(module, weights, 1) == 0.75
+    with pytest.raises(KeyError), weights.installed(0):
+        pass
+    with pytest.raises(KeyError):
+        weights.leaves(0)
+
+
+def test_a_released_version_is_gone():
+    module = Scale()
+    weights = versions_of(module)
+    update(module, weights, keep=True)
+    weights.release(0)
+    assert weights.held == 1
+    with pytest.raises(KeyError):
+        weights.leaves(0)
+    assert read(module, weights, 1) == 0.75
+
+
+def test_a_window_begins_with_version_0_again():
+    module = Scale()
+    weights = versions_of(module)
+    update(module, weights, keep=True)
+    with pytest.raises(AssertionError, match=r"versions \[0, 1\] outlived their window"):
+        weights.begin_window()
+    weights.release(0)
+    weights.begin_window()
+    assert (weights.newest, weights.held, weights.updates) == (0, 1, 1)
+    assert read(module, weights, 0) == 0.75
+
+
+def test_the_rate_is_that_of_the_update_over_all_windows():
+    module = Scale()
+    weights = versions_of(module, rate=[0.5, 0.25, 0.125].__getitem__)
+    seen = []
+    for _ in range(3):
+        update(module, weights, keep=False)
+        weights.begin_window()
+        seen.append(module.w.item())
+    assert seen == [0.5, 0.25, 0.125]
+
+
+# Storage
+
+
+def test_storage_goes_round_in_a_ring_and_none_is_new_after_the_warm_up():
+    module = nn.Linear(8, 8)
+    weights = versions_of(module, rate=lambda update: 0.0)
+    places, values = [], []
+    for n in range(12):  # as PipeDream does with three versions held
+        weights.step(keep=True)
+        if n >= 2:
+            weights.release(n - 2)
+        places.append({p.data_ptr() for p in module.parameters()})
+        values.append(module.weight.detach().clone())
+    assert set.union(*places[4:]) <= set.union(*places[:4])
+    assert all(torch.equal(value, values[0]) for value in values)
+
+
+def test_a_flush_schedule_moves_nothing():
+    module = nn.Linear(8, 8)
+    weights = versions_of(module)
+    place = module.weight.data_ptr()
+    for _ in range(4):
+        with weights.installed(weights.newest):
+            output = module(torch.ones(2, 8))
+        backward(weights, weights.newest, output)
+        weights.reduce()
+        weights.step(keep=False)
+        assert module.weight.data_ptr() == place
+        (leaf, _) = weights.leaves(weights.newest)
+        assert leaf.data_ptr() == place
+
+
+def test_a_version_s_storage_is_used_again_only_after_its_release():
+    module = Scale()
+    weights = versions_of(module)
+    update(module, weights, keep=True)
+    (old,) = weights.leaves(0)
+    place = old.data_ptr()
+    update(module, weights, keep=True)
+    assert module.w.data_ptr() != place
+    weights.release(0)
+    update(module, weights, keep=True)
+    assert module.w.data_ptr() == place
+
+
+# Autograd
+
+
+def test_autograd_refuses_a_backward_whose_version_was_not_kept():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    weights = versions_of(module)
+    x = torch.ones(2, 3, requires_grad=True)
+    with weights.installed(0):
+        late = module(x)
+    weights.step(keep=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward([late], [torch.ones_like(late)])
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)])
+def test_a_kept_version_s_backward_is_over_its_own_weights(layer):
+    """p.data = new would give a silently wrong input gradient for Conv."""
+    module = nn.Sequential(layer, nn.Flatten(1)).double()
+    weights = versions_of(module)
+    x = torch.randn(2, 4, *([1] if isinstance(layer, nn.Conv1d) else []), dtype=torch.float64)
+    plain = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(module(plain).square().sum(), plain)
+    late = x.clone().requires_grad_()
+    with weights.installed(0):
+        loss = module(late).square().sum()
+    with weights.installed(0):
+        first = module(x).square().sum()
+    backward(weights, 0, first)
+    weights.reduce()
+    weights.step(keep=True)
+    backward(weights, 0, loss)
+    assert torch.equal(late.grad, wanted)
+
+
+# Gradients
+
+
+def test_a_batch_s_gradient_is_one_sum_whatever_versions_its_microbatches_read():
+    module = Scale(2.0)
+    weights = versions_of(module, rate=lambda update: 1.0)
+    early = forward(module, weights, 0)
+    weights.step(keep=True)
+    later = forward(module, weights, 1)
+    backward(weights, 0, early, share=0.25)
+    weights.release(0)
+    backward(weights, 1, later, share=0.5)
+    weights.reduce()
+    assert module.w.grad.item() == 0.75
+    weights.step(keep=False)
+    assert module.w.item() == 2.0 - 0.75
+    assert module.w.grad is None  # and the next batch starts from nothing
+    assert all(leaf.grad is None for leaf in weights.leaves(2))
+
+
+def test_a_gradient_is_counted_once():
+    module = Scale(2.0)
+    weights = versions_of(module, rate=lambda update: 1.0)
+    update(module, weights, keep=False)
+    weights.reduce()
+    assert module.w.grad is None
+    update(module, weights, keep=False)
+    assert module.w.item() == 0.0
+
+
+# Unusual modules
+
+
+def test_a_module_without_parameters_still_counts():
+    module = nn.Sequential(nn.Flatten(), nn.ReLU())
+    weights = versions_of(module)
+    for keep in (True, False):
+        with weights.installed(weights.newest):
+            module(torch.ones(1, 3))
+        weights.reduce()
+        weights.step(keep)
+    assert (weights.updates, weights.newest, weights.held) == (2, 2, 2)
+    assert weights.leaves(2) == []
+    weights.release(0)
+    weights.begin_window()
+
+
+def test_frozen_parameters_are_neither_versions_nor_changed():
+    module = nn.Linear(2, 2)
+    module.weight.requires_grad_(False)
+    frozen = module.weight
+    before = frozen.detach().clone()
+    weights = versions_of(module)
+    with weights.installed(0):
+        output = module(torch.ones(1, 2))
+        assert module.weight is frozen
+    backward(weights, 0, output)
+    weights.reduce()
+    weights.step(keep=True)
+    assert len(weights.leaves(1)) == 1
+    assert torch.equal(module.weight, before)
+    assert frozen.grad is None
+    assert not torch.equal(module.bias, weights.leaves(0)[0])
+
+
+def test_layers_that_share_a_parameter_read_one_version_of_it():
+    first = Scale(3.0)
+    second = Scale()
+    second.w = first.w
+    module = nn.Sequential(first, second)
+    weights = versions_of(module, rate=lambda update: 0.5)
+    assert len(weights.leaves(0)) == 1
+    output = forward(module, weights, 0)  # w^2
+    backward(weights, 0, output)  # 2 w = 6
+    weights.reduce()
+    weights.step(keep=True)
+    assert first.w is second.w
+    assert first.w.item() == 3.0 - 0.5 * 6
+    assert [read(module, weights, version) for version in (0, 1)] == [9.0, 0.0]
+
+
+# The module itself
+
+
+def test_the_module_has_its_own_parameters_again_even_after_an_error():
+    module = Scale()
+    parameter = module.w
+    weights = versions_of(module)
+    with weights.installed(0):
+        assert module.w is weights.leaves(0)[0]
+    assert module.w is parameter
+    with pytest.raises(ZeroDivisionError), weights.installed(0, backward=True):
+        raise ZeroDivisionError
+    assert module.w is parameter
+
+
+def test_statistics_are_written_in_a_forward_and_not_in_a_backward():
+    module = nn.BatchNorm1d(2)
+    weights = versions_of(module)
+    x = torch.randn(4, 2) + 3
+    with weights.installed(0):
+        module(x)
+    counted, mean = module.num_batches_tracked.item(), module.running_mean.clone()
+    with weights.installed(0, backward=True):
+        module(x)  # what a layer that recomputes itself does
+    assert counted == 1
+    assert module.num_batches_tracked.item() == 1
+    assert torch.equal(module.running_mean, mean)
+    assert not torch.equal(mean, torch.zeros(2))
