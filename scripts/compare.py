@@ -1,0 +1,13 @@
+"""Compare schedules: the same training by each, in one table and three plots. Works without installing.
+
+python scripts/compare.py --schedules layer_dist pipedream --seeds 0 1 2 -- model=vgg16 data=digits epochs=5
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pipetrain.comparison.cli import main
+
+sys.exit(main())

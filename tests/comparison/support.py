@@ -1,0 +1,28 @@
+"""Comparisons whose runs are made by `fake.py`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pipetrain.comparison import cli
+from pipetrain.comparison.runs import Spec
+
+FAKE = Path(__file__).with_name("fake.py")
+
+
+def command(spec: Spec, folder: Path) -> list[str]:
+    return [sys.executable, str(FAKE), *spec.arguments, f"run_dir={folder}"]
+
+
+def compare(*arguments: str) -> int:
+    return cli.main(arguments, command)
+
+
+def started(out: Path) -> list[str]:
+    """The runs that were started so far, in order."""
+    return (out / "runs" / "started.txt").read_text().split()
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.argv[1:], command))

@@ -1,0 +1,101 @@
+"""The table: its columns to the letter, its means and deviations, and what it says of failures."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipetrain.comparison.runs import Outcome, Spec
+from pipetrain.comparison.table import COLUMNS, duration, make_rows, write
+
+RECORD = (
+    "method | dataset | model | device | lr | batch_size | data_worker | buffer_size | epoch | acc | eachtime"
+)
+
+GOLDEN = Path(__file__).with_name("golden_table.md")
+
+
+def outcome(schedule: str, seed: int, **summary: Any) -> Outcome:
+    spec = Spec(schedule, seed, "vgg16", (), 2)
+    if not summary:
+        return Outcome(spec, 1.0, failure="status 1")
+    alike = {"model": "vgg16", "data": "cifar10", "device": "2 x 2080ti", "lr": 0.01, "batch_size": 64}
+    alike |= {"data_workers": 0, "buffer_size": 2, "epochs": 90, "updates": 70380, "samples_per_s": 320.0}
+    return Outcome(spec, 1.0, {**alike, **summary})
+
+
+def three_methods() -> list[Outcome]:
+    return [
+        outcome("layer_dist", 0, best_val_acc=0.900, val_acc=0.89, best_epoch=60, epoch_s=156.0),
+        outcome("gpipe", 0, best_val_acc=0.904, val_acc=0.90, best_epoch=75, epoch_s=78.0),
+        outcome("pipedream", 0),
+        outcome("layer_dist", 1, best_val_acc=0.910, val_acc=0.91, best_epoch=79, epoch_s=158.0),
+        outcome("gpipe", 1),
+        outcome("pipedream", 1),
+        outcome("layer_dist", 2, best_val_acc=0.905, val_acc=0.90, best_epoch=70, epoch_s=154.0),
+        outcome("gpipe", 2),
+        outcome("pipedream", 2),
+    ]
+
+
+def test_the_markdown_to_the_letter(tmp_path):
+    text = write(tmp_path, three_methods())
+    assert text == GOLDEN.read_text()
+    assert " | ".join(COLUMNS[:11]) == RECORD
+    assert (tmp_path / "table.md").read_text() == text
+
+
+def test_the_csv_holds_plain_numbers(tmp_path):
+    write(tmp_path, three_methods())
+    with (tmp_path / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == [*COLUMNS, "finished", "runs"]
+    assert rows[0]["acc"] == "91"
+    assert rows[0]["eachtime"] == "156"
+    assert rows[1]["speedup"] == "2"
+    assert rows[1]["acc_dev"] == rows[2]["acc"] == ""
+    assert (rows[2]["finished"], rows[2]["runs"]) == ("0", "3")
+    with (tmp_path / "runs.csv").open() as file:
+        runs = list(csv.DictReader(file))
+    assert [run["run"] for run in runs][:3] == [
+        "vgg16-layer_dist-seed0",
+        "vgg16-gpipe-seed0",
+        "vgg16-pipedream-seed0",
+    ]
+    assert [run["state"] for run in runs][:3] == ["done", "done", "failed"]
+    assert runs[1]["best_val_acc_percent"] == "90.4"
+
+
+def test_nothing_is_faster_than_a_first_row_that_failed():
+    done = outcome("gpipe", 0, best_val_acc=0.9, val_acc=0.9, best_epoch=1, epoch_s=5.0)
+    rows = make_rows([outcome("layer_dist", 0), done])
+    assert [row.speedup for row in rows] == [None, None]
+
+
+def test_unlike_conditions_are_said(tmp_path):
+    a = outcome("layer_dist", 0, best_val_acc=0.9, val_acc=0.9, best_epoch=1, epoch_s=5.0)
+    b = outcome("gpipe", 0, best_val_acc=0.9, val_acc=0.9, best_epoch=1, epoch_s=5.0, data="digits", lr=0.1)
+    text = write(tmp_path, [a, b])
+    assert "Not alike in all rows: data (vgg16: cifar10; digits).\n" in text
+    assert "Not alike in all rows: lr (vgg16: 0.01; 0.1).\n" in text
+    assert "n = 1 seed (0)." in text
+    assert "One run has no deviation." in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0s"),
+        (8.26, "8.3s"),
+        (9.96, "10s"),
+        (21.2, "21s"),
+        (59.6, "1m00s"),
+        (156, "2m36s"),
+        (3725, "1h02m"),
+    ],
+)
+def test_durations_are_written_as_in_the_record(seconds, text):
+    assert duration(seconds) == text
