@@ -43,7 +43,7 @@ processes() {
 }
 
 if [[ -n ${NPROC:-} && ! $NPROC =~ ^[1-9][0-9]{0,3}$ ]]; then
-    say "NPROC must be a whole number, 1 or more; got $NPROC"
+    say "NPROC must be a whole number from 1 to 9999; got $NPROC"
     exit 2
 fi
 if [[ $# == 0 ]]; then

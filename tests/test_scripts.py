@@ -1,0 +1,331 @@
+"""The shell scripts, with a python3 that installs and trains nothing: what they start, when they set up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ["launch.sh", ".ci/run", *(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh"))]
+CONFIG = ["setup.cfg", "pyproject.toml", "constraints.txt"]
+
+# It has its packages where a file `packages` lies beside it, and notes every call but those for asking.
+PYTHON = """#!/bin/bash
+here=$(dirname "$0")
+case "$*" in
+    "-P -c "*) [[ -e $here/packages ]] && exit 0 || exit 1 ;;
+    "-c "*ensurepip*) exit "${NO_ENSUREPIP:-0}" ;;
+    "-c "*) exit 0 ;;
+    --version) echo "Python 3.11.2"; exit 0 ;;
+esac
+echo "OMP=$OMP_NUM_THREADS $*" >>"$NOTES"
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+    "-m pip "*) [[ ${PIP-} == hang ]] && sleep 60; [[ ${PIP-} != fail ]] && touch "$here/packages" ;;
+esac
+[[ "$*" != *"${FAIL:-never}"* ]] || exit 7
+"""
+
+
+class Checkout:
+    """A copy of the scripts and what they read, and a machine of four cores and no GPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "a checkout"
+        self.bin = folder / "bin"
+        self.notes = folder / "notes"
+        self.elsewhere = folder / "elsewhere"
+        for name in [*SCRIPTS, *CONFIG]:
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, self.root / name)
+        self.bin.mkdir()
+        self.elsewhere.mkdir()
+        self.program("python3", PYTHON)
+        self.program("nproc", "#!/bin/bash\necho 4\n")
+        self.program("nvidia-smi", "#!/bin/bash\nexit 9\n")
+        self.environment = {"PATH": f"{self.bin}:{os.environ['PATH']}", "NOTES": str(self.notes)}
+
+    def program(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def installed(self) -> Checkout:
+        (self.bin / "packages").touch()
+        return self
+
+    def gpus(self, count: int) -> None:
+        lines = "".join(f"echo 'GPU {i}: NVIDIA H200 (UUID: GPU-{i})'\n" for i in range(count))
+        self.program("nvidia-smi", "#!/bin/bash\n" + lines)
+
+    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.root / script, *arguments],
+            cwd=self.elsewhere,
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+
+    def calls(self) -> list[str]:
+        """Give what the python was called for since the last time it was asked."""
+        lines = self.notes.read_text().splitlines() if self.notes.exists() else []
+        self.notes.unlink(missing_ok=True)
+        return lines
+
+    @property
+    def state(self) -> list[str]:
+        return sorted(path.name for path in (self.root / ".venv").glob("pipetrain.*"))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def torchrun(nproc: int, arguments: str, threads: int) -> str:
+    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={nproc} -m pipetrain"
+    return f"OMP={threads} {launcher} {arguments}".rstrip()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bash_can_read_it(script):
+    assert subprocess.run(["bash", "-n", ROOT / script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if "environment" not in s])
+def test_it_can_be_executed(script):
+    assert os.access(ROOT / script, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "started"),
+    [
+        ("", {}, torchrun(2, "experiment=quickstart", 2)),
+        ("", {"NPROC": "4"}, torchrun(4, "experiment=quickstart", 1)),
+        ("model=resnet18 epochs=3", {}, torchrun(2, "model=resnet18 epochs=3", 2)),
+        ("--cfg job", {}, torchrun(2, "--cfg job", 2)),
+        ("--help", {}, torchrun(2, "--help", 2)),
+        ("stages=4", {}, torchrun(4, "stages=4", 1)),
+        ("stages=4 ++stages=3", {}, torchrun(3, "stages=4 ++stages=3", 1)),
+        ("stages=null", {}, torchrun(2, "stages=null", 2)),
+        ("stages=two", {}, torchrun(2, "stages=two", 2)),
+        ("stages=4", {"NPROC": "1"}, torchrun(1, "stages=4", 4)),
+        ("stages=7", {}, torchrun(7, "stages=7", 1)),
+        ("epochs=1", {"OMP_NUM_THREADS": "3"}, torchrun(2, "epochs=1", 3)),
+    ],
+)
+def test_processes_and_threads(checkout, arguments, environment, started):
+    assert checkout.installed().run("launch.sh", *arguments.split(), **environment).returncode == 0
+    assert checkout.calls() == [started]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "environment", "processes"),
+    [
+        (1, "epochs=1", {}, 1),
+        (4, "epochs=1", {}, 4),
+        (4, "", {}, 2),
+        (4, "device=cpu", {}, 2),
+        (4, "stages=3", {}, 3),
+        (4, "epochs=1", {"CUDA_VISIBLE_DEVICES": "0,2,3"}, 3),
+        (4, "epochs=1", {"CUDA_VISIBLE_DEVICES": ""}, 2),
+        (4, "epochs=1", {"CUDA_VISIBLE_DEVICES": "-1"}, 2),
+    ],
+)
+def test_a_process_a_gpu(checkout, gpus, arguments, environment, processes):
+    checkout.gpus(gpus)
+    assert checkout.installed().run("launch.sh", *arguments.split(), **environment).returncode == 0
+    assert f"--nproc_per_node={processes} " in checkout.calls()[0]
+
+
+@pytest.mark.parametrize("number", ["abc", "0", "-1", "2.5", "99999"])
+def test_a_wrong_nproc_is_refused(checkout, number):
+    done = checkout.run("launch.sh", NPROC=number)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"pipetrain: NPROC must be a whole number from 1 to 9999; got {number}\n"
+
+
+def test_arguments_and_status_pass_through(checkout):
+    done = checkout.installed().run(
+        "launch.sh", "run_dir='a b'", "data.root=$HOME", "*", FAIL="torch.distributed"
+    )
+    assert done.returncode == 7
+    assert checkout.calls() == [torchrun(2, "run_dir='a b' data.root=$HOME *", 2)]
+
+
+def test_far_more_stages_than_cores_are_tried_on_paper_first(checkout):
+    assert checkout.installed().run("launch.sh", "stages=40", FAIL="pipetrain.plan").returncode == 7
+    assert checkout.calls() == ["OMP= -m pipetrain.plan stages=40 stages=40"]
+
+
+def test_a_link_to_the_launcher_finds_the_checkout(checkout, tmp_path):
+    (tmp_path / "link").symlink_to(checkout.installed().root / "launch.sh")
+    done = subprocess.run(
+        [tmp_path / "link"], env=checkout.environment, cwd=tmp_path, timeout=30, check=False
+    )
+    assert done.returncode == 0
+
+
+def test_the_code_that_runs_is_the_checkout_s(checkout):
+    checkout.program("python3", '#!/bin/bash\necho "$PYTHONPATH" >"$NOTES"\n')
+    checkout.run("launch.sh", PYTHONPATH="/mine")
+    assert checkout.calls() == [f"{checkout.root}:/mine"]
+
+
+VENV = "OMP= -m venv {root}/.venv"
+RUN = "OMP= -m pip install -q -c constraints.txt -e ."
+TEST = "OMP= -m pip install -q -c constraints.txt -e .[test]"
+TRAIN = torchrun(2, "epochs=1", 2)
+
+
+@pytest.fixture
+def start(checkout) -> Callable[..., list[str]]:
+    def start(script: str = "launch.sh", status: int = 0, **environment: str) -> list[str]:
+        done = checkout.run(script, "epochs=1", **environment)
+        assert done.returncode == status, done.stderr
+        return [call.replace(str(checkout.root), "{root}") for call in checkout.calls()]
+
+    return start
+
+
+def test_the_first_start_sets_up_and_the_second_does_not(checkout, start):
+    assert start() == [VENV, RUN, TRAIN]
+    assert checkout.state == ["pipetrain.run"]
+    assert start() == [TRAIN]
+
+
+def test_testing_adds_its_tools_once(checkout, start):
+    start()
+    steps = [
+        "OMP=1 -m ruff check .",
+        "OMP=1 -m ruff format --check .",
+        "OMP=1 -m mypy",
+        "OMP=1 -m pytest epochs=1",
+    ]
+    assert start("scripts/test.sh") == [TEST, *steps]
+    assert checkout.state == ["pipetrain.run", "pipetrain.test"]
+    assert start("scripts/test.sh") == steps
+    assert start() == [TRAIN]
+
+
+@pytest.mark.parametrize(
+    ("tool", "steps"), [("ruff check", 1), ("ruff format", 2), ("mypy", 3), ("pytest", 4)]
+)
+def test_testing_stops_at_the_first_tool_that_fails(checkout, start, tool, steps):
+    checkout.installed()
+    assert len(start("scripts/test.sh", status=7, FAIL=tool)) == steps
+
+
+def test_ci_tests_without_a_terminal(checkout):
+    checkout.program("python3", '#!/bin/bash\n[[ $1 == -P ]] || { echo "$CI $*" >>"$NOTES"; cat; }\n')
+    assert checkout.run(".ci/run").returncode == 0
+    assert checkout.calls()[-1] == "true -m pytest"
+
+
+@pytest.mark.parametrize("name", CONFIG)
+def test_changed_requirements_are_installed_into_what_is_there(checkout, start, name):
+    start("scripts/test.sh")
+    with (checkout.root / name).open("a") as file:
+        file.write("# changed\n")
+    assert start() == [RUN, TRAIN]
+    assert start("scripts/test.sh")[0] == TEST
+    assert start() == [TRAIN]
+
+
+def test_a_failed_set_up_is_started_over(checkout, start):
+    assert start(status=1, PIP="fail") == [VENV, RUN]
+    assert checkout.state == ["pipetrain.unfinished"]
+    assert start() == [VENV, RUN, TRAIN]
+    assert checkout.state == ["pipetrain.run"]
+
+
+def test_a_killed_set_up_is_started_over(checkout, start):
+    process = subprocess.Popen(
+        [checkout.root / "launch.sh"],
+        env={**checkout.environment, "PIP": "hang"},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while not (checkout.notes.exists() and "pip install" in checkout.notes.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert checkout.state == ["pipetrain.unfinished"]
+    checkout.calls()
+    assert start() == [VENV, RUN, TRAIN]
+
+
+def test_two_first_starts_set_up_once(checkout):
+    both = [
+        subprocess.Popen([checkout.root / "launch.sh", "epochs=1"], env=checkout.environment)
+        for _ in range(2)
+    ]
+    assert [process.wait(30) for process in both] == [0, 0]
+    calls = checkout.calls()
+    assert [calls.count(call) for call in (VENV.format(root=checkout.root), RUN, TRAIN)] == [1, 1, 2]
+
+
+def test_a_broken_environment_of_ours_is_made_anew(checkout, start):
+    start()
+    (checkout.root / ".venv/bin/packages").unlink()
+    assert start() == [VENV, RUN, TRAIN]
+
+
+def test_somebody_s_own_environment_is_used_and_never_removed(checkout, start):
+    own = checkout.root / ".venv/bin"
+    own.mkdir(parents=True)
+    shutil.copy(checkout.bin / "python3", own / "python")
+    (own / "packages").touch()
+    assert start() == [TRAIN]
+    (own / "packages").unlink()
+    assert start(status=1, PIP="fail") == [RUN]
+    assert start() == [RUN, TRAIN]
+    assert checkout.state == []
+
+
+@pytest.mark.parametrize(
+    ("script", "environment", "why"),
+    [
+        (None, {"NO_ENSUREPIP": "1"}, "it lacks ensurepip: on Debian, apt install python3-venv"),
+        (
+            "#!/bin/bash\n[[ $1 == --version ]] && echo Python 3.9.2 || exit 1\n",
+            {},
+            "Python 3.9.2 is too old: put",
+        ),
+    ],
+)
+def test_a_python_that_will_not_do_is_named(checkout, script, environment, why):
+    if script:
+        checkout.program("python3", script)
+    done = checkout.run("launch.sh", **environment)
+    assert done.returncode == 1
+    assert why in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (checkout.root / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed"),
+    [
+        ("", "--"),
+        ("epochs=5", "-- epochs=5"),
+        ("--seeds 0 1 -- epochs=5", "--seeds 0 1 -- epochs=5"),
+    ],
+)
+def test_the_short_comparison(checkout, arguments, passed):
+    assert checkout.installed().run("scripts/compare.sh", *arguments.split()).returncode == 0
+    methods = "--schedules layer_dist pipedream --models vgg16 resnet18"
+    assert checkout.calls() == [f"OMP= {checkout.root}/scripts/compare.py {methods} {passed}"]
