@@ -1,0 +1,253 @@
+"""What a run leaves behind, from figures made by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pipetrain.cli import contained
+from pipetrain.runtime.engine import StageRecord
+from pipetrain.runtime.stage import Tally
+from pipetrain.training import recorder as module
+from pipetrain.training.recorder import METRICS, EpochFigures, Recorder
+from pipetrain.training.run import Run, prepare
+from tests.support.cases import config, tiny_data
+
+# What the issue of the trainer promises of summary.json.
+PROMISED = {"model", "data", "schedule", "stages", "partition", "batch_size", "microbatches", "buffer_size"}
+PROMISED |= {
+    "epochs",
+    "seed",
+    "val_acc",
+    "best_val_acc",
+    "best_epoch",
+    "val_loss",
+    "samples_per_s",
+    "epoch_s",
+}
+PROMISED |= {"total_s", "updates", "per_stage"}
+PER_STAGE = {"params", "peak_in_flight", "peak_versions", "max_staleness", "busy_fraction", "bytes_sent"}
+
+
+def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:
+    """40 training samples in `train_s` seconds; of 10 test samples `correct` are right."""
+    return EpochFigures(
+        epoch=epoch,
+        trained=Tally(loss=80.0 / epoch, correct=10 * min(epoch, 4), samples=40),
+        evaluated=Tally(loss=30.0, correct=correct, samples=10),
+        lr=0.1 / epoch,
+        train_s=train_s,
+        eval_s=0.5,
+        busy_s={0: 1.5, 1: 0.5},
+        records={
+            0: StageRecord(2, 2, 1, busy_s=1.5 * epoch, bytes_sent=1000 * epoch),
+            1: StageRecord(1, 1, 0, busy_s=0.5 * epoch, bytes_sent=500 * epoch),
+        },
+    )
+
+
+@pytest.fixture
+def made(tmp_path) -> Iterator[tuple[Recorder, Run, Path]]:
+    folder = tmp_path / "deep" / "run"
+    words = ["data=digits", "model._target_=tests.support.models.with_norm", "schedule=pipedream"]
+    words += ["microbatches=2", "batch_size=12", "epochs=3", "partition=[4]", "seed=5", "window=2"]
+    cfg = contained(config(words), folder)
+    run = prepare(cfg, "pipedream", 2, tiny_data(44))
+    recorder = Recorder(folder, cfg, run, "2 x cpu")
+    yield recorder, run, folder
+    recorder._writer.close()
+    recorder._rows.close()
+
+
+def events(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder)).Reload()
+
+
+def test_a_row_an_epoch_is_there_at_once(made):
+    recorder, _, folder = made
+    recorder.epoch(figures(1))
+    recorder.epoch(figures(2, correct=7))
+    header, first, second = csv.reader((folder / "metrics.csv").read_text().splitlines())
+    assert header == METRICS
+    assert header[:5] == ["epoch", "train_loss", "train_acc", "val_loss", "val_acc"]
+    assert header[5:] == ["lr", "samples_per_s", "epoch_s", "eval_s", "elapsed_s"]
+    one, two = (dict(zip(header, map(float, row), strict=True)) for row in (first, second))
+    for row in (one, two):
+        assert row.pop("elapsed_s") >= 0
+    assert list(one.values()) == [1, 2.0, 0.25, 3.0, 0.5, 0.1, 20.0, 2.0, 0.5]
+    assert (two["epoch"], two["train_loss"], two["train_acc"], two["val_acc"]) == (2, 1.0, 0.5, 0.7)
+    recorder.close()
+
+
+def test_the_summary_is_of_the_last_and_of_the_best_epoch(made):
+    recorder, run, folder = made
+    for epoch, correct in ((1, 5), (2, 9), (3, 6)):
+        recorder.epoch(figures(epoch, correct, train_s=float(epoch)))
+    recorder.close()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary.keys() >= PROMISED
+    assert (summary["model"], summary["data"], summary["schedule"]) == ("with_norm", "tiny", "pipedream")
+    assert (summary["stages"], summary["partition"], summary["seed"], summary["device"]) == (
+        *(2, [4], 5, "2 x cpu"),
+    )
+    assert (summary["batch_size"], summary["microbatches"], summary["buffer_size"]) == (12, 2, 2)
+    assert (summary["val_acc"], summary["best_val_acc"], summary["best_epoch"]) == (0.6, 0.9, 2)
+    assert (summary["epochs"], summary["updates"]) == (3, 3 * 4)
+    assert (summary["val_loss"], summary["train_acc"]) == (3.0, 0.75)
+    assert summary["samples_per_s"] == 120 / 6
+    assert summary["epoch_s"] == 6 / 3
+    assert summary["total_s"] >= 0
+    assert (summary["train_samples"], summary["test_samples"]) == (44, 11)
+    stages = summary["per_stage"]
+    assert all(stage.keys() >= PER_STAGE for stage in stages)
+    assert [stage["layers"] for stage in stages] == [4, 6]
+    assert sum(stage["params"] for stage in stages) == sum(p.numel() for p in run.model.parameters())
+    assert [stage["peak_in_flight"] for stage in stages] == [2, 1]
+    assert [stage["peak_versions"] for stage in stages] == [2, 1]
+    assert [stage["max_staleness"] for stage in stages] == [1, 0]
+    assert [stage["bytes_sent"] for stage in stages] == [3000, 1500]
+    assert [stage["busy_fraction"] for stage in stages] == [4.5 / 6, 1.5 / 6]
+
+
+def test_the_first_of_equally_good_epochs_is_the_best(made):
+    recorder, _, folder = made
+    for epoch, correct in ((1, 5), (2, 9), (3, 9)):
+        recorder.epoch(figures(epoch, correct))
+    recorder.close()
+    assert json.loads((folder / "summary.json").read_text())["best_epoch"] == 2
+
+
+def test_tensorboard_has_the_run(made):
+    recorder, _, folder = made
+    for epoch in (1, 2):
+        recorder.epoch(figures(epoch))
+    recorder.close()
+    seen = events(folder)
+    tags = seen.Tags()
+    wanted = {"loss/train": [2.0, 1.0], "loss/val": [3.0, 3.0], "accuracy/train": [0.25, 0.5]}
+    wanted |= {
+        "accuracy/val": [0.5, 0.5],
+        "speed/learning_rate": [0.1, 0.05],
+        "speed/samples_per_s": [20, 20],
+    }
+    wanted |= {"bubble/stage0": [0.25, 0.25], "bubble/stage1": [0.75, 0.75]}
+    wanted |= {"staleness/stage0": [1, 1], "staleness/stage1": [0, 0]}
+    for tag, values in wanted.items():
+        scalars = seen.Scalars(tag)
+        assert [scalar.step for scalar in scalars] == [1, 2], tag
+        assert [scalar.value for scalar in scalars] == pytest.approx(values), tag
+    assert "timeline" in tags["images"]
+    (image,) = seen.Images("timeline")
+    assert image.width > image.height > 50
+    texts = [tag for tag in tags["tensors"] if tag.startswith(("config", "data"))]
+    assert len(texts) == 2
+    shown = seen.Tensors(next(tag for tag in texts if tag.startswith("config")))[0]
+    assert b"with_norm" in shown.tensor_proto.string_val[0]
+    assert any("hparams" in tag for tag in seen.summary_metadata)
+    assert {tag for tag in tags["scalars"] if tag.startswith("result/")} >= {"result/val_acc"}
+
+
+def test_the_folder_says_what_ran_before_the_first_epoch(made):
+    recorder, _, folder = made
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    assert written["run_dir"] == str(folder)
+    assert written["model"]["_target_"] == "tests.support.models.with_norm"
+    assert written["epochs"] == 3
+    assert "${" not in (folder / "config.yaml").read_text()  # it stands by itself
+    assert matplotlib.image.imread(folder / "timeline.png").shape[1] > 100
+    recorder.epoch(figures(1))
+    recorder.close()
+
+
+def test_the_log_has_the_data_set_a_line_an_epoch_and_where_to_look(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="pipetrain")
+    cfg = contained(config(["data=digits", "model=mlp", "epochs=2"]), tmp_path)
+    data = tiny_data(128, 64)
+    run = prepare(cfg, "1f1b", 2, type(data)(**{**vars(data), "note": "what was asked for is not there"}))
+    recorder = Recorder(tmp_path, cfg, run, "2 x cpu")
+    recorder.epoch(figures(1))
+    recorder.epoch(figures(2, correct=9))
+    recorder.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "pipetrain: mlp on tiny (128 train, 64 test samples), schedule 1f1b, 2 x cpu"
+    epochs = [line for line in lines if line.startswith("epoch ")]
+    assert len(epochs) == 2
+    assert epochs[1].startswith("epoch 2/2: train loss 1.0000, acc 50.00 %; val loss 3.0000, acc 90.00 %; ")
+    assert "20 samples/s, 2.5 s" in epochs[1]
+    assert "what was asked for is not there" in lines
+    assert lines[-1] == f"look at it: tensorboard --logdir {tmp_path}"
+    assert lines[-2] == f"run folder: {tmp_path}"
+    assert (
+        json.loads((tmp_path / "summary.json").read_text())["data_note"] == "what was asked for is not there"
+    )
+
+
+# The table
+
+
+def rows(recorder: Recorder) -> list[list[str]]:
+    return [line.split() for line in recorder.table().splitlines()[1:]]
+
+
+def test_a_table_has_every_epoch_of_a_few(made):
+    recorder, _, _ = made
+    for epoch, correct in ((1, 5), (2, 9), (3, 6)):
+        recorder.epoch(figures(epoch, correct))
+    assert [row[0] for row in rows(recorder)] == ["1", "2", "3"]
+    assert [row[-1] for row in rows(recorder)] == ["2.0", "best", "2.0"]
+    assert rows(recorder)[1][:5] == ["2", "1.0000", "50.00%", "3.0000", "90.00%"]
+    widths = {len(line.removesuffix("  best")) for line in recorder.table().splitlines()}
+    assert len(widths) == 1
+    recorder.close()
+
+
+@pytest.mark.parametrize("epochs", [40, 41, 100])
+def test_a_table_of_many_has_the_last_ones_and_the_best(made, epochs):
+    recorder, _, _ = made
+    for epoch in range(1, epochs + 1):
+        recorder._history.append(figures(epoch, correct=9 if epoch == 3 else 5))
+    shown = [int(row[0]) for row in rows(recorder)]
+    if epochs <= 40:
+        assert shown == list(range(1, epochs + 1))
+    else:
+        assert shown == [3, *range(epochs - 19, epochs + 1)]
+    assert [row[0] for row in rows(recorder) if row[-1] == "best"] == ["3"]
+    recorder.close()
+
+
+# Progress
+
+
+def test_off_a_terminal_nothing_is_drawn_and_a_long_epoch_says_how_far_it_is(made, caplog, monkeypatch):
+    recorder, _, _ = made
+    caplog.set_level(logging.INFO, logger="pipetrain")
+    start = time.perf_counter()
+    for passed in (1, 30, 61, 62, 130):
+        monkeypatch.setattr(module.time, "perf_counter", lambda now=start + passed: now)
+        recorder.tick("epoch 1", 6)
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch 1")]
+    assert said == ["epoch 1: 3 of 6", "epoch 1: 5 of 6"]
+    assert recorder._bar is None
+
+
+def test_on_a_terminal_a_bar_counts_and_is_gone_at_the_end(made, monkeypatch):
+    recorder, _, _ = made
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    for _ in range(2):
+        recorder.tick("epoch 1", 3)
+    assert (recorder._bar.n, recorder._bar.total, recorder._bar.desc) == (2, 3, "epoch 1")
+    recorder.tick("epoch 1", 3)
+    assert recorder._bar is None
+    recorder.tick("evaluation 1", 2)
+    assert (recorder._bar.n, recorder._bar.total) == (1, 2)
+    recorder.tick("evaluation 1", 2)

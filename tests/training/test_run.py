@@ -1,0 +1,195 @@
+"""What a run consists of, and which data set it takes where the one asked for can't be had."""
+
+from __future__ import annotations
+
+import socket
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipetrain.data import DataMissing
+from pipetrain.errors import ConfigError
+from pipetrain.schedule.actions import ScheduleError
+from pipetrain.training.run import _even, check_early, obtain_data, prepare
+from tests.support.cases import config, tiny_data
+
+
+@pytest.fixture
+def closed() -> str:
+    """An address of this machine where nobody answers: a port that is bound, and not listened at."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}/cifar-10-python.tar.gz"
+
+
+def absent(closed: str, tmp_path: Path, *overrides: str):
+    """A configuration of CIFAR-10 that can't be had."""
+    return config([f"data.source.url={closed}", f"data.root={tmp_path}/sets", "model=mlp", *overrides])
+
+
+# The data set really used
+
+
+def test_a_data_set_that_is_there_is_taken_as_it_was_asked_for():
+    cfg = config(["data=digits", "data.train_limit=50", "data.test_limit=20"])
+    used, data = obtain_data(cfg)
+    assert used is cfg
+    assert (data.name, len(data.train), len(data.test), data.note) == ("digits", 50, 20, "")
+
+
+def test_the_fallback_says_what_was_missing_and_why(closed, tmp_path, caplog):
+    used, data = obtain_data(absent(closed, tmp_path))
+    assert (used.data.name, data.name, len(data.train), len(data.test)) == ("digits", "digits", 1437, 360)
+    (record,) = [record for record in caplog.records if record.name == "pipetrain"]
+    said = record.getMessage()
+    assert record.levelname == "WARNING"
+    assert said == f"pipetrain: {data.note}"
+    assert said.endswith("; using digits instead")
+    assert "\n" not in said
+    assert str(tmp_path) in said
+    assert closed in said
+
+
+def test_the_recipe_goes_with_the_data_set_really_used(closed, tmp_path):
+    cfg = absent(closed, tmp_path)
+    assert (cfg.epochs, cfg.optim.lr, cfg.lr_schedule) == (150, 0.05, "cosine")
+    used, _ = obtain_data(cfg)
+    assert (used.epochs, used.optim.lr, used.warmup) == (6, 0.02, 0.05)
+    assert (cfg.data.name, cfg.epochs) == ("cifar10", 150)  # what was composed is left alone
+    adam, _ = obtain_data(absent(closed, tmp_path, "optim=adamw"))
+    assert adam.optim.lr == config(["data=digits"]).data.recipe.adamw_lr
+
+
+def test_what_was_overridden_by_hand_is_kept(closed, tmp_path):
+    used, _ = obtain_data(
+        absent(closed, tmp_path, "epochs=9", "optim.lr=0.3", "lr_schedule=constant", "label_smoothing=0.2")
+    )
+    assert (used.epochs, used.optim.lr, used.lr_schedule, used.label_smoothing) == (9, 0.3, "constant", 0.2)
+    assert used.warmup == 0.05
+
+
+def test_limits_and_the_loader_s_settings_are_carried_over(closed, tmp_path):
+    used, data = obtain_data(
+        absent(
+            closed,
+            tmp_path,
+            *("data.train_limit=70", "data.test_limit=30", "data.workers=2", "data.drop_last=true"),
+        )
+    )
+    assert (len(data.train), len(data.test)) == (70, 30)
+    assert (used.data.workers, used.data.drop_last) == (2, True)
+    assert used.data.augment.flip is False  # a mirrored digit is another sign
+    assert (used.data.root, used.data.fallback) == (None, None)
+
+
+def test_what_rank_0_found_the_others_find_without_asking(closed, tmp_path):
+    used, data = obtain_data(absent(closed, tmp_path, "data.train_limit=70"))
+    again, same = obtain_data(used)
+    assert again is used
+    assert torch.equal(same.train.images, data.train.images)
+    assert same.note == ""
+
+
+def test_without_a_fallback_the_error_names_the_ways_out(closed, tmp_path):
+    with pytest.raises(DataMissing) as error:
+        obtain_data(absent(closed, tmp_path, "data.fallback=null"))
+    said = str(error.value)
+    assert "\n" not in said
+    for way in ("data.root", "data.source.url", "data=digits"):
+        assert way in said
+
+
+@pytest.mark.parametrize("name", ["foo", "cifar100", "''", "3"])
+def test_an_unknown_fallback_is_refused_whether_it_is_needed_or_not(name):
+    with pytest.raises(ConfigError, match="is unknown; choose one of cifar10, digits, or null"):
+        obtain_data(config(["data=digits", f"data.fallback={name}"]))
+
+
+def test_a_data_set_is_no_fallback_of_itself(closed, tmp_path):
+    with pytest.raises(DataMissing):
+        obtain_data(absent(closed, tmp_path, "data.fallback=cifar10"))
+
+
+# The run
+
+
+def test_prepare_brings_the_parts_together():
+    cfg = config(["data=digits", "model=mlp", "batch_size=12", "microbatches=4", "epochs=3", "seed=9"])
+    run = prepare(cfg, "1f1b", 2, tiny_data(44, 30))
+    assert run.updates == 3 * 4
+    assert run.evaluation_sizes == [10, 10, 10]
+    assert run.plan.stages == 2
+    assert run.sampler.batch_sizes == [12, 12, 12, 8]
+    assert {3, 2, 10} == set(run.plan.boundaries)
+    assert (run.transform.seed, run.transform.mean) == (9, (0.5,) * 3)
+
+
+def test_every_rank_prepares_the_same():
+    cfg = config(["data=digits", "model=mlp", "batch_size=12", "seed=9"])
+    first, second = (prepare(cfg, "1f1b", 2, tiny_data(44)) for _ in range(2))
+    assert first.plan == second.plan
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert [[ids.tolist() for ids in batch] for batch in first.sampler.epoch(2)] == [
+        [ids.tolist() for ids in batch] for batch in second.sampler.epoch(2)
+    ]
+
+
+def test_dropping_the_last_batch_makes_fewer_updates():
+    words = ["data=digits", "model=mlp", "batch_size=12", "epochs=3", "data.drop_last=true"]
+    run = prepare(config(words), "1f1b", 2, tiny_data(44))
+    assert (run.updates, run.sampler.batch_sizes) == (9, [12] * 3)
+
+
+def test_a_last_batch_too_small_to_cut_is_refused_with_the_ways_out():
+    cfg = config(["data=digits", "model=mlp", "batch_size=12", "microbatches=4"])
+    with pytest.raises(ConfigError) as error:
+        prepare(cfg, "1f1b", 2, tiny_data(38))
+    assert "the last batch has 2 of 38 samples, fewer than microbatches=4" in str(error.value)
+    assert "data.drop_last=true" in str(error.value)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 300))
+def test_an_evaluation_has_every_sample_once_in_even_pieces(samples, most):
+    sizes = _even(samples, most)
+    assert list(accumulate(sizes))[-1] == samples
+    assert max(sizes) <= most
+    assert max(sizes) - min(sizes) <= 1
+    assert len(sizes) == -(-samples // most)
+
+
+# Refusals that need no data
+
+
+def test_check_early_needs_no_data(closed, tmp_path):
+    check_early(absent(closed, tmp_path), "1f1b", 2)
+    assert not (tmp_path / "sets").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["batch_size=0"], "batch_size=0"),
+        (["microbatches=3"], "microbatches=3 does not divide batch_size=64"),
+        (["stages=40"], "stages=40 needs 40 processes and there are 2"),
+        (["partition=[6]"], "partition=[6] leaves a stage without layers"),
+        (["optim.momentum=-1"], "optim cannot be built"),
+        (["data.augment.crop=-1"], "data.augment.crop"),
+        (["model._target_=no.such.thing"], "model cannot be built"),
+        (["schedule._target_=no.such.thing"], "schedule cannot be built"),
+        (["+schedule.colour=red"], "schedule 1f1b cannot be made"),
+        (["schedule=interleaved_1f1b", "schedule.virtual=4"], "stages=8 needs at least as many layers"),
+        (["schedule=pipedream_2bw", "microbatches=1"], "needs microbatches >= stages"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_data_is_fetched(closed, tmp_path, overrides, says):
+    with pytest.raises((ConfigError, ScheduleError)) as error:
+        check_early(absent(closed, tmp_path, *overrides), "1f1b", 2)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "sets").exists()

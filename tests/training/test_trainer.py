@@ -1,0 +1,195 @@
+"""The life of a run: where it starts from, what an evaluation counts, and what it leaves alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipetrain.runtime.channel import LocalChannel, Wire
+from pipetrain.runtime.mesh import World
+from pipetrain.training.run import Run
+from pipetrain.training.trainer import Trainer
+from tests.support.cases import Case, Listener, make_run, run_in_threads, state_of
+
+NORM = "model._target_=tests.support.models.with_norm"
+
+
+class Paper:
+    """The mesh of a rank that is not connected to any other."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.device = torch.device("cpu")
+
+    def channel(self, buffer_size: int) -> LocalChannel:
+        return LocalChannel(Wire(), buffer_size, timeout=1)
+
+    def gather(self, what: str, item: object) -> list[object]:
+        return [item]
+
+
+def trainer_of(run: Run, rank: int = 0, size: int = 1, recorder: Listener | None = None) -> Trainer:
+    return Trainer(run, Paper(World(rank, size)), recorder)  # type: ignore[arg-type]
+
+
+def alone(*overrides: str, samples: int = 44) -> Case:
+    return Case("1f1b", 1, (NORM, "microbatches=2", *overrides), train_samples=samples)
+
+
+# Where it starts from
+
+
+def initial(case: Case) -> dict[str, Tensor]:
+    """The weights of all ranks before the first update."""
+    run = make_run(case)
+    states = [
+        state_of(trainer_of(make_run(case), rank, case.ranks), run).items() for rank in range(case.ranks)
+    ]
+    return {name: tensor for state in states for name, tensor in state}
+
+
+def test_initial_weights_are_the_same_on_any_partition_and_any_world():
+    first = initial(Case("1f1b", 1, (NORM,)))
+    others = [
+        Case("1f1b", 2, (NORM, "partition=[1]")),
+        Case("1f1b", 2, (NORM, "partition=[9]")),
+        Case("pipedream", 3, (NORM, "partition=even")),
+        Case("interleaved_1f1b", 2, (NORM, "schedule.virtual=3")),
+        Case("gpipe", 10, (NORM, "batch_size=24", "microbatches=8")),
+    ]
+    for case in others:
+        state = initial(case)
+        assert state.keys() == first.keys(), case
+        assert all(torch.equal(state[name], first[name]) for name in first), case
+    seeded = initial(Case("1f1b", 1, (NORM, "seed=1")))
+    assert not torch.equal(seeded["1.0.weight"], first["1.0.weight"])
+
+
+# Evaluation
+
+
+def evaluated(trainer: Trainer, last: int) -> tuple[int, float, float]:
+    trainer.evaluate(0)
+    tally = trainer.stages[last].take_tallies()[1]
+    return tally.samples, tally.mean_loss, tally.accuracy
+
+
+def plainly(run: Run) -> tuple[float, float]:
+    """Loss and accuracy of the whole model on all test samples at once."""
+    split = run.data.test
+    model = run.model.eval()
+    with torch.no_grad():
+        output = model(replace(run.transform, augment=None)(split.images, torch.arange(len(split))))
+    model.train()
+    accuracy = (output.argmax(1) == split.labels).double().mean().item()
+    return functional.cross_entropy(output, split.labels).item(), accuracy
+
+
+@pytest.mark.parametrize("batch_size", [2, 4, 6, 12, 64])
+def test_an_evaluation_counts_every_sample_and_equals_a_plain_one(batch_size):
+    """11 test samples: no batch size here divides them."""
+    run = make_run(alone(f"batch_size={batch_size}", "data.drop_last=true", samples=64))
+    trainer = trainer_of(run)
+    run.model[1][1].running_mean.fill_(0.3)  # the statistics that are kept are those that are used
+    samples, loss, accuracy = evaluated(trainer, 0)
+    assert samples == 11
+    wanted_loss, wanted_accuracy = plainly(run)
+    assert loss == pytest.approx(wanted_loss, rel=1e-12)
+    assert accuracy == wanted_accuracy
+
+
+def test_an_evaluation_changes_nothing_and_comes_out_the_same_again():
+    run = make_run(alone("batch_size=4"))
+    trainer = trainer_of(run)
+    before = state_of(trainer, run)
+    random = torch.get_rng_state()
+    first = evaluated(trainer, 0)
+    assert evaluated(trainer, 0) == first
+    after = state_of(trainer, run)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert trainer.stages[0].module.training
+    assert trainer.stages[0].weights.updates == 0
+
+
+def test_a_run_that_is_evaluated_more_often_trains_the_same():
+    states = []
+    for extra in (0, 2):
+        run = make_run(alone("epochs=2"))
+        trainer = trainer_of(run, recorder=Listener())
+        evaluate = trainer.evaluate
+
+        def more(epoch: int, times: int = extra, plain=evaluate, trainer: Trainer = trainer) -> None:
+            for _ in range(times):
+                plain(epoch)
+                trainer.stages[0].evaluated = type(trainer.stages[0].evaluated)()
+            plain(epoch)
+
+        trainer.evaluate = more  # type: ignore[method-assign]
+        trainer.fit()
+        states.append(state_of(trainer, run))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_an_epoch_s_figures_are_of_the_weights_after_its_last_update():
+    run = make_run(alone("epochs=1"))
+    listener = Listener()
+    trainer_of(run, recorder=listener).fit()
+    (figures,) = listener.epochs
+    assert (figures.evaluated.mean_loss, figures.evaluated.accuracy) == pytest.approx(plainly(run))
+
+
+# An epoch
+
+
+def test_figures_count_every_sample_of_every_epoch():
+    run = make_run(alone("epochs=3"))
+    listener = Listener()
+    trainer = trainer_of(run, recorder=listener)
+    trainer.fit()
+    assert [figures.epoch for figures in listener.epochs] == [1, 2, 3]
+    assert [figures.trained.samples for figures in listener.epochs] == [44] * 3
+    assert [figures.evaluated.samples for figures in listener.epochs] == [11] * 3
+    assert trainer.stages[0].weights.updates == run.updates == 12
+    rate = run.settings.rate(12)
+    assert [figures.lr for figures in listener.epochs] == [rate(3), rate(7), rate(11)]
+
+
+def test_busy_time_is_the_epoch_s_own_and_records_are_the_run_s():
+    _, epochs = run_in_threads(Case("pipedream", 2, (NORM, "microbatches=1", "epochs=2")))
+    first, second = epochs
+    for stage in (0, 1):
+        assert 0 < first.busy_s[stage] <= first.train_s
+        assert second.records[stage].busy_s == pytest.approx(first.busy_s[stage] + second.busy_s[stage])
+    assert second.records[0].max_staleness == 1
+    assert second.records[1].max_staleness == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "interleaved_1f1b"])
+def test_progress_counts_each_update_once_and_each_evaluated_microbatch_once(schedule):
+    ticks: list[tuple[str, int]] = []
+
+    class Counting(Listener):
+        def tick(self, what: str, total: int) -> None:
+            ticks.append((what, total))
+
+    case = Case(schedule, 1, (NORM, "microbatches=2", "epochs=2", "batch_size=10"), train_samples=40)
+    run = make_run(case)
+    trainer_of(run, recorder=Counting()).fit()
+    assert ticks == [
+        *[("epoch 1", 4)] * 4,
+        *[("evaluation 1", 2)] * 2,
+        *[("epoch 2", 4)] * 4,
+        *[("evaluation 2", 2)] * 2,
+    ]
+
+
+def test_only_the_rank_of_the_first_stage_makes_images():
+    run = make_run(Case("1f1b", 2, (NORM,)))
+    ids = [torch.arange(3)]
+    assert trainer_of(run, 0, 2)._images(run.data.train, ids, run.transform) is not None
+    assert trainer_of(run, 1, 2)._images(run.data.train, ids, run.transform) is None
