@@ -1,0 +1,282 @@
+"""`python -m pipetrain` as a person starts it, in processes: what it prints, leaves and ends with."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import pipetrain
+from pipetrain.__main__ import start as decide
+from pipetrain.cli import compose
+from pipetrain.errors import ConfigError
+from pipetrain.launch import Leader
+from pipetrain.runtime.mesh import World
+
+CHECKOUT = Path(__file__).parents[1]
+TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "pipetrain"]
+ONE = ["-m", "pipetrain"]
+SMALL = ["model=mlp", "data=digits", "batch_size=128", "device=cpu"]
+SUMMARY = {"model", "data", "schedule", "stages", "partition", "batch_size", "microbatches", "buffer_size"}
+SUMMARY |= {"epochs", "seed", "val_acc", "best_val_acc", "best_epoch", "val_loss", "samples_per_s", "epoch_s"}
+SUMMARY |= {"total_s", "updates", "per_stage"}
+PER_STAGE = {"params", "peak_in_flight", "peak_versions", "max_staleness", "busy_fraction", "bytes_sent"}
+EPOCH = re.compile(
+    r"epoch (\d)/(\d): train loss [\d.]+, acc [\d.]+ %; val loss [\d.]+, acc ([\d.]+) %; "
+    r"\d+ samples/s, [\d.]+ s"
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int
+    out: str
+    err: str
+
+
+def start(command: Sequence[str], folder: Path, deadline: float = 90) -> Ended:
+    """Run python with `command`; kill it and all that it started at the deadline (seconds)."""
+    env = {key: value for key, value in os.environ.items() if key not in ("HYDRA_FULL_ERROR", "MASTER_ADDR")}
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"still running after {deadline} s\n{out}\n{err}")
+    return Ended(process.returncode, out, err)
+
+
+def sentences(ended: Ended) -> list[str]:
+    """What pipetrain said on standard error; torchrun's own report is not ours."""
+    return [line for line in ended.err.splitlines() if line.startswith("pipetrain: ")]
+
+
+def no_traceback_of_ours(ended: Ended) -> bool:
+    package = Path(pipetrain.__file__).parent
+    return f'File "{package}' not in ended.err + ended.out
+
+
+def the_only_folder(where: Path) -> Path:
+    (folder,) = where.iterdir()
+    return folder
+
+
+# A run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Ended, Path]:
+    """A run of two processes, two epochs; and the folder that it was started from."""
+    folder = tmp_path_factory.mktemp("run")
+    return start([*TWO, *SMALL, "schedule=pipedream", "microbatches=2", "epochs=2", "seed=3"], folder), folder
+
+
+def test_a_run_ends_well_and_says_a_line_an_epoch_and_the_table(run):
+    ended, where = run
+    assert ended.status == 0, ended.err
+    assert "Traceback" not in ended.err
+    lines = ended.out.splitlines()
+    assert lines[0] == (
+        "pipetrain: mlp on digits (1437 train, 360 test samples), schedule pipedream, 2 x cpu"
+    )
+    epochs = [match for line in lines if (match := EPOCH.fullmatch(line))]
+    assert [match.group(1, 2) for match in epochs] == [("1", "2"), ("2", "2")]
+    header = lines.index("epoch  train loss  train acc  val loss  val acc  samples/s  seconds")
+    assert [line.split()[0] for line in lines[header + 1 : header + 3]] == ["1", "2"]
+    assert lines[header + 3] == ""
+    folder = the_only_folder(where / "runs")
+    assert lines[-2:] == [f"run folder: {folder}", f"look at it: tensorboard --logdir {folder}"]
+    said = [line for line in lines if line]
+    assert len(set(said)) == len(said)  # the other rank says nothing: no line comes twice
+    assert f"val acc {epochs[-1][3]} %" in ended.out
+
+
+def test_a_run_leaves_one_folder_with_all_of_it(run):
+    _, where = run
+    assert [path.name for path in where.iterdir()] == ["runs"]
+    folder = the_only_folder(where / "runs")
+    assert re.fullmatch(r"digits-mlp-pipedream-\d{8}-\d{6}", folder.name)
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"config.yaml", "metrics.csv", "summary.json", "plan.txt", "timeline.png"}
+    assert names >= {"pipetrain.log", ".hydra"}
+    assert any(name.startswith("events.out.tfevents.") for name in names)
+    composed = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (composed["seed"], composed["epochs"], composed["microbatches"]) == (3, 2, 2)
+    assert composed["run_dir"] == str(folder)
+    log = (folder / "pipetrain.log").read_text()
+    for said in ("schedule pipedream, 2 x cpu", "epoch 2/2: ", "run folder: "):
+        assert log.count(said) == 1
+    plan = (folder / "plan.txt").read_text()
+    assert plan.startswith("mlp, schedule pipedream: 2 stages on 2 ranks, batch 128 in 2 microbatches")
+    assert "window of 12 batches" in plan
+
+
+def test_a_run_s_figures_agree_with_each_other(run):
+    _, where = run
+    folder = the_only_folder(where / "runs")
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [row["epoch"] for row in rows] == ["1", "2"]
+    assert all(float(value) >= 0 for row in rows for value in row.values())
+    assert float(rows[1]["elapsed_s"]) > float(rows[0]["elapsed_s"])
+    assert summary.keys() >= SUMMARY
+    assert (summary["model"], summary["data"], summary["schedule"]) == ("mlp", "digits", "pipedream")
+    assert (summary["stages"], summary["batch_size"], summary["microbatches"]) == (2, 128, 2)
+    assert (summary["epochs"], summary["seed"], summary["updates"]) == (2, 3, 2 * 12)
+    assert summary["val_acc"] == pytest.approx(float(rows[1]["val_acc"]), rel=1e-5)
+    assert summary["val_loss"] == pytest.approx(float(rows[1]["val_loss"]), rel=1e-5)
+    assert summary["best_val_acc"] == pytest.approx(max(float(row["val_acc"]) for row in rows), rel=1e-5)
+    assert summary["best_epoch"] in (1, 2)
+    assert summary["val_acc"] > 0.3  # chance is 0.1
+    assert round(360 * summary["val_acc"], 6) % 1 == 0  # a share of the whole test set
+    assert summary["total_s"] >= sum(float(row["epoch_s"]) + float(row["eval_s"]) for row in rows)
+    assert summary["epoch_s"] == pytest.approx(sum(float(row["epoch_s"]) for row in rows) / 2, rel=1e-4)
+    assert summary["samples_per_s"] == pytest.approx(1437 / summary["epoch_s"], rel=1e-4)
+    stages = summary["per_stage"]
+    assert all(stage.keys() >= PER_STAGE for stage in stages)
+    assert [stage["params"] for stage in stages] == [393_344, 67_338]
+    # PipeDream on two stages with two microbatches a batch: stage 0 holds two, and is one update late.
+    assert [stage["peak_in_flight"] for stage in stages] == [2, 1]
+    assert [stage["peak_versions"] for stage in stages] == [2, 1]
+    assert [stage["max_staleness"] for stage in stages] == [1, 0]
+    assert [stage["bytes_sent"] for stage in stages] == [2 * 1437 * 128 * 4] * 2
+    assert all(0 < stage["busy_fraction"] <= 1 for stage in stages)
+
+
+def test_tensorboard_reads_the_run(run):
+    _, where = run
+    folder = the_only_folder(where / "runs")
+    events = EventAccumulator(str(folder)).Reload()
+    tags = events.Tags()
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    # What an epoch is called there is the recorder's own matter: found by the values.
+    curves = [[point.value for point in events.Scalars(tag)] for tag in tags["scalars"]]
+    for column in ("train_loss", "train_acc", "val_loss", "val_acc", "lr", "samples_per_s"):
+        values = pytest.approx([float(row[column]) for row in rows], rel=1e-4)
+        assert any(curve == values for curve in curves), column
+    for stage in (0, 1):
+        assert len(events.Scalars(f"bubble/stage{stage}")) == 2
+        assert [point.value for point in events.Scalars(f"staleness/stage{stage}")] == [1 - stage] * 2
+    assert len(tags["images"]) == 1
+    texts = [tag for tag in tags["tensors"] if tag.endswith("text_summary")]
+    shown = b"".join(events.Tensors(tag)[0].tensor_proto.string_val[0] for tag in texts)
+    assert b"_target_: pipetrain.models.mlp" in shown
+    assert b"digits" in shown
+    assert any(tag.startswith("_hparams_") for tag in events.summary_metadata)
+
+
+# What is refused
+
+
+def test_a_wrong_override_is_one_sentence_and_every_rank_ends(tmp_path):
+    ended = start([*TWO, *SMALL, "microbatches=3"], tmp_path, deadline=40)
+    assert ended.status != 0
+    assert sentences(ended) == [
+        "pipetrain: microbatches=3 does not divide batch_size=128; "
+        "choose a divisor of it, or another batch_size"
+    ]
+    assert no_traceback_of_ours(ended)
+    assert ended.out == ""
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", ended.err)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("schedule=foo", "Could not find 'schedule/foo'; choose one of: 1f1b"),
+        ("batch_size=0", "batch_size=0 must be a whole number of at least 1"),
+        ("stages=40", "stages=40 needs 40 processes and there are 1"),
+        ("microbatches=3", "microbatches=3 does not divide batch_size=64"),
+        ("batchsize=64", "there is no batchsize in the configuration; did you mean batch_size"),
+        ("data.train_limit=0", "data.train_limit must be a whole number, 1 or more"),
+    ],
+)
+def test_each_wrong_override_of_the_issue_is_one_sentence(monkeypatch, tmp_path, word, says):
+    """In this process, as rank 0 of one: quick enough to try them all."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"run_dir={tmp_path}/run"]
+    monkeypatch.setattr("sys.argv", ["pipetrain", "data=digits", "model=mlp", *quiet, word])
+    world = World()
+    try:
+        with pytest.raises(ConfigError) as error:
+            compose("config", lambda cfg: decide(cfg, world, Leader(world)))
+    finally:
+        GlobalHydra.instance().clear()
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(tmp_path):
+    words = ["data=digits", "model._target_=tests.support.models.explode", "partition=[2]", "epochs=1"]
+    ended = start([*TWO, *words, "microbatches=2", f"run_dir={tmp_path}/run"], CHECKOUT, deadline=60)
+    assert ended.status != 0
+    assert no_traceback_of_ours(ended)
+    stopped = [line for line in sentences(ended) if "the loss of microbatch" in line]
+    assert len(stopped) == 1
+    assert re.match(
+        r"pipetrain: the loss of microbatch 0 is nan at stage 1, update 0: stopped before the update",
+        stopped[0],
+    )
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+# Hydra's own, under torchrun
+
+
+def test_cfg_job_prints_the_configuration_once_and_leaves_nothing(tmp_path):
+    ended = start([*TWO, "--cfg", "job", "batch_size=128", "schedule=gpipe"], tmp_path, deadline=40)
+    assert (ended.status, ended.err) == (0, "")
+    printed = yaml.safe_load(ended.out)
+    assert printed["batch_size"] == 128
+    assert printed["schedule"]["_target_"] == "pipetrain.schedule.programs.gpipe"
+    assert ended.out.count("batch_size:") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_multirun_is_one_run_after_another_each_in_one_folder(tmp_path):
+    words = [*SMALL, "epochs=1", "data.train_limit=256", "seed=1,2", "hydra.sweep.dir=swept"]
+    ended = start([*TWO, "--multirun", *words], tmp_path)
+    assert ended.status == 0, ended.err
+    summaries = [json.loads((tmp_path / "swept" / name / "summary.json").read_text()) for name in ("0", "1")]
+    assert [summary["seed"] for summary in summaries] == [1, 2]
+    assert summaries[0]["val_loss"] != summaries[1]["val_loss"]
+    assert [summary["updates"] for summary in summaries] == [2, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["swept"]
+    assert len(re.findall(r"^epoch 1/1: ", ended.out, re.MULTILINE)) == 2
+
+
+# Without torchrun
+
+
+def test_one_process_trains_alone(tmp_path):
+    words = [*SMALL, "epochs=1", "data.train_limit=256", "run_dir=here"]
+    ended = start([*ONE, *words], tmp_path, deadline=60)
+    assert (ended.status, ended.err) == (0, "")
+    assert "1 x cpu" in ended.out
+    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+    assert (summary["stages"], summary["partition"], summary["updates"]) == (1, [], 2)
+    assert [stage["bytes_sent"] for stage in summary["per_stage"]] == [0]
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
