@@ -84,7 +84,7 @@ def test_the_sentence_is_in_the_run_s_log_too(tmp_path, capsys):
     assert capsys.readouterr().err.count("the loss is nan") == 1
 
 
-@pytest.mark.parametrize("status", [0, 1, 2])
+@pytest.mark.parametrize("status", [0, 2])
 def test_leave_ends_the_process_with_the_status_and_all_that_was_printed(status):
     code = f"from pipetrain.launch import leave; print('said', end=''); leave({status}); print('never')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -190,7 +190,7 @@ def test_tensorboard_reads_the_run(run):
 
 
 def test_a_wrong_override_is_one_sentence_and_every_rank_ends(tmp_path):
-    ended = start([*TWO, *SMALL, "microbatches=3"], tmp_path, deadline=40)
+    ended = start([*TWO, *SMALL, "microbatches=3"], tmp_path)
     assert ended.status != 0
     assert sentences(ended) == [
         "pipetrain: microbatches=3 does not divide batch_size=128; "
@@ -231,7 +231,7 @@ def test_each_wrong_override_of_the_issue_is_one_sentence(monkeypatch, tmp_path,
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(tmp_path):
     words = ["data=digits", "model._target_=tests.support.models.explode", "partition=[2]", "epochs=1"]
-    ended = start([*TWO, *words, "microbatches=2", f"run_dir={tmp_path}/run"], CHECKOUT, deadline=60)
+    ended = start([*TWO, *words, "microbatches=2", f"run_dir={tmp_path}/run"], CHECKOUT)
     assert ended.status != 0
     assert no_traceback_of_ours(ended)
     stopped = [line for line in sentences(ended) if "the loss of microbatch" in line]
@@ -247,7 +247,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(tmp_path):
 
 
 def test_cfg_job_prints_the_configuration_once_and_leaves_nothing(tmp_path):
-    ended = start([*TWO, "--cfg", "job", "batch_size=128", "schedule=gpipe"], tmp_path, deadline=40)
+    ended = start([*TWO, "--cfg", "job", "batch_size=128", "schedule=gpipe"], tmp_path)
     assert (ended.status, ended.err) == (0, "")
     printed = yaml.safe_load(ended.out)
     assert printed["batch_size"] == 128
@@ -273,7 +273,7 @@ def test_multirun_is_one_run_after_another_each_in_one_folder(tmp_path):
 
 def test_one_process_trains_alone(tmp_path):
     words = [*SMALL, "epochs=1", "data.train_limit=256", "run_dir=here"]
-    ended = start([*ONE, *words], tmp_path, deadline=60)
+    ended = start([*ONE, *words], tmp_path)
     assert (ended.status, ended.err) == (0, "")
     assert "1 x cpu" in ended.out
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())

@@ -176,8 +176,9 @@ def test_it_draws_an_svg_and_leaves_no_folder(tmp_path):
     assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
 
 
-def test_it_draws_a_png_and_leaves_no_folder(tmp_path):
-    out = _start(["model=mlp", "schedule=pipedream", "batches=2", "out=x.png"], tmp_path)
+def test_it_draws_a_png_and_leaves_no_folder(run, tmp_path):
+    status, out, err = run("model=mlp", "schedule=pipedream", "batches=2", "out=x.png")
+    assert (status, err) == (0, "")
     assert "window of 2 batches" in out
     assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
     height, width, _ = matplotlib.image.imread(tmp_path / "x.png").shape

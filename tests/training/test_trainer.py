@@ -46,9 +46,7 @@ def alone(*overrides: str, samples: int = 44) -> Case:
 def initial(case: Case) -> dict[str, Tensor]:
     """The weights of all ranks before the first update."""
     run = make_run(case)
-    states = [
-        state_of(trainer_of(make_run(case), rank, case.ranks), run).items() for rank in range(case.ranks)
-    ]
+    states = [state_of(trainer_of(run, rank, case.ranks), run).items() for rank in range(case.ranks)]
     return {name: tensor for state in states for name, tensor in state}
 
 
