@@ -10,14 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipetrain.boundary import Boundary, TensorSpec
+from pipetrain.boundary import Boundary, TensorSpec, named_layers
 from pipetrain.config import Settings
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
 from pipetrain.partition.balance import choose_cuts
 from pipetrain.partition.estimate import Layer, estimate
-from pipetrain.schedule.actions import Program, Schedule, placement
+from pipetrain.schedule.actions import Program, Schedule, ScheduleError, placement
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.programs import forward_only
@@ -45,6 +46,7 @@ class Plan:
     windows: Mapping[int, Window]  # by the number of batches
     evaluation: Program
     boundaries: Mapping[int, list[Boundary]]  # what enters each stage, by samples of a microbatch
+    evaluated: Mapping[int, list[Boundary]]  # likewise in an evaluation
 
     @property
     def stages(self) -> int:
@@ -65,6 +67,15 @@ class Plan:
         """Return which layers a stage holds."""
         ends = [0, *self.cuts, len(self.layers)]
         return slice(ends[stage], ends[stage + 1])
+
+    def copies_input(self, stage: int) -> bool:
+        """Whether a stage's layers work in place on what enters it, maybe behind layers that hand it on."""
+        for layer in self.layers[self.slice(stage)]:
+            if layer.writes_input:
+                return True
+            if not layer.hands_through:
+                return False
+        return False
 
     def peaks(self, stage: int) -> tuple[int, int, int]:
         """Return the peaks of activations, weight versions and staleness that any window has at a stage."""
@@ -94,8 +105,8 @@ def make_plan(
 ) -> Plan:
     """Cut the model, make every program and prove it.
 
-    `example` is the shape of one sample, `classes` how many the last layer must tell apart. Raises
-    ConfigError and ScheduleError in one sentence for what cannot work.
+    `model` is spoilt and must not train. `example` is the shape of one sample, `classes` how many the last
+    layer must tell apart. Raises ConfigError and ScheduleError in one sentence for what cannot work.
     """
     m = settings.microbatches
     epoch = len(samples.batches)
@@ -105,11 +116,13 @@ def make_plan(
 
     training_sizes = {size for batch in set(samples.batches) for size in pieces(batch, m)}
     full = settings.batch_size // m
-    layers = _estimates(settings, model, example, training_sizes | {full}, train=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    layers = _estimates(settings, model, mode, example, training_sizes | {full}, train=True)
     cuts = choose_cuts(settings.partition, layers[full], len(where))
     _refuse_sharing(model, cuts)
+    _refuse_complex(layers[full], cuts)
     _refuse_output(layers[full], full, classes)
-    evaluated = _estimates(settings, model, example, set(samples.evaluation) - set(layers), train=False)
+    evaluated = _estimates(settings, model, mode, example, set(samples.evaluation), train=False)
     program = lower(forward_only(where, len(samples.evaluation)))
     simulate(program, 1, buffer_size=settings.buffer_size)
     return Plan(
@@ -119,10 +132,8 @@ def make_plan(
         placement=where,
         windows=windows,
         evaluation=program,
-        boundaries={
-            size: _entries(_input(settings, example, size), estimated, cuts)
-            for size, estimated in {**layers, **evaluated}.items()
-        },
+        boundaries=_entries(settings, example, layers, cuts),
+        evaluated=_entries(settings, example, evaluated, cuts),
     )
 
 
@@ -136,8 +147,15 @@ def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
     """Make the program of one window, and prove it sound and free of deadlock. Raises ScheduleError."""
     try:
         compute = schedule(settings.ranks, batches, settings.microbatches)
-    except TypeError as error:  # a wrong argument in its YAML or on the command line
-        raise ConfigError(f"schedule {settings.schedule} cannot be made: {error}") from error
+        compute = [list(actions) for actions in compute]
+    except ScheduleError:
+        raise
+    except (
+        Exception
+    ) as error:  # a wrong argument in its YAML or on the command line, or a function's own fault
+        raise ConfigError(
+            f"schedule {settings.schedule} cannot be made: {type(error).__name__}: {error}"
+        ) from error
     program = lower(compute)
     check(program, batches, settings.microbatches)
     return Window(program, simulate(program, settings.microbatches, buffer_size=settings.buffer_size))
@@ -148,29 +166,49 @@ def _input(settings: Settings, example: Sequence[int], size: int) -> TensorSpec:
 
 
 def _estimates(
-    settings: Settings, model: nn.Sequential, example: Sequence[int], sizes: Iterable[int], train: bool
+    settings: Settings,
+    model: nn.Sequential,
+    mode: FakeTensorMode,
+    example: Sequence[int],
+    sizes: Iterable[int],
+    train: bool,
 ) -> dict[int, list[Layer]]:
     model.train(train)
     try:
-        return {size: estimate(model, _input(settings, example, size)) for size in sorted(sizes)}
+        return {size: estimate(model, _input(settings, example, size), mode) for size in sorted(sizes)}
     finally:
         model.train()
 
 
-def _entries(first: TensorSpec, layers: Sequence[Layer], cuts: Sequence[int]) -> list[Boundary]:
-    return [Boundary((first,)), *(layers[cut - 1].output for cut in cuts)]
+def _entries(
+    settings: Settings, example: Sequence[int], layers: Mapping[int, list[Layer]], cuts: Sequence[int]
+) -> dict[int, list[Boundary]]:
+    return {
+        size: [Boundary((_input(settings, example, size),)), *(estimated[cut - 1].output for cut in cuts)]
+        for size, estimated in layers.items()
+    }
+
+
+def _refuse_complex(layers: Sequence[Layer], cuts: Sequence[int]) -> None:
+    for cut in cuts:
+        output = layers[cut - 1].output
+        if any(spec.dtype.is_complex for spec in output.specs):
+            raise ConfigError(
+                f"layer {cut - 1} ({layers[cut - 1].name}) returns {output}, and complex tensors cannot "
+                f"cross a cut; choose a partition that does not cut before layer {cut}"
+            )
 
 
 def _refuse_sharing(model: nn.Sequential, cuts: Sequence[int]) -> None:
-    """Refuse a parameter that stands in two stages: each would train a copy of its own."""
+    """Refuse a parameter or a buffer that stands in two stages: each would have a copy of its own."""
     owner: dict[int, int] = {}
-    for index, (name, layer) in enumerate(model.named_children()):
+    for index, (name, layer) in enumerate(named_layers(model)):
         stage = sum(cut <= index for cut in cuts)
-        for key, parameter in layer.named_parameters():
-            if owner.setdefault(id(parameter), stage) != stage:
+        for key, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            if owner.setdefault(id(tensor), stage) != stage:
                 raise ConfigError(
                     f"layer {index} ({name}) of stage {stage} shares its {key} with stage "
-                    f"{owner[id(parameter)]}; choose a partition that keeps both layers in one stage"
+                    f"{owner[id(tensor)]}; choose a partition that keeps both layers in one stage"
                 )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Value = Tensor | tuple[Tensor, ...]
 """What one layer hands the next."""
@@ -54,6 +54,16 @@ class Boundary:
         return " + ".join(map(str, self.specs))
 
 
+def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
+    """Describe tensors one by one."""
+    return tuple(TensorSpec(tuple(t.shape), t.dtype) for t in tensors)
+
+
+def named_layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """Return the layers in order with their names; `named_children` leaves out one that is used twice."""
+    return list(zip(model._modules, model, strict=True))
+
+
 def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return a layer's output as a tuple. Raises TypeError where it is neither a tensor nor tensors."""
     tensors = (value,) if isinstance(value, Tensor) else tuple(value)
@@ -64,5 +74,4 @@ def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def describe(value: Value) -> Boundary:
     """Return the boundary that a layer's output is."""
-    specs = tuple(TensorSpec(tuple(t.shape), t.dtype) for t in as_tuple(value))
-    return Boundary(specs, single=isinstance(value, Tensor))
+    return Boundary(specs_of(as_tuple(value)), single=isinstance(value, Tensor))

@@ -6,7 +6,9 @@ would update BatchNorm's running statistics, and the meta device gets dtypes wro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipetrain.boundary import Boundary, TensorSpec, Value, as_tuple, describe
+from pipetrain.boundary import Boundary, TensorSpec, Value, as_tuple, describe, named_layers
 from pipetrain.errors import ConfigError
 
 
@@ -27,47 +29,69 @@ class Layer:
     params: int  # elements, each shared parameter once
     flops: int  # of one forward, plus one per output element
     output: Boundary
-    writes_input: bool  # its first operation works in place: the layer must get a copy at a boundary
+    writes_input: bool  # it works in place on what it is given
+    hands_through: bool  # what it returns shares memory with what it is given
 
 
-def estimate(model: nn.Sequential, example: TensorSpec) -> list[Layer]:
+def estimate(model: nn.Sequential, example: TensorSpec, mode: FakeTensorMode | None = None) -> list[Layer]:
     """Estimate every layer of `model` for one microbatch of the shape and dtype of `example`.
 
-    Raises ConfigError with the layer's name where a layer cannot take what the one before it returns.
+    A layer may keep a tensor of the pass for itself, so give a model that will not train, and the same `mode`
+    for all its passes. Raises ConfigError with the layer's name where a layer cannot take what the one before
+    it returns.
     """
     layers: list[Layer] = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        value: Value = torch.empty(example.shape, dtype=example.dtype)
-        for name, module in model.named_children():
-            fake: dict[str, Tensor] = {
-                key: mode.from_tensor(tensor)
-                for key, tensor in [*module.named_parameters(), *module.named_buffers()]
-            }
-            # Not leaves: an in-place operation on them is allowed, and seen as a new version.
-            inputs = tuple(t.detach() for t in as_tuple(value))
-            before = [t._version for t in inputs]
+    with mode or FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
+        try:
+            value: Value = torch.empty(example.shape, dtype=example.dtype)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"a microbatch of {example} cannot be: {_line(error)}") from error
+        for name, module in named_layers(model):
             try:
-                with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                    value = functional_call(
-                        module, fake, (inputs[0] if isinstance(value, Tensor) else inputs,)
-                    )
-                output = describe(value)
+                value, layer = _pass(name, module, value, mode)
             except Exception as error:
-                cause = " ".join(str(error).split())
                 raise ConfigError(
-                    f"layer {len(layers)} ({name}) of the model cannot take {describe(value)}: {cause}"
+                    f"layer {len(layers)} ({name}) of the model cannot take {describe(value)}: {_line(error)}"
                 ) from error
-            elements = sum(t.numel() for t in as_tuple(value))
-            layers.append(
-                Layer(
-                    name=name,
-                    params=sum(p.numel() for p in module.parameters()),
-                    flops=counter.get_total_flops() + elements,
-                    output=output,
-                    writes_input=[t._version for t in inputs] != before,
-                )
-            )
+            layers.append(layer)
     return layers
+
+
+def _pass(name: str, module: nn.Module, value: Value, mode: FakeTensorMode) -> tuple[Value, Layer]:
+    fake: dict[str, Tensor] = {
+        key: mode.from_tensor(tensor) for key, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
+    # Not leaves: an in-place operation on them is allowed, and seen as a new version.
+    inputs = tuple(t.detach() for t in as_tuple(value))
+    before = [t._version for t in inputs]
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        result = functional_call(module, fake, (inputs[0] if isinstance(value, Tensor) else inputs,))
+    outputs = as_tuple(result)
+    given = {t.untyped_storage()._cdata for t in inputs}
+    layer = Layer(
+        name=name,
+        params=sum(p.numel() for p in module.parameters()),
+        flops=counter.get_total_flops() + sum(t.numel() for t in outputs),
+        output=describe(result),
+        writes_input=[t._version for t in inputs] != before,
+        hands_through=any(t.untyped_storage()._cdata in given for t in outputs),
+    )
+    return (result if isinstance(result, Tensor) else outputs), layer
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging a traceback of a failure that is told in a sentence."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
 
 
 def list_layers(layers: Sequence[Layer]) -> str:

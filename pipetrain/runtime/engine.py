@@ -13,13 +13,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pipetrain.boundary import Boundary
+from pipetrain.boundary import Boundary, specs_of
+from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import COMPUTE, Action, Op, last_uses
 
 Tensors = tuple[Tensor, ...]
+Boundaries = Mapping[int, Sequence[Boundary]]
 Progress = Callable[[int], None]
 """Told of a stage that has done one more of what is counted."""
 
@@ -63,6 +65,7 @@ class _Window:
     feed: Feed
     last_uses: dict[tuple[int, int], int]
     microbatches: int
+    boundaries: Boundaries
     inputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # of (stage, microbatch)
     grads: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # of its outputs
     to_send: dict[tuple[int, int, int], Tensors] = field(
@@ -75,7 +78,7 @@ class Engine:
     """Runs programs over the stages of one rank.
 
     `placement[stage]` is a stage's rank; `boundaries[size][stage]` is what enters a stage for a microbatch
-    of `size` samples; `limits[stage]` is asserted as the program runs.
+    of `size` samples, `evaluated` likewise in an evaluation; `limits[stage]` is asserted as the program runs.
     """
 
     def __init__(
@@ -83,7 +86,8 @@ class Engine:
         stages: Mapping[int, Stage],
         channel: Channel,
         placement: Sequence[int],
-        boundaries: Mapping[int, Sequence[Boundary]],
+        boundaries: Boundaries,
+        evaluated: Boundaries,
         limits: Mapping[int, Limits],
         clock: Clock,
     ) -> None:
@@ -91,6 +95,7 @@ class Engine:
         self._channel = channel
         self._placement = placement
         self._boundaries = boundaries
+        self._evaluated = evaluated
         self._limits = limits
         self._clock = clock
         self.records = {stage: StageRecord() for stage in stages}
@@ -120,7 +125,7 @@ class Engine:
         """
         for stage in self._stages.values():
             stage.begin_window()
-        window = _Window(feed, last_uses(list(actions)), microbatches)
+        window = _Window(feed, last_uses(list(actions)), microbatches, self._boundaries)
         self._run(actions, window, self._execute, Op.STEP, progress)
 
     def evaluate(
@@ -134,7 +139,7 @@ class Engine:
         self.records = {stage: StageRecord() for stage in self._stages}
         try:
             execute = {**self._execute, Op.F: self._predict}
-            self._run(actions, _Window(feed, {}, 1), execute, Op.F, progress)
+            self._run(actions, _Window(feed, {}, 1, self._evaluated), execute, Op.F, progress)
         finally:
             self.records = trained
 
@@ -255,13 +260,20 @@ class Engine:
             Op.RECV_B: (action.stage + 1, action.stage),
         }
         src, dst = ends[action.op]
-        boundary = self._boundaries[window.feed.size(action.mb)][max(src, dst)]
+        boundary = window.boundaries[window.feed.size(action.mb)][max(src, dst)]
         specs = boundary.specs if src < dst else boundary.gradients
         return Message(src, dst, action.mb, specs, (self._placement[src], self._placement[dst]))
 
     def _send(self, action: Action, window: _Window) -> None:
         message = self._message(action, window)
-        self._channel.send(message, window.to_send.pop((action.stage, action.mb, message.dst)))
+        tensors = window.to_send.pop((action.stage, action.mb, message.dst))
+        if specs_of(tensors) != message.specs:  # the receiver would take it for what was planned, in silence
+            made, planned = (" + ".join(map(str, specs)) for specs in (specs_of(tensors), message.specs))
+            raise TrainingStopped(
+                f"stage {action.stage} made {made} for {message.name}, and the plan says {planned}: what a "
+                f"layer returns must depend on the number of samples alone"
+            )
+        self._channel.send(message, tensors)
         self.records[action.stage].bytes_sent += message.nbytes
 
     _send_activation = _send_gradient = _send

@@ -128,7 +128,9 @@ class Weights:
 
     def release(self, version: int) -> None:
         """Give up an older version: nothing to come reads it."""
-        self._spare.append([leaf.data for leaf in self._versions.pop(version).values()])
+        leaves = self._versions.pop(version).values()
+        increment_version(leaves)  # their storage will be overwritten
+        self._spare.append([leaf.data for leaf in leaves])
 
     def _fresh_leaves(self) -> dict[str, Tensor]:
         return {name: p.data.requires_grad_() for name, p in self._live.items()}

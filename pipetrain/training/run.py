@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -42,11 +44,15 @@ log = logging.getLogger("pipetrain")
 
 @dataclass(frozen=True)
 class Run:
-    """One training run before it starts. `transform` makes training images; evaluation only normalises."""
+    """One training run before it starts.
+
+    `transform` makes training images; evaluation only normalises. `build_model` builds the whole model, with
+    the same weights every time.
+    """
 
     settings: Settings
     data: ImageData
-    model: nn.Sequential
+    build_model: Callable[[], nn.Sequential]
     plan: Plan
     sampler: Sampler
     transform: Transform
@@ -101,7 +107,7 @@ def check_early(cfg: DictConfig, schedule: str, ranks: int) -> None:
 def prepare(cfg: DictConfig, schedule: str, ranks: int, data: ImageData) -> Run:
     """Make a run from its configuration and its data. Raises ConfigError and ScheduleError."""
     settings = read_settings(cfg, schedule, ranks)
-    model = make_model(cfg, settings.seed, settings.dtype)
+    build_model = partial(make_model, cfg, settings.seed, settings.dtype)
     sampler = Sampler(
         len(data.train), settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
@@ -109,8 +115,8 @@ def prepare(cfg: DictConfig, schedule: str, ranks: int, data: ImageData) -> Run:
     return Run(
         settings=settings,
         data=data,
-        model=model,
-        plan=make_plan(settings, make_schedule(cfg), model, IMAGE, data.classes, samples),
+        build_model=build_model,
+        plan=make_plan(settings, make_schedule(cfg), build_model(), IMAGE, data.classes, samples),
         sampler=sampler,
         transform=Transform(
             data.mean, data.std, load_augment(cfg.data), seed=settings.seed, dtype=settings.dtype

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipetrain.boundary import named_layers
 from pipetrain.data import Split, Transform, inputs
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine, Limits, StageRecord
@@ -45,39 +46,39 @@ class Trainer:
         self._mesh = mesh
         self._recorder = recorder
         self._rate = run.settings.rate(run.updates)
-        torch.manual_seed(
-            run.settings.seed + 1_000_003 * (mesh.world.rank + 1)
-        )  # dropout's: each rank its own
+        model = run.build_model()  # whole, for the weights' sake; what is not ours is forgotten again
         self.stages = {
-            stage: self._make_stage(stage)
+            stage: self._make_stage(stage, model)
             for stage, rank in enumerate(run.plan.placement)
             if rank == mesh.world.rank
         }
+        # For dropout, on each rank its own; after the model, whose weights take the seed as it is.
+        torch.manual_seed((run.settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
         self._engine = Engine(
             self.stages,
             mesh.channel(run.settings.buffer_size),
             run.plan.placement,
             run.plan.boundaries,
+            run.plan.evaluated,
             {stage: Limits(*run.plan.peaks(stage)[:2]) for stage in self.stages},
             Clock(mesh.device),
         )
 
-    def _make_stage(self, index: int) -> Stage:
+    def _make_stage(self, index: int, model: nn.Sequential) -> Stage:
         run = self._run
-        held = run.plan.slice(index)
-        children = list(run.model.named_children())[held]
+        layers = named_layers(model)[run.plan.slice(index)]
         last = index == run.plan.stages - 1
         smoothing = run.settings.label_smoothing
         return Stage(
             index,
-            nn.Sequential(OrderedDict(children)).to(self._mesh.device),
+            nn.Sequential(OrderedDict(layers)).to(self._mesh.device),
             run.optimizer,
             self._rate,
             loss=partial(functional.cross_entropy, label_smoothing=smoothing) if last else None,
             single_input=run.plan.boundaries[run.settings.batch_size // run.settings.microbatches][
                 index
             ].single,
-            copy_input=run.plan.layers[held.start].writes_input,
+            copy_input=run.plan.copies_input(index),
         )
 
     def fit(self) -> None:

@@ -76,19 +76,20 @@ def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microb
     case = Case(schedule, 1, (NORM, f"microbatches={microbatches}", "dtype=float32", "data.drop_last=true"))
     state, _ = run_in_threads(case)
     run = make_run(case)
-    optimizer = run.optimizer(run.model.parameters())
+    model = run.build_model()
+    optimizer = run.optimizer(model.parameters())
     rate, update = run.settings.rate(run.updates), 0
     for epoch in range(run.settings.epochs):
         for batch in run.sampler.epoch(epoch):
             for ids in batch:
                 x = replace(run.transform, epoch=epoch)(run.data.train.images[ids], ids)
-                loss = functional.cross_entropy(run.model(x), run.data.train.labels[ids]) / microbatches
+                loss = functional.cross_entropy(model(x), run.data.train.labels[ids]) / microbatches
                 loss.backward()
             optimizer.param_groups[0]["lr"] = rate(update)
             optimizer.step()
             optimizer.zero_grad()
             update += 1
-    for name, tensor in run.model.state_dict().items():
+    for name, tensor in model.state_dict().items():
         assert torch.equal(state[name], tensor), name
 
 

@@ -87,7 +87,7 @@ def expected(case: Case) -> reference.Outcome:
         rate=run.settings.rate(run.updates),
         label_smoothing=run.settings.label_smoothing,
     )
-    return reference.train(run.model, recipe, _delay(case, cfg, run))
+    return reference.train(run.build_model(), recipe, _delay(case, cfg, run))
 
 
 def _delay(case: Case, cfg: DictConfig, run: Run) -> reference.Delay:
@@ -164,12 +164,17 @@ def run_in_threads(case: Case) -> tuple[dict[str, Tensor], list[EpochFigures]]:
     wire, barrier, board = Wire(), Barrier(case.ranks), [None] * case.ranks
     listener, state, errors = Listener(), {}, []
 
+    meshes = [LocalMesh(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
+    # Here, one after the other: a model's weights come from the process's one random generator.
+    trainers = [
+        Trainer(run, mesh, None if mesh.world.rank else listener)  # type: ignore[arg-type]
+        for run, mesh in zip(runs, meshes, strict=True)
+    ]
+
     def work(rank: int) -> None:
         try:
-            mesh = LocalMesh(World(rank, case.ranks), wire, barrier, board)
-            trainer = Trainer(runs[rank], mesh, listener if rank == 0 else None)  # type: ignore[arg-type]
-            trainer.fit()
-            state.update(state_of(trainer, runs[rank]))
+            trainers[rank].fit()
+            state.update(state_of(trainers[rank], runs[rank]))
         except BaseException as error:
             errors.append(error)
             barrier.abort()

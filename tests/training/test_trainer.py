@@ -76,13 +76,14 @@ def evaluated(trainer: Trainer, last: int) -> tuple[int, float, float]:
     return tally.samples, tally.mean_loss, tally.accuracy
 
 
-def plainly(run: Run) -> tuple[float, float]:
+def plainly(run: Run, trainer: Trainer) -> tuple[float, float]:
     """Loss and accuracy of the whole model on all test samples at once."""
     split = run.data.test
-    model = run.model.eval()
+    model = run.build_model()
+    model.load_state_dict(state_of(trainer, run))
+    model.eval()
     with torch.no_grad():
         output = model(replace(run.transform, augment=None)(split.images, torch.arange(len(split))))
-    model.train()
     accuracy = (output.argmax(1) == split.labels).double().mean().item()
     return functional.cross_entropy(output, split.labels).item(), accuracy
 
@@ -92,10 +93,12 @@ def test_an_evaluation_counts_every_sample_and_equals_a_plain_one(batch_size):
     """11 test samples: no batch size here divides them."""
     run = make_run(alone(f"batch_size={batch_size}", "data.drop_last=true", samples=64))
     trainer = trainer_of(run)
-    run.model[1][1].running_mean.fill_(0.3)  # the statistics that are kept are those that are used
+    trainer.stages[0].module[1][1].running_mean.fill_(
+        0.3
+    )  # the statistics that are kept are those that are used
     samples, loss, accuracy = evaluated(trainer, 0)
     assert samples == 11
-    wanted_loss, wanted_accuracy = plainly(run)
+    wanted_loss, wanted_accuracy = plainly(run, trainer)
     assert loss == pytest.approx(wanted_loss, rel=1e-12)
     assert accuracy == wanted_accuracy
 
@@ -136,9 +139,10 @@ def test_a_run_that_is_evaluated_more_often_trains_the_same():
 def test_an_epoch_s_figures_are_of_the_weights_after_its_last_update():
     run = make_run(alone("epochs=1"))
     listener = Listener()
-    trainer_of(run, recorder=listener).fit()
+    trainer = trainer_of(run, recorder=listener)
+    trainer.fit()
     (figures,) = listener.epochs
-    assert (figures.evaluated.mean_loss, figures.evaluated.accuracy) == pytest.approx(plainly(run))
+    assert (figures.evaluated.mean_loss, figures.evaluated.accuracy) == pytest.approx(plainly(run, trainer))
 
 
 # An epoch
