@@ -7,7 +7,7 @@
 #     NPROC=4 ./launch.sh ...                                with so many processes
 #
 # Processes: NPROC, or stages= among the arguments, or one per GPU; two where there is no GPU, and two for the
-# quickstart. They share the machine's cores, unless OMP_NUM_THREADS says otherwise.
+# quickstart. They share the machine's cores between them; threads= says otherwise.
 
 set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/scripts/environment.sh"

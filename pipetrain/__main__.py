@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -12,9 +15,12 @@ from torch.distributed.distributed_c10d import Store
 
 from pipetrain.cli import compose, contained
 from pipetrain.config import share_of_cores
-from pipetrain.launch import Job, Leader, follow, guarded, leave
+from pipetrain.data import load_data
+from pipetrain.errors import ConfigError
+from pipetrain.launch import FAILED, Job, Leader, follow, guarded, leave
 from pipetrain.plan import describe
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
+from pipetrain.training.folder import claim, rename_after
 from pipetrain.training.recorder import Recorder
 from pipetrain.training.run import Run, check_early, obtain_data, prepare
 from pipetrain.training.trainer import Trainer
@@ -24,8 +30,15 @@ log = logging.getLogger("pipetrain")
 
 def main() -> None:
     """Lead the run on rank 0, follow it on the others; exit with its status."""
+    # A kernel that is loaded while a receive waits on the GPU would wait for it, and it for us.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     world = World.from_environment()
-    leave(guarded(lambda: follow(world, join) if world.rank else lead(world)))
+    try:
+        status = guarded(lambda: follow(world, join) if world.rank else lead(world))
+    except Exception:
+        traceback.print_exc()
+        status = FAILED
+    leave(status)
 
 
 def lead(world: World) -> int:
@@ -47,11 +60,21 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
     cfg = contained(cfg, run_dir)
     check_early(cfg, schedule, world.size)
     choose_device(world, cfg.device)
-    cfg, data = obtain_data(cfg)
-    run = prepare(cfg, schedule, world.size, data)
-    job = Job(OmegaConf.to_container(cfg, resolve=True), schedule, str(run_dir))  # type: ignore[arg-type]
-    store = leader.announce(job)
+    with claim(run_dir):
+        asked = cfg.data.name
+        cfg, data = obtain_data(cfg)
+        if not any(
+            "run_dir=" in o or "run.dir=" in o for o in [*hydra.overrides.task, *hydra.overrides.hydra]
+        ):
+            cfg.run_dir = str(rename_after(run_dir, asked, cfg.data.name))
+        run = prepare(cfg, schedule, world.size, data)
+        config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+        record(run, cfg, world, leader.announce(Job(config, schedule, cfg.run_dir, data.fingerprint)))
 
+
+def record(run: Run, cfg: DictConfig, world: World, store: Store | None) -> None:
+    """Train as rank 0, and write the records."""
+    run_dir = Path(cfg.run_dir)
     device = choose_device(world, cfg.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     recorder = Recorder(run_dir, cfg, run, f"{world.size} x {name}")
@@ -63,7 +86,12 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
 def join(job: Job, world: World, store: Store | None) -> None:
     """Take part in a job that rank 0 has decided."""
     cfg = OmegaConf.create(job.config)
-    _, data = obtain_data(cfg)
+    data = load_data(cfg.data)
+    if data.fingerprint != job.fingerprint:
+        raise ConfigError(
+            f"rank {world.rank} reads another data set than rank 0: {data.fingerprint}, not "
+            f"{job.fingerprint}; give every machine the same files"
+        )
     run = prepare(cfg, job.schedule, world.size, data)
     train(run, choose_device(world, cfg.device), world, store)
 

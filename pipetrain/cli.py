@@ -39,9 +39,11 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
 
     try:
         hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(job)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         raise ConfigError(_sentence(error)) from error
     except SystemExit as end:
+        if failed and isinstance(failed[0], OmegaConfBaseException):
+            raise ConfigError(_sentence(failed[0])) from None
         if failed:
             raise failed[0] from None
         return end.code if isinstance(end.code, int) else int(bool(end.code))
@@ -51,9 +53,13 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
 def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
     """Return the configuration by itself: Hydra's interpolations resolved, its folders absolute."""
     cfg = cfg.copy()
+    if not cfg.run_dir:
+        raise ConfigError(f"run_dir={cfg.run_dir} must name a folder")
     cfg.run_dir = str(run_dir)
     root = cfg.data.get("root")
     if root is not None:
+        if not isinstance(root, str):
+            raise ConfigError(f"data.root={root} must name a folder")
         cfg.data.root = str(Path(root).expanduser().absolute())
     return cfg
 
@@ -74,9 +80,13 @@ def _sentence(error: Exception) -> str:
 
 
 def _suggestion(key: str) -> str:
-    try:
-        keys = [str(k) for k in OmegaConf.load(conf_dir() / "config.yaml")]
-    except OSError:
-        return ""
+    files = conf_dir().glob("*/*.yaml")
+    keys = {str(k) for k in OmegaConf.load(conf_dir() / "config.yaml")}
+    keys |= {name for path in files for name in (path.parent.name, *_dotted(path))}
     close = difflib.get_close_matches(key, keys, n=1)
     return f"; did you mean {close[0]}" if close else ""
+
+
+def _dotted(path: Path) -> list[str]:
+    """Name the keys of a group's file, as they are overridden."""
+    return [f"{path.parent.name}.{key!s}" for key in OmegaConf.load(path)]

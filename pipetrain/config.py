@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from pipetrain.schedule.actions import Schedule
 from pipetrain.training.rate import learning_rate
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+MONTH_S = 30 * 24 * 3600
 DEVICES = ("auto", "cpu", "cuda")
 
 
 def _name_of(target: str) -> str:
     """Return the last part of a dotted name: what `_target_` is called."""
-    return target.rsplit(".", 1)[-1]
+    return str(target).rsplit(".", 1)[-1]
 
 
 OmegaConf.register_new_resolver("name_of", _name_of, replace=True)
@@ -89,14 +91,14 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         microbatches=_at_least(cfg, "microbatches", 1),
         window=whole_number(cfg, "window", 1, optional=True),
         buffer_size=_at_least(cfg, "buffer_size", 1),
-        timeout=_number(cfg, "timeout", above=0),
+        timeout=_number(cfg, "timeout", above=0, most=MONTH_S),
         batch_size=_at_least(cfg, "batch_size", 1),
         epochs=_at_least(cfg, "epochs", 1),
         lr_schedule=str(cfg.lr_schedule),
         lr=_number(cfg, "optim.lr", above=0),
         warmup=_number(cfg, "warmup"),
         label_smoothing=_number(cfg, "label_smoothing"),
-        seed=_at_least(cfg, "seed", 0),
+        seed=_at_least(cfg, "seed", 0, most=2**63 - 1),
         device=_one_of(cfg, "device", DEVICES),
         dtype=DTYPES[_one_of(cfg, "dtype", tuple(DTYPES))],
         threads=whole_number(cfg, "threads", 1, optional=True),
@@ -125,9 +127,11 @@ def make_schedule(cfg: DictConfig) -> Schedule:
 def make_optimizer(cfg: DictConfig) -> OptimizerFactory:
     """Return what builds a stage's optimizer from `cfg.optim`, tried once. Raises ConfigError."""
     factory: OptimizerFactory = _instantiate(cfg, "optim")
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
     try:
-        factory([nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError, RuntimeError) as error:
+        factory([parameter]).step()
+    except Exception as error:  # whatever that class says of what it is given
         raise ConfigError(f"optim cannot be built by {cfg.optim._target_}: {_line(error)}") from error
     return factory
 
@@ -144,7 +148,22 @@ def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
             f"{cfg.model._target_} must return an nn.Sequential of the layers to cut between, "
             f"not {type(model).__name__ if not isinstance(model, nn.Sequential) else 'an empty one'}"
         )
+    _refuse_untrainable(model)
     return model.to(dtype)
+
+
+def _refuse_untrainable(model: nn.Sequential) -> None:
+    """Refuse parameters that this engine would train otherwise than their author meant."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"layer {name} of the model is lazy: give it its sizes")
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"parameter {name} of the model has a hook, which would not be called: each weight version "
+                f"has a gradient of its own; put the hook on the layer's output"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("the model has no parameter to train: let one require a gradient")
 
 
 def _instantiate(cfg: DictConfig, group: str) -> Any:
@@ -156,7 +175,8 @@ def _instantiate(cfg: DictConfig, group: str) -> Any:
         text = re.sub(
             r", set env var HYDRA_FULL_ERROR=1 \S+ \S+ \S+ exception\.|full_key: \S+", "", _line(error)
         )
-        why = f": {_line(error.__cause__)}" if error.__cause__ else ""
+        cause = _line(error.__cause__) if error.__cause__ else ""
+        why = f": {cause}" if cause not in text else ""
         raise ConfigError(f"{group} cannot be built: {text.strip()}{why}") from error
 
 
@@ -176,20 +196,24 @@ def whole_number(cfg: DictConfig, key: str, low: int, optional: bool = False) ->
     return value
 
 
-def _at_least(cfg: DictConfig, key: str, low: int) -> int:
+def _at_least(cfg: DictConfig, key: str, low: int, most: float = float("inf")) -> int:
     value = whole_number(cfg, key, low)
     assert value is not None
+    if value > most:
+        raise ConfigError(f"{key}={value} must be at most {most}")
     return value
 
 
-def _number(cfg: DictConfig, key: str, above: float = float("-inf")) -> float:
+def _number(
+    cfg: DictConfig, key: str, above: float = float("-inf"), most: float = sys.float_info.max
+) -> float:
     value = OmegaConf.select(cfg, key)
     try:
-        number = float(value)
+        number = float("" if isinstance(value, bool) else value)
     except (TypeError, ValueError):
         raise ConfigError(f"{key}={value} must be a number") from None
-    if not above < number < float("inf"):
-        raise ConfigError(f"{key}={value} must be a finite number above {above:g}")
+    if not above < number <= most:
+        raise ConfigError(f"{key}={value} must be a finite number above {above:g}, and at most {most:g}")
     return number
 
 

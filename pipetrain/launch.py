@@ -36,6 +36,7 @@ class Job:
     config: dict[str, Any]  # resolved; `data` is the data set really used
     schedule: str
     run_dir: str
+    fingerprint: str  # of the data set
 
 
 Run = Callable[[Job, World, Store | None], None]
@@ -74,8 +75,9 @@ def follow(world: World, run: Run) -> int:
         try:
             store.wait([key], timedelta(seconds=PATIENCE_S))
         except RuntimeError as error:
+            cause = str(error).strip().splitlines()[0]
             raise ChannelError(
-                f"rank {world.rank} waited {PATIENCE_S:g} s for rank 0 to say what to run"
+                f"rank {world.rank} waited up to {PATIENCE_S:g} s for rank 0 to say what to run: {cause}"
             ) from error
         word = json.loads(store.get(key))
         if "end" in word:

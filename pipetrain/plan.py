@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -17,6 +18,7 @@ from omegaconf import DictConfig
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.cli import compose
 from pipetrain.config import make_model, make_schedule, read_settings, whole_number
+from pipetrain.errors import ConfigError
 from pipetrain.launch import guarded
 from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.theory import theory
@@ -40,11 +42,17 @@ def show(cfg: DictConfig) -> None:
     settings = read_settings(cfg, str(HydraConfig.get().runtime.choices["schedule"]), None)
     model = make_model(cfg, settings.seed, settings.dtype)
     batches = whole_number(cfg, "batches", 1, optional=True) or min(settings.window or BATCHES, BATCHES)
+    if cfg.batches is not None:
+        settings = replace(settings, window=None)
     samples = Samples([settings.batch_size] * batches, [settings.batch_size])
     plan = make_plan(settings, make_schedule(cfg), model, IMAGE, 1, samples)
+    if cfg.out is not None:
+        try:
+            as_figure(plan.window.simulation, Path(str(cfg.out)))
+        except OSError as error:
+            raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
     print(describe(plan), end="")
     if cfg.out is not None:
-        as_figure(plan.window.simulation, Path(cfg.out))
         print(f"\ntimeline drawn in {cfg.out}")
 
 

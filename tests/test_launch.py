@@ -19,7 +19,12 @@ from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.schedule.simulate import Deadlock
 
-JOB = Job({"seed": 1, "model": {"_target_": "a.b"}, "partition": [8], "window": None}, "1f1b", "/some/run")
+JOB = Job(
+    {"seed": 1, "model": {"_target_": "a.b"}, "partition": [8], "window": None},
+    "1f1b",
+    "/some/run",
+    "digits 9+3 0",
+)
 
 
 def raising(error: BaseException):
@@ -147,7 +152,7 @@ def test_a_refusal_ends_everybody_with_its_status_and_nothing_run(ranks):
 
 
 def test_a_sweep_is_a_job_after_another_each_with_a_store_of_its_own(ranks):
-    second = Job({"seed": 2}, "gpipe", "/another/run")
+    second = Job({"seed": 2}, "gpipe", "/another/run", "digits 9+3 0")
     places = []
 
     def lead(leader: Leader) -> None:

@@ -204,10 +204,9 @@ class Stage:
         retain_graph: bool = False,
     ) -> None:
         if self._loss is not None:
-            pairs = [(saved.outputs[0], torch.ones_like(saved.outputs[0]))]
-        else:
-            floating = [t for t in saved.outputs if t.is_floating_point()]
-            pairs = [(t, grad) for t, grad in zip(floating, grads, strict=True) if t.requires_grad]
+            grads = (torch.ones_like(saved.outputs[0]),)
+        floating = [t for t in saved.outputs if t.is_floating_point()]
+        pairs = [(t, grad) for t, grad in zip(floating, grads, strict=True) if t.requires_grad]
         if pairs and inputs != []:
             outputs, output_grads = zip(*pairs, strict=True)
             with self.weights.installed(saved.version, backward=True):
@@ -215,5 +214,7 @@ class Stage:
 
     @staticmethod
     def _input_gradients(saved: _Saved) -> tuple[Tensor, ...]:
+        # A message has a fixed size: where no gradient reaches an input, zeros travel. What is behind the cut
+        # then takes a step with a gradient of zero, where one process would leave it alone.
         wanted = (t for t in saved.inputs if t.requires_grad)
         return tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in wanted)

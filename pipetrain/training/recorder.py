@@ -23,12 +23,13 @@ from tqdm import tqdm
 from pipetrain.runtime.engine import StageRecord
 from pipetrain.runtime.stage import Tally
 from pipetrain.schedule.draw import as_figure
+from pipetrain.training.folder import METRICS, SUMMARY
 from pipetrain.training.run import Run
 
 log = logging.getLogger("pipetrain")
 
-METRICS = ["epoch", "train_loss", "train_acc", "val_loss", "val_acc", "lr"]
-METRICS += ["samples_per_s", "epoch_s", "eval_s", "elapsed_s"]
+COLUMNS = ["epoch", "train_loss", "train_acc", "val_loss", "val_acc", "lr"]
+COLUMNS += ["samples_per_s", "epoch_s", "eval_s", "elapsed_s"]
 HYPER_PARAMETERS = ["data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size"]
 HYPER_PARAMETERS += ["lr", "epochs", "seed", "device", "data_workers"]
 RESULTS = ["val_acc", "best_val_acc", "val_loss", "samples_per_s", "epoch_s"]
@@ -69,11 +70,11 @@ class Recorder:
         self._start = self._spoke = time.perf_counter()
         self._done = 0
         self._bar: Any = None
-        folder.mkdir(parents=True, exist_ok=True)
         self._writer = SummaryWriter(str(folder))
-        self._rows = (folder / "metrics.csv").open("w", newline="")
+        self._rows = (folder / METRICS).open("w", newline="")
         self._csv = csv.writer(self._rows)
-        self._csv.writerow(METRICS)
+        self._csv.writerow(COLUMNS)
+        self._rows.flush()
         self._introduce(OmegaConf.to_yaml(cfg, resolve=True))
 
     def _introduce(self, config: str) -> None:
@@ -98,6 +99,10 @@ class Recorder:
             "%d epochs, %d updates, seed %d; records in %s",
             *(settings.epochs, self._run.updates, settings.seed, self._folder),
         )
+
+    def begin(self) -> None:
+        """Let the time of the run count from now."""
+        self._start = self._spoke = time.perf_counter()
 
     def tick(self, what: str, total: int) -> None:
         """Count one of `total` steps of `what`, and show how far it is."""
@@ -166,7 +171,7 @@ class Recorder:
     def close(self) -> None:
         """Write the summary and the hyper-parameters, and say how the run ended and where it lies."""
         summary = self._summary()
-        (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        (self._folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         self._writer.add_hparams(
             {key: summary[key] for key in HYPER_PARAMETERS},
             {f"result/{key}": summary[key] for key in RESULTS},

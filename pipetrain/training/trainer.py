@@ -83,6 +83,8 @@ class Trainer:
 
     def fit(self) -> None:
         """Train for all epochs, evaluating after each. Raises ChannelError and TrainingStopped."""
+        if self._recorder:
+            self._recorder.begin()
         for epoch in range(self._run.settings.epochs):
             before = {stage: replace(record) for stage, record in self._engine.records.items()}
             start = time.perf_counter()

@@ -170,7 +170,9 @@ def engine(rank_of: list[int], mine: list[int], limits: Limits) -> tuple[Engine,
         )
         for index in mine
     }
-    made = Engine(stages, tape, rank_of, BOUNDARIES, BOUNDARIES, dict.fromkeys(mine, limits), Clock(torch.device("cpu")))
+    made = Engine(
+        stages, tape, rank_of, BOUNDARIES, BOUNDARIES, dict.fromkeys(mine, limits), Clock(torch.device("cpu"))
+    )
     return made, tape
 
 

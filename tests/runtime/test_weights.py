@@ -302,3 +302,15 @@ def test_statistics_are_written_in_a_forward_and_not_in_a_backward():
     assert module.num_batches_tracked.item() == 1
     assert torch.equal(module.running_mean, mean)
     assert not torch.equal(mean, torch.zeros(2))
+
+
+def test_autograd_refuses_a_version_that_was_given_up_and_written_over():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    weights = Weights(module, partial(torch.optim.SGD, lr=0.1), lambda update: 0.1)
+    with weights.installed(0):
+        late = module(torch.ones(2, 3, requires_grad=True))
+    weights.step(keep=True)
+    weights.release(0)
+    weights.step(keep=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward(torch.ones_like(late))

@@ -106,6 +106,8 @@ class Listener:
     def __init__(self) -> None:
         self.epochs: list[EpochFigures] = []
 
+    def begin(self) -> None: ...
+
     def tick(self, what: str, total: int) -> None: ...
 
     def epoch(self, figures: EpochFigures) -> None:

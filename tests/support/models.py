@@ -143,3 +143,116 @@ def tied() -> nn.Sequential:
     return nn.Sequential(
         nn.Sequential(Shrink(), nn.Flatten()), first, nn.Tanh(), last, nn.Linear(48, CLASSES)
     )
+
+
+def reused() -> nn.Sequential:
+    """One activation object between all layers, as people write it."""
+    act = nn.Tanh()
+    flat = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12))
+    return nn.Sequential(flat, act, nn.Linear(12, 12), act, nn.Linear(12, 12), act, nn.Linear(12, CLASSES))
+
+
+def shared_statistics() -> nn.Sequential:
+    """Two layers that count into one BatchNorm."""
+    norm = nn.BatchNorm1d(12, affine=False)
+    flat = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12), norm)
+    return nn.Sequential(
+        flat, nn.Linear(12, 12), nn.Sequential(nn.Linear(12, 12), norm), nn.Linear(12, CLASSES)
+    )
+
+
+def in_place_behind_a_view() -> nn.Sequential:
+    """The fourth layer writes into what the second made, if a cut does not come between."""
+    return nn.Sequential(
+        Shrink(),
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.Flatten(),
+        nn.Identity(),
+        nn.ReLU(inplace=True),
+        nn.Linear(64, CLASSES),
+    )
+
+
+class Caching(nn.Module):
+    """Makes a table in its first forward and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
+        return x * self.table
+
+
+def caching() -> nn.Sequential:
+    flat = nn.Sequential(Shrink(), nn.Flatten())
+    return nn.Sequential(flat, nn.Linear(48, 12), Caching(), nn.Linear(12, 12), nn.Linear(12, CLASSES))
+
+
+class WiderInTraining(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x], 1) if self.training else x
+
+
+class First(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :12]
+
+
+def wider_in_training() -> nn.Sequential:
+    flat = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12))
+    return nn.Sequential(flat, WiderInTraining(), First(), nn.Linear(12, CLASSES))
+
+
+class Fickle(nn.Module):
+    """Returns something else once there are numbers in its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :6] if type(x) is Tensor else x
+
+
+def fickle() -> nn.Sequential:
+    flat = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12))
+    return nn.Sequential(flat, Fickle(), nn.Linear(12, CLASSES))
+
+
+def frozen() -> nn.Sequential:
+    model = without_norm()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def frozen_end() -> nn.Sequential:
+    """The last stage may have nothing to train; what is before it has."""
+    model = without_norm()
+    for parameter in model[-2:].parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def lazy() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES))
+
+
+def hooked() -> nn.Sequential:
+    model = without_norm()
+    next(model.parameters()).register_hook(lambda grad: grad * 0)
+    return model
+
+
+class Spectrum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(x)
+
+
+class Back(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(x)
+
+
+def complex_inside() -> nn.Sequential:
+    flat = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12))
+    return nn.Sequential(flat, Spectrum(), Back(), nn.Linear(12, CLASSES))

@@ -1,0 +1,37 @@
+"""The folder of one run: one run at a time, and a finished one is not written over."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import TextIO
+
+from pipetrain.errors import ConfigError
+
+METRICS, SUMMARY, EVENTS = "metrics.csv", "summary.json", "events.out.tfevents.*"
+
+
+def claim(folder: Path) -> TextIO:
+    """Take a folder for this run; keep what is returned open as long as the run lasts.
+
+    What a run that did not finish has left there is removed. Raises ConfigError where a run is going on in
+    the folder, or has finished there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ConfigError(f"run_dir={folder} is in use by a run that is going on; choose another") from error
+    if (folder / SUMMARY).exists():
+        raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
+    for left in [folder / METRICS, *folder.glob(EVENTS)]:
+        left.unlink(missing_ok=True)
+    return lock
+
+
+def rename_after(folder: Path, asked: str, used: str) -> Path:
+    """Let a folder that is called after a data set be called after the one used; return where it is."""
+    if asked == used or not folder.name.startswith(f"{asked}-"):
+        return folder
+    return folder.rename(folder.with_name(used + folder.name.removeprefix(asked)))

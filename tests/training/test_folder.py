@@ -1,0 +1,45 @@
+"""One run at a time in a folder, and a finished one is kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipetrain.errors import ConfigError
+from pipetrain.training.folder import claim, rename_after
+
+
+def test_a_folder_is_made_and_taken(tmp_path):
+    with claim(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path):
+    with claim(tmp_path), pytest.raises(ConfigError, match="is in use by a run that is going on"):
+        claim(tmp_path)
+    claim(tmp_path).close()
+
+
+def test_a_finished_run_is_not_written_over(tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds a finished run; choose another, or remove it"):
+        claim(tmp_path)
+    assert (tmp_path / "summary.json").read_text() == "{}"
+
+
+def test_what_an_unfinished_run_left_is_removed_and_nothing_else(tmp_path):
+    for name in ("metrics.csv", "events.out.tfevents.1.host", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    with claim(tmp_path):
+        assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == ["notes.txt"]
+
+
+def test_a_folder_is_called_after_the_data_set_really_used(tmp_path):
+    folder = tmp_path / "cifar10-vgg16-1f1b-now"
+    folder.mkdir()
+    assert rename_after(folder, "cifar10", "cifar10") == folder
+    assert rename_after(folder, "cifar10", "digits") == tmp_path / "digits-vgg16-1f1b-now"
+    assert (tmp_path / "digits-vgg16-1f1b-now").is_dir()
+
+
+def test_a_folder_with_a_name_of_its_own_keeps_it(tmp_path):
+    assert rename_after(tmp_path, "cifar10", "digits") == tmp_path
