@@ -53,7 +53,7 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
 def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
     """Return the configuration by itself: Hydra's interpolations resolved, its folders absolute."""
     cfg = cfg.copy()
-    if not cfg.run_dir:
+    if not OmegaConf.is_interpolation(cfg, "run_dir") and not cfg.run_dir:
         raise ConfigError(f"run_dir={cfg.run_dir} must name a folder")
     cfg.run_dir = str(run_dir)
     root = cfg.data.get("root")

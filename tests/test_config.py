@@ -78,7 +78,7 @@ def test_settings_are_what_was_configured():
     read = read_settings(config(["data=digits", "model=mlp", "partition=[2]", "seed=7"]), "1f1b", 2)
     assert (read.model, read.schedule, read.ranks, read.partition) == ("mlp", "1f1b", 2, [2])
     assert (read.batch_size, read.microbatches, read.window, read.buffer_size) == (64, 4, 1, 2)
-    assert (read.epochs, read.lr_schedule, read.lr, read.warmup) == (6, "cosine", 0.02, 0.05)
+    assert (read.epochs, read.lr_schedule, read.lr, read.warmup) == (6, "cosine", 0.005, 0.05)
     assert (read.seed, read.device, read.dtype, read.threads) == (7, "auto", torch.float32, None)
     assert (read.workers, read.drop_last, read.label_smoothing, read.timeout) == (0, False, 0.0, 300.0)
 
@@ -101,7 +101,7 @@ def test_an_unset_optimizer_follows_the_recipe_and_the_rate_its_shape():
     read = read_settings(config(["data=cifar10", "optim=adamw"]), "1f1b", 1)
     assert (read.lr, read.epochs) == (0.001, 150)
     constant = read_settings(config(["data=digits", "lr_schedule=constant", "warmup=0"]), "1f1b", 1)
-    assert [constant.rate(3)(update) for update in range(3)] == [0.02] * 3
+    assert [constant.rate(3)(update) for update in range(3)] == [0.005] * 3
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_an_optimizer_is_built_anew_for_each_stage():
     a, b = (factory([nn.Parameter(torch.zeros(2))]) for _ in range(2))
     assert a is not b
     assert isinstance(a, torch.optim.SGD)
-    assert (a.defaults["momentum"], a.defaults["weight_decay"], a.defaults["lr"]) == (0.5, 5e-4, 0.02)
+    assert (a.defaults["momentum"], a.defaults["weight_decay"], a.defaults["lr"]) == (0.5, 5e-4, 0.005)
 
 
 @pytest.mark.parametrize(

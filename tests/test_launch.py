@@ -174,7 +174,7 @@ def test_a_silent_leader_is_named_at_the_deadline(ranks, monkeypatch):
     monkeypatch.setattr(launch, "PATIENCE_S", 0.2)
     statuses, _ = ranks(lambda leader: None, size=2)
     assert isinstance(statuses[1], ChannelError)
-    assert str(statuses[1]) == "rank 1 waited 0.2 s for rank 0 to say what to run"
+    assert str(statuses[1]) == "rank 1 waited up to 0.2 s for rank 0 to say what to run: Wait timeout"
 
 
 def test_a_follower_s_error_is_its_own(ranks, monkeypatch):

@@ -116,7 +116,7 @@ def test_a_run_leaves_one_folder_with_all_of_it(run):
     _, where = run
     assert [path.name for path in where.iterdir()] == ["runs"]
     folder = the_only_folder(where / "runs")
-    assert re.fullmatch(r"digits-mlp-pipedream-\d{8}-\d{6}", folder.name)
+    assert re.fullmatch(r"digits-mlp-pipedream-\d{8}-\d{6}-\d{6}", folder.name)
     names = {path.name for path in folder.iterdir()}
     assert names >= {"config.yaml", "metrics.csv", "summary.json", "plan.txt", "timeline.png"}
     assert names >= {"pipetrain.log", ".hydra"}

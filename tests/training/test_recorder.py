@@ -19,7 +19,7 @@ from pipetrain.cli import contained
 from pipetrain.runtime.engine import StageRecord
 from pipetrain.runtime.stage import Tally
 from pipetrain.training import recorder as module
-from pipetrain.training.recorder import METRICS, EpochFigures, Recorder
+from pipetrain.training.recorder import COLUMNS, EpochFigures, Recorder
 from pipetrain.training.run import Run, prepare
 from tests.support.cases import config, tiny_data
 
@@ -78,7 +78,7 @@ def test_a_row_an_epoch_is_there_at_once(made):
     recorder.epoch(figures(1))
     recorder.epoch(figures(2, correct=7))
     header, first, second = csv.reader((folder / "metrics.csv").read_text().splitlines())
-    assert header == METRICS
+    assert header == COLUMNS
     assert header[:5] == ["epoch", "train_loss", "train_acc", "val_loss", "val_acc"]
     assert header[5:] == ["lr", "samples_per_s", "epoch_s", "eval_s", "elapsed_s"]
     one, two = (dict(zip(header, map(float, row), strict=True)) for row in (first, second))

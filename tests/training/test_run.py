@@ -58,7 +58,7 @@ def test_the_recipe_goes_with_the_data_set_really_used(closed, tmp_path):
     cfg = absent(closed, tmp_path)
     assert (cfg.epochs, cfg.optim.lr, cfg.lr_schedule) == (150, 0.05, "cosine")
     used, _ = obtain_data(cfg)
-    assert (used.epochs, used.optim.lr, used.warmup) == (6, 0.02, 0.05)
+    assert (used.epochs, used.optim.lr, used.warmup) == (6, 0.005, 0.05)
     assert (cfg.data.name, cfg.epochs) == ("cifar10", 150)  # what was composed is left alone
     adam, _ = obtain_data(absent(closed, tmp_path, "optim=adamw"))
     assert adam.optim.lr == config(["data=digits"]).data.recipe.adamw_lr
