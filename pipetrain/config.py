@@ -19,9 +19,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
 from pipetrain.errors import ConfigError
+from pipetrain.runtime.rate import learning_rate
 from pipetrain.runtime.weights import OptimizerFactory, Rate
 from pipetrain.schedule.actions import Schedule
-from pipetrain.training.rate import learning_rate
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 MONTH_S = 30 * 24 * 3600

@@ -18,11 +18,11 @@ from omegaconf import DictConfig
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.cli import compose
 from pipetrain.config import make_model, make_schedule, read_settings, whole_number
+from pipetrain.data import IMAGE
 from pipetrain.errors import ConfigError
 from pipetrain.launch import guarded
 from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.theory import theory
-from pipetrain.training.run import IMAGE
 
 BATCHES = 16  # what is played through of a window that is an epoch
 WITHOUT_FOLDER = ["hydra.run.dir=.", "hydra.output_subdir=null"]

@@ -14,9 +14,9 @@ from torch import nn
 
 from pipetrain.config import conf_dir, make_model, make_optimizer, make_schedule, read_settings
 from pipetrain.data import load_augment
+from pipetrain.runtime.rate import SHAPES
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
-from pipetrain.training.rate import SHAPES
 
 CONF = Path(__file__).parents[1] / "conf"
 OPTIONS = {

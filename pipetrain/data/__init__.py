@@ -15,10 +15,11 @@ from omegaconf import DictConfig
 
 from pipetrain.data.augment import Augment, Transform
 from pipetrain.data.loader import Sampler, inputs, pieces
-from pipetrain.data.sets import DataMissing, ImageData, Split
+from pipetrain.data.sets import IMAGE, DataMissing, ImageData, Split
 from pipetrain.errors import ConfigError
 
 __all__ = [
+    "IMAGE",
     "Augment",
     "DataMissing",
     "ImageData",

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from pipetrain.errors import ConfigError
 
+IMAGE = (3, 32, 32)
+"""Channels, height and width of every image."""
+
 
 class DataMissing(ConfigError):
     """A data set that is not there and could not be had. The message says in one line what and why.

@@ -25,6 +25,7 @@ from pipetrain.config import (
     read_settings,
 )
 from pipetrain.data import (
+    IMAGE,
     DataMissing,
     ImageData,
     Sampler,
@@ -36,7 +37,6 @@ from pipetrain.data import (
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.weights import OptimizerFactory
 
-IMAGE = (3, 32, 32)
 CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # to a data set taken instead
 
 log = logging.getLogger("pipetrain")
