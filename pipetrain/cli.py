@@ -21,6 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pipetrain.config import conf_dir
 from pipetrain.errors import ConfigError
 
+# Each may be a plain value or a mapping. Hydra lets a mapping's key replace a plain value only with a plus.
+_EITHER = re.compile(r"(partition\.profile|trace\.windows)=")
+
 
 def compose(name: str, task: Callable[[DictConfig], None]) -> int:
     """Run `task` with the configuration that the command line composes, once, or once a job of a sweep.
@@ -28,6 +31,7 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
     Returns the exit status. Raises ConfigError for a command line that composes nothing.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    sys.argv[1:] = ["+" * bool(_EITHER.match(word)) + word for word in sys.argv[1:]]
     failed: list[Exception] = []
 
     def job(cfg: DictConfig) -> None:
