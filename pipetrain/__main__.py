@@ -19,9 +19,10 @@ from pipetrain.data import load_data
 from pipetrain.errors import ConfigError
 from pipetrain.launch import FAILED, Job, Leader, follow, guarded, leave
 from pipetrain.plan import describe
+from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
 from pipetrain.training.folder import claim, rename_after
-from pipetrain.training.recorder import Recorder
+from pipetrain.training.recorder import Machine, Recorder
 from pipetrain.training.run import Run, check_early, obtain_data, prepare
 from pipetrain.training.trainer import Trainer
 
@@ -77,7 +78,8 @@ def record(run: Run, cfg: DictConfig, world: World, store: Store | None) -> None
     run_dir = Path(cfg.run_dir)
     device = choose_device(world, cfg.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    recorder = Recorder(run_dir, cfg, run, f"{world.size} x {name}")
+    machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory())
+    recorder = Recorder(run_dir, cfg, run, machine)
     (run_dir / "plan.txt").write_text(describe(run.plan))
     train(run, device, world, store, recorder)
     recorder.close()
@@ -93,7 +95,13 @@ def join(job: Job, world: World, store: Store | None) -> None:
             f"{job.fingerprint}; give every machine the same files"
         )
     run = prepare(cfg, job.schedule, world.size, data)
+    keep_freed_memory()
     train(run, choose_device(world, cfg.device), world, store)
+
+
+def threads(run: Run, world: World) -> int:
+    """Return how many threads each process computes with."""
+    return run.settings.threads or share_of_cores(world.local_size)
 
 
 def train(
@@ -101,7 +109,7 @@ def train(
 ) -> None:
     """Connect this rank to the others and train its stages to the end."""
     settings, plan = run.settings, run.plan
-    torch.set_num_threads(settings.threads or share_of_cores(world.local_size))
+    torch.set_num_threads(threads(run, world))
     if shares_gpu(world, device) and world.rank == 0:
         log.warning("pipetrain: ranks share a GPU, so messages go through host memory over gloo")
     mesh = Mesh(world, plan.placement, plan.edges, device, store, settings.timeout)

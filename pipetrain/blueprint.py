@@ -7,8 +7,9 @@ here: programs are lowered, checked and simulated at the buffer size that the ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,6 +17,7 @@ from pipetrain.boundary import Boundary, TensorSpec, named_layers
 from pipetrain.config import Settings
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
+from pipetrain.numerics import Numerics
 from pipetrain.partition.balance import choose_cuts
 from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.schedule.actions import Program, Schedule, ScheduleError, placement
@@ -40,6 +42,7 @@ class Plan:
     """Everything that is known of a run before it starts. Stages count over all ranks, virtual ones too."""
 
     settings: Settings
+    numerics: Numerics
     layers: list[Layer]  # as estimated for a full microbatch
     cuts: list[int]
     placement: list[int]  # the rank of each stage
@@ -117,23 +120,25 @@ def make_plan(
     training_sizes = {size for batch in set(samples.batches) for size in pieces(batch, m)}
     full = settings.batch_size // m
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    layers = _estimates(settings, model, mode, example, training_sizes | {full}, train=True)
+    numerics = _choose_numerics(settings, model, mode, example)
+    layers = _estimates(numerics, model, mode, example, training_sizes | {full}, train=True)
     cuts = choose_cuts(settings.partition, layers[full], len(where))
     _refuse_sharing(model, cuts)
     _refuse_complex(layers[full], cuts)
     _refuse_output(layers[full], full, classes)
-    evaluated = _estimates(settings, model, mode, example, set(samples.evaluation), train=False)
+    evaluated = _estimates(numerics, model, mode, example, set(samples.evaluation), train=False)
     program = lower(forward_only(where, len(samples.evaluation)))
     simulate(program, 1, buffer_size=settings.buffer_size)
     return Plan(
         settings=settings,
+        numerics=numerics,
         layers=layers[full],
         cuts=cuts,
         placement=where,
         windows=windows,
         evaluation=program,
-        boundaries=_entries(settings, example, layers, cuts),
-        evaluated=_entries(settings, example, evaluated, cuts),
+        boundaries=_entries(numerics, example, layers, cuts),
+        evaluated=_entries(numerics, example, evaluated, cuts),
     )
 
 
@@ -161,12 +166,29 @@ def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
     return Window(program, simulate(program, settings.microbatches, buffer_size=settings.buffer_size))
 
 
-def _input(settings: Settings, example: Sequence[int], size: int) -> TensorSpec:
-    return TensorSpec((size, *example), settings.dtype)
+def _choose_numerics(
+    settings: Settings, model: nn.Sequential, mode: FakeTensorMode, example: Sequence[int]
+) -> Numerics:
+    numerics = Numerics(
+        settings.dtype, settings.precision == "bf16", settings.memory_format == "channels_last"
+    )
+    if settings.memory_format != "auto" or settings.dtype != torch.float32:
+        return numerics
+    inner = replace(numerics, channels_last=True)
+    try:
+        for train in (True, False):
+            _estimates(inner, model, mode, example, {settings.batch_size // settings.microbatches}, train)
+    except ConfigError:  # such as a view that wants the channels outermost
+        return numerics
+    return inner
+
+
+def _input(numerics: Numerics, example: Sequence[int], size: int) -> TensorSpec:
+    return TensorSpec((size, *example), numerics.dtype)
 
 
 def _estimates(
-    settings: Settings,
+    numerics: Numerics,
     model: nn.Sequential,
     mode: FakeTensorMode,
     example: Sequence[int],
@@ -175,16 +197,18 @@ def _estimates(
 ) -> dict[int, list[Layer]]:
     model.train(train)
     try:
-        return {size: estimate(model, _input(settings, example, size), mode) for size in sorted(sizes)}
+        return {
+            size: estimate(model, _input(numerics, example, size), mode, numerics) for size in sorted(sizes)
+        }
     finally:
         model.train()
 
 
 def _entries(
-    settings: Settings, example: Sequence[int], layers: Mapping[int, list[Layer]], cuts: Sequence[int]
+    numerics: Numerics, example: Sequence[int], layers: Mapping[int, list[Layer]], cuts: Sequence[int]
 ) -> dict[int, list[Boundary]]:
     return {
-        size: [Boundary((_input(settings, example, size),)), *(estimated[cut - 1].output for cut in cuts)]
+        size: [Boundary((_input(numerics, example, size),)), *(estimated[cut - 1].output for cut in cuts)]
         for size, estimated in layers.items()
     }
 

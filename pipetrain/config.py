@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from pipetrain.runtime.weights import OptimizerFactory, Rate
 from pipetrain.schedule.actions import Schedule
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+PRECISIONS = ("fp32", "bf16")
+MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
 MONTH_S = 30 * 24 * 3600
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -63,6 +66,9 @@ class Settings:
     seed: int
     device: str
     dtype: torch.dtype
+    precision: str
+    memory_format: str
+    compile: bool
     threads: int | None
     workers: int
     drop_last: bool
@@ -101,15 +107,20 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         seed=_at_least(cfg, "seed", 0, most=2**63 - 1),
         device=_one_of(cfg, "device", DEVICES),
         dtype=DTYPES[_one_of(cfg, "dtype", tuple(DTYPES))],
+        precision=_one_of(cfg, "precision", PRECISIONS),
+        memory_format=_one_of(cfg, "memory_format", MEMORY_FORMATS),
+        compile=_yes_or_no(cfg, "compile"),
         threads=whole_number(cfg, "threads", 1, optional=True),
         workers=_at_least(cfg, "data.workers", 0),
-        drop_last=_one_of(cfg, "data.drop_last", ("True", "False")) == "True",
+        drop_last=_yes_or_no(cfg, "data.drop_last"),
     )
     if settings.batch_size % settings.microbatches:
         raise ConfigError(
             f"microbatches={settings.microbatches} does not divide batch_size={settings.batch_size}; "
             f"choose a divisor of it, or another batch_size"
         )
+    if settings.precision == "bf16" and settings.dtype != torch.float32:
+        raise ConfigError(f"precision=bf16 needs dtype=float32, for its weights; got dtype={cfg.dtype}")
     if not 0 <= settings.label_smoothing < 1:
         raise ConfigError(f"label_smoothing={settings.label_smoothing:g} must be from 0 to below 1")
     settings.rate(1)
@@ -125,8 +136,22 @@ def make_schedule(cfg: DictConfig) -> Schedule:
 
 
 def make_optimizer(cfg: DictConfig) -> OptimizerFactory:
-    """Return what builds a stage's optimizer from `cfg.optim`, tried once. Raises ConfigError."""
-    factory: OptimizerFactory = _instantiate(cfg, "optim")
+    """Return what builds a stage's optimizer from `cfg.optim`, tried once. Raises ConfigError.
+
+    Where `fused` is null, the fused form is taken if the optimizer has one and its other settings allow it.
+    """
+    if "fused" not in cfg.optim or cfg.optim.fused is not None:
+        return _tried(cfg, _instantiate(cfg, "optim"))
+    cfg = cfg.copy()
+    del cfg.optim.fused
+    factory = _instantiate(cfg, "optim")
+    try:
+        return _tried(cfg, partial(factory, fused=True))
+    except ConfigError:
+        return _tried(cfg, factory)
+
+
+def _tried(cfg: DictConfig, factory: OptimizerFactory) -> OptimizerFactory:
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     try:
@@ -222,6 +247,10 @@ def _one_of(cfg: DictConfig, key: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise ConfigError(f"{key}={value} is unknown; choose one of {', '.join(choices)}")
     return value
+
+
+def _yes_or_no(cfg: DictConfig, key: str) -> bool:
+    return _one_of(cfg, key, ("True", "False")) == "True"
 
 
 def _partition(cfg: DictConfig) -> str | list[int]:

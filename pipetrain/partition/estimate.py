@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.boundary import Boundary, TensorSpec, Value, as_tuple, describe, named_layers
 from pipetrain.errors import ConfigError
+from pipetrain.numerics import Numerics
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,12 @@ class Layer:
     hands_through: bool  # what it returns shares memory with what it is given
 
 
-def estimate(model: nn.Sequential, example: TensorSpec, mode: FakeTensorMode | None = None) -> list[Layer]:
+def estimate(
+    model: nn.Sequential,
+    example: TensorSpec,
+    mode: FakeTensorMode | None = None,
+    numerics: Numerics | None = None,
+) -> list[Layer]:
     """Estimate every layer of `model` for one microbatch of the shape and dtype of `example`.
 
     A layer may keep a tensor of the pass for itself, so give a model that will not train, and the same `mode`
@@ -41,6 +47,7 @@ def estimate(model: nn.Sequential, example: TensorSpec, mode: FakeTensorMode | N
     it returns.
     """
     layers: list[Layer] = []
+    numerics = numerics or Numerics(example.dtype)
     with mode or FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
         try:
             value: Value = torch.empty(example.shape, dtype=example.dtype)
@@ -48,7 +55,7 @@ def estimate(model: nn.Sequential, example: TensorSpec, mode: FakeTensorMode | N
             raise ConfigError(f"a microbatch of {example} cannot be: {_line(error)}") from error
         for name, module in named_layers(model):
             try:
-                value, layer = _pass(name, module, value, mode)
+                value, layer = _pass(name, module, value, mode, numerics)
             except Exception as error:
                 raise ConfigError(
                     f"layer {len(layers)} ({name}) of the model cannot take {describe(value)}: {_line(error)}"
@@ -57,14 +64,16 @@ def estimate(model: nn.Sequential, example: TensorSpec, mode: FakeTensorMode | N
     return layers
 
 
-def _pass(name: str, module: nn.Module, value: Value, mode: FakeTensorMode) -> tuple[Value, Layer]:
-    fake: dict[str, Tensor] = {
-        key: mode.from_tensor(tensor) for key, tensor in [*module.named_parameters(), *module.named_buffers()]
-    }
-    # Not leaves: an in-place operation on them is allowed, and seen as a new version.
-    inputs = tuple(t.detach() for t in as_tuple(value))
+def _pass(
+    name: str, module: nn.Module, value: Value, mode: FakeTensorMode, numerics: Numerics
+) -> tuple[Value, Layer]:
+    fake = {key: numerics.arrange(mode.from_tensor(p)) for key, p in module.named_parameters()}
+    fake |= {key: mode.from_tensor(buffer) for key, buffer in module.named_buffers()}
+    # Not leaves: an in-place operation on them is allowed, and seen as a new version. In the order that they
+    # have where they come over a cut.
+    inputs = tuple(numerics.arrange(t.detach()) for t in as_tuple(value))
     before = [t._version for t in inputs]
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), numerics.context("cpu"), FlopCounterMode(display=False) as counter:
         result = functional_call(module, fake, (inputs[0] if isinstance(value, Tensor) else inputs,))
     outputs = as_tuple(result)
     given = {t.untyped_storage()._cdata for t in inputs}
@@ -72,7 +81,7 @@ def _pass(name: str, module: nn.Module, value: Value, mode: FakeTensorMode) -> t
         name=name,
         params=sum(p.numel() for p in module.parameters()),
         flops=counter.get_total_flops() + sum(t.numel() for t in outputs),
-        output=describe(result),
+        output=describe(numerics.narrow(result)),
         writes_input=[t._version for t in inputs] != before,
         hands_through=any(t.untyped_storage()._cdata in given for t in outputs),
     )

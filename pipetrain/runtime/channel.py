@@ -94,7 +94,8 @@ class DistChannel:
     """A channel over torch.distributed, one process group an edge.
 
     Tensors come from and go to `device`. With `staged` they travel through pinned host memory: gloo cannot
-    send CUDA tensors.
+    send CUDA tensors. With `channels_last` four-dimensional tensors travel with their channels innermost, and
+    arrive so, without a copy where they lie so at the sender.
     """
 
     def __init__(
@@ -104,12 +105,14 @@ class DistChannel:
         timeout: float,
         device: torch.device,
         staged: bool = False,
+        channels_last: bool = False,
     ) -> None:
         self._groups = groups
         self._bound = buffer_size
         self._timeout = timeout
         self._device = device
         self._staged = staged
+        self._channels_last = channels_last
         self._polled = device.type == "cuda" and not staged
         self._to_post: dict[Edge, deque[Message]] = {edge: deque() for edge in groups}
         self._posted: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
@@ -138,7 +141,7 @@ class DistChannel:
         transfer = posted.popleft()
         self._wait(transfer, sending=False)
         self._post(message.edge)
-        return tuple(t.to(self._device, non_blocking=True) for t in transfer.tensors)
+        return tuple(self._from_wire(t) for t in transfer.tensors)
 
     def drain(self) -> None:
         """See Channel.drain."""
@@ -155,17 +158,33 @@ class DistChannel:
             message = waiting.popleft()
             place = torch.device("cpu") if self._staged else self._device
             tensors = [
-                torch.empty(spec.shape, dtype=spec.dtype, device=place, pin_memory=self._staged)
+                torch.empty(self._wire_shape(spec), dtype=spec.dtype, device=place, pin_memory=self._staged)
                 for spec in message.specs
             ]
             works = [self._start(dist.irecv, tensor, message.ranks[0], message) for tensor in tensors]
             posted.append(_Transfer(message, tensors, works))
 
+    # Both backends take tensors in their plain order only: one that lies otherwise travels as the view of it
+    # whose order is plain.
+
     def _to_wire(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        if self._channels_last and tensor.dim() == 4:
+            tensor = tensor.permute(0, 2, 3, 1)
         if not self._staged:
-            return tensor.detach().contiguous()
+            return tensor.contiguous()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor.detach())  # waits for the device: gloo reads at once
+        return host.copy_(tensor)  # waits for the device: gloo reads at once
+
+    def _wire_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        if self._channels_last and len(spec.shape) == 4:
+            n, c, h, w = spec.shape
+            return (n, h, w, c)
+        return spec.shape
+
+    def _from_wire(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self._device, non_blocking=True)
+        return tensor.permute(0, 3, 1, 2) if self._channels_last and tensor.dim() == 4 else tensor
 
     def _start(self, post: _Post, tensor: Tensor, peer: int, message: Message) -> dist.Work:
         try:

@@ -109,9 +109,9 @@ class Mesh:
             elif self.world.rank == dst:
                 dist.recv(token, src, group=self._groups[edge])
 
-    def channel(self, buffer_size: int) -> DistChannel:
+    def channel(self, buffer_size: int, channels_last: bool = False) -> DistChannel:
         """Return this rank's channel over its edges; it has none in a world of one."""
-        return DistChannel(self._groups, buffer_size, self._timeout, self.device, self.staged)
+        return DistChannel(self._groups, buffer_size, self._timeout, self.device, self.staged, channels_last)
 
     def gather(self, what: str, item: object) -> list[object]:
         """Collect `what`, one picklable object from every rank, by rank. Raises ChannelError."""

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from pipetrain.boundary import Value, as_tuple
 from pipetrain.errors import TrainingStopped
+from pipetrain.numerics import Numerics
 from pipetrain.runtime.weights import OptimizerFactory, Rate, Weights
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -60,6 +61,13 @@ class Target:
     share: float
 
 
+def compiled(module: nn.Module) -> Callable[..., Value]:
+    """Return a module's call through torch.compile, for the exact shapes that it meets."""
+    # Halves of a backward walk one graph twice, which buffers given away by the first walk would not allow.
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(module, dynamic=False)
+
+
 @dataclass(slots=True)
 class _Saved:
     inputs: tuple[Tensor, ...]
@@ -72,6 +80,7 @@ class Stage:
     """Slice `index` of a model. The last one has a loss; the others hand their outputs on.
 
     `single_input`: what comes in is a bare tensor, not a tuple. `copy_input`: the first layer works in place.
+    `compile`: the layers go through torch.compile, when they are first called.
     """
 
     def __init__(
@@ -84,9 +93,15 @@ class Stage:
         loss: LossFunction | None = None,
         single_input: bool = True,
         copy_input: bool = False,
+        numerics: Numerics | None = None,
+        compile: bool = False,
     ) -> None:
         self.index = index
+        self._numerics = numerics or Numerics()
+        self._numerics.arrange_weights(module)
         self.module = module.train()
+        self._layers = compiled(module) if compile else module
+        self._device = next((p.device.type for p in module.parameters()), "cpu")
         self.weights = Weights(module, optimizer, rate)
         self.trained = Tally()
         self.evaluated = Tally()
@@ -108,16 +123,18 @@ class Stage:
         Returns the outputs, detached, to hand on; nothing where this is the last stage, which takes the
         target and the loss instead. Raises TrainingStopped where that loss is not finite.
         """
+        x = tuple(self._numerics.arrange(t.detach()) for t in x)
         if self.index > 0:
-            x = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in x)
+            x = tuple(t.requires_grad_(t.is_floating_point()) for t in x)
         with self.weights.installed(version):
             outputs = as_tuple(self._call(x))
         if self._loss is not None:
             assert target is not None, (
                 f"stage {self.index} is the last and needs the target of microbatch {mb}"
             )
-            loss = self._loss(outputs[0], target.labels)
-            mean = self.trained.add(loss, outputs[0], target.labels)
+            scores = self._scores(outputs)
+            loss = self._loss(scores, target.labels)
+            mean = self.trained.add(loss, scores, target.labels)
             if not math.isfinite(mean):
                 raise TrainingStopped(
                     f"the loss of microbatch {mb} is {mean} at stage {self.index}, update "
@@ -176,20 +193,25 @@ class Stage:
         """Evaluate over the newest weights and the running statistics; the last stage counts its hits."""
         self.module.eval()
         try:
-            outputs = as_tuple(self._call(x))
+            outputs = as_tuple(self._call(tuple(self._numerics.arrange(t) for t in x)))
         finally:
             self.module.train()
         if self._loss is None:
             return outputs
         assert labels is not None, f"stage {self.index} is the last and needs the labels"
-        self.evaluated.add(functional.cross_entropy(outputs[0], labels), outputs[0], labels)
+        scores = self._scores(outputs)
+        self.evaluated.add(functional.cross_entropy(scores, labels), scores, labels)
         return ()
 
     def _call(self, x: tuple[Tensor, ...]) -> Value:
         if self._copy_input:
             x = tuple(t.clone() for t in x)
-        result: Value = self.module(x[0] if self._single_input else x)
-        return result
+        with self._numerics.context(self._device):
+            result: Value = self._layers(x[0] if self._single_input else x)
+        return self._numerics.narrow(result) if self._loss is None else result
+
+    def _scores(self, outputs: tuple[Tensor, ...]) -> Tensor:
+        return outputs[0].float() if self._numerics.autocast else outputs[0]
 
     def _take(self, mb: int, version: int) -> _Saved:
         saved = self._saved.pop(mb)

@@ -39,10 +39,15 @@ class WindowFeed:
     def input(self, mb: int) -> Tensor:
         """Return the images of the next microbatch [n, 3, 32, 32] on the device."""
         assert self._images is not None, f"this rank has no images to give for microbatch {mb}"
-        return next(self._images).to(self._device, non_blocking=True)
+        return self._moved(next(self._images))
 
     def target(self, mb: int) -> Target:
         """Return the labels of a microbatch [n] on the device, and its share of its batch."""
         ids = self._ids[mb]
-        labels = self._labels[ids].to(self._device, non_blocking=True)
-        return Target(labels, len(ids) / self._batch_samples[mb])
+        return Target(self._moved(self._labels[ids]), len(ids) / self._batch_samples[mb])
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """Start the copy to a GPU, which can go on by itself from pinned memory alone."""
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)

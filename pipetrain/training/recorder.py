@@ -37,6 +37,15 @@ SILENCE_S = 60.0  # off a terminal, an epoch that takes longer says how far it i
 
 
 @dataclass(frozen=True, slots=True)
+class Machine:
+    """What a run runs on, for its records. `device` names the hardware, such as `2 x cpu`."""
+
+    device: str
+    threads: int  # of each process
+    allocator: str
+
+
+@dataclass(frozen=True, slots=True)
 class EpochFigures:
     """An epoch (counted from 1) as all ranks together know it. Times in seconds, by stage where a mapping."""
 
@@ -56,16 +65,13 @@ class EpochFigures:
 
 
 class Recorder:
-    """Writes metrics.csv, summary.json, TensorBoard events and the progress of one run into its folder.
+    """Writes metrics.csv, summary.json, TensorBoard events and the progress of one run into its folder."""
 
-    `device` names the hardware, such as `2 x cpu`.
-    """
-
-    def __init__(self, folder: Path, cfg: DictConfig, run: Run, device: str) -> None:
+    def __init__(self, folder: Path, cfg: DictConfig, run: Run, machine: Machine) -> None:
         self._folder = folder
         self._run = run
         self._plan = run.plan
-        self._device = device
+        self._machine = machine
         self._history: list[EpochFigures] = []
         self._start = self._spoke = time.perf_counter()
         self._done = 0
@@ -88,12 +94,24 @@ class Recorder:
         settings, data = self._run.settings, self._run.data
         log.info(
             "pipetrain: %s on %s (%d train, %d test samples), schedule %s, %s",
-            *(settings.model, data.name, len(data.train), len(data.test), settings.schedule, self._device),
+            *(
+                settings.model,
+                data.name,
+                len(data.train),
+                len(data.test),
+                settings.schedule,
+                self._machine.device,
+            ),
         )
         log.info(
             "%d stages, cut before layers %s; batch %d in %d microbatches; bubble %.1f %% on paper",
             *(self._plan.stages, self._plan.cuts, settings.batch_size, settings.microbatches),
             100 * self._plan.window.simulation.bubble,
+        )
+        log.info(
+            "%s, %s, %d threads a process; %s%s",
+            *(settings.precision, self._plan.numerics.memory_format, self._machine.threads),
+            *(self._machine.allocator, "; the first microbatches compile the stages" * settings.compile),
         )
         log.info(
             "%d epochs, %d updates, seed %d; records in %s",
@@ -202,7 +220,13 @@ class Recorder:
             "stages": settings.ranks,
             "virtual_stages": self._plan.stages // settings.ranks,
             "partition": self._plan.cuts,
-            "device": self._device,
+            "device": self._machine.device,
+            "threads": self._machine.threads,
+            "allocator": self._machine.allocator,
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "precision": settings.precision,
+            "memory_format": self._plan.numerics.memory_format,
+            "compile": settings.compile,
             "batch_size": settings.batch_size,
             "microbatches": settings.microbatches,
             "buffer_size": settings.buffer_size,

@@ -56,7 +56,7 @@ class Trainer:
         torch.manual_seed((run.settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
         self._engine = Engine(
             self.stages,
-            mesh.channel(run.settings.buffer_size),
+            mesh.channel(run.settings.buffer_size, run.plan.numerics.channels_last),
             run.plan.placement,
             run.plan.boundaries,
             run.plan.evaluated,
@@ -79,6 +79,8 @@ class Trainer:
                 index
             ].single,
             copy_input=run.plan.copies_input(index),
+            numerics=run.plan.numerics,
+            compile=run.settings.compile,
         )
 
     def fit(self) -> None:

@@ -73,7 +73,17 @@ def test_label_smoothing_and_one_cycle():
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "pipedream_2bw"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microbatches):
-    case = Case(schedule, 1, (NORM, f"microbatches={microbatches}", "dtype=float32", "data.drop_last=true"))
+    case = Case(
+        schedule,
+        1,
+        (
+            NORM,
+            f"microbatches={microbatches}",
+            "dtype=float32",
+            "data.drop_last=true",
+            "memory_format=contiguous",
+        ),
+    )
     state, _ = run_in_threads(case)
     run = make_run(case)
     model = run.build_model()

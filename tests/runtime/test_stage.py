@@ -296,3 +296,36 @@ def test_a_tally_weighs_by_samples_and_is_taken_once():
     trained, evaluated = final.take_tallies()
     assert (trained.samples, evaluated.samples) == (3, 0)
     assert final.take_tallies() == (Tally(), Tally())
+
+
+# Through torch.compile
+
+
+def test_a_compiled_stage_finds_each_version_in_forward_and_backward(monkeypatch):
+    # All of torch.compile but the last step, the generated C++, which takes a minute.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+    def run(compile: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh())
+        middle = stage(module, compile=compile)
+        seen = []
+        for version in range(3):  # microbatch 0 stays open over an update
+            (output,) = middle.forward(version, (randn(5, 4) + version,), version)
+            seen.append(output)
+            if version < 2:
+                seen += middle.backward(version, (randn(5, 3),), version) if version else ()
+                for leaf in middle.weights.leaves(version):
+                    leaf.grad = leaf.grad if leaf.grad is not None else torch.ones_like(leaf)
+                middle.reduce()
+                middle.step(keep=version == 0)
+        seen += middle.backward(0, (randn(5, 3),), 0)
+        seen += middle.backward_input(2, (randn(5, 3),), 2)
+        middle.backward_weight(2, 2)
+        seen += [*gradients(middle, 0), *gradients(middle, 2), *middle.predict((randn(5, 4),))]
+        return [*seen, *(buffer.double() for buffer in module.buffers())]
+
+    plain, compiled = run(False), run(True)
+    assert len(plain) == len(compiled) > 8
+    for a, b in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)

@@ -87,6 +87,7 @@ def expected(case: Case) -> reference.Outcome:
         optimizer=run.optimizer,
         rate=run.settings.rate(run.updates),
         label_smoothing=run.settings.label_smoothing,
+        bf16=run.settings.precision == "bf16",
     )
     return reference.train(run.build_model(), recipe, _delay(case, cfg, run))
 
@@ -150,7 +151,7 @@ class LocalMesh:
         self.device = torch.device("cpu")
         self._wire, self._barrier, self._board = wire, barrier, board
 
-    def channel(self, buffer_size: int) -> LocalChannel:
+    def channel(self, buffer_size: int, channels_last: bool = False) -> LocalChannel:
         return LocalChannel(self._wire, buffer_size, timeout=30)
 
     def gather(self, what: str, item: object) -> list[object]:

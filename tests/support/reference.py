@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from pipetrain.boundary import as_tuple, named_layers
 from pipetrain.data import ImageData, Sampler, Transform
 
 Delay = Callable[[int, int], int]
@@ -67,10 +68,14 @@ class Recipe:
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
     rate: Callable[[int], float]
     label_smoothing: float = 0.0
+    bf16: bool = False  # layers under autocast, and what crosses a cut cast to bf16
 
 
 def train(model: nn.Sequential, recipe: Recipe, delay: Delay) -> Outcome:
     """Train in one plain loop."""
+    if recipe.bf16:
+        for cut in recipe.cuts:
+            named_layers(model)[cut - 1][1].register_forward_hook(_narrow)
     live = dict(model.named_parameters())
     optimizer = recipe.optimizer(iter(live.values()))
     update = 0
@@ -90,9 +95,10 @@ def train(model: nn.Sequential, recipe: Recipe, delay: Delay) -> Outcome:
                     weights = _mixed(history, recipe.cuts, delay, mb)
                     x = transform(recipe.data.train.images[ids], ids)
                     y = recipe.data.train.labels[ids]
-                    loss = functional.cross_entropy(
-                        functional_call(model, weights, (x,)), y, label_smoothing=recipe.label_smoothing
-                    )
+                    with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
+                        scores = functional_call(model, weights, (x,))
+                    scores = scores.float() if recipe.bf16 else scores
+                    loss = functional.cross_entropy(scores, y, label_smoothing=recipe.label_smoothing)
                     grads = torch.autograd.grad(loss * (len(ids) / samples), list(weights.values()))
                     for name, grad in zip(weights, grads, strict=True):
                         p = live[name]
@@ -107,6 +113,11 @@ def train(model: nn.Sequential, recipe: Recipe, delay: Delay) -> Outcome:
         val_loss, val_acc = _evaluate(model, recipe)
         outcomes.append((loss_sum / sum(recipe.sampler.batch_sizes), val_loss, val_acc))
     return Outcome({name: t.detach().clone() for name, t in model.state_dict().items()}, outcomes)
+
+
+def _narrow(layer: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> object:
+    narrow = tuple(t.bfloat16() if t.dtype == torch.float32 else t for t in as_tuple(output))
+    return narrow[0] if isinstance(output, Tensor) else narrow
 
 
 def _snapshot(live: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -126,9 +137,10 @@ def _mixed(history: list[dict[str, Tensor]], cuts: Sequence[int], delay: Delay, 
 def _evaluate(model: nn.Sequential, recipe: Recipe) -> tuple[float, float]:
     model.eval()
     split = recipe.data.test
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
         x = replace(recipe.transform, augment=None)(split.images, torch.arange(len(split)))
         output = model(x)
+    output = output.float() if recipe.bf16 else output
     model.train()
     accuracy = (output.argmax(1) == split.labels).double().mean().item()
     return functional.cross_entropy(output, split.labels).item(), accuracy

@@ -19,9 +19,11 @@ from pipetrain.cli import contained
 from pipetrain.runtime.engine import StageRecord
 from pipetrain.runtime.stage import Tally
 from pipetrain.training import recorder as module
-from pipetrain.training.recorder import COLUMNS, EpochFigures, Recorder
+from pipetrain.training.recorder import COLUMNS, EpochFigures, Machine, Recorder
 from pipetrain.training.run import Run, prepare
 from tests.support.cases import config, tiny_data
+
+MACHINE = Machine("2 x cpu", threads=1, allocator="the system's allocator")
 
 # What the issue of the trainer promises of summary.json.
 PROMISED = {"model", "data", "schedule", "stages", "partition", "batch_size", "microbatches", "buffer_size"}
@@ -63,7 +65,7 @@ def made(tmp_path) -> Iterator[tuple[Recorder, Run, Path]]:
     words += ["microbatches=2", "batch_size=12", "epochs=3", "partition=[4]", "seed=5", "window=2"]
     cfg = contained(config(words), folder)
     run = prepare(cfg, "pipedream", 2, tiny_data(44))
-    recorder = Recorder(folder, cfg, run, "2 x cpu")
+    recorder = Recorder(folder, cfg, run, MACHINE)
     yield recorder, run, folder
     recorder._writer.close()
     recorder._rows.close()
@@ -174,7 +176,7 @@ def test_the_log_has_the_data_set_a_line_an_epoch_and_where_to_look(tmp_path, ca
     cfg = contained(config(["data=digits", "model=mlp", "epochs=2"]), tmp_path)
     data = tiny_data(128, 64)
     run = prepare(cfg, "1f1b", 2, type(data)(**{**vars(data), "note": "what was asked for is not there"}))
-    recorder = Recorder(tmp_path, cfg, run, "2 x cpu")
+    recorder = Recorder(tmp_path, cfg, run, MACHINE)
     recorder.epoch(figures(1))
     recorder.epoch(figures(2, correct=9))
     recorder.close()

@@ -25,7 +25,7 @@ class Paper:
         self.world = world
         self.device = torch.device("cpu")
 
-    def channel(self, buffer_size: int) -> LocalChannel:
+    def channel(self, buffer_size: int, channels_last: bool = False) -> LocalChannel:
         return LocalChannel(Wire(), buffer_size, timeout=1)
 
     def gather(self, what: str, item: object) -> list[object]:

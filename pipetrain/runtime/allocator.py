@@ -1,0 +1,35 @@
+"""How the C library gets memory from the system, on CPUs.
+
+glibc gives large blocks back when they are freed, and the next allocation of the same size is faulted in
+again page by page. A training step frees and allocates the same blocks over and over: VGG16 with a batch of
+64 takes 35,000 to 50,000 page faults a step, a tenth of its time. Kept, the memory is used again; what a
+process holds is its peak either way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
+MMAP_THRESHOLD = 32 * 1024**2  # bytes; the most that glibc takes
+TRIM_THRESHOLD = 2**31 - 1
+_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+
+
+def keep_freed_memory() -> str:
+    """Let glibc keep blocks of up to 32 MiB instead of giving them back; return what was done, as one phrase.
+
+    For this process, and best before it has allocated much. Does nothing with another C library, or where the
+    environment has settings of its own.
+    """
+    chosen = [name for name in _VARIABLES if os.environ.get(name)]
+    if chosen:
+        return f"allocator as {', '.join(chosen)} says"
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, TypeError, AttributeError):
+        return "the system's allocator"
+    if not (mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)):
+        return "the system's allocator"
+    return "glibc's allocator keeps freed blocks of up to 32 MiB"

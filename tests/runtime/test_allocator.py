@@ -1,0 +1,54 @@
+"""glibc keeps what is freed, unless somebody has said otherwise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from pipetrain.runtime import allocator
+from pipetrain.runtime.allocator import keep_freed_memory
+
+FAULTS = """
+import resource, torch
+from pipetrain.runtime.allocator import keep_freed_memory
+torch.set_num_threads(1)
+if {keep}:
+    print(keep_freed_memory())
+for _ in range(20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(4 * 2**20)  # 16 MiB, given back at once
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def _faults(keep: bool) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS.format(keep=keep)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout.split("\n")[:-1]
+
+
+def test_a_block_that_comes_again_is_not_faulted_in_again(monkeypatch):
+    for name in allocator._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    said, *faults = _faults(keep=True)
+    if said == "the system's allocator":
+        return  # not glibc: nothing was promised
+    assert said == "glibc's allocator keeps freed blocks of up to 32 MiB"
+    assert int(faults[-1]) < 16 * 2**20 / 4096 / 10
+
+
+def test_what_the_environment_says_is_left_alone(monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    assert keep_freed_memory() == "allocator as MALLOC_TRIM_THRESHOLD_ says"
+
+
+def test_another_c_library_is_left_alone(monkeypatch):
+    for name in allocator._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: object())
+    assert keep_freed_memory() == "the system's allocator"

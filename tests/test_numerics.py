@@ -1,0 +1,98 @@
+"""Precision and layout: what is planned is what runs, and the result is that of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipetrain.errors import ConfigError
+from pipetrain.numerics import Numerics
+from tests.support.cases import Case, compare, make_run, run_in_threads
+from tests.support.jobs import train_cases
+from tests.support.worlds import run_world
+
+NORM = "model._target_=tests.support.models.with_norm"
+BF16 = ("precision=bf16", "dtype=float32", "memory_format=contiguous", "optim.lr=0.02", "epochs=2")
+
+
+class Rows(nn.Module):
+    """Wants its input's channels outermost."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1)
+
+
+def wants_rows() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.ReLU(), Rows(), nn.Linear(64, 10))
+
+
+ROWS = "model._target_=tests.test_numerics.wants_rows"
+
+
+# bf16
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "pipedream_2bw"])
+def test_bf16_equals_one_process_in_bf16_with_the_same_delays(schedule):
+    """Storage of the weights goes round here: a cast kept from an older version would be far off."""
+    case = Case(schedule, 3, (NORM, "partition=[1,6]", "microbatches=3", *BF16))
+    state, figures = run_in_threads(case)
+    compare(case, state, figures, 1e-5)
+
+
+def test_bf16_travels_in_bf16():
+    case = Case("pipedream", 2, (NORM, "partition=[3]", "microbatches=2", *BF16))
+    plan = make_run(case).plan
+    assert {spec.dtype for spec in plan.boundaries[6][1].specs} == {torch.bfloat16}
+    assert plan.boundaries[6][0].specs[0].dtype == torch.float32  # images
+    whole = make_run(replace(case, overrides=(*case.overrides, "precision=fp32"))).plan
+    assert plan.boundaries[6][1].nbytes * 2 == whole.boundaries[6][1].nbytes
+    assert run_world(train_cases, 2, [case], 1e-5, deadline=120) == [1, 1]
+
+
+def test_bf16_of_float64_is_refused():
+    with pytest.raises(ConfigError, match="precision=bf16 needs dtype=float32"):
+        make_run(Case("1f1b", 2, (NORM, "precision=bf16")))
+
+
+def test_what_leaves_a_stage_is_narrowed_and_integers_are_not():
+    narrow = Numerics(autocast=True).narrow((torch.ones(2), torch.ones(2, dtype=torch.int64)))
+    assert [t.dtype for t in narrow] == [torch.bfloat16, torch.int64]
+    assert Numerics().narrow(one := torch.ones(2)) is one
+
+
+# Layout
+
+
+def test_channels_last_over_gloo_equals_one_process():
+    layout = ("memory_format=channels_last", "microbatches=2", "partition=[3]")
+    cases = [Case(schedule, 2, (NORM, *layout)) for schedule in ("1f1b", "pipedream")]
+    assert make_run(cases[0]).plan.numerics.channels_last
+    assert run_world(train_cases, 2, cases, 1e-10, deadline=120) == [2, 2]
+
+
+def test_auto_is_channels_last_in_float32_unless_a_layer_does_not_take_it():
+    def chosen(*overrides: str) -> str:
+        return make_run(Case("1f1b", 2, ("partition=[2]", *overrides))).plan.numerics.memory_format
+
+    assert chosen(NORM, "dtype=float32") == "channels_last"
+    assert chosen(NORM, "dtype=float64") == "contiguous"
+    assert chosen(ROWS, "dtype=float32") == "contiguous"
+    assert chosen(NORM, "dtype=float32", "memory_format=contiguous") == "contiguous"
+
+
+def test_a_layer_that_does_not_take_channels_last_is_named():
+    with pytest.raises(ConfigError, match=r"layer 2 \(2\) of the model cannot take"):
+        make_run(Case("1f1b", 2, (ROWS, "memory_format=channels_last")))
+
+
+def test_weights_keep_their_values_and_lie_with_their_channels_innermost():
+    layer = nn.Conv2d(3, 4, 3)
+    before = layer.weight.detach().clone()
+    Numerics(channels_last=True).arrange_weights(layer)
+    assert torch.equal(layer.weight, before)
+    assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not layer.weight.is_contiguous()
