@@ -6,7 +6,6 @@ program: the peak of `in_flight` is what `simulate` calls its activations.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,42 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.boundary import Value, as_tuple
-from pipetrain.errors import TrainingStopped
 from pipetrain.numerics import Numerics
+from pipetrain.runtime.tally import Counter, LossWatch, Tally
 from pipetrain.runtime.weights import OptimizerFactory, Rate, Weights
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(outputs [n, classes], targets [n]) -> the mean loss, a scalar."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """Sums over the samples that the last stage has seen."""
-
-    loss: float = 0.0
-    correct: int = 0
-    samples: int = 0
-
-    @property
-    def mean_loss(self) -> float:
-        """The loss over a sample."""
-        return self.loss / self.samples
-
-    @property
-    def accuracy(self) -> float:
-        """The share of samples whose highest score is their label."""
-        return self.correct / self.samples
-
-    def add(self, loss: Tensor, output: Tensor, target: Tensor) -> float:
-        """Count a microbatch of mean loss `loss` and return that loss as a number."""
-        right = (output.argmax(1) == target).sum()
-        mean, correct = torch.stack(
-            [loss.detach().double(), right.double()]
-        ).tolist()  # one wait for the device
-        self.loss += mean * len(target)
-        self.correct += int(correct)
-        self.samples += len(target)
-        return float(mean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +72,9 @@ class Stage:
         self._layers = compiled(module) if compile else module
         self._device = next((p.device.type for p in module.parameters()), "cpu")
         self.weights = Weights(module, optimizer, rate)
-        self.trained = Tally()
-        self.evaluated = Tally()
+        self._trained = Counter()
+        self._evaluated = Counter()
+        self._watch = LossWatch(index)
         self._loss = loss
         self._single_input = single_input
         self._copy_input = copy_input
@@ -134,12 +104,8 @@ class Stage:
             )
             scores = self._scores(outputs)
             loss = self._loss(scores, target.labels)
-            mean = self.trained.add(loss, scores, target.labels)
-            if not math.isfinite(mean):
-                raise TrainingStopped(
-                    f"the loss of microbatch {mb} is {mean} at stage {self.index}, update "
-                    f"{self.weights.updates}: stopped before the update; try a lower optim.lr, or a warmup"
-                )
+            self._trained.add(loss, scores, target.labels)
+            self._watch.add(mb, self.weights.updates, loss)
             outputs = (loss * target.share,)
         self._saved[mb] = _Saved(x, outputs, version)
         return () if self._loss is not None else tuple(t.detach() for t in outputs)
@@ -178,14 +144,17 @@ class Stage:
         self.weights.step(keep)
 
     def take_tallies(self) -> tuple[Tally, Tally]:
-        """Return what was counted in training and in evaluation, and count from 0 again."""
-        taken = (self.trained, self.evaluated)
-        self.trained, self.evaluated = Tally(), Tally()
-        return taken
+        """Return what was counted in training and in evaluation, and count from 0 again.
+
+        Raises TrainingStopped where a loss was not finite.
+        """
+        self._watch.check(self.weights.updates, wait=True)
+        return self._trained.take(), self._evaluated.take()
 
     def begin_window(self) -> None:
         """Start counting versions from 0 again. Nothing may be open."""
         assert not self._saved, f"microbatches {sorted(self._saved)} outlived their window"
+        self._watch.check(self.weights.updates, wait=True)
         self.weights.begin_window()
 
     @torch.no_grad()
@@ -200,7 +169,7 @@ class Stage:
             return outputs
         assert labels is not None, f"stage {self.index} is the last and needs the labels"
         scores = self._scores(outputs)
-        self.evaluated.add(functional.cross_entropy(scores, labels), scores, labels)
+        self._evaluated.add(functional.cross_entropy(scores, labels), scores, labels)
         return ()
 
     def _call(self, x: tuple[Tensor, ...]) -> Value:

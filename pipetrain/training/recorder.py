@@ -21,7 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from pipetrain.runtime.engine import StageRecord
-from pipetrain.runtime.stage import Tally
+from pipetrain.runtime.tally import Tally
 from pipetrain.schedule.draw import as_figure
 from pipetrain.training.folder import METRICS, SUMMARY
 from pipetrain.training.run import Run

@@ -21,7 +21,8 @@ from pipetrain.data import Split, Transform, inputs
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine, Limits, StageRecord
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.stage import Stage, Tally
+from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.tally import Tally
 from pipetrain.training.feed import WindowFeed
 from pipetrain.training.recorder import EpochFigures, Recorder
 from pipetrain.training.run import Run

@@ -243,8 +243,7 @@ def test_an_evaluation_records_nothing_and_saves_nothing():
     assert seen == [1, 1]
     assert made.records[1] is before
     assert (before.busy_s, before.peak_in_flight) == (0.0, 0)
-    assert made._stages[1].evaluated.samples == 2
-    assert made._stages[1].trained.samples == 0
+    assert [tally.samples for tally in made._stages[1].take_tallies()] == [0, 2]
     assert made._stages[1].in_flight == 0
     assert torch.equal(made._stages[1].module.weight, weight)
     assert tape.seen == ["expect 0>1:0 0>1:1", "recv 0>1:0", "recv 0>1:1", "drain"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.stage import Stage, Tally, Target
+from pipetrain.runtime.stage import Stage, Target
 from tests.support.models import Fork, Join
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -79,8 +79,9 @@ def test_the_last_stage_takes_the_loss_for_its_share_of_the_batch():
     assert final.forward(0, (x,), 0, Target(LABELS, 0.25)) == ()
     (back,) = final.backward(0, (), 0)
     torch.testing.assert_close(back, wanted, rtol=1e-14, atol=1e-14)
-    assert final.trained.samples == 3
-    assert final.trained.mean_loss == pytest.approx(loss.item())
+    trained, _ = final.take_tallies()
+    assert trained.samples == 3
+    assert trained.mean_loss == pytest.approx(loss.item())
 
 
 def test_microbatches_in_flight_do_not_meet():
@@ -254,9 +255,10 @@ def test_predict_is_in_evaluation_mode_and_leaves_training_mode():
     assert final.in_flight == 0
     final.module.eval()
     wanted = final.module(randn(3, 3))
-    assert final.evaluated.samples == 6
-    assert final.evaluated.mean_loss == pytest.approx(functional.cross_entropy(wanted, LABELS).item())
-    assert final.evaluated.accuracy == pytest.approx((wanted.argmax(1) == LABELS).double().mean().item())
+    evaluated = final.take_tallies()[1]
+    assert evaluated.samples == 6
+    assert evaluated.mean_loss == pytest.approx(functional.cross_entropy(wanted, LABELS).item())
+    assert evaluated.accuracy == pytest.approx((wanted.argmax(1) == LABELS).double().mean().item())
 
 
 def test_predict_hands_on_plain_tensors_and_training_mode_survives_an_error():
@@ -277,25 +279,11 @@ def test_smoothing_is_for_training_alone():
     smooth.backward(0, (), 0)
     smooth.predict((x,), LABELS)
     output = smooth.module(x)
-    assert smooth.evaluated.mean_loss == pytest.approx(functional.cross_entropy(output, LABELS).item())
-    assert smooth.trained.mean_loss == pytest.approx(
+    trained, evaluated = smooth.take_tallies()
+    assert evaluated.mean_loss == pytest.approx(functional.cross_entropy(output, LABELS).item())
+    assert trained.mean_loss == pytest.approx(
         functional.cross_entropy(output, LABELS, label_smoothing=0.5).item()
     )
-
-
-def test_a_tally_weighs_by_samples_and_is_taken_once():
-    tally = Tally()
-    scores = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-    assert tally.add(torch.tensor(2.0), scores, torch.tensor([0, 1, 1])) == 2.0
-    tally.add(torch.tensor(6.0), scores[:1], torch.tensor([1]))
-    assert (tally.samples, tally.correct) == (4, 2)
-    assert tally.mean_loss == (3 * 2.0 + 6.0) / 4
-    assert tally.accuracy == 0.5
-    final = last(nn.Linear(3, 3))
-    final.forward(0, (randn(3, 3),), 0, Target(LABELS, 1.0))
-    trained, evaluated = final.take_tallies()
-    assert (trained.samples, evaluated.samples) == (3, 0)
-    assert final.take_tallies() == (Tally(), Tally())
 
 
 # Through torch.compile

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipetrain.cli import contained
 from pipetrain.runtime.engine import StageRecord
-from pipetrain.runtime.stage import Tally
+from pipetrain.runtime.tally import Tally
 from pipetrain.training import recorder as module
 from pipetrain.training.recorder import COLUMNS, EpochFigures, Machine, Recorder
 from pipetrain.training.run import Run, prepare

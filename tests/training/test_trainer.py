@@ -127,7 +127,7 @@ def test_a_run_that_is_evaluated_more_often_trains_the_same():
         def more(epoch: int, times: int = extra, plain=evaluate, trainer: Trainer = trainer) -> None:
             for _ in range(times):
                 plain(epoch)
-                trainer.stages[0].evaluated = type(trainer.stages[0].evaluated)()
+                trainer.stages[0]._evaluated.take()
             plain(epoch)
 
         trainer.evaluate = more  # type: ignore[method-assign]

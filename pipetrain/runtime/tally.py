@@ -1,0 +1,96 @@
+"""What the last stage sees: loss and hits, counted without waiting for the device.
+
+A number that is read from a GPU makes the host wait until all that was launched before it has run; read at
+every microbatch, that alone keeps the host from launching ahead. So sums stay on the device until an epoch
+ends, and a loss that is not finite stops the training as soon as it has arrived: on a CPU at once, on a GPU
+some microbatches later, at the latest when the window ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipetrain.errors import TrainingStopped
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Sums over samples."""
+
+    loss: float = 0.0
+    correct: int = 0
+    samples: int = 0
+
+    @property
+    def mean_loss(self) -> float:
+        """The loss over a sample."""
+        return self.loss / self.samples
+
+    @property
+    def accuracy(self) -> float:
+        """The share of samples whose highest score is their label."""
+        return self.correct / self.samples
+
+
+class Counter:
+    """Adds up a tally on the device."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None  # [loss, correct], float64
+        self._samples = 0
+
+    def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
+        """Count a microbatch: its mean loss, its scores [n, classes], its labels [n]."""
+        right = (scores.argmax(1) == labels).sum()
+        sums = torch.stack([loss.detach().double() * len(labels), right.double()])
+        self._sums = sums if self._sums is None else self._sums.add_(sums)
+        self._samples += len(labels)
+
+    def take(self) -> Tally:
+        """Return what was counted, and count from 0 again."""
+        loss, correct = (0.0, 0.0) if self._sums is None else self._sums.tolist()
+        tally = Tally(loss, int(correct), self._samples)
+        self._sums, self._samples = None, 0
+        return tally
+
+
+class LossWatch:
+    """Stops the training at a loss that is not finite. `stage` is for its sentence."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        # Microbatch, update, loss on the host, and the torch.cuda.Event of its arrival there, or None.
+        self._coming: deque[tuple[int, int, Tensor, Any]] = deque()
+
+    def add(self, mb: int, update: int, loss: Tensor) -> None:
+        """Watch the loss of a microbatch that `update` is to be made of. Raises TrainingStopped."""
+        loss, arrived = loss.detach(), None
+        if loss.is_cuda:
+            loss = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        self._coming.append((mb, update, loss, arrived))
+        self.check(update)
+
+    def check(self, update: int, wait: bool = False) -> None:
+        """Look at what has arrived by update `update`; with `wait`, at all. Raises TrainingStopped."""
+        while self._coming:
+            mb, made_for, loss, arrived = self._coming[0]
+            if arrived is not None and wait:
+                arrived.synchronize()
+            elif arrived is not None and not arrived.query():
+                return
+            self._coming.popleft()
+            if not math.isfinite(mean := loss.item()):
+                late = update - made_for
+                when = f"{late} updates later" if late else "before the update"
+                raise TrainingStopped(
+                    f"the loss of microbatch {mb} is {mean} at stage {self._stage}, update {made_for}: "
+                    f"stopped {when}; try a lower optim.lr, or a warmup"
+                )

@@ -1,0 +1,59 @@
+"""What the last stage counts, and the loss that stops it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+
+from pipetrain.errors import TrainingStopped
+from pipetrain.runtime.tally import Counter, LossWatch, Tally
+
+SCORES = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+
+
+def test_a_tally_weighs_by_samples_and_is_taken_once():
+    counter = Counter()
+    counter.add(torch.tensor(2.0), SCORES, torch.tensor([0, 1, 1]))
+    counter.add(torch.tensor(6.0), SCORES[:1], torch.tensor([1]))
+    tally = counter.take()
+    assert (tally.samples, tally.correct) == (4, 2)
+    assert tally.mean_loss == (3 * 2.0 + 6.0) / 4
+    assert tally.accuracy == 0.5
+    assert counter.take() == Tally()
+
+
+def test_a_loss_that_is_not_finite_stops_at_once_on_a_cpu():
+    watch = LossWatch(2)
+    watch.add(6, 3, torch.tensor(1.0))
+    with pytest.raises(
+        TrainingStopped, match="microbatch 7 is inf at stage 2, update 3: stopped before the up"
+    ):
+        watch.add(7, 3, torch.tensor(float("inf")))
+
+
+class Event:
+    """An event of a GPU: what it marks has not happened until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+    def synchronize(self) -> None:
+        self.happened = True
+
+
+def test_on_a_gpu_it_stops_when_the_loss_has_arrived():
+    watch, events = LossWatch(1), [Event(), Event()]
+    losses = [torch.tensor(1.0), torch.tensor(float("nan"))]
+    watch._coming = deque((mb, mb, losses[mb], events[mb]) for mb in range(2))  # type: ignore[misc]
+    watch.check(2)  # nothing has arrived
+    events[1].happened = True
+    watch.check(2)  # in order: the first has not
+    with pytest.raises(
+        TrainingStopped, match="microbatch 1 is nan at stage 1, update 1: stopped 2 updates later"
+    ):
+        watch.check(3, wait=True)
