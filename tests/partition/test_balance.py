@@ -98,7 +98,7 @@ def test_given_cuts_are_taken_as_they_are():
         ([-1], 2, f"out of: {ALL_FOUR}"),
         ([2, 2], 3, f"out of: {ALL_FOUR}"),
         ([3, 1], 3, f"out of: {ALL_FOUR}"),
-        ("middle", 2, "partition=middle is unknown; choose one of even, params, flops, or give the"),
+        ("middle", 2, "partition=middle is unknown; choose one of even, params, flops, profile, or give the"),
         ("", 2, "is unknown; choose one of even, params, flops"),
     ],
 )
