@@ -21,8 +21,7 @@ from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
 from pipetrain.errors import ConfigError
 from pipetrain.launch import FAILED, Job, Leader, follow, guarded, leave
-from pipetrain.partition.balance import PROFILE
-from pipetrain.partition.profile import Profile
+from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.plan import describe
 from pipetrain.profiling import measure, take_part, verdict
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu

@@ -16,9 +16,9 @@ from pipetrain.boundary import Boundary, TensorSpec, named_layers
 from pipetrain.config import Settings
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
-from pipetrain.partition.balance import GIB, PROFILE, STRATEGIES, balance_times, choose_cuts
+from pipetrain.partition.balance import GIB, STRATEGIES, balance_times, choose_cuts
 from pipetrain.partition.estimate import Layer, estimate
-from pipetrain.partition.profile import Profile, refuse_other_layers
+from pipetrain.partition.profile import PROFILE, Profile, refuse_other_layers
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor
 from pipetrain.schedule.actions import Program, Schedule, ScheduleError, placement
 from pipetrain.schedule.check import check

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
 from pipetrain.errors import ConfigError
-from pipetrain.partition.balance import PROFILE
+from pipetrain.partition.profile import PROFILE
 from pipetrain.runtime.rate import learning_rate
 from pipetrain.runtime.weights import OptimizerFactory, Rate
 from pipetrain.schedule.actions import Schedule

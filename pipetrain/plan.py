@@ -21,7 +21,7 @@ from pipetrain.config import make_model, make_schedule, read_settings, whole_num
 from pipetrain.data import IMAGE
 from pipetrain.errors import ConfigError
 from pipetrain.launch import guarded
-from pipetrain.partition.balance import PROFILE
+from pipetrain.partition.profile import PROFILE
 from pipetrain.partition.stages import Prediction
 from pipetrain.profiling import draft_plan, measure
 from pipetrain.runtime.mesh import World, choose_device

@@ -18,9 +18,9 @@ from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.config import Settings, make_model, make_optimizer, make_schedule, share_of_cores
 from pipetrain.data import IMAGE
 from pipetrain.errors import ConfigError
-from pipetrain.partition.balance import PROFILE, STRATEGIES
+from pipetrain.partition.balance import STRATEGIES
 from pipetrain.partition.measure import measure_layers
-from pipetrain.partition.profile import Facts, LayerTime, Profile, average, read_profile
+from pipetrain.partition.profile import PROFILE, Facts, LayerTime, Profile, average, read_profile
 from pipetrain.partition.stages import Prediction
 from pipetrain.runtime.mesh import Mesh, World
 from pipetrain.runtime.roundtrip import Link, slowest_link
@@ -127,7 +127,7 @@ def verdict(prediction: Prediction) -> str:
     choices, ours = prediction.choices, prediction.slowest_s
     listed = ", ".join(f"{name} {cuts} {1e3 * slowest_s:.1f}" for name, (cuts, slowest_s) in choices.items())
     beaten = [name for name in STRATEGIES if choices[name][1] > ours]
-    said = [f"profile beats {' and '.join(beaten)}"] if beaten else []
+    said = [f"profile beats {' and '.join(', '.join(beaten).rsplit(', ', 1))}"] if beaten else []
     said += [f"{name} is as good" for name in STRATEGIES if choices[name][1] == ours]
     said += [f"{name} would be faster, but is ruled out" for name in STRATEGIES if choices[name][1] < ours]
     return f"slowest stage in ms a batch, by cuts: {listed}: {', '.join(said)}"

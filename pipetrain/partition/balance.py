@@ -12,10 +12,10 @@ from itertools import pairwise
 
 from pipetrain.errors import ConfigError
 from pipetrain.partition.estimate import Layer, list_layers
+from pipetrain.partition.profile import PROFILE
 from pipetrain.partition.stages import Predictor
 
 GIB = 2**30
-PROFILE = "profile"
 STRATEGIES = ("even", "params", "flops")
 
 

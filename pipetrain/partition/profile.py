@@ -17,6 +17,7 @@ from typing import Any
 from pipetrain.errors import ConfigError
 from pipetrain.partition.estimate import Layer
 
+PROFILE = "profile"  # what the strategy is called
 VERSION = 1
 Facts = Mapping[str, str | int]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from pipetrain.partition.profile import Profile
+from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.costs import Costs
 
@@ -53,7 +53,7 @@ class Prediction:
     @property
     def slowest_s(self) -> float:
         """Seconds a batch of the slowest stage."""
-        return max(stage.batch_s for stage in self.stages)
+        return self.choices[PROFILE][1]
 
 
 class Predictor:
