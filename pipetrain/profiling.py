@@ -27,7 +27,6 @@ from pipetrain.runtime.roundtrip import Link, slowest_link
 
 log = logging.getLogger("pipetrain")
 
-
 _NO_WORK = ("_target_", "_partial_", "lr")  # of an optimizer's options: what changes no work
 
 
@@ -76,7 +75,7 @@ def measure(cfg: DictConfig, draft: Plan, world: World, device: torch.device, st
     for failure in found:
         if isinstance(failure, str):
             raise ConfigError(failure)
-    log.info("profiled on %d ranks in %.1f s", world.size, time.perf_counter() - start)
+    log.info("profiled in %.1f s", time.perf_counter() - start)
     return Profile(
         conditions=conditions(cfg, draft.settings),
         machine=machine(device, world.size),

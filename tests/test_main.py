@@ -195,7 +195,7 @@ def test_ranks_profile_together_and_a_run_by_that_file_is_the_same_run(tmp_path)
     assert first.status == 0, first.err
     lines = first.out.splitlines()
     assert lines[0] == "pipetrain: profiling 6 layers, 32 samples at a time"
-    assert re.fullmatch(r"profiled on 2 ranks in [\d.]+ s", lines[1])
+    assert re.fullmatch(r"profiled in [\d.]+ s", lines[1])
     assert re.match(r"slowest stage in ms a batch, by cuts: profile \[\d\] [\d.]+, even \[3\] ", lines[2])
     profile = json.loads((tmp_path / "first" / "profile.json").read_text())
     assert profile["machine"]["ranks"] == 2

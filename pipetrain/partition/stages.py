@@ -1,8 +1,9 @@
 """What a run of profiled layers takes as a stage: seconds of a batch, and bytes.
 
 A stage's time is what its layers compute and its optimizer steps, and every message that enters or leaves it
-on another rank, in full: a stage that computes while it sends does neither as fast (PipeDream's partitioner
-charges messages so too: Narayanan et al., "PipeDream", 2019, section 3.1).
+on another rank, in full, at both ends: the processor that copies a message does not compute meanwhile.
+PipeDream's partitioner (Narayanan et al., "PipeDream", 2019, section 3.1), else the same, takes the messages
+over a cut for a stage of their own that overlaps with all others.
 """
 
 from __future__ import annotations
