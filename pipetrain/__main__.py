@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,18 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.distributed_c10d import Store
 
+from pipetrain.blueprint import Plan
 from pipetrain.cli import compose, contained
 from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
 from pipetrain.errors import ConfigError
 from pipetrain.launch import FAILED, Job, Leader, follow, guarded, leave
+from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.plan import describe
+from pipetrain.profiling import measure, take_part, verdict
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
-from pipetrain.training.folder import claim, rename_after
+from pipetrain.training.folder import PROFILE_FILE, claim, rename_after
 from pipetrain.training.recorder import Machine, Recorder
 from pipetrain.training.run import Run, check_early, obtain_data, prepare
 from pipetrain.training.trainer import Trainer
@@ -33,6 +38,7 @@ def main() -> None:
     """Lead the run on rank 0, follow it on the others; exit with its status."""
     # A kernel that is loaded while a receive waits on the GPU would wait for it, and it for us.
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    keep_freed_memory()
     world = World.from_environment()
     try:
         status = guarded(lambda: follow(world, join) if world.rank else lead(world))
@@ -59,7 +65,7 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
     schedule = str(hydra.runtime.choices["schedule"])
     run_dir = Path(hydra.runtime.output_dir)
     cfg = contained(cfg, run_dir)
-    check_early(cfg, schedule, world.size)
+    draft = check_early(cfg, schedule, world.size)
     choose_device(world, cfg.device)
     with claim(run_dir):
         asked = cfg.data.name
@@ -68,9 +74,31 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
             "run_dir=" in o or "run.dir=" in o for o in [*hydra.overrides.task, *hydra.overrides.hydra]
         ):
             cfg.run_dir = str(rename_after(run_dir, asked, cfg.data.name))
-        run = prepare(cfg, schedule, world.size, data)
         config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-        record(run, cfg, world, leader.announce(Job(config, schedule, cfg.run_dir, data.fingerprint)))
+        job = Job(config, schedule, cfg.run_dir, data.fingerprint)
+        profile = obtain_profile(cfg, job, draft, world, leader)
+        run = prepare(cfg, schedule, world.size, data, profile)
+        if profile is not None:
+            job = replace(job, profile=profile.to_json())
+        if run.plan.prediction is not None:
+            log.info("%s", verdict(run.plan.prediction))
+        record(run, cfg, world, leader.announce(job))
+
+
+def obtain_profile(cfg: DictConfig, job: Job, draft: Plan, world: World, leader: Leader) -> Profile | None:
+    """Return what the model is to be cut by, if it is by times: measured now by all ranks, or read before.
+
+    It is left in the run's folder.
+    """
+    if cfg.partition == PROFILE:
+        device = choose_device(world, cfg.device)
+        profile = measure(cfg, draft, world, device, leader.announce(replace(job, task="profile")))
+    elif draft.prediction is not None:
+        profile = draft.prediction.profile
+    else:
+        return None
+    (Path(job.run_dir) / PROFILE_FILE).write_text(json.dumps(profile.to_json(), indent=1) + "\n")
+    return profile
 
 
 def record(run: Run, cfg: DictConfig, world: World, store: Store | None) -> None:
@@ -88,14 +116,18 @@ def record(run: Run, cfg: DictConfig, world: World, store: Store | None) -> None
 def join(job: Job, world: World, store: Store | None) -> None:
     """Take part in a job that rank 0 has decided."""
     cfg = OmegaConf.create(job.config)
+    if job.task == "profile":
+        draft = check_early(cfg, job.schedule, world.size)
+        take_part(cfg, draft, world, choose_device(world, cfg.device), store)
+        return
     data = load_data(cfg.data)
     if data.fingerprint != job.fingerprint:
         raise ConfigError(
             f"rank {world.rank} reads another data set than rank 0: {data.fingerprint}, not "
             f"{job.fingerprint}; give every machine the same files"
         )
-    run = prepare(cfg, job.schedule, world.size, data)
-    keep_freed_memory()
+    profile = None if job.profile is None else Profile.from_json(job.profile)
+    run = prepare(cfg, job.schedule, world.size, data, profile)
     train(run, choose_device(world, cfg.device), world, store)
 
 

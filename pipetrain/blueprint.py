@@ -18,10 +18,13 @@ from pipetrain.config import Settings
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
 from pipetrain.numerics import Numerics
-from pipetrain.partition.balance import choose_cuts
+from pipetrain.partition.balance import GIB, STRATEGIES, balance_times, choose_cuts
 from pipetrain.partition.estimate import Layer, estimate
+from pipetrain.partition.profile import PROFILE, Profile, refuse_other_layers
+from pipetrain.partition.stages import Pipeline, Prediction, Predictor
 from pipetrain.schedule.actions import Program, Schedule, ScheduleError, placement
 from pipetrain.schedule.check import check
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import Simulation, simulate
@@ -50,6 +53,8 @@ class Plan:
     evaluation: Program
     boundaries: Mapping[int, list[Boundary]]  # what enters each stage, by samples of a microbatch
     evaluated: Mapping[int, list[Boundary]]  # likewise in an evaluation
+    costs: Costs | None = None  # what each action takes, where a profile says so
+    prediction: Prediction | None = None  # likewise
 
     @property
     def stages(self) -> int:
@@ -82,12 +87,7 @@ class Plan:
 
     def peaks(self, stage: int) -> tuple[int, int, int]:
         """Return the peaks of activations, weight versions and staleness that any window has at a stage."""
-        runs = [window.simulation for window in self.windows.values()]
-        return (
-            max(run.activations[stage] for run in runs),
-            max(run.versions[stage] for run in runs),
-            max(run.staleness[stage] for run in runs),
-        )
+        return _peaks(self.windows, stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,13 @@ def make_plan(
     example: Sequence[int],
     classes: int,
     samples: Samples,
+    profile: Profile | None = None,
 ) -> Plan:
     """Cut the model, make every program and prove it.
 
     `model` is spoilt and must not train. `example` is the shape of one sample, `classes` how many the last
-    layer must tell apart. Raises ConfigError and ScheduleError in one sentence for what cannot work.
+    layer must tell apart, `profile` what partition=profile cuts by. Raises ConfigError and ScheduleError in
+    one sentence for what cannot work.
     """
     m = settings.microbatches
     epoch = len(samples.batches)
@@ -122,7 +124,13 @@ def make_plan(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     numerics = _choose_numerics(settings, model, mode, example)
     layers = _estimates(numerics, model, mode, example, training_sizes | {full}, train=True)
-    cuts = choose_cuts(settings.partition, layers[full], len(where))
+    costs = prediction = None
+    if settings.partition == PROFILE:
+        assert profile is not None, "partition=profile cuts by a profile"
+        pipeline = _pipeline(settings, where, windows)
+        cuts, costs, prediction = _cut_by_times(settings, model, layers[full], profile, pipeline)
+    else:
+        cuts = choose_cuts(settings.partition, layers[full], len(where))
     _refuse_sharing(model, cuts)
     _refuse_complex(layers[full], cuts)
     _refuse_output(layers[full], full, classes)
@@ -139,7 +147,49 @@ def make_plan(
         evaluation=program,
         boundaries=_entries(numerics, example, layers, cuts),
         evaluated=_entries(numerics, example, evaluated, cuts),
+        costs=costs,
+        prediction=prediction,
     )
+
+
+def _peaks(windows: Mapping[int, Window], stage: int) -> tuple[int, int, int]:
+    runs = [window.simulation for window in windows.values()]
+    return (
+        max(run.activations[stage] for run in runs),
+        max(run.versions[stage] for run in runs),
+        max(run.staleness[stage] for run in runs),
+    )
+
+
+def _pipeline(settings: Settings, where: list[int], windows: Mapping[int, Window]) -> Pipeline:
+    activations, versions, _ = zip(*(_peaks(windows, stage) for stage in range(len(where))), strict=True)
+    return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions)
+
+
+def _cut_by_times(
+    settings: Settings, model: nn.Sequential, layers: list[Layer], profile: Profile, pipeline: Pipeline
+) -> tuple[list[int], Costs, Prediction]:
+    """Cut by what was measured, and hold it against what the other strategies would have chosen."""
+    refuse_other_layers(profile, layers)
+    predictor = Predictor(profile, pipeline)
+    choices = {name: choose_cuts(name, layers, predictor.stages) for name in STRATEGIES}
+    allowed = [cut for cut in range(1, len(layers)) if _can_cut(model, layers, cut)]
+    limit = None if settings.memory_limit is None else settings.memory_limit * GIB
+    cuts = balance_times(predictor, allowed, limit)
+    slowest = {
+        name: (other, predictor.slowest_s(other)) for name, other in ({PROFILE: cuts} | choices).items()
+    }
+    prediction = Prediction(profile, predictor.stage_times(cuts), slowest)
+    return cuts, predictor.costs(cuts), prediction
+
+
+def _can_cut(model: nn.Sequential, layers: Sequence[Layer], cut: int) -> bool:
+    try:
+        _refuse_sharing(model, [cut])
+        _refuse_complex(layers, [cut])
+    except ConfigError:
+        return False
+    return True
 
 
 def window_lengths(batches: int, window: int | None) -> list[int]:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
 from pipetrain.errors import ConfigError
+from pipetrain.partition.profile import PROFILE
 from pipetrain.runtime.rate import learning_rate
 from pipetrain.runtime.weights import OptimizerFactory, Rate
 from pipetrain.schedule.actions import Schedule
@@ -53,6 +54,8 @@ class Settings:
     schedule: str
     ranks: int
     partition: str | list[int]
+    profile: str | None  # the file for partition=profile; None: measure
+    memory_limit: float | None  # GiB a stage, for partition=profile
     microbatches: int
     window: int | None
     buffer_size: int
@@ -89,11 +92,14 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
             f"stages={stages} needs {stages} processes and there are {ranks}; start torchrun with "
             f"--nproc_per_node={stages} (or NPROC={stages} ./launch.sh), or leave stages out"
         )
+    partition, profile = _partition(cfg)
     settings = Settings(
         model=_name_of(str(cfg.model.get("_target_", "model"))),
         schedule=schedule,
         ranks=ranks or stages or 2,
-        partition=_partition(cfg),
+        partition=partition,
+        profile=profile,
+        memory_limit=None if cfg.memory_limit is None else _number(cfg, "memory_limit", above=0),
         microbatches=_at_least(cfg, "microbatches", 1),
         window=whole_number(cfg, "window", 1, optional=True),
         buffer_size=_at_least(cfg, "buffer_size", 1),
@@ -121,6 +127,11 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         )
     if settings.precision == "bf16" and settings.dtype != torch.float32:
         raise ConfigError(f"precision=bf16 needs dtype=float32, for its weights; got dtype={cfg.dtype}")
+    if settings.memory_limit is not None and settings.partition != PROFILE:
+        raise ConfigError(
+            f"memory_limit={settings.memory_limit:g} needs to know what a stage holds: choose "
+            f"partition={PROFILE} with it, or leave it out"
+        )
     if not 0 <= settings.label_smoothing < 1:
         raise ConfigError(f"label_smoothing={settings.label_smoothing:g} must be from 0 to below 1")
     settings.rate(1)
@@ -253,12 +264,17 @@ def _yes_or_no(cfg: DictConfig, key: str) -> bool:
     return _one_of(cfg, key, ("True", "False")) == "True"
 
 
-def _partition(cfg: DictConfig) -> str | list[int]:
+def _partition(cfg: DictConfig) -> tuple[str | list[int], str | None]:
+    """Return the strategy or the cuts, and the file of `partition.profile=`."""
     value = cfg.partition
     if isinstance(value, str):
-        return value
+        return value, None
     if isinstance(value, ListConfig) and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-        return list(value)
+        return list(value), None
+    if isinstance(value, DictConfig) and list(value) == [PROFILE]:
+        if not isinstance(value[PROFILE], str) or not value[PROFILE]:
+            raise ConfigError(f"partition.profile={value[PROFILE]} must name the profile.json of a run")
+        return PROFILE, value[PROFILE]
     raise ConfigError(f"partition={value} must be a strategy's name or a list of layer numbers such as [8]")
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -31,12 +31,14 @@ PATIENCE_S = 3600.0  # how long the others wait for rank 0, which may have a dat
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One training run as rank 0 has decided it."""
+    """What all ranks do next, as rank 0 has decided it: one training run, or the profiling before it."""
 
     config: dict[str, Any]  # resolved; `data` is the data set really used
     schedule: str
     run_dir: str
     fingerprint: str  # of the data set
+    task: Literal["train", "profile"] = "train"
+    profile: dict[str, Any] | None = None  # what to cut by: other machines cannot read rank 0's file
 
 
 Run = Callable[[Job, World, Store | None], None]

@@ -21,7 +21,12 @@ from pipetrain.config import make_model, make_schedule, read_settings, whole_num
 from pipetrain.data import IMAGE
 from pipetrain.errors import ConfigError
 from pipetrain.launch import guarded
+from pipetrain.partition.profile import PROFILE
+from pipetrain.partition.stages import Prediction
+from pipetrain.profiling import draft_plan, measure
+from pipetrain.runtime.mesh import World, choose_device
 from pipetrain.schedule.draw import as_figure, as_text
+from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.theory import theory
 
 BATCHES = 16  # what is played through of a window that is an epoch
@@ -40,12 +45,16 @@ def main() -> None:
 def show(cfg: DictConfig) -> None:
     """Print the plan of a configuration and, with `out`, draw its timeline."""
     settings = read_settings(cfg, str(HydraConfig.get().runtime.choices["schedule"]), None)
-    model = make_model(cfg, settings.seed, settings.dtype)
     batches = whole_number(cfg, "batches", 1, optional=True) or min(settings.window or BATCHES, BATCHES)
     if cfg.batches is not None:
         settings = replace(settings, window=None)
     samples = Samples([settings.batch_size] * batches, [settings.batch_size])
-    plan = make_plan(settings, make_schedule(cfg), model, IMAGE, 1, samples)
+    plan = draft_plan(cfg, settings, samples, 1)
+    if cfg.partition == PROFILE:
+        print(f"profiling {len(plan.layers)} layers in this process", file=sys.stderr)
+        profile = measure(cfg, plan, World(), choose_device(World(), settings.device), None)
+        model = make_model(cfg, settings.seed, settings.dtype)
+        plan = make_plan(settings, make_schedule(cfg), model, IMAGE, 1, samples, profile)
     if cfg.out is not None:
         try:
             as_figure(plan.window.simulation, Path(str(cfg.out)))
@@ -57,7 +66,10 @@ def show(cfg: DictConfig) -> None:
 
 
 def describe(plan: Plan) -> str:
-    """Return the plan as text: partition, timeline of the longest window, and figures beside the formulas."""
+    """Return the plan as text: partition, timeline of the longest window, and figures beside the formulas.
+
+    With a profile, the partition has the stages' predicted times, and what they come to stands below it.
+    """
     settings, simulation = plan.settings, plan.window.simulation
     batches = max(plan.windows)
     head = (
@@ -66,13 +78,17 @@ def describe(plan: Plan) -> str:
         f"buffer_size {settings.buffer_size}\n"
     )
     timeline = as_text(simulation)
-    return "\n".join((head, _partition(plan), timeline, _figures(plan, batches)))
+    predicted = [] if plan.prediction is None else [_predicted(plan, plan.prediction, batches)]
+    return "\n".join((head, _partition(plan), *predicted, timeline, _figures(plan, batches)))
 
 
 def _partition(plan: Plan) -> str:
     size = plan.settings.batch_size // plan.settings.microbatches
     flops = sum(layer.flops for layer in plan.layers)
-    rows = [("stage", "rank", "layers", "parameters", "work", f"enters, {size} samples", "bytes")]
+    rows: list[tuple[str, ...]] = [("stage", "rank", "layers", "parameters", "work")]
+    rows[0] += (f"enters, {size} samples", "bytes")
+    if plan.prediction is not None:
+        rows[0] += ("F ms", "B ms", "messages ms", "STEP ms", "batch ms", "MiB")
     for stage, rank in enumerate(plan.placement):
         held = plan.layers[plan.slice(stage)]
         entry = plan.boundaries[size][stage]
@@ -87,7 +103,33 @@ def _partition(plan: Plan) -> str:
                 f"{entry.nbytes:,}",
             )
         )
+        if plan.prediction is not None:
+            taken = plan.prediction.stages[stage]
+            seconds = (taken.forward_s, taken.backward_s, taken.messages_s, taken.step_s, taken.batch_s)
+            rows[-1] += (*(f"{1e3 * s:.2f}" for s in seconds), f"{taken.held_bytes / 2**20:.1f}")
     return _aligned(rows)
+
+
+def _predicted(plan: Plan, prediction: Prediction, batches: int) -> str:
+    """Return what the schedule comes to at the profile's times, beside what other cuts would."""
+    settings, profile = plan.settings, prediction.profile
+    assert plan.costs is not None
+    run = simulate(
+        plan.window.program, settings.microbatches, buffer_size=settings.buffer_size, cost=plan.costs
+    )
+    messages = f"messages {1e3 * profile.latency_s:.3f} ms + {1e3 * 2**20 * profile.s_per_byte:.3f} ms/MiB"
+    if profile.latency_s == profile.s_per_byte == 0:
+        messages = "messages free, as none were measured"
+    told = ", ".join(f"{key} {value}" for key, value in profile.machine.items())
+    rows: list[tuple[str, ...]] = [("partition", "cut before layers", "slowest stage, ms a batch")]
+    rows += [
+        (name, str(cuts), f"{1e3 * seconds:.2f}") for name, (cuts, seconds) in prediction.choices.items()
+    ]
+    return (
+        f"F, B and messages of a microbatch, STEP and all of a batch; profiled on {told}\n"
+        f"{messages}; the schedule at these times: {1e3 * run.makespan / batches:.2f} ms a batch, "
+        f"bubble {run.bubble:.4f}\n\n" + _aligned(rows)
+    )
 
 
 def _figures(plan: Plan, batches: int) -> str:

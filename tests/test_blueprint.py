@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from pipetrain.boundary import TensorSpec
 from pipetrain.config import Settings, make_schedule, read_settings
 from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
-from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, parse_program
+from pipetrain.partition.profile import Profile
+from pipetrain.schedule.actions import Action, Op, Program, Schedule, ScheduleError, parse_program
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
-from pipetrain.schedule.simulate import Deadlock
+from pipetrain.schedule.simulate import Deadlock, simulate
 from tests.support.cases import config
-from tests.support.models import tied, with_norm
+from tests.support.models import complex_inside, tied, with_norm
+from tests.support.profiles import profile_of
 
 IMAGE = (3, 32, 32)
 UPDATES = Samples([12, 12, 12], [11])
@@ -38,9 +41,10 @@ def plan(
     model: nn.Sequential | None = None,
     samples: Samples = UPDATES,
     classes: int = 10,
+    profile: Profile | None = None,
 ) -> Plan:
     chosen = settings_of("partition=even", *overrides, ranks=ranks)
-    return make_plan(chosen, schedule, model or with_norm(), IMAGE, classes, samples)
+    return make_plan(chosen, schedule, model or with_norm(), IMAGE, classes, samples, profile)
 
 
 # Windows
@@ -139,6 +143,61 @@ def test_planning_leaves_the_model_as_it_was():
     plan(model=model)
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+# By measured times
+
+
+def by_times(seconds: list[float], *overrides: str, **arguments: Any) -> Plan:
+    """Plan by a profile of layers whose forwards take so long, with messages of a second each."""
+    model = arguments.pop("model", with_norm)
+    entry = TensorSpec((3, *IMAGE), torch.float32)
+    measured = profile_of(model(), entry, seconds, latency_s=arguments.pop("latency_s", 1))
+    return plan("partition=profile", *overrides, model=model(), profile=measured, **arguments)
+
+
+def test_without_a_profile_there_are_no_costs():
+    assert (plan().costs, plan().prediction) == (None, None)
+
+
+def test_a_profile_s_cuts_costs_and_rivals():
+    made = by_times([1, 1, 1, 1, 1, 1, 1, 1, 1, 7])
+    assert made.cuts == [8]  # 8 | 1 + 7
+    assert made.costs is not None
+    assert [made.costs(Action(stage, Op.F)) for stage in (0, 1)] == [8, 8]
+    assert [made.costs(Action(stage, Op.B)) for stage in (0, 1)] == [16, 16]
+    assert made.costs(Action(0, Op.SEND_F)) == made.costs(Action(1, Op.SEND_B)) == 1
+    assert made.prediction is not None
+    assert made.prediction.slowest_s == 4 * (8 + 16 + 2)
+    assert made.prediction.choices["even"] == ([5], 4 * (11 + 22 + 2))
+    assert list(made.prediction.choices) == ["profile", "even", "params", "flops"]
+    run = simulate(made.window.program, 4, cost=made.costs)
+    assert run.busy == [4 * 24, 4 * 24]
+
+
+def test_the_schedule_s_versions_count_against_the_limit():
+    """A stage holds 1 MiB for each layer and microbatch in flight: PipeDream's first holds most."""
+    even = [1.0] * 10
+    words = ("microbatches=1", "batch_size=3", "window=8")
+    for mib, cuts in ((14, [5]), (9, [4])):  # 2 x 5 and 1 x 5 MiB; 2 x 4 and 1 x 6
+        limit = f"memory_limit={mib / 1024}"
+        made = by_times(even, *words, limit, schedule=pipedream, samples=Samples([3] * 8, [3]))
+        assert made.cuts == cuts
+
+
+def test_cuts_by_times_keep_together_what_is_shared():
+    assert by_times([9, 1, 1, 1, 9], model=tied, latency_s=0).cuts == [1]  # not [2] nor [3]
+
+
+def test_cuts_by_times_leave_complex_tensors_alone():
+    assert by_times([9, 1, 9, 1], model=complex_inside, latency_s=0).cuts == [1]  # not [2]
+
+
+def test_a_profile_of_another_model_is_refused():
+    measured = profile_of(tied(), TensorSpec((3, *IMAGE), torch.float32), [1] * 5)
+    assert refused(overrides=("partition=profile",), profile=measured).startswith(
+        "the profile is of another model: its layer 1 is 1 and returns 576 bytes, and the model's is 1 and"
+    )
 
 
 # What is refused

@@ -28,6 +28,7 @@ from tests.support.cases import config
 
 SCALARS = ["stages", "partition", "microbatches", "window", "buffer_size", "timeout", "batch_size", "epochs"]
 SCALARS += ["lr_schedule", "optim.lr", "warmup", "label_smoothing", "seed", "device", "dtype", "threads"]
+SCALARS += ["memory_limit"]
 SCALARS += ["data.workers", "data.drop_last"]
 
 WORDS = st.text("abcxyz019 _-.,:/[]{}'\"=é", max_size=8)
@@ -139,6 +140,13 @@ def test_an_unset_optimizer_follows_the_recipe_and_the_rate_its_shape():
         ("partition", ["a"], "must be a strategy's name or a list of layer numbers such as [8]"),
         ("partition", [True], "must be a strategy's name or a list of layer numbers such as [8]"),
         ("partition", None, "must be a strategy's name or a list of layer numbers such as [8]"),
+        ("partition", {"file": "x"}, "must be a strategy's name or a list of layer numbers such as [8]"),
+        ("partition", {"profile": ""}, "partition.profile= must name the profile.json of a run"),
+        ("partition", {"profile": None}, "partition.profile=None must name the profile.json of a run"),
+        ("partition", {"profile": 3}, "partition.profile=3 must name the profile.json of a run"),
+        ("memory_limit", 0, "memory_limit=0 must be a finite number above 0"),
+        ("memory_limit", "much", "memory_limit=much must be a number"),
+        ("memory_limit", 4, "memory_limit=4 needs to know what a stage holds: choose partition=profile with"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(key, value, says):

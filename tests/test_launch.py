@@ -152,7 +152,7 @@ def test_a_refusal_ends_everybody_with_its_status_and_nothing_run(ranks):
 
 
 def test_a_sweep_is_a_job_after_another_each_with_a_store_of_its_own(ranks):
-    second = Job({"seed": 2}, "gpipe", "/another/run", "digits 9+3 0")
+    second = Job({"seed": 2}, "gpipe", "/another/run", "digits 9+3 0", "profile", {"layers": [0.1]})
     places = []
 
     def lead(leader: Leader) -> None:

@@ -186,6 +186,40 @@ def test_tensorboard_reads_the_run(run):
     assert any(tag.startswith("_hparams_") for tag in events.summary_metadata)
 
 
+# By measured times
+
+
+def test_ranks_profile_together_and_a_run_by_that_file_is_the_same_run(tmp_path):
+    words = [*SMALL, "epochs=1", "data.train_limit=256"]
+    first = start([*TWO, *words, "partition=profile", "run_dir=first"], tmp_path)
+    assert first.status == 0, first.err
+    lines = first.out.splitlines()
+    assert lines[0] == "pipetrain: profiling 6 layers, 32 samples at a time"
+    assert re.fullmatch(r"profiled in [\d.]+ s", lines[1])
+    assert re.match(r"slowest stage in ms a batch, by cuts: profile \[\d\] [\d.]+, even \[3\] ", lines[2])
+    profile = json.loads((tmp_path / "first" / "profile.json").read_text())
+    assert profile["machine"]["ranks"] == 2
+    assert profile["layers"][0]["name"] == "hidden1"
+    assert "slowest stage, ms a batch" in (tmp_path / "first" / "plan.txt").read_text()
+    # From a file, which only rank 0 reads: the same cuts and the same figures.
+    second = start([*TWO, *words, "partition.profile=first/profile.json", "run_dir=second"], tmp_path)
+    assert second.status == 0, second.err
+    assert json.loads((tmp_path / "second" / "profile.json").read_text()) == profile
+    summaries = [json.loads((tmp_path / run / "summary.json").read_text()) for run in ("first", "second")]
+    for key in ("partition", "train_loss", "val_loss"):
+        assert summaries[0][key] == summaries[1][key], key
+
+
+def test_a_layer_that_cannot_be_profiled_is_one_sentence(tmp_path):
+    words = ["data=digits", "model._target_=tests.support.models.no_numbers", "partition=profile"]
+    ended = start([*TWO, *words, f"run_dir={tmp_path}/run"], CHECKOUT)
+    assert ended.status != 0
+    assert no_traceback_of_ours(ended)
+    assert sentences(ended) == [
+        "pipetrain: layer 2 (2) of the model cannot be profiled: RuntimeError: no numbers"
+    ]
+
+
 # What is refused
 
 
@@ -209,6 +243,8 @@ def test_a_wrong_override_is_one_sentence_and_every_rank_ends(tmp_path):
         ("stages=40", "stages=40 needs 40 processes and there are 1"),
         ("microbatches=3", "microbatches=3 does not divide batch_size=64"),
         ("batchsize=64", "there is no batchsize in the configuration; did you mean batch_size"),
+        ("partition.profile=none.json", "partition.profile=none.json cannot be read: No such file"),
+        ("memory_limit=2", "memory_limit=2 needs to know what a stage holds: choose partition=profile"),
         ("data.train_limit=0", "data.train_limit must be a whole number, 1 or more"),
     ],
 )

@@ -17,10 +17,12 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pipetrain import plan as command
 from pipetrain.blueprint import Plan, Samples, make_plan
+from pipetrain.boundary import TensorSpec
 from pipetrain.config import make_model, make_schedule, read_settings
 from pipetrain.plan import describe
 from pipetrain.schedule.theory import theory
 from tests.support.cases import SCHEDULES, config
+from tests.support.profiles import profile_of
 
 IMAGE = (3, 32, 32)
 
@@ -88,6 +90,30 @@ def test_a_schedule_without_a_formula_says_so():
     assert {formula for _, formula in figures(describe(made)).values()} == {"-"}
 
 
+# With a profile
+
+
+def test_a_profile_s_prediction_stands_beside_the_partition():
+    """Six layers of 1, 1, 1, 1, 1 and 3 s, twice that backward; 4 microbatches; messages for nothing."""
+    cfg = config(["data=digits", "model=mlp", "partition=profile", "stages=2"])
+    read = read_settings(cfg, "1f1b", None)
+    entry = TensorSpec((16, *IMAGE), read.dtype)
+    measured = profile_of(make_model(cfg, 0, read.dtype), entry, [1, 1, 1, 1, 1, 3])
+    model = make_model(cfg, 0, read.dtype)
+    text = describe(make_plan(read, make_schedule(cfg), model, IMAGE, 10, Samples([64], [64]), measured))
+    rows = [re.split(r"  +", line) for line in text.splitlines() if re.match(r"(stage|\d)  ", line)]
+    assert rows[0][-6:] == ["F ms", "B ms", "messages ms", "STEP ms", "batch ms", "MiB"]
+    assert [row[2] for row in rows[1:]] == ["0-3 hidden1..hidden4", "4-5 hidden5..head"]
+    assert [row[-6:-1] for row in rows[1:]] == [["4000.00", "8000.00", "0.00", "0.00", "48000.00"]] * 2
+    # 1F1B on paper, with B twice F: (m + S - 1) of what one microbatch takes, S - 1 of them idle.
+    assert "messages free, as none were measured; the schedule at these times: 60000.00 ms" in text
+    assert "bubble 0.2000" in text
+    shown = dict(re.findall(r"^(profile|even|params|flops) +(\[\d\] +[\d.]+)$", text, re.MULTILINE))
+    assert re.split(" +", shown["profile"]) == ["[4]", "48000.00"]
+    assert re.split(" +", shown["even"]) == ["[3]", "60000.00"]
+    assert set(shown) == {"profile", "even", "params", "flops"}
+
+
 # The command
 
 
@@ -137,6 +163,24 @@ def test_what_cannot_be_is_one_sentence(run, tmp_path, words, says):
     assert err.startswith(says)
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_it_profiles_in_this_process_and_leaves_nothing(run, tmp_path):
+    status, out, err = run("model=mlp", "partition=profile", "threads=1", "stages=3")
+    assert (status, err) == (0, "profiling 6 layers in this process\n")
+    assert "profiled on device cpu, ranks 1, threads 1, torch" in out
+    assert "messages free, as none were measured" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_that_is_not_there_is_one_sentence(run):
+    for word in ("partition.profile=none.json", "+partition.profile=none.json"):
+        status, out, err = run("model=mlp", word)
+        assert (status, out) == (2, "")
+        assert err.startswith(
+            "pipetrain: partition.profile=none.json cannot be read: No such file or directory"
+        )
+        assert err.count("\n") == 1
 
 
 def test_cfg_job_works_beside_overrides(run, tmp_path):

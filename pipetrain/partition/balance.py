@@ -6,12 +6,16 @@ by dynamic programming over contiguous slices (the linear partition problem).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 from pipetrain.errors import ConfigError
 from pipetrain.partition.estimate import Layer, list_layers
+from pipetrain.partition.profile import PROFILE
+from pipetrain.partition.stages import Predictor
 
+GIB = 2**30
 STRATEGIES = ("even", "params", "flops")
 
 
@@ -35,8 +39,8 @@ def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], stages:
     if partition == "flops":
         return balance([layer.flops for layer in layers], stages)
     raise ConfigError(
-        f"partition={partition} is unknown; choose one of {', '.join(STRATEGIES)}, or give the first layer "
-        f"of each stage but the first, such as partition=[{len(layers) // 2}]"
+        f"partition={partition} is unknown; choose one of {', '.join((*STRATEGIES, PROFILE))}, or give the "
+        f"first layer of each stage but the first, such as partition=[{len(layers) // 2}]"
     )
 
 
@@ -56,26 +60,68 @@ def _given(cuts: list[int], layers: Sequence[Layer], stages: int) -> list[int]:
 
 
 def balance(weights: Sequence[float], stages: int) -> list[int]:
-    """Cut `weights` into `stages` runs, none empty, whose largest sum is as small as it can be.
-
-    Among equals the later runs are the smaller ones where one choice decides it. O(stages n^2) for n weights.
-    """
-    n = len(weights)
+    """Cut `weights` into `stages` runs, none empty, whose largest sum is as small as it can be."""
     prefix = [0.0]
     for weight in weights:
         prefix.append(prefix[-1] + weight)
-    # best[k][i]: the smallest possible largest sum of the first i weights in k runs; cut[k][i]: its last cut.
-    best = [[float("inf")] * (n + 1) for _ in range(stages + 1)]
-    cut = [[0] * (n + 1) for _ in range(stages + 1)]
+    return best_cuts(len(weights), stages, lambda stage, start, end: prefix[end] - prefix[start])
+
+
+def balance_times(predictor: Predictor, allowed: Collection[int], limit: float | None = None) -> list[int]:
+    """Cut before some of the layers `allowed` so that the slowest stage, messages included, is fastest.
+
+    `limit`: bytes that no stage may exceed. Raises ConfigError where no cuts are left.
+    """
+    layers, stages = len(predictor.layers), predictor.stages
+    within = {0, layers, *allowed}
+
+    def seconds(stage: int, start: int, end: int) -> float:
+        if not {start, end} <= within:
+            return math.inf
+        if limit is not None and predictor.held_bytes(stage, start, end) > limit:
+            return math.inf
+        return predictor.batch_s(stage, start, end)
+
+    def held(stage: int, start: int, end: int) -> float:
+        return predictor.held_bytes(stage, start, end) if {start, end} <= within else math.inf
+
+    cuts = best_cuts(layers, stages, seconds)
+    if _largest(cuts, layers, seconds) < math.inf:
+        return cuts
+    smallest = _largest(best_cuts(layers, stages, held), layers, held)
+    if limit is None or smallest == math.inf:
+        raise ConfigError(
+            f"partition={PROFILE} cannot cut this model into {stages} stages: only {len(within) - 2} of its "
+            f"{layers - 1} cuts part no layers that share a tensor and send no complex one; choose fewer"
+        )
+    raise ConfigError(
+        f"memory_limit={limit / GIB:g} is too small: the smallest with which {stages} stages fit is "
+        f"{math.ceil(smallest / GIB * 1e4) / 1e4:.4f} GiB; choose that, more stages or smaller microbatches"
+    )
+
+
+def best_cuts(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> list[int]:
+    """Cut `layers` layers into `stages` runs, none empty, so that the largest cost of one is smallest.
+
+    `cost(stage, start, end)` prices the layers from `start` to before `end` as that stage. Among equals the
+    later runs are the smaller ones where one choice decides it. O(stages layers^2) prices.
+    """
+    # best[k][i]: the smallest possible largest cost of the first i layers in k runs; cut[k][i]: its last cut.
+    best = [[math.inf] * (layers + 1) for _ in range(stages + 1)]
+    cut = [[stage - 1] * (layers + 1) for stage in range(stages + 1)]
     best[0][0] = 0.0
     for k in range(1, stages + 1):
-        for i in range(k, n + 1):
+        for i in range(k, layers + 1):
             for j in range(k - 1, i):
-                largest = max(best[k - 1][j], prefix[i] - prefix[j])
+                largest = max(best[k - 1][j], cost(k - 1, j, i))
                 if largest < best[k][i]:
                     best[k][i], cut[k][i] = largest, j
-    cuts, end = [], n
+    cuts, end = [], layers
     for k in range(stages, 1, -1):
         end = cut[k][end]
         cuts.append(end)
     return cuts[::-1]
+
+
+def _largest(cuts: Sequence[int], layers: int, cost: Callable[[int, int, int], float]) -> float:
+    return max(cost(stage, *ends) for stage, ends in enumerate(pairwise([0, *cuts, layers])))

@@ -35,6 +35,8 @@ from pipetrain.data import (
     load_data,
 )
 from pipetrain.errors import ConfigError
+from pipetrain.partition.profile import Profile
+from pipetrain.profiling import draft_plan
 from pipetrain.runtime.weights import OptimizerFactory
 
 CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # to a data set taken instead
@@ -94,18 +96,25 @@ def obtain_data(cfg: DictConfig) -> tuple[DictConfig, ImageData]:
     return cfg, replace(load_data(cfg.data), note=note)
 
 
-def check_early(cfg: DictConfig, schedule: str, ranks: int) -> None:
-    """Refuse what can be refused without the data set, which may be long in coming. Raises ConfigError."""
+def check_early(cfg: DictConfig, schedule: str, ranks: int) -> Plan:
+    """Refuse what can be refused without the data set, which may be long in coming. Raises ConfigError.
+
+    Returns the plan of one batch: a draft, cut by flops where it has to be profiled first.
+    """
     settings = read_settings(cfg, schedule, ranks)
     make_optimizer(cfg)
     load_augment(cfg.data)
     one_batch = Samples([settings.batch_size], [settings.batch_size])
-    model = make_model(cfg, settings.seed, settings.dtype)
-    make_plan(settings, make_schedule(cfg), model, IMAGE, 1, one_batch)
+    return draft_plan(cfg, settings, one_batch, 1)
 
 
-def prepare(cfg: DictConfig, schedule: str, ranks: int, data: ImageData) -> Run:
-    """Make a run from its configuration and its data. Raises ConfigError and ScheduleError."""
+def prepare(
+    cfg: DictConfig, schedule: str, ranks: int, data: ImageData, profile: Profile | None = None
+) -> Run:
+    """Make a run from its configuration, its data and, for partition=profile, a profile.
+
+    Raises ConfigError and ScheduleError.
+    """
     settings = read_settings(cfg, schedule, ranks)
     build_model = partial(make_model, cfg, settings.seed, settings.dtype)
     sampler = Sampler(
@@ -116,7 +125,7 @@ def prepare(cfg: DictConfig, schedule: str, ranks: int, data: ImageData) -> Run:
         settings=settings,
         data=data,
         build_model=build_model,
-        plan=make_plan(settings, make_schedule(cfg), build_model(), IMAGE, data.classes, samples),
+        plan=make_plan(settings, make_schedule(cfg), build_model(), IMAGE, data.classes, samples, profile),
         sampler=sampler,
         transform=Transform(
             data.mean, data.std, load_augment(cfg.data), seed=settings.seed, dtype=settings.dtype

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.errors import ConfigError
-from pipetrain.partition.balance import STRATEGIES, balance, choose_cuts
+from pipetrain.partition.balance import GIB, STRATEGIES, balance, balance_times, choose_cuts
 from pipetrain.partition.estimate import Layer
+from pipetrain.partition.stages import Pipeline, Predictor
+from tests.support.profiles import layer, profile
 
 steady = settings(derandomize=True, deadline=None)
 OUT = Boundary((TensorSpec((1, 10), torch.float32),))
@@ -98,7 +100,7 @@ def test_given_cuts_are_taken_as_they_are():
         ([-1], 2, f"out of: {ALL_FOUR}"),
         ([2, 2], 3, f"out of: {ALL_FOUR}"),
         ([3, 1], 3, f"out of: {ALL_FOUR}"),
-        ("middle", 2, "partition=middle is unknown; choose one of even, params, flops, or give the"),
+        ("middle", 2, "partition=middle is unknown; choose one of even, params, flops, profile, or give the"),
         ("", 2, "is unknown; choose one of even, params, flops"),
     ],
 )
@@ -126,3 +128,98 @@ def sorted_positive(cuts: list[int]) -> list[int] | None:
     """The stage sizes that these cuts make, or None where they make none."""
     sizes = [b - a for a, b in pairwise([0, *cuts, 4])]
     return sizes if min(sizes) > 0 else None
+
+
+# By times
+
+BYTES = st.integers(0, 20)
+LAYER = st.builds(
+    layer,
+    forward_s=BYTES,
+    backward_s=BYTES,
+    step_s=BYTES,
+    saved_bytes=BYTES,
+    peak_bytes=BYTES,
+    output_bytes=BYTES,
+    gradient_bytes=BYTES,
+    param_bytes=BYTES,
+)
+
+
+@st.composite
+def predictors(draw: st.DrawFn) -> Predictor:
+    """Any profile of few layers under any pipeline, interleaved ones too."""
+    held = draw(st.lists(LAYER, min_size=1, max_size=7))
+    stages = draw(st.integers(1, len(held)))
+    counts = st.lists(st.integers(1, 4), min_size=stages, max_size=stages)
+    ranks = draw(st.integers(1, stages))
+    pipeline = Pipeline(
+        draw(st.integers(1, 4)), 2, [s % ranks for s in range(stages)], draw(counts), draw(counts)
+    )
+    return Predictor(profile(held, draw(BYTES), draw(BYTES)), pipeline)
+
+
+def every_cut(predictor: Predictor, allowed: set[int], limit: float) -> list[list[int]]:
+    """All cuts that are allowed and stay below the limit."""
+    return [
+        list(cuts)
+        for cuts in combinations(sorted(allowed), predictor.stages - 1)
+        if max(stage.held_bytes for stage in predictor.stage_times(cuts)) <= limit
+    ]
+
+
+@steady
+@given(predictors(), st.data())
+def test_cuts_by_times_are_the_best_of_all_that_may_be(predictor, data):
+    inner = range(1, len(predictor.layers))
+    allowed = data.draw(st.sets(st.sampled_from(inner)) if inner else st.just(set()))
+    limit = data.draw(st.one_of(st.none(), st.integers(0, 400)))
+    every = every_cut(predictor, allowed, float("inf") if limit is None else limit)
+    if every:
+        cuts = balance_times(predictor, allowed, limit)
+        assert cuts in every
+        best = min(predictor.slowest_s(other) for other in every)
+        assert predictor.slowest_s(cuts) == pytest.approx(best)
+    else:
+        with pytest.raises(ConfigError):
+            balance_times(predictor, allowed, limit)
+
+
+def pipeline(stages: int) -> Pipeline:
+    return Pipeline(1, 1, list(range(stages)), [1] * stages, [1] * stages)
+
+
+def test_messages_move_a_cut():
+    """1 1 2 by compute alone is cut in the middle; where that sends a lot, before it."""
+    small, big = layer("small", 1, 0, output_bytes=1), layer("big", 1, 0, output_bytes=100)
+    slow = layer("slow", 2, 0)
+    held = [small, big, slow]
+    assert balance_times(Predictor(profile(held), pipeline(2)), {1, 2}) == [2]
+    assert balance_times(Predictor(profile(held, s_per_byte=0.1), pipeline(2)), {1, 2}) == [1]
+
+
+def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
+    held = [
+        layer(str(i), seconds, 0, saved_bytes=nbytes * GIB // 8)
+        for i, (seconds, nbytes) in enumerate([(1, 4), (1, 4), (1, 1), (3, 1)])
+    ]
+    predictor = Predictor(profile(held), pipeline(2))
+    assert balance_times(predictor, {1, 2, 3}) == [3]  # 9/8 GiB and 1/8
+    assert balance_times(predictor, {1, 2, 3}, limit=1.0 * GIB) == [2]
+    assert balance_times(predictor, {1, 2, 3}, limit=0.75 * GIB) == [1]
+    with pytest.raises(ConfigError) as error:
+        balance_times(predictor, {1, 2, 3}, limit=0.7 * GIB)
+    assert str(error.value) == (
+        "memory_limit=0.7 is too small: the smallest with which 2 stages fit is 0.7500 GiB; "
+        "choose that, more stages or smaller microbatches"
+    )
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_where_no_cut_may_be_that_is_said(limit):
+    with pytest.raises(ConfigError) as error:
+        balance_times(Predictor(profile([layer()] * 4), pipeline(3)), {2}, limit)
+    assert "partition=profile cannot cut this model into 3 stages: only 1 of its 3 cuts part no" in str(
+        error.value
+    )
+    assert "\n" not in str(error.value)

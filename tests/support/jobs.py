@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 
 from pipetrain.boundary import TensorSpec
+from pipetrain.errors import ConfigError
+from pipetrain.profiling import measure, take_part
 from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.mesh import Mesh, World
+from pipetrain.training.run import check_early, prepare
 from pipetrain.training.trainer import Trainer
-from tests.support.cases import Case, Listener, compare, make_run, state_of
+from tests.support.cases import Case, Listener, compare, config, make_run, state_of, tiny_data
 
 CPU = torch.device("cpu")
 
@@ -108,5 +111,44 @@ def vanish(world: World, store: dist.Store) -> str:
     try:
         channel.recv(_message(7, 4))
     except ChannelError as error:
+        return str(error)
+    return "no error"
+
+
+def profile_then_train(world: World, store: dist.Store, words: Sequence[str]) -> tuple[object, list[int]]:
+    """Train by the cuts of a profile that is taken now, then by the same cuts as they are given.
+
+    Returns the profile and the cuts, once the two have ended alike to the last bit.
+    """
+    torch.set_num_threads(1)
+    cfg = config([*words, "partition=profile"])
+    draft = check_early(cfg, "1f1b", world.size)
+    profile = measure(cfg, draft, world, CPU, dist.PrefixStore("profile", store))
+    cuts = prepare(cfg, "1f1b", world.size, tiny_data(44), profile).plan.cuts
+    ended = []
+    for name, partition in (("measured", "profile"), ("given", str(cuts))):
+        cfg = config([*words, f"partition={partition}"])
+        run = prepare(cfg, "1f1b", world.size, tiny_data(44), profile if name == "measured" else None)
+        mesh = Mesh(world, run.plan.placement, run.plan.edges, CPU, dist.PrefixStore(name, store), 60)
+        trainer = Trainer(run, mesh, Listener() if world.rank == 0 else None)  # type: ignore[arg-type]
+        trainer.fit()
+        ended.append(state_of(trainer, run))
+        mesh.close()
+    measured, given = ended
+    assert measured.keys() == given.keys()
+    assert all(torch.equal(tensor, given[name]) for name, tensor in measured.items())
+    return profile.to_json(), cuts
+
+
+def profile_that_fails(world: World, store: dist.Store, words: Sequence[str]) -> str:
+    """Profile a model that cannot be; return what is said."""
+    cfg = config([*words, "partition=profile"])
+    draft = check_early(cfg, "1f1b", world.size)
+    if world.rank:
+        _, found = take_part(cfg, draft, world, CPU, store)
+        return f"rank {world.rank} goes on: {found[0]}"
+    try:
+        measure(cfg, draft, world, CPU, store)
+    except ConfigError as error:
         return str(error)
     return "no error"

@@ -122,6 +122,25 @@ class Narrow(nn.Module):
         return x.mean(2)
 
 
+def dropping() -> nn.Sequential:
+    """Draws random numbers as it trains, and counts statistics."""
+    first = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12), nn.BatchNorm1d(12))
+    return nn.Sequential(first, nn.Dropout(0.3), nn.Linear(12, 12), nn.Dropout(0.3), nn.Linear(12, CLASSES))
+
+
+class NoNumbers(nn.Module):
+    """Takes shapes, and fails where numbers come."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            raise RuntimeError("no numbers")
+        return x
+
+
+def no_numbers() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 12), NoNumbers(), nn.Linear(12, CLASSES))
+
+
 def explode() -> nn.Sequential:
     """Its loss is not finite."""
     return nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12), nn.Linear(12, CLASSES), Infinite())

@@ -1,0 +1,150 @@
+"""What a run of profiled layers takes as a stage: seconds of a batch, and bytes.
+
+A stage's time is what its layers compute and its optimizer steps, and every message that enters or leaves it
+on another rank, in full, at both ends: the processor that copies a message does not compute meanwhile.
+PipeDream's partitioner (Narayanan et al., "PipeDream", 2019, section 3.1), else the same, takes the messages
+over a cut for a stage of their own that overlaps with all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from pipetrain.partition.profile import PROFILE, Profile
+from pipetrain.schedule.actions import Op
+from pipetrain.schedule.costs import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What a schedule makes of its stages, whichever layers they get. Lists are by stage."""
+
+    microbatches: int
+    buffer_size: int
+    placement: Sequence[int]  # ranks
+    activations: Sequence[int]  # peaks of what is held
+    versions: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """What one stage is predicted to take: F, B and messages of a microbatch, STEP and all of a batch."""
+
+    forward_s: float
+    backward_s: float
+    messages_s: float
+    step_s: float
+    batch_s: float
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a profile says of a plan.
+
+    `choices`: the cuts of each strategy, and the seconds a batch of the slowest stage that they make.
+    """
+
+    profile: Profile
+    stages: Sequence[StageTime]
+    choices: dict[str, tuple[list[int], float]]
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds a batch of the slowest stage."""
+        return self.choices[PROFILE][1]
+
+
+class Predictor:
+    """Prices the layers `start` to `end` (exclusive) as stage number `stage` of a pipeline."""
+
+    def __init__(self, profile: Profile, pipeline: Pipeline) -> None:
+        self.layers = profile.layers
+        self.stages = len(pipeline.placement)
+        self._profile = profile
+        self._pipeline = pipeline
+        # Up to a layer: so that the slices that are tried cost nothing to sum.
+        self._compute = [0.0, *accumulate(layer.forward_s + layer.backward_s for layer in self.layers)]
+        self._step = [0.0, *accumulate(layer.step_s for layer in self.layers)]
+
+    def batch_s(self, stage: int, start: int, end: int) -> float:
+        """Return the seconds of a batch."""
+        compute = self._compute[end] - self._compute[start]
+        messages = sum(self._exchange_s(cut) for cut in self._crossed(stage, start, end))
+        step = self._step[end] - self._step[start]
+        return self._pipeline.microbatches * (compute + messages) + step
+
+    def held_bytes(self, stage: int, start: int, end: int) -> int:
+        """Return the bytes that a stage needs: weights, activations, messages, and its layers' work.
+
+        Weights: a gradient, every version, and the optimizer's state. Activations: of every microbatch in
+        flight, what entered and what autograd saves. Messages: as many as may be under way on each edge.
+        Work: the largest peak of one layer, which counts a little of the activations twice.
+        """
+        held, pipeline = self.layers[start:end], self._pipeline
+        weights = sum(
+            layer.param_bytes * (pipeline.versions[stage] + 1) + layer.state_bytes + layer.fixed_bytes
+            for layer in held
+        )
+        entry = self.layers[start - 1].output_bytes if start else self._profile.input_bytes
+        saved = entry + sum(layer.saved_bytes for layer in held)
+        crossing = sum(sum(self._messages(cut)) for cut in self._crossed(stage, start, end))
+        work = max(layer.peak_bytes for layer in held)
+        return weights + pipeline.activations[stage] * saved + pipeline.buffer_size * crossing + work
+
+    def stage_time(self, stage: int, start: int, end: int) -> StageTime:
+        """Return all that is predicted of a stage."""
+        held = self.layers[start:end]
+        return StageTime(
+            forward_s=sum(layer.forward_s for layer in held),
+            backward_s=sum(layer.backward_s for layer in held),
+            messages_s=sum(self._exchange_s(cut) for cut in self._crossed(stage, start, end)),
+            step_s=sum(layer.step_s for layer in held),
+            batch_s=self.batch_s(stage, start, end),
+            held_bytes=self.held_bytes(stage, start, end),
+        )
+
+    def stage_times(self, cuts: Sequence[int]) -> list[StageTime]:
+        """Return what each stage takes if the model is cut so."""
+        ends = pairwise([0, *cuts, len(self.layers)])
+        return [self.stage_time(stage, start, end) for stage, (start, end) in enumerate(ends)]
+
+    def slowest_s(self, cuts: Sequence[int]) -> float:
+        """Return the seconds a batch of the slowest stage if the model is cut so."""
+        return max(stage.batch_s for stage in self.stage_times(cuts))
+
+    def costs(self, cuts: Sequence[int]) -> Costs:
+        """Return the seconds of each action for `simulate`; a split backward's halves take half of it."""
+        seconds: dict[tuple[int, Op], float] = {}
+        for stage, (start, end) in enumerate(pairwise([0, *cuts, len(self.layers)])):
+            taken = self.stage_time(stage, start, end)
+            seconds[stage, Op.F] = taken.forward_s
+            seconds[stage, Op.B] = taken.backward_s
+            seconds[stage, Op.I] = seconds[stage, Op.W] = taken.backward_s / 2
+            seconds[stage, Op.STEP] = taken.step_s
+            if end < len(self.layers):
+                seconds[stage, Op.SEND_F] = self._travel_s(self._messages(end)[0])
+            if start:
+                seconds[stage, Op.SEND_B] = self._travel_s(self._messages(start)[1])
+        return Costs(seconds)
+
+    def _crossed(self, stage: int, start: int, end: int) -> Iterator[int]:
+        """Yield the cuts at a stage's ends that lie between two ranks."""
+        placement = self._pipeline.placement
+        if stage > 0 and placement[stage - 1] != placement[stage]:
+            yield start
+        if stage + 1 < self.stages and placement[stage] != placement[stage + 1]:
+            yield end
+
+    def _messages(self, cut: int) -> tuple[int, int]:
+        """Return the bytes that go over a cut forward and back."""
+        before = self.layers[cut - 1]
+        return before.output_bytes, before.gradient_bytes
+
+    def _exchange_s(self, cut: int) -> float:
+        return sum(map(self._travel_s, self._messages(cut)))
+
+    def _travel_s(self, nbytes: int) -> float:
+        return self._profile.latency_s + nbytes * self._profile.s_per_byte

@@ -1,0 +1,134 @@
+"""Profiling before a run: all ranks measure the same model at the same time.
+
+So they compete for memory and caches as they will when they train. Rank 0 makes one profile of what all of
+them found, and every rank cuts by that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+import torch
+from omegaconf import DictConfig
+from torch.distributed.distributed_c10d import Store
+
+from pipetrain.blueprint import Plan, Samples, make_plan
+from pipetrain.config import Settings, make_model, make_optimizer, make_schedule, share_of_cores
+from pipetrain.data import IMAGE
+from pipetrain.errors import ConfigError
+from pipetrain.partition.balance import STRATEGIES
+from pipetrain.partition.measure import measure_layers
+from pipetrain.partition.profile import PROFILE, Facts, LayerTime, Profile, average, read_profile
+from pipetrain.partition.stages import Prediction
+from pipetrain.runtime.mesh import Mesh, World
+from pipetrain.runtime.roundtrip import Link, slowest_link
+
+log = logging.getLogger("pipetrain")
+
+_NO_WORK = ("_target_", "_partial_", "lr")  # of an optimizer's options: what changes no work
+
+
+def conditions(cfg: DictConfig, settings: Settings) -> Facts:
+    """Return what a profile must agree in with the run that reads it."""
+    options = (f" {key}={value}" for key, value in cfg.optim.items() if key not in _NO_WORK)
+    return {
+        "model": settings.model,
+        "microbatch": settings.batch_size // settings.microbatches,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "precision": settings.precision,
+        "memory_format": settings.memory_format,
+        "optimizer": str(cfg.optim._target_).rsplit(".", 1)[-1] + "".join(options),
+    }
+
+
+def machine(device: torch.device, ranks: int) -> Facts:
+    """Return what a profile tells of where it was taken."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    threads, version = torch.get_num_threads(), str(torch.__version__)
+    return {"device": name, "ranks": ranks, "threads": threads, "torch": version}
+
+
+def draft_plan(cfg: DictConfig, settings: Settings, samples: Samples, classes: int) -> Plan:
+    """Plan a run, by the profile that it names if it names one.
+
+    Where it has to be profiled first, this is the plan that it will have but for the cuts: they are by flops,
+    and `memory_limit` is not looked at yet. Raises ConfigError and ScheduleError.
+    """
+    profile = None
+    if settings.profile is not None:
+        profile = read_profile(settings.profile, conditions(cfg, settings))
+    elif settings.partition == PROFILE:
+        settings = replace(settings, partition="flops", memory_limit=None)
+    model = make_model(cfg, settings.seed, settings.dtype)
+    return make_plan(settings, make_schedule(cfg), model, IMAGE, classes, samples, profile)
+
+
+def measure(cfg: DictConfig, draft: Plan, world: World, device: torch.device, store: Store | None) -> Profile:
+    """Profile a run's model together with the other ranks, which `take_part`.
+
+    Raises ConfigError where a layer fails on any of them, and ChannelError.
+    """
+    size = draft.settings.batch_size // draft.settings.microbatches
+    log.info("pipetrain: profiling %d layers, %d samples at a time", len(draft.layers), size)
+    start = time.perf_counter()
+    link, found = take_part(cfg, draft, world, device, store)
+    for failure in found:
+        if isinstance(failure, str):
+            raise ConfigError(failure)
+    log.info("profiled in %.1f s", time.perf_counter() - start)
+    return Profile(
+        conditions=conditions(cfg, draft.settings),
+        machine=machine(device, world.size),
+        input_bytes=draft.boundaries[size][0].nbytes,
+        latency_s=link.latency_s,
+        s_per_byte=link.s_per_byte,
+        layers=average([layers for layers in found if isinstance(layers, list)]),
+    )
+
+
+def take_part(
+    cfg: DictConfig, draft: Plan, world: World, device: torch.device, store: Store | None
+) -> tuple[Link, list[object]]:
+    """Measure messages, then layers on all ranks at once. Raises ChannelError.
+
+    `draft` is the run's plan but for the cuts. Returns the slowest link, and each rank's list of LayerTime
+    or, where a layer failed, the sentence that says so. The model is one of its own and the random generators
+    are put back: a run is none the wiser.
+    """
+    settings = draft.settings
+    local_size = world.local_size if world.size > 1 else settings.ranks
+    torch.set_num_threads(settings.threads or share_of_cores(local_size))
+    mesh = Mesh(world, draft.placement, draft.edges, device, store, settings.timeout)
+    link = slowest_link(mesh, settings.buffer_size)
+    found = mesh.gather("the times of the layers", _layers(cfg, draft, device))
+    mesh.close()
+    return link, found
+
+
+def _layers(cfg: DictConfig, draft: Plan, device: torch.device) -> list[LayerTime] | str:
+    settings, cuda = draft.settings, device.type == "cuda"
+    size = settings.batch_size // settings.microbatches
+    try:
+        with torch.random.fork_rng([device] if cuda else []):
+            model = make_model(cfg, settings.seed, settings.dtype).to(device)
+            x = torch.randn(size, *IMAGE, dtype=settings.dtype, device=device)
+            writes = [layer.writes_input for layer in draft.layers]
+            return measure_layers(model, x, writes, make_optimizer(cfg), draft.numerics)
+    except (ConfigError, RuntimeError) as error:  # a layer's, or no memory for the model
+        return " ".join(str(error).split())
+    finally:
+        if cuda:
+            torch.cuda.empty_cache()
+
+
+def verdict(prediction: Prediction) -> str:
+    """Say in one line how the cuts of a profile compare with those of the other strategies."""
+    choices, ours = prediction.choices, prediction.slowest_s
+    listed = ", ".join(f"{name} {cuts} {1e3 * slowest_s:.1f}" for name, (cuts, slowest_s) in choices.items())
+    beaten = [name for name in STRATEGIES if choices[name][1] > ours]
+    said = [f"profile beats {' and '.join(', '.join(beaten).rsplit(', ', 1))}"] if beaten else []
+    said += [f"{name} is as good" for name in STRATEGIES if choices[name][1] == ours]
+    said += [f"{name} would be faster, but is ruled out" for name in STRATEGIES if choices[name][1] < ours]
+    return f"slowest stage in ms a batch, by cuts: {listed}: {', '.join(said)}"

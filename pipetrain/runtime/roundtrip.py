@@ -1,0 +1,88 @@
+"""How long a message takes: a round trip on the channel that a run will use.
+
+Between each pair of ranks that hold neighbouring stages, one pair after the other, so that no two compete.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+from pipetrain.boundary import TensorSpec
+from pipetrain.runtime.channel import Channel, Message
+from pipetrain.runtime.mesh import Mesh
+
+SMALL, LARGE = 2**10, 2**22  # bytes
+WARM_UP, REPEATS = 3, 11
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a message of n bytes takes one way: `latency_s` + n `s_per_byte`, in seconds."""
+
+    latency_s: float = 0.0
+    s_per_byte: float = 0.0
+
+    def seconds(self, nbytes: int) -> float:
+        """Return what a message of `nbytes` takes."""
+        return self.latency_s + nbytes * self.s_per_byte
+
+
+def slowest_link(mesh: Mesh, buffer_size: int) -> Link:
+    """Measure all pairs of neighbours; return the slowest, on every rank. Raises ChannelError.
+
+    A world of one, whatever it plans for, has no messages to measure: they take no time.
+    """
+    if mesh.world.size == 1:
+        return Link()
+    channel = mesh.channel(buffer_size)
+    mine = []
+    met: set[frozenset[int]] = set()
+    for stage, ranks in enumerate(pairwise(mesh.placement)):
+        if len(set(ranks)) == 2 and frozenset(ranks) not in met and mesh.world.rank in ranks:
+            mine.append(_measure(channel, mesh, stage))
+        met.add(frozenset(ranks))
+    links = [
+        link
+        for rank in mesh.gather("the times of messages", mine)
+        for link in rank  # type: ignore[attr-defined]
+    ]
+    return max(links, key=lambda link: link.seconds(LARGE), default=Link())
+
+
+def _measure(channel: Channel, mesh: Mesh, stage: int) -> Link:
+    """Fit a line through the times of a small and of a large message between a stage and the next."""
+    small, large = (_one_way(channel, mesh, stage, nbytes) for nbytes in (SMALL, LARGE))
+    s_per_byte = max(0.0, (large - small) / (LARGE - SMALL))
+    return Link(max(0.0, small - SMALL * s_per_byte), s_per_byte)
+
+
+def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
+    """Return half the median of some round trips; the other end, which only answers, sees about as much."""
+    here, there = mesh.placement[stage], mesh.placement[stage + 1]
+    specs = (TensorSpec((nbytes,), torch.uint8),)
+    trips = [
+        (
+            Message(stage, stage + 1, i, specs, (here, there)),
+            Message(stage + 1, stage, i, specs, (there, here)),
+        )
+        for i in range(WARM_UP + REPEATS)
+    ]
+    leads = mesh.world.rank == here
+    channel.expect([back if leads else forth for forth, back in trips])
+    payload = [torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)]
+    seconds = []
+    for forth, back in trips:
+        start = time.perf_counter()
+        if leads:
+            channel.send(forth, payload)
+            channel.recv(back)
+        else:
+            channel.send(back, channel.recv(forth))
+        seconds.append(time.perf_counter() - start)
+    channel.drain()
+    return median(seconds[WARM_UP:]) / 2

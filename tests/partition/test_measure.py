@@ -1,0 +1,222 @@
+"""What is measured of each layer: bytes by hand, times by a clock that a test holds, nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipetrain.boundary import TensorSpec
+from pipetrain.errors import ConfigError
+from pipetrain.numerics import Numerics
+from pipetrain.partition import measure
+from pipetrain.partition.estimate import estimate
+from pipetrain.partition.measure import REPEATS, WARM_UP, measure_layers
+from pipetrain.partition.profile import LayerTime
+from pipetrain.runtime.weights import OptimizerFactory
+from tests.support import models
+from tests.support.models import Fork, Join, Shrink, Through
+
+SGD: OptimizerFactory = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+FLOAT = 4
+
+
+def measured(
+    model: nn.Sequential, shape: tuple[int, ...] = (2, 3, 32, 32), optimizer: OptimizerFactory = SGD
+) -> list[LayerTime]:
+    writes = [
+        layer.writes_input for layer in estimate(deepcopy(model).train(), TensorSpec(shape, torch.float32))
+    ]
+    return measure_layers(model, torch.randn(shape), writes, optimizer)
+
+
+def column(name: str, layers: list[LayerTime]) -> list[int]:
+    return [getattr(layer, name) for layer in layers]
+
+
+# Bytes
+
+
+def test_what_autograd_saves_counts_once_at_the_layer_that_made_it():
+    model = nn.Sequential(nn.Linear(48, 12), nn.Tanh(), nn.Linear(12, 10), nn.ReLU())
+    held = measured(model, (2, 48))
+    # A linear layer saves its input, tanh and ReLU their output: what enters the model is not counted, and
+    # tanh's output, which two layers save, is tanh's.
+    assert column("saved_bytes", held) == [0, 2 * 12 * FLOAT, 0, 2 * 10 * FLOAT]
+    assert column("output_bytes", held) == column("gradient_bytes", held) == [96, 96, 80, 80]
+    assert column("param_bytes", held) == [49 * 12 * FLOAT, 0, 13 * 10 * FLOAT, 0]
+
+
+def test_what_a_layer_saves_of_the_one_before_is_that_one_s():
+    model = nn.Sequential(nn.Linear(48, 12), nn.Linear(12, 10))
+    assert column("saved_bytes", measured(model, (2, 48))) == [2 * 12 * FLOAT, 0]
+
+
+def test_a_view_is_the_storage_that_it_is_of():
+    model = nn.Sequential(nn.Linear(48, 12), nn.Unflatten(1, (3, 4)), nn.Identity(), nn.Linear(4, 4))
+    assert sum(column("saved_bytes", measured(model, (2, 48)))) == 2 * 12 * FLOAT
+
+
+def test_peaks_are_what_is_alive_beyond_what_was():
+    class Twice(nn.Module):
+        """Makes two tensors of its input's size, one after the other was let go."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                made = torch.ones_like(x) * 2
+            return made
+
+    held = measured(nn.Sequential(nn.Linear(48, 48), Twice(), nn.Linear(48, 4)), (2, 48))
+    tensor, weight = 2 * 48 * FLOAT, 48 * 48 * FLOAT
+    assert held[1].peak_bytes == 3 * tensor  # the first is let go once the second is made
+    assert tensor + weight <= held[0].peak_bytes < 2 * (tensor + weight)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        (SGD, 49 * 12 * FLOAT),
+        (partial(torch.optim.SGD, lr=0.1), 0),
+        (partial(torch.optim.AdamW, lr=0.1), 2 * 49 * 12 * FLOAT + 2 * FLOAT),  # two steps are counted
+    ],
+)
+def test_what_the_optimizer_remembers_is_counted(optimizer, state):
+    held = measured(nn.Sequential(nn.Linear(48, 12), nn.Tanh()), (2, 48), optimizer)
+    assert column("state_bytes", held) == [state, 0]
+
+
+def test_what_is_frozen_or_a_buffer_is_held_and_not_trained():
+    model = nn.Sequential(nn.Linear(48, 12), nn.BatchNorm1d(12))
+    model[0].weight.requires_grad_(False)
+    held = measured(model, (2, 48))
+    assert column("param_bytes", held) == [12 * FLOAT, 24 * FLOAT]
+    assert column("fixed_bytes", held) == [48 * 12 * FLOAT, 24 * FLOAT + 8]
+
+
+def test_a_shared_parameter_counts_at_the_first_layer():
+    assert column("param_bytes", measured(models.tied()))[1::2] == [49 * 48 * FLOAT, 48 * FLOAT]
+
+
+def test_numbers_that_have_no_gradient_send_none_back():
+    class Mask(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x > 0
+
+    class Use(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0] * pair[1]
+
+    held = measured(nn.Sequential(nn.Linear(48, 12), Mask(), Use()), (2, 48))
+    assert column("output_bytes", held) == [96, 96 + 24, 96]
+    assert column("gradient_bytes", held) == [96, 96, 96]
+
+
+# Times
+
+
+class CountingClock:
+    """A clock by which everything takes as long as the number of the layer, plus one."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def mark(self) -> None: ...
+
+    def durations(self, spans: Iterable[tuple[int, None, None]]) -> Iterator[tuple[int, float]]:
+        return ((index, index + 1.0) for index, _, _ in spans)
+
+
+def test_each_layer_s_times_are_its_own(monkeypatch):
+    monkeypatch.setattr(measure, "Clock", CountingClock)
+    held = measured(nn.Sequential(nn.Flatten(), nn.Linear(3072, 12), nn.Tanh()))
+    assert column("forward_s", held) == [1, 2, 3]
+    assert column("backward_s", held) == [0, 2, 3]  # nothing to differentiate before the first parameter
+    assert column("step_s", held) == [0, 2, 0]
+
+
+def test_a_layer_runs_often_enough_and_in_training_mode():
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.training
+            Counting.calls += type(x) is Tensor
+            return x
+
+    measured(nn.Sequential(nn.Flatten(), Counting(), nn.Linear(3072, 10)).eval())
+    assert Counting.calls == WARM_UP + REPEATS + 2  # two for the bytes
+
+
+# Any model
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        *(models.with_norm, models.without_norm, models.recomputing, models.recomputing_reentrant),
+        *(models.reused, models.shared_statistics, models.in_place_behind_a_view, models.caching),
+        *(models.frozen_end, models.complex_inside, models.tied),
+    ],
+)
+def test_any_model_that_can_train_can_be_measured(build):
+    model = build()
+    held = measured(model)
+    assert [layer.name for layer in held] == list(model._modules)
+    assert all(layer.forward_s > 0 for layer in held)
+    assert held[-1].backward_s > 0
+
+
+def test_layers_that_work_in_place_spoil_neither_the_input_nor_each_other():
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(3072, 8), nn.Tanh(), nn.ReLU(True))
+    x = torch.randn(2, 3, 32, 32)
+    before = x.clone()
+    measure_layers(model, x, [True, False, False, False, True], SGD)
+    assert torch.equal(x, before)
+
+
+def test_the_weights_stay_what_they_are():
+    """So that numbers stay ordinary: a step takes as long at a rate of nothing."""
+    model = nn.Sequential(
+        Shrink(), nn.Conv2d(3, 4, 3), Fork(nn.Tanh()), Through(nn.Tanh()), Join(), nn.Flatten()
+    )
+    before = [p.detach().clone() for p in model.parameters()]
+    measured(model)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+class Broken(nn.Module):
+    """Fails where numbers enter it, or on the way back."""
+
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        self.backward = backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor and not self.backward:
+            raise RuntimeError("no\nnumbers")
+        x = x * 1
+        if type(x) is Tensor and x.requires_grad:
+            x.register_hook(lambda grad: [][0])
+        return x
+
+
+@pytest.mark.parametrize(
+    ("backward", "why"), [(False, "RuntimeError: no numbers"), (True, "IndexError: list index out of range")]
+)
+def test_a_layer_that_fails_is_named_in_one_sentence(backward, why):
+    with pytest.raises(ConfigError) as error:
+        measured(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10), Broken(backward)))
+    assert str(error.value) == f"layer 2 (2) of the model cannot be profiled: {why}"
+
+
+def test_bf16_is_measured_in_bf16():
+    wide = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    whole, half = (
+        measure_layers(wide, torch.randn(3, 8), [False] * 3, SGD, Numerics(autocast=autocast))
+        for autocast in (False, True)
+    )
+    assert [layer.output_bytes for layer in whole] == [3 * 16 * 4, 3 * 16 * 4, 3 * 4 * 4]
+    assert [2 * layer.output_bytes for layer in half] == [layer.output_bytes for layer in whole]

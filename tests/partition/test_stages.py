@@ -1,0 +1,61 @@
+"""What a slice of layers is priced at, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipetrain.partition.stages import Pipeline, Predictor
+from pipetrain.schedule.actions import Action, Op
+from tests.support.profiles import layer, profile
+
+# Messages take 1 s and 0.01 s a byte; 4 microbatches.
+LAYERS = [
+    layer("a", 1, 2, step_s=10, output_bytes=100, gradient_bytes=50, saved_bytes=7, peak_bytes=1),
+    layer("b", 2, 3, step_s=20, output_bytes=200, gradient_bytes=200, saved_bytes=8, peak_bytes=30),
+    layer("c", 4, 5, param_bytes=1000, state_bytes=300, fixed_bytes=9, saved_bytes=20, peak_bytes=2),
+]
+PROFILE = profile(LAYERS, latency_s=1, s_per_byte=0.01)
+
+
+def predictor(placement: list[int], activations: list[int], versions: list[int]) -> Predictor:
+    return Predictor(PROFILE, Pipeline(4, 2, placement, activations, versions))
+
+
+THREE = predictor([0, 1, 2], [3, 2, 1], [3, 2, 1])
+
+
+def test_a_batch_is_compute_and_messages_of_every_microbatch_and_a_step():
+    a_b = (1 + 1.0) + (1 + 0.5)  # forward and back over the cut behind a
+    b_c = (1 + 2.0) + (1 + 2.0)
+    assert THREE.batch_s(0, 0, 1) == pytest.approx(4 * (3 + a_b) + 10)
+    assert THREE.batch_s(1, 1, 2) == pytest.approx(4 * (5 + a_b + b_c) + 20)
+    assert THREE.batch_s(2, 2, 3) == pytest.approx(4 * (9 + b_c))
+    assert THREE.slowest_s([1, 2]) == pytest.approx(THREE.batch_s(1, 1, 2))
+
+
+def test_stages_on_one_rank_send_each_other_nothing():
+    alone = predictor([0, 0], [4, 4], [1, 1])
+    assert alone.batch_s(0, 0, 1) == pytest.approx(4 * 3 + 10)
+    assert alone.batch_s(1, 1, 3) == pytest.approx(4 * 14 + 20)
+
+
+def test_what_a_stage_holds():
+    # c as the last stage: a gradient and a version, state, buffers; one microbatch: what enters and is saved;
+    # two messages forward and two back; the work of c.
+    assert THREE.held_bytes(2, 2, 3) == 2 * 1000 + 300 + 9 + 1 * (200 + 20) + 2 * 400 + 2
+    # a and b as the first of two, with three microbatches in flight.
+    assert THREE.held_bytes(0, 0, 2) == 3 * (0 + 7 + 8) + 2 * 400 + 30
+    assert predictor([0], [1], [1]).held_bytes(0, 0, 3) == 2309 + 35 + 30
+    assert predictor([0], [1], [4]).held_bytes(0, 0, 3) == 2309 + 3000 + 35 + 30
+
+
+def test_costs_are_what_simulate_asks_for():
+    costs = THREE.costs([1, 2])
+
+    def of(stage: int, op: Op) -> float:
+        return costs(Action(stage, op))
+
+    assert [of(1, op) for op in (Op.F, Op.B, Op.I, Op.W, Op.STEP)] == [2, 3, 1.5, 1.5, 20]
+    assert [of(stage, Op.SEND_F) for stage in range(3)] == [2.0, 3.0, 0.0]
+    assert [of(stage, Op.SEND_B) for stage in range(3)] == [0.0, 1.5, 3.0]
+    assert [of(1, op) for op in (Op.RECV_F, Op.RECV_B, Op.REDUCE)] == [0, 0, 0]
