@@ -20,6 +20,7 @@ from pipetrain.partition.balance import choose_cuts
 from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.schedule.actions import Program, Schedule, ScheduleError, placement
 from pipetrain.schedule.check import check
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import Simulation, simulate
@@ -47,6 +48,7 @@ class Plan:
     evaluation: Program
     boundaries: Mapping[int, list[Boundary]]  # what enters each stage, by samples of a microbatch
     evaluated: Mapping[int, list[Boundary]]  # likewise in an evaluation
+    costs: Costs | None = None  # what actions take in seconds, where that is known
 
     @property
     def stages(self) -> int:

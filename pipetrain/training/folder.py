@@ -8,7 +8,8 @@ from typing import TextIO
 
 from pipetrain.errors import ConfigError
 
-METRICS, SUMMARY, EVENTS = "metrics.csv", "summary.json", "events.out.tfevents.*"
+METRICS, SUMMARY, TRACE = "metrics.csv", "summary.json", "trace.json"
+EVENTS = "events.out.tfevents.*"
 
 
 def claim(folder: Path) -> TextIO:
@@ -25,7 +26,7 @@ def claim(folder: Path) -> TextIO:
         raise ConfigError(f"run_dir={folder} is in use by a run that is going on; choose another") from error
     if (folder / SUMMARY).exists():
         raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
-    for left in [folder / METRICS, *folder.glob(EVENTS)]:
+    for left in [folder / METRICS, folder / TRACE, *folder.glob(EVENTS)]:
         left.unlink(missing_ok=True)
     return lock
 
