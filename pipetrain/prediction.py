@@ -32,8 +32,7 @@ def predict(plan: Plan) -> list[StageTimes]:
     costs = plan.costs or estimated_costs(plan)
     settings = plan.settings
     run = simulate(plan.window.program, settings.microbatches, buffer_size=settings.buffer_size, cost=costs)
-    # A rank that is done waits for its next window's first message; after an epoch's last window it does not.
-    waits = [_waits(run, rank, settings.window is not None) for rank in range(settings.ranks)]
+    waited = [waits(run, rank, repeated=settings.window is not None) for rank in range(settings.ranks)]
     seconds = [0.0] * plan.stages
     for spans in run.spans:
         for action, start, end in spans:
@@ -43,7 +42,7 @@ def predict(plan: Plan) -> list[StageTimes]:
         StageTimes(
             bubble=run.bubble_per_rank[rank],
             stage_time_s=seconds[stage] / max(plan.windows) if plan.costs else None,
-            wait=waits[rank] / run.makespan,
+            wait=waited[rank] / run.makespan,
         )
         for stage, rank in enumerate(plan.placement)
     ]
@@ -59,7 +58,8 @@ def estimated_costs(plan: Plan) -> Costs:
     )
 
 
-def _waits(run: Simulation, rank: int, to_the_end: bool) -> float:
+def waits(run: Simulation, rank: int, repeated: bool) -> float:
+    """Say how long a rank waits in its messages, and for the next window where windows are `repeated`."""
     spans = run.spans[rank]
-    tail = run.makespan - spans[-1][2] if to_the_end else 0.0
+    tail = run.makespan - spans[-1][2] if repeated else 0.0
     return tail + sum(end - start for action, start, end in spans if action.op in COMMUNICATION)

@@ -10,7 +10,8 @@ Four tracks a rank, on one clock:
   waits lay ready before it was needed.
 
 An arrow goes from each send to its receive. Two counters a stage: microbatches in flight, and the staleness,
-in updates, of each forward. `otherData` holds what `replay` needs to know of the run.
+in updates, of each forward. `otherData` says what ran, and when each window began and ended on each rank;
+`read` makes of the file again what `write` was given, but for the moments after a message was received.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipetrain.schedule.actions import COMMUNICATION, UPDATE, Action, Op
-from pipetrain.schedule.measured import TracedWindow
+from pipetrain.schedule.actions import COMMUNICATION, UPDATE, Action, Op, parse_action
+from pipetrain.schedule.measured import RankWindow, TracedWindow
 
 FORMAT = "pipetrain trace 1"
 TRACKS = ["compute", "wait", "send", "receive"]
 _COMPUTE, _WAIT, _SEND, _RECEIVE = range(len(TRACKS))
-_SENT_BY = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, 1)}  # the sender's op, and its stage from here
+SENT_BY = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, 1)}  # the sender's op, and its stage from here
 Event = dict[str, Any]
-_Message = tuple[int, Op, int]  # stage, op and microbatch of its SEND
+Message = tuple[int, Op, int]
+"""The stage, op and microbatch of its SEND."""
 
 
 def write(
@@ -53,6 +55,43 @@ def write(
         file.write("\n]}\n")
 
 
+def read(path: Path) -> tuple[dict[str, Any], list[TracedWindow]]:
+    """Read a trace that `write` wrote: what it is about, and its windows.
+
+    Raises OSError, and LookupError, TypeError or ValueError for a file that is no such trace.
+    """
+    content = json.loads(path.read_text())
+    about = content["otherData"]
+    if about["format"] != FORMAT:
+        raise ValueError(f"its format is {about['format']}, not {FORMAT}")
+    windows = [
+        TracedWindow(
+            window["epoch"],
+            window["samples"],
+            [
+                RankWindow(began / 1e6, [], (ended / 1e6, ended / 1e6), ended / 1e6)
+                for began, ended in zip(window["began"], window["ended"], strict=True)
+            ],
+        )
+        for window in about["windows"]
+    ]
+    waited: dict[int, float] = {}  # of each rank, since when, if the event before was a wait
+    for event in content["traceEvents"]:
+        if event["ph"] == "X":
+            rank, args = event["pid"], event["args"]
+            start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            window = windows[args["window"]].ranks[rank]
+            if event["name"] == "drain":
+                window.drain = start, end
+            elif event["cat"] == TRACKS[_WAIT]:
+                waited[rank] = start
+            else:
+                ready = end if event["cat"] == TRACKS[_RECEIVE] else start
+                since = waited.pop(rank, ready)
+                window.timed.append((parse_action(event["name"]), since, end, ready - since))
+    return about, windows
+
+
 def events(
     windows: Sequence[TracedWindow], placement: Sequence[int], m: int, origin: float
 ) -> Iterator[Event]:
@@ -63,9 +102,9 @@ def events(
     last_received = [origin] * len(windows[0].ranks)
     in_flight = [0] * len(placement)
     for number, window in enumerate(windows):
-        sent = _sent(window)
-        flows = {message: flow + index for index, message in enumerate(sent)}
-        flow += len(sent)
+        left_at = sent(window)
+        flows = {message: flow + index for index, message in enumerate(left_at)}
+        flow += len(left_at)
         for rank, ran in enumerate(window.ranks):
             for action, start, end, blocked in ran.timed:
                 ready = start + blocked
@@ -75,15 +114,15 @@ def events(
                 if action.op not in COMMUNICATION:
                     yield _span(rank, _COMPUTE, action, start - origin, end - start, args)
                     yield from _counters(rank, action, start - origin, end - origin, m, in_flight)
-                elif action.op in _SENT_BY:
-                    message = _message(action)
-                    left = min(max(sent[message], last_received[rank]), ready)
+                elif action.op in SENT_BY:
+                    message = message_of(action)
+                    left = min(max(left_at[message], last_received[rank]), ready)
                     last_received[rank] = ready
                     yield _span(rank, _RECEIVE, action, left - origin, ready - left, args)
                     yield {"ph": "f", "bp": "e", **_arrow(rank, _RECEIVE, left - origin, flows[message])}
                 else:
                     yield _span(rank, _SEND, action, ready - origin, end - ready, args)
-                    yield {"ph": "s", **_arrow(rank, _SEND, ready - origin, flows[_message(action)])}
+                    yield {"ph": "s", **_arrow(rank, _SEND, ready - origin, flows[message_of(action)])}
             if ran.drain[1] > ran.drain[0]:
                 drained = (ran.drain[0] - origin, ran.drain[1] - ran.drain[0])
                 yield _span(rank, _WAIT, "drain", *drained, {"window": number})
@@ -99,18 +138,19 @@ def _names(rank: int, stages: list[int]) -> Iterator[Event]:
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": track}}
 
 
-def _sent(window: TracedWindow) -> dict[_Message, float]:
+def sent(window: TracedWindow) -> dict[Message, float]:
     """Say when each message of a window was on its way: the end of its SEND."""
     return {
-        _message(action): end
+        message_of(action): end
         for ran in window.ranks
         for action, _, end, _ in ran.timed
         if action.op in (Op.SEND_F, Op.SEND_B)
     }
 
 
-def _message(action: Action) -> _Message:
-    op, stage = _SENT_BY.get(action.op, (action.op, 0))
+def message_of(action: Action) -> Message:
+    """Return what a SEND and its RECV have in common."""
+    op, stage = SENT_BY.get(action.op, (action.op, 0))
     return action.stage + stage, op, action.mb
 
 
