@@ -30,6 +30,9 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.measured import RankWindow, TracedWindow
 from pipetrain.schedule.simulate import simulate
 
+CONDITIONS = {"model", "parameters", "schedule", "ranks", "placement", "partition", "dtype", "epoch_batches"}
+CONDITIONS |= {"batch_size", "microbatches", "window", "buffer_size"}  # what a trace must say of its run
+
 
 @dataclass(frozen=True, slots=True)
 class Figures:
@@ -122,7 +125,7 @@ def read_trace(path: Path) -> Replay:
     try:
         return replay(*chrome.read(path))
     except OSError as error:
-        raise ConfigError(f"cost={path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"cost={path} cannot be read: {error.strerror}; give a run's trace.json") from error
     except (LookupError, AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(
             f"cost={path} is not a whole trace.json of this version ({type(error).__name__}: {error}); "
@@ -131,7 +134,9 @@ def read_trace(path: Path) -> Replay:
 
 
 def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
-    """Find what the actions of a traced run cost."""
+    """Find what the actions of a traced run cost. Raises KeyError for what `about` does not say."""
+    if missing := CONDITIONS - about.keys():
+        raise KeyError(", ".join(sorted(missing)))
     own = [_own_time(windows, rank) for rank in range(about["ranks"])]
     whole = about["batch_size"] // about["microbatches"]
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)

@@ -33,10 +33,8 @@ Message = tuple[int, Op, int]
 """The stage, op and microbatch of its SEND."""
 
 
-def write(
-    path: Path, windows: Sequence[TracedWindow], placement: Sequence[int], m: int, about: Mapping[str, Any]
-) -> None:
-    """Write a trace. `placement[stage]` is a stage's rank, `m` the microbatches of a batch."""
+def write(path: Path, about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> None:
+    """Write a trace; `about` says what it is of: `placement`, `microbatches`, and whatever a reader needs."""
     origin = min(window.began for window in windows[0].ranks)
     times = [
         {
@@ -50,7 +48,7 @@ def write(
     other = {"format": FORMAT, **about, "windows": times}
     with path.open("w") as file:
         file.write(f'{{"displayTimeUnit": "ms",\n"otherData": {json.dumps(other)},\n"traceEvents": [\n')
-        for number, event in enumerate(events(windows, placement, m, origin)):
+        for number, event in enumerate(events(windows, about["placement"], about["microbatches"], origin)):
             file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
         file.write("\n]}\n")
 
@@ -95,7 +93,10 @@ def read(path: Path) -> tuple[dict[str, Any], list[TracedWindow]]:
 def events(
     windows: Sequence[TracedWindow], placement: Sequence[int], m: int, origin: float
 ) -> Iterator[Event]:
-    """Give all events: of each track in the order of time. `origin` (seconds) is where the trace starts."""
+    """Give all events: of each track in the order of time.
+
+    `placement[stage]` is a stage's rank, `m` the microbatches of a batch, `origin` the first moment (seconds).
+    """
     for rank in range(len(windows[0].ranks)):
         yield from _names(rank, [stage for stage, on in enumerate(placement) if on == rank])
     flow = 0

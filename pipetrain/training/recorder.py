@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import json
 import logging
-import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.image
-import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -30,7 +28,7 @@ from pipetrain.schedule.draw import as_figure
 from pipetrain.training import stage_table
 from pipetrain.training.folder import METRICS, SUMMARY, TRACE
 from pipetrain.training.run import Run
-from pipetrain.training.tracer import MOST_ACTIONS, Trace
+from pipetrain.training.tracer import MOST_ACTIONS, Trace, about_trace
 
 log = logging.getLogger("pipetrain")
 
@@ -193,26 +191,8 @@ class Recorder:
 
     def trace(self, trace: Trace) -> None:
         """Write the traced windows down, with what is to be known to replay them."""
-        settings, plan = self._run.settings, self._plan
-        about = {
-            "model": settings.model,
-            "data": self._run.data.name,
-            "schedule": settings.schedule,
-            "ranks": settings.ranks,
-            "placement": plan.placement,
-            "partition": plan.cuts,
-            "batch_size": settings.batch_size,
-            "microbatches": settings.microbatches,
-            "window": settings.window,
-            "buffer_size": settings.buffer_size,
-            "dtype": str(settings.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "device": self._device,
-            "clock_error_us": round(1e6 * trace.clock_error_s, 1),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        }
         path = self._folder / TRACE
-        chrome.write(path, trace.windows, plan.placement, settings.microbatches, about)
+        chrome.write(path, about_trace(self._run, trace, self._device), trace.windows)
         number = f"{len(trace.windows)} window{'s' * (len(trace.windows) > 1)}"
         limit = "" if trace.complete else f"; it stopped there, at {MOST_ACTIONS} actions of a rank"
         log.info("trace of %s in %s%s; open it at https://ui.perfetto.dev", number, path, limit)

@@ -7,6 +7,7 @@ between the offset is taken to drift evenly.
 
 from __future__ import annotations
 
+import platform
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipetrain.runtime.engine import Observer
@@ -86,6 +88,30 @@ class Tracer:
     def _compare_clocks(self) -> tuple[float, float, float]:
         """Return the present, the offset to rank 0's clock, and its error: seconds."""
         return perf_counter(), *self._mesh.clock_offset()
+
+
+def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
+    """Say under what conditions a trace was made: what one must know to replay it."""
+    settings, plan = run.settings, run.plan
+    return {
+        "model": settings.model,
+        "parameters": sum(layer.params for layer in plan.layers),
+        "data": run.data.name,
+        "schedule": settings.schedule,
+        "ranks": settings.ranks,
+        "placement": plan.placement,
+        "partition": plan.cuts,
+        "batch_size": settings.batch_size,
+        "microbatches": settings.microbatches,
+        "window": settings.window,
+        "epoch_batches": len(run.sampler.batch_sizes),
+        "buffer_size": settings.buffer_size,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "device": device,
+        "clock_error_us": round(1e6 * trace.clock_error_s, 1),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
 
 
 def _lengths(run: Run) -> list[int]:
