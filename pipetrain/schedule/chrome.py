@@ -95,7 +95,7 @@ def events(
 ) -> Iterator[Event]:
     """Give all events: of each track in the order of time.
 
-    `placement[stage]` is a stage's rank, `m` the microbatches of a batch, `origin` the first moment (seconds).
+    `placement[stage]` is a stage's rank, `m` the microbatches of a batch, `origin` the trace's first moment.
     """
     for rank in range(len(windows[0].ranks)):
         yield from _names(rank, [stage for stage, on in enumerate(placement) if on == rank])
