@@ -188,7 +188,7 @@ def _counters(
 ) -> Iterator[Event]:
     """Count what a forward adds when it starts, and what a backward takes away at its end."""
     stage = action.stage
-    where = {"ph": "C", "pid": rank, "tid": _COMPUTE}
+    where = {"ph": "C", "cat": "counter", "pid": rank, "tid": _COMPUTE}
     flying = f"in flight, stage {stage}"
     if action.op is Op.F:
         in_flight[stage] += 1

@@ -110,3 +110,11 @@ def vanish(world: World, store: dist.Store) -> str:
     except ChannelError as error:
         return str(error)
     return "no error"
+
+
+def compare_clocks(world: World, store: dist.Store, shifts: Sequence[float]) -> tuple[float, float]:
+    """Each rank's clock is `shifts[rank]` seconds ahead; returns its offset and the error."""
+    mesh = Mesh(world, list(range(world.size)), [], CPU, store, 30)
+    offset = mesh.clock_offset(lambda: time.perf_counter() + shifts[world.rank])
+    mesh.close()
+    return offset
