@@ -149,8 +149,8 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
         )
     if sum(layer.params for layer in plan.layers) != about["parameters"]:
         raise ConfigError(
-            f"cost={path} is of a {about['model']} with {about['parameters']:,} parameters, another one than "
-            f"this plan's: trace a run of this one"
+            f"cost={path} is of another {about['model']}, with {about['parameters']:,} parameters: trace a "
+            f"run of this plan"
         )
     for actions in plan.window.program:
         for action in actions:
