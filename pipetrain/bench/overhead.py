@@ -1,0 +1,164 @@
+"""Suite: what the engine itself takes an action, over stages so small that nearly all of it is the engine.
+
+Processor time of the thread that runs the engine, less that of the same stages in a plain loop: a thread
+that waits for a message takes none, and a busy machine does not count. The wall time less the waiting is
+beside it.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+import time
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from torch import Tensor, nn
+
+from pipetrain.bench.figures import Row, Scale, Verdict
+from pipetrain.bench.ours import Ours
+from pipetrain.bench.tasks import Task, prepare
+from pipetrain.bench.theirs import Alone
+from pipetrain.bench.worlds import Say, run_world, titled
+from pipetrain.runtime.channel import Channel, Message
+from pipetrain.runtime.clock import Clock, Mark
+from pipetrain.runtime.mesh import Mesh
+
+RANKS, MICROBATCHES, BATCHES = 2, 4, 50
+SCHEDULES = ("layer_dist", "gpipe", "1f1b", "pipedream", "pipedream_2bw")
+ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
+MOST_US = 150.0
+WALL, TOTAL = "besides compute and waiting, wall", "besides compute and waiting"
+PARTS = ("of it the channel", "of it around compute", "of it the loop")
+TASK = Task(("model._target_=pipetrain.bench.overhead.tiny", "partition=even", "batch_size=16"), (8,), 8)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Figures = dict[str, float]
+"""Microseconds an action, of one rank in one round."""
+
+
+def tiny() -> nn.Sequential:
+    """Return two layers that compute next to nothing."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+class CpuClock(Clock):
+    """Marks the thread's processor time."""
+
+    def mark(self) -> Mark:
+        """See Clock.mark."""
+        return time.thread_time()
+
+
+class TimedChannel:
+    """A channel that knows how long its thread was in it: wall time and processor time, in seconds."""
+
+    def __init__(self, inner: Channel) -> None:
+        self._inner = inner
+        self.wall_s = self.cpu_s = 0.0
+
+    def _timed(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.cpu_s += time.thread_time() - cpu
+            self.wall_s += time.perf_counter() - wall
+
+    def expect(self, messages: Sequence[Message]) -> None:
+        """See Channel.expect."""
+        self._timed(self._inner.expect, messages)
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """See Channel.send."""
+        self._timed(self._inner.send, message, tensors)
+
+    def recv(self, message: Message) -> tuple[Tensor, ...]:
+        """See Channel.recv."""
+        return self._timed(self._inner.recv, message)
+
+    def drain(self) -> None:
+        """See Channel.drain."""
+        self._timed(self._inner.drain)
+
+
+def suite(scale: Scale, say: Say) -> list[Row]:
+    """Measure, and return the rows; with `scale.profile`, show where the engine's thread spends its time."""
+    by_rank = run_world(measure, RANKS, titled(say, "overhead"), scale)
+    rows: list[Row] = []
+    for schedule in by_rank[0]:
+        for rank, found in enumerate(by_rank):
+            rows += make_rows(f"overhead, {schedule}, rank {rank}", found[schedule])
+    return rows
+
+
+def make_rows(benchmark: str, rounds: Sequence[Figures]) -> list[Row]:
+    """Make the rows of one schedule on one rank."""
+    rows = []
+    for name in (WALL, TOTAL, *PARTS):
+        values = [figures[name] for figures in rounds]
+        median = sorted(values)[len(values) // 2]
+        verdict = Verdict(f"< {MOST_US:g} us an action", median < MOST_US)
+        rows.append(Row(benchmark, name, values, "us", verdicts=[verdict] if name in (WALL, TOTAL) else []))
+    return rows
+
+
+def measure(mesh: Mesh, say: Say, scale: Scale) -> dict[str, list[Figures]]:
+    """Measure every schedule, on one rank."""
+    batches = 10 if scale.quick else BATCHES
+    found: dict[str, list[Figures]] = {}
+    for schedule in SCHEDULES:
+        asynchronous = schedule in ASYNCHRONOUS
+        m = 1 if schedule in ("layer_dist", "pipedream") else MICROBATCHES
+        task = TASK.extended(f"microbatches={m}")
+        job = prepare(task, schedule, RANKS, batches if asynchronous else 1)
+        channel = TimedChannel(mesh.channel(job.plan.settings.buffer_size))
+        ours = Ours(schedule, job, mesh, 1 if asynchronous else batches, channel, CpuClock(mesh.device))
+        alone = Alone("plain", prepare(task, "1f1b", RANKS), mesh, batches)
+        for one in (ours, alone):
+            one.run()
+        say(schedule)
+        found[schedule] = [_round(mesh, ours, alone, channel, batches) for _ in range(scale.rounds)]
+        if scale.profile:
+            for rank, text in enumerate(mesh.gather("the profiles", _profile(ours))):
+                say(f"{schedule}, rank {rank}\n{text}")
+    return found
+
+
+def _round(mesh: Mesh, ours: Ours, alone: Alone, channel: TimedChannel, batches: int) -> Figures:
+    mesh.gather("the start of a round", None)
+    busy, in_channel, waited = _busy(ours), channel.cpu_s, channel.wall_s - channel.cpu_s
+    wall, cpu = _measured(ours.run)
+    busy, in_channel = _busy(ours) - busy, channel.cpu_s - in_channel
+    waited = channel.wall_s - channel.cpu_s - waited
+    mesh.gather("the plain loop's start", None)
+    plain_wall, plain_cpu = _measured(alone.run)
+    actions = len(ours.actions) * batches / max(ours.plan.windows)
+    seconds = {
+        WALL: wall - plain_wall - waited,
+        TOTAL: cpu - plain_cpu,
+        PARTS[0]: in_channel,
+        PARTS[1]: busy - plain_cpu,
+        PARTS[2]: cpu - busy - in_channel,
+    }
+    return {name: 1e6 * s / actions for name, s in seconds.items()}
+
+
+def _busy(ours: Ours) -> float:
+    return sum(record.busy_s for record in ours.records.values())
+
+
+def _measured(run: Callable[[], object]) -> tuple[float, float]:
+    wall, cpu = time.perf_counter(), time.thread_time()
+    run()
+    return time.perf_counter() - wall, time.thread_time() - cpu
+
+
+def _profile(ours: Ours) -> str:
+    profile = cProfile.Profile()
+    profile.runcall(ours.run)
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(25)
+    return text.getvalue()

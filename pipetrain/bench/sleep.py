@@ -1,0 +1,191 @@
+"""Suite: stages that only sleep, so that the time besides the schedule's own is all that can differ.
+
+Each stage sleeps in its forward and its backward and passes on a message of 1 MiB; the bound is what
+`simulate` says for those times and free messages. Cores do not matter: sleeping takes none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.bench.figures import Row, Scale, Series, timed_row
+from pipetrain.bench.ours import Ours
+from pipetrain.bench.rounds import FULL, Contestant, race
+from pipetrain.bench.tasks import Task, prepare
+from pipetrain.bench.theirs import SCHEDULES, TorchPipeline
+from pipetrain.bench.worlds import Say, run_world, titled
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.schedule.actions import Op
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.simulate import simulate
+
+FEATURES = 2**18  # float32: a sample is a message of 1 MiB
+CLASSES = 10
+RIVALS = {"gpipe": "torch GPipe", "1f1b": "torch 1F1B"}
+FLUSHED, UNFLUSHED = ("gpipe", "1f1b", "interleaved_1f1b"), ("pipedream", "pipedream_2bw")
+
+
+@dataclass(frozen=True, slots=True)
+class Nap:
+    """Seconds that a rank sleeps for a microbatch, over all its stages; and what is tried."""
+
+    forward_s: float
+    backward_s: float
+    ranks: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    pieces: int  # microbatches that an asynchronous window has, at least
+
+
+FULL_SIZE = Nap(0.03, 0.06, (2, 4), (4, 16), 32)
+SMALL = Nap(0.005, 0.01, (2,), (4,), 24)
+
+
+class _Asleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return grad, grad.new_ones(1), None, None
+
+
+class Sleeper(nn.Module):
+    """Hands on [n, features] after a nap, with one weight to step; `last`: scores [n, CLASSES] alone."""
+
+    def __init__(self, forward_s: float, backward_s: float, last: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self._naps = forward_s, backward_s
+        self._last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sleep; the backward will."""
+        y: Tensor = _Asleep.apply(x, self.weight, *self._naps)  # type: ignore[no-untyped-call]
+        return y[:, :CLASSES] if self._last else y
+
+
+def sleepers(stages: int, forward_s: float, backward_s: float) -> nn.Sequential:
+    """Return a model of so many stages; the seconds are each stage's."""
+    return nn.Sequential(*(Sleeper(forward_s, backward_s, stage == stages - 1) for stage in range(stages)))
+
+
+def task(nap: Nap, ranks: int, microbatches: int, slices: int = 1) -> Task:
+    """Return the sleepers as something to train: a microbatch is one sample."""
+    model = {
+        "stages": ranks * slices,
+        "forward_s": nap.forward_s / slices,
+        "backward_s": nap.backward_s / slices,
+    }
+    return Task(
+        (
+            "model._target_=pipetrain.bench.sleep.sleepers",
+            *(f"+model.{key}={value}" for key, value in model.items()),
+            "partition=even",
+            f"batch_size={microbatches}",
+            f"microbatches={microbatches}",
+        ),
+        (FEATURES,),
+        CLASSES,
+    )
+
+
+def bound(contestant: Ours, nap: Nap) -> float:
+    """Return the seconds a batch that a turn takes on paper, with messages that take no time."""
+    plan = contestant.plan
+    slices = plan.stages // plan.settings.ranks
+    seconds = {Op.F: nap.forward_s / slices, Op.B: nap.backward_s / slices}
+    costs = Costs({(stage, op): s for stage in range(plan.stages) for op, s in seconds.items()})
+    window = plan.window.program
+    run = simulate(window, plan.settings.microbatches, buffer_size=plan.settings.buffer_size, cost=costs)
+    return run.makespan / max(plan.windows)
+
+
+def suite(scale: Scale, say: Say) -> list[Row]:
+    """Measure, and return the rows."""
+    nap = SMALL if scale.quick else FULL_SIZE
+    rows: list[Row] = []
+    for ranks in nap.ranks:
+        series, bounds = run_world(measure, ranks, titled(say, f"sleep, {ranks} stages"), nap, scale.rounds)[
+            0
+        ]
+        rows += make_rows(series, bounds, ranks, nap)
+    return rows
+
+
+def measure(mesh: Mesh, say: Say, nap: Nap, rounds: int) -> tuple[Series, dict[str, float]]:
+    """Race everybody, on one rank; returns the series and the bounds of ours."""
+    ranks = mesh.world.size
+    ours = list(_ours(mesh, nap))
+    others: list[Contestant] = [
+        _named(TorchPipeline(name, prepare(task(nap, ranks, m), "1f1b", ranks), mesh, _batches(m)), m)
+        for m in nap.microbatches
+        for name in SCHEDULES
+    ]
+    return race(mesh, [*ours, *others], rounds, say), {one.name: bound(one, nap) for one in ours}
+
+
+def _ours(mesh: Mesh, nap: Nap) -> Iterator[Ours]:
+    ranks = mesh.world.size
+    yield _ours_of("layer_dist", 1, mesh, nap, 4)
+    yield _ours_of("pipedream", 1, mesh, nap)
+    for m in nap.microbatches:
+        for schedule in FLUSHED:
+            yield _ours_of(schedule, m, mesh, nap, _batches(m))
+        yield _ours_of("pipedream_2bw", max(m, ranks), mesh, nap)
+
+
+def _ours_of(schedule: str, m: int, mesh: Mesh, nap: Nap, windows: int = 1) -> Ours:
+    slices = 2 if schedule == "interleaved_1f1b" else 1
+    ranks = mesh.world.size
+    batches = max(nap.pieces // m, 2 * ranks + 2) if schedule in UNFLUSHED else 1
+    job = prepare(task(nap, ranks, m, slices), schedule, ranks, batches)
+    return Ours(_name(schedule, m), job, mesh, windows)
+
+
+def _batches(m: int) -> int:
+    """So many that a turn is no mere moment."""
+    return max(1, 8 // m)
+
+
+def _named(contestant: TorchPipeline, m: int) -> TorchPipeline:
+    contestant.name = _name(contestant.name, m)
+    return contestant
+
+
+def _name(who: str, m: int) -> str:
+    return f"{who}, m = {m}"
+
+
+def make_rows(series: Series, bounds: dict[str, float], ranks: int, nap: Nap) -> list[Row]:
+    """Hold everybody against the bound, and ours against theirs."""
+    rounds = len(next(iter(series.values())))
+    rows: list[Row] = []
+    for name in series:
+        who, _, rest = name.partition(", m = ")
+        m = int(rest.removesuffix(FULL))
+        if name.endswith(FULL):
+            on_paper = m * (nap.forward_s + nap.backward_s)
+        else:
+            on_paper = bounds[_name({v: k for k, v in RIVALS.items()}.get(who, who), m)]
+        against, least = {"of bound": "bound"}, {}
+        if who in RIVALS:
+            against[f"x {RIVALS[who]}"] = _name(RIVALS[who], m)
+            least = {"of bound": 0.98, f"x {RIVALS[who]}": 1.0}
+        elif who == "pipedream" and name.endswith(FULL):
+            least = {"of bound": 0.98}
+        rows.append(
+            timed_row(
+                f"sleep, {ranks} stages", name, {**series, "bound": [on_paper] * rounds}, against, least
+            )
+        )
+    return rows
