@@ -27,6 +27,7 @@ from pipetrain.schedule.simulate import simulate
 
 FEATURES = 2**18  # float32: a sample is a message of 1 MiB
 CLASSES = 10
+WAKING_S = 3e-4  # of looking at the clock instead of sleeping
 RIVALS = {"gpipe": "torch GPipe", "1f1b": "torch 1F1B"}
 FLUSHED, UNFLUSHED = ("gpipe", "1f1b", "interleaved_1f1b"), ("pipedream", "pipedream_2bw")
 
@@ -46,37 +47,49 @@ FULL_SIZE = Nap(0.03, 0.06, (2, 4), (4, 16), 32)
 SMALL = Nap(0.005, 0.01, (2,), (4,), 24)
 
 
+def _sleep_until(end: float) -> None:
+    """Return at `end` and not some tenths of a millisecond later, as a sleep does."""
+    time.sleep(max(0.0, end - time.perf_counter() - WAKING_S))
+    while time.perf_counter() < end:
+        pass
+
+
 class _Asleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return x.clone()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, features: int, naps: tuple[float, float]) -> Tensor:
+        start = time.perf_counter()
+        ctx.entered, ctx.nap = x.shape, naps[1]
+        y = x[:, :features].clone()
+        _sleep_until(start + naps[0])
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        time.sleep(ctx.backward_s)
-        return grad, grad.new_ones(1), None, None
+        start = time.perf_counter()
+        given = grad if grad.shape == ctx.entered else grad.new_zeros(ctx.entered)
+        _sleep_until(start + ctx.nap)
+        return given, grad.new_ones(1), None, None
 
 
 class Sleeper(nn.Module):
-    """Hands on [n, features] after a nap, with one weight to step; `last`: scores [n, CLASSES] alone."""
+    """Hands on the first `features` of [n, FEATURES] after a nap, with one weight to step."""
 
-    def __init__(self, forward_s: float, backward_s: float, last: bool) -> None:
+    def __init__(self, features: int, forward_s: float, backward_s: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
+        self._features = features
         self._naps = forward_s, backward_s
-        self._last = last
 
     def forward(self, x: Tensor) -> Tensor:
         """Sleep; the backward will."""
-        y: Tensor = _Asleep.apply(x, self.weight, *self._naps)  # type: ignore[no-untyped-call]
-        return y[:, :CLASSES] if self._last else y
+        y: Tensor = _Asleep.apply(x, self.weight, self._features, self._naps)  # type: ignore[no-untyped-call]
+        return y
 
 
 def sleepers(stages: int, forward_s: float, backward_s: float) -> nn.Sequential:
-    """Return a model of so many stages; the seconds are each stage's."""
-    return nn.Sequential(*(Sleeper(forward_s, backward_s, stage == stages - 1) for stage in range(stages)))
+    """Return a model of so many stages; the seconds are each stage's. The last gives scores [n, CLASSES]."""
+    features = [FEATURES] * (stages - 1) + [CLASSES]
+    return nn.Sequential(*(Sleeper(count, forward_s, backward_s) for count in features))
 
 
 def task(nap: Nap, ranks: int, microbatches: int, slices: int = 1) -> Task:
