@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     head = report.machine(arguments)
     rows: list[Row] = []
     failures: list[str] = []
+    status = 0
     try:
         with interruptible():
             for name in options.suites or SUITES:
@@ -40,16 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 except WorldFailed as error:
                     print(f"\nbench: suite {name}: {error}", file=sys.stderr)
                     failures.append(f"Suite {name} FAILED: {str(error).strip().splitlines()[-1]}")
+                    status = FAILED
     except KeyboardInterrupt:
-        print("\nbench: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        failures.append(f"INTERRUPTED in suite {name}: what follows it is missing.")
+        status = INTERRUPTED
     text = report.markdown(head, rows, failures)
     print(file=sys.stderr)
     print(text, end="")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text)
-    return FAILED if failures else 0
+    return status
 
 
 def parser() -> argparse.ArgumentParser:

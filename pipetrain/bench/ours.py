@@ -39,25 +39,25 @@ class BatchFeed:
 
 
 class Ours:
-    """A schedule of pipetrain's. A turn is so many windows of the job's longest length."""
+    """A schedule of pipetrain's. A turn is so many batches, in whole windows, and one window at least."""
 
     def __init__(
         self,
         name: str,
         job: Job,
         mesh: Mesh,
-        windows: int = 1,
+        batches: int = 1,
         channel: Channel | None = None,
         clock: Clock | None = None,
     ) -> None:
         plan = job.plan
         window = max(plan.windows)
         self.name = name
-        self.batches = windows * window
+        self.microbatches = job.microbatches
+        self._windows = max(1, batches // window)
+        self.batches = self._windows * window
         self.plan = plan
         self.actions = plan.windows[window].program[mesh.world.rank]
-        self._windows = windows
-        self._microbatches = job.microbatches
         self._feed = BatchFeed(job.samples, job.labels, job.microbatches)
         self._full_after = plan.stages if window > 2 * plan.stages else None  # updates; None: never full
         self._updates: list[float] = []
@@ -84,7 +84,7 @@ class Ours:
         """See Contestant.run."""
         self._updates.clear()
         for _ in range(self._windows):
-            self._engine.train(self.actions, self._feed, self._microbatches, self._count)
+            self._engine.train(self.actions, self._feed, self.microbatches, self._count)
         if not self._last or self._full_after is None:
             return None
         full = self._updates[self._full_after :]

@@ -20,10 +20,11 @@ FULL = ", once full"
 
 
 class Contestant(Protocol):
-    """Something that trains, on one rank. `batches`: how many it does in a turn."""
+    """Something that trains, on one rank. `batches`: how many it does in a turn, each in `microbatches`."""
 
     name: str
     batches: int
+    microbatches: int
 
     def run(self) -> float | None:
         """Take a turn. Returns the seconds a batch once the pipeline is full, where this rank knows them."""

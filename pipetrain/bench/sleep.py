@@ -7,7 +7,6 @@ Each stage sleeps in its forward and its backward and passes on a message of 1 M
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from pipetrain.bench.figures import Row, Scale, Series, timed_row
 from pipetrain.bench.ours import Ours
 from pipetrain.bench.rounds import FULL, Contestant, race
 from pipetrain.bench.tasks import Task, prepare
-from pipetrain.bench.theirs import SCHEDULES, TorchPipeline
+from pipetrain.bench.theirs import RIVALS, SCHEDULES, TorchPipeline
 from pipetrain.bench.worlds import Say, run_world, titled
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Op
@@ -28,8 +27,6 @@ from pipetrain.schedule.simulate import simulate
 FEATURES = 2**18  # float32: a sample is a message of 1 MiB
 CLASSES = 10
 WAKING_S = 3e-4  # of looking at the clock instead of sleeping
-RIVALS = {"gpipe": "torch GPipe", "1f1b": "torch 1F1B"}
-FLUSHED, UNFLUSHED = ("gpipe", "1f1b", "interleaved_1f1b"), ("pipedream", "pipedream_2bw")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,77 +125,64 @@ def suite(scale: Scale, say: Say) -> list[Row]:
     nap = SMALL if scale.quick else FULL_SIZE
     rows: list[Row] = []
     for ranks in nap.ranks:
-        series, bounds = run_world(measure, ranks, titled(say, f"sleep, {ranks} stages"), nap, scale.rounds)[
-            0
-        ]
-        rows += make_rows(series, bounds, ranks, nap)
+        title = f"sleep, {ranks} stages"
+        series, bounds = run_world(measure, ranks, titled(say, title), nap, scale.rounds)[0]
+        rows += make_rows(title, series, bounds)
     return rows
 
 
 def measure(mesh: Mesh, say: Say, nap: Nap, rounds: int) -> tuple[Series, dict[str, float]]:
-    """Race everybody, on one rank; returns the series and the bounds of ours."""
+    """Race everybody, on one rank; returns the series, and what each should be on paper."""
     ranks = mesh.world.size
-    ours = list(_ours(mesh, nap))
-    others: list[Contestant] = [
-        _named(TorchPipeline(name, prepare(task(nap, ranks, m), "1f1b", ranks), mesh, _batches(m)), m)
-        for m in nap.microbatches
-        for name in SCHEDULES
-    ]
-    return race(mesh, [*ours, *others], rounds, say), {one.name: bound(one, nap) for one in ours}
-
-
-def _ours(mesh: Mesh, nap: Nap) -> Iterator[Ours]:
-    ranks = mesh.world.size
-    yield _ours_of("layer_dist", 1, mesh, nap, 4)
-    yield _ours_of("pipedream", 1, mesh, nap)
+    ours = [_ours("layer_dist", 1, mesh, nap), _ours("pipedream", 1, mesh, nap)]
+    theirs: list[Contestant] = []
+    bounds: dict[str, float] = {}
     for m in nap.microbatches:
-        for schedule in FLUSHED:
-            yield _ours_of(schedule, m, mesh, nap, _batches(m))
-        yield _ours_of("pipedream_2bw", max(m, ranks), mesh, nap)
+        ours += [_ours(schedule, m, mesh, nap) for schedule in ("gpipe", "1f1b", "interleaved_1f1b")]
+        ours.append(_ours("pipedream_2bw", m, mesh, nap))
+        for name in SCHEDULES:
+            job = prepare(task(nap, ranks, m), "1f1b", ranks)
+            theirs.append(TorchPipeline(name, job, mesh, _batches(m)))
+            theirs[-1].name += f", m = {m}"
+    for one in ours:
+        bounds[one.name] = bound(one, nap)
+        bounds[one.name + FULL] = one.microbatches * (nap.forward_s + nap.backward_s)
+        if (rival := _rival(one.name)) is not None:
+            bounds[rival] = bounds[one.name]
+    return race(mesh, [*ours, *theirs], rounds, say), bounds
 
 
-def _ours_of(schedule: str, m: int, mesh: Mesh, nap: Nap, windows: int = 1) -> Ours:
-    slices = 2 if schedule == "interleaved_1f1b" else 1
+def _ours(schedule: str, m: int, mesh: Mesh, nap: Nap) -> Ours:
     ranks = mesh.world.size
-    batches = max(nap.pieces // m, 2 * ranks + 2) if schedule in UNFLUSHED else 1
-    job = prepare(task(nap, ranks, m, slices), schedule, ranks, batches)
-    return Ours(_name(schedule, m), job, mesh, windows)
+    slices = 2 if schedule == "interleaved_1f1b" else 1
+    window = max(nap.pieces // m, 2 * ranks + 2)
+    job = prepare(task(nap, ranks, m, slices), schedule, ranks, window)
+    return Ours(f"{schedule}, m = {m}", job, mesh, _batches(m))
 
 
 def _batches(m: int) -> int:
-    """So many that a turn is no mere moment."""
+    """Return so many that a turn is no mere moment."""
     return max(1, 8 // m)
 
 
-def _named(contestant: TorchPipeline, m: int) -> TorchPipeline:
-    contestant.name = _name(contestant.name, m)
-    return contestant
+def _rival(name: str) -> str | None:
+    schedule, _, m = name.partition(",")
+    return f"{RIVALS[schedule]},{m}" if schedule in RIVALS else None
 
 
-def _name(who: str, m: int) -> str:
-    return f"{who}, m = {m}"
-
-
-def make_rows(series: Series, bounds: dict[str, float], ranks: int, nap: Nap) -> list[Row]:
+def make_rows(benchmark: str, series: Series, bounds: dict[str, float]) -> list[Row]:
     """Hold everybody against the bound, and ours against theirs."""
-    rounds = len(next(iter(series.values())))
     rows: list[Row] = []
-    for name in series:
-        who, _, rest = name.partition(", m = ")
-        m = int(rest.removesuffix(FULL))
-        if name.endswith(FULL):
-            on_paper = m * (nap.forward_s + nap.backward_s)
-        else:
-            on_paper = bounds[_name({v: k for k, v in RIVALS.items()}.get(who, who), m)]
+    for name, seconds in series.items():
         against, least = {"of bound": "bound"}, {}
-        if who in RIVALS:
-            against[f"x {RIVALS[who]}"] = _name(RIVALS[who], m)
-            least = {"of bound": 0.98, f"x {RIVALS[who]}": 1.0}
-        elif who == "pipedream" and name.endswith(FULL):
+        rival = _rival(name)
+        if rival is not None:
+            column = f"x {rival.partition(',')[0]}"
+            against[column] = rival
+            least = {"of bound": 0.98, column: 1.0}
+        elif name.startswith("pipedream,") and name.endswith(FULL):
             least = {"of bound": 0.98}
         rows.append(
-            timed_row(
-                f"sleep, {ranks} stages", name, {**series, "bound": [on_paper] * rounds}, against, least
-            )
+            timed_row(benchmark, name, {**series, "bound": [bounds[name]] * len(seconds)}, against, least)
         )
     return rows

@@ -37,7 +37,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A task by one schedule: the plan for windows of up to so many batches, and what it is made of."""
+    """A task by one schedule: its plan, and what is trained by it."""
 
     plan: Plan
     model: nn.Sequential
@@ -60,8 +60,8 @@ class Job:
         return nn.Sequential(OrderedDict(named_layers(self.model)[self.plan.slice(index)]))
 
 
-def prepare(task: Task, schedule: str, ranks: int, batches: int = 1) -> Job:
-    """Plan and prove a task as a training run does. `batches`: of a window that has no length of its own."""
+def prepare(task: Task, schedule: str, ranks: int, window: int = 1) -> Job:
+    """Plan and prove a task as a training run does. `window`: its batches, where the schedule sets none."""
     overrides = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", "device=cpu", f"schedule={schedule}"]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("config", overrides=[*overrides, *task.overrides])
@@ -69,7 +69,7 @@ def prepare(task: Task, schedule: str, ranks: int, batches: int = 1) -> Job:
     spare = make_model(cfg, settings.seed, settings.dtype)
     n = settings.batch_size
     plan = make_plan(
-        settings, make_schedule(cfg), spare, task.example, task.classes, Samples([n] * batches, [n])
+        settings, make_schedule(cfg), spare, task.example, task.classes, Samples([n] * window, [n])
     )
     generator = torch.Generator().manual_seed(settings.seed)
     return Job(

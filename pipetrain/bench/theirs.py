@@ -18,6 +18,8 @@ from pipetrain.boundary import TensorSpec
 from pipetrain.runtime.mesh import Mesh
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+RIVALS = {"gpipe": "torch GPipe", "1f1b": "torch 1F1B"}
+"""By ours: the one that should never be faster."""
 
 
 class TorchPipeline:
@@ -26,7 +28,7 @@ class TorchPipeline:
     def __init__(self, schedule: str, job: Job, mesh: Mesh, batches: int) -> None:
         rank, stages = mesh.world.rank, mesh.world.size
         self.name = f"torch {schedule}"
-        self.batches = batches
+        self.batches, self.microbatches = batches, job.microbatches
         self._job = job
         self._first, self._last = rank == 0, rank == stages - 1
         module = job.stage(rank).train()
@@ -59,7 +61,7 @@ class Plain:
     ) -> None:
         rank, ranks = mesh.world.rank, mesh.world.size
         self.name = name
-        self.batches = batches
+        self.batches, self.microbatches = batches, 1
         self._threads = threads
         self._works = parallel or rank == 0
         self._model = job.model.train()
@@ -94,10 +96,9 @@ class Alone:
     def __init__(self, name: str, job: Job, mesh: Mesh, batches: int) -> None:
         index = mesh.world.rank
         self.name = name
-        self.batches = batches
+        self.batches, self.microbatches = batches, job.microbatches
         self._module = job.stage(index).train()
         self._optimizer = job.optimizer(self._module.parameters())
-        self._microbatches = job.microbatches
         boundaries = job.plan.boundaries[job.size]
         self._inputs = job.samples.chunk(job.microbatches)[0]
         self._labels = job.labels.chunk(job.microbatches)[0]
@@ -109,11 +110,11 @@ class Alone:
     def run(self) -> None:
         """See Contestant.run."""
         for _ in range(self.batches):
-            for _ in range(self._microbatches):
+            for _ in range(self.microbatches):
                 self._inputs.grad = None
                 outputs = self._module(self._inputs)
                 if self._grads is None:
-                    outputs = functional.cross_entropy(outputs, self._labels) / self._microbatches
+                    outputs = functional.cross_entropy(outputs, self._labels) / self.microbatches
                 outputs.backward(self._grads)
             self._optimizer.step()
             self._optimizer.zero_grad()

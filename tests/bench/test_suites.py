@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.bench import cli, models, sleep
+from pipetrain.bench import cli, memory, models, sleep
+from pipetrain.bench.figures import Row
 from pipetrain.bench.ours import Ours
 from pipetrain.bench.tasks import prepare
 from pipetrain.partition.estimate import Layer
@@ -61,7 +62,8 @@ SERIES = {
 
 
 def test_each_is_held_against_the_ideal_of_its_own_microbatches():
-    rows = models.make_rows("vgg16", {(6,): ["flops"]}, {"before layer 6": [0.3]}, (6,), SERIES)
+    pieces = dict.fromkeys(SERIES, 4) | {"pipedream, once full": 1}
+    rows = models.make_rows("vgg16", models.Found({"before 6": [0.3]}, "before 6", SERIES, pieces))
     by_name = {row.contestant: row for row in rows}
     assert by_name["gpipe"].ratios["of bound"] == pytest.approx(0.8)
     assert [verdict.met for verdict in by_name["gpipe"].verdicts] == [True]
@@ -70,9 +72,16 @@ def test_each_is_held_against_the_ideal_of_its_own_microbatches():
     assert by_name["torch GPipe"].verdicts == []
 
 
+@pytest.mark.parametrize(("leak_mib", "still"), [(0.0, True), (0.05, True), (0.3, False)])
+def test_memory_grows_or_only_jitters(leak_mib, still):
+    resident = [350 + 4 * (window % 3) + leak_mib * window for window in range(50)]
+    rows = memory.make_rows("memory", memory.Held(resident, [(2, 2)], [(1, 2)]))
+    assert [verdict.met for row in rows for verdict in row.verdicts] == [still, True, False]
+
+
 WHAT_IT_SHOWS = {
     "sleep": ["sleep, 2 stages", "pipedream, m = 1, once full", "torch 1F1B, m = 4", "x torch GPipe"],
-    "models": ["slower stage alone by cut", "ideal without messages", "torch DDP", "interleaved_1f1b"],
+    "models": ["slower stage alone", "ideal without messages", "torch DDP", "interleaved_1f1b"],
     "one-process": ["plain loop", "1f1b", "of bound >= 0.98"],
     "overhead": ["overhead, 1f1b, rank 1", "of it the channel", "< 150 us an action"],
     "memory": ["memory, pipedream, rank 0", "weight versions at the peak", "as simulated: 2"],
@@ -118,10 +127,13 @@ def test_a_suite_that_fails_is_said_and_the_others_go_on(monkeypatch, capsys):
     assert "Suite a FAILED: ValueError: no more" in capsys.readouterr().out
 
 
-def test_interrupted(monkeypatch, capsys):
+def test_an_interruption_keeps_what_was_measured(monkeypatch, capsys):
     def interrupted(scale, say):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "SUITES", {"a": interrupted})
+    row = Row("done before", "1f1b", [1.0], "ms")
+    monkeypatch.setattr(cli, "SUITES", {"a": lambda scale, say: [row], "b": interrupted})
     assert cli.main([]) == 130
-    assert "interrupted" in capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert "done before" in said
+    assert "INTERRUPTED in suite b: what follows it is missing." in said
