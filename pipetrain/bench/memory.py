@@ -94,4 +94,4 @@ def make_rows(benchmark: str, held: Held) -> list[Row]:
 def _peaks(benchmark: str, what: str, peaks: Sequence[tuple[int, int]]) -> Row:
     measured, simulated = zip(*peaks, strict=True)
     verdict = Verdict(f"as simulated: {' '.join(map(str, simulated))}", measured == simulated)
-    return Row(benchmark, what, measured if len(measured) == 1 else [max(measured)], "", verdicts=[verdict])
+    return Row(benchmark, what, measured, "", verdicts=[verdict])
