@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pipetrain.bench import memory, models, overhead, report, single, sleep
@@ -13,7 +13,7 @@ from pipetrain.bench.figures import Row, Scale
 from pipetrain.bench.worlds import Say, WorldFailed
 from pipetrain.comparison.processes import interruptible
 
-SUITES: dict[str, Callable[[Scale, Say], list[Row]]] = {
+SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
     "sleep": sleep.suite,
     "models": models.suite,
     "one-process": single.suite,
@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with interruptible():
             for name in options.suites or SUITES:
                 try:
-                    rows += SUITES[name](scale, report.progress)
+                    for row in SUITES[name](scale, report.progress):
+                        rows.append(row)  # one by one: what was measured stays where the suite then ends
                 except WorldFailed as error:
                     print(f"\nbench: suite {name}: {error}", file=sys.stderr)
                     failures.append(f"Suite {name} FAILED: {str(error).strip().splitlines()[-1]}")

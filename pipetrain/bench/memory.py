@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import linear_regression, median
@@ -41,16 +41,14 @@ def small_cnn() -> nn.Sequential:
     return nn.Sequential(*blocks, head)
 
 
-def suite(scale: Scale, say: Say) -> list[Row]:
-    """Measure each schedule in processes of its own, and return the rows."""
+def suite(scale: Scale, say: Say) -> Iterator[Row]:
+    """Measure each schedule in processes of its own, and give the rows as they come."""
     schedules = sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml"))
     warmup, windows = (1, 3) if scale.quick else (WARMUP, WINDOWS)
-    rows: list[Row] = []
     for schedule in ["pipedream"] if scale.quick else schedules:
         held = run_world(measure, RANKS, titled(say, "memory"), schedule, warmup, windows)
         for rank, one in enumerate(held):
-            rows += make_rows(f"memory, {schedule}, rank {rank}", one)
-    return rows
+            yield from make_rows(f"memory, {schedule}, rank {rank}", one)
 
 
 def measure(mesh: Mesh, say: Say, schedule: str, warmup: int, windows: int) -> Held:

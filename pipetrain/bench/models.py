@@ -7,7 +7,7 @@ stage is the pace that no pipeline beats. The cut is the one with the best such 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -43,14 +43,12 @@ OPTIONS: dict[str, tuple[str, ...]] = {"fused optimizer": ("+optim.fused=true",)
 Cut = tuple[int, ...]
 
 
-def suite(scale: Scale, say: Say) -> list[Row]:
-    """Measure, and return the rows."""
+def suite(scale: Scale, say: Say) -> Iterator[Row]:
+    """Measure, and give the rows as they come."""
     tasks = SMALL if scale.quick else MODELS
-    rows: list[Row] = []
     for model, task in tasks.items():
         found = run_world(measure, RANKS, titled(say, model), task, scale)[0]
-        rows += make_rows(model, found)
-    return rows
+        yield from make_rows(model, found)
 
 
 def candidate_cuts(layers: Sequence[Layer], stages: int) -> dict[Cut, list[str]]:

@@ -11,7 +11,7 @@ import cProfile
 import io
 import pstats
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import ParamSpec, TypeVar
 
@@ -84,14 +84,12 @@ class TimedChannel:
         self._timed(self._inner.drain)
 
 
-def suite(scale: Scale, say: Say) -> list[Row]:
-    """Measure, and return the rows; with `scale.profile`, show where the engine's thread spends its time."""
+def suite(scale: Scale, say: Say) -> Iterator[Row]:
+    """Measure, and give the rows as they come; with `scale.profile`, show where the engine's thread spends its time."""
     by_rank = run_world(measure, RANKS, titled(say, "overhead"), scale)
-    rows: list[Row] = []
     for schedule in by_rank[0]:
         for rank, found in enumerate(by_rank):
-            rows += make_rows(f"overhead, {schedule}, rank {rank}", found[schedule])
-    return rows
+            yield from make_rows(f"overhead, {schedule}, rank {rank}", found[schedule])
 
 
 def make_rows(benchmark: str, rounds: Sequence[Figures]) -> list[Row]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pipetrain.bench.figures import Row, Scale, Series, timed_row
 from pipetrain.bench.models import MODELS, SMALL
 from pipetrain.bench.ours import Ours
@@ -15,17 +17,13 @@ BATCHES = 4  # a turn
 PLAIN, OURS = "plain loop", "1f1b"
 
 
-def suite(scale: Scale, say: Say) -> list[Row]:
-    """Measure, and return the rows."""
-    rows: list[Row] = []
+def suite(scale: Scale, say: Say) -> Iterator[Row]:
+    """Measure, and give the rows as they come."""
     for model, task in (SMALL if scale.quick else MODELS).items():
         series = run_world(measure, 1, titled(say, f"one process, {model}"), task, scale.rounds)[0]
         against = {"of bound": PLAIN}
-        rows += [
-            timed_row(f"one process, {model}", PLAIN, series, against),
-            timed_row(f"one process, {model}", OURS, series, against, {"of bound": 0.98}),
-        ]
-    return rows
+        yield timed_row(f"one process, {model}", PLAIN, series, against)
+        yield timed_row(f"one process, {model}", OURS, series, against, {"of bound": 0.98})
 
 
 def measure(mesh: Mesh, say: Say, task: Task, rounds: int) -> Series:

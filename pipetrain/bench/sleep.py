@@ -7,6 +7,7 @@ Each stage sleeps in its forward and its backward and passes on a message of 1 M
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,15 +121,13 @@ def bound(contestant: Ours, nap: Nap) -> float:
     return run.makespan / max(plan.windows)
 
 
-def suite(scale: Scale, say: Say) -> list[Row]:
-    """Measure, and return the rows."""
+def suite(scale: Scale, say: Say) -> Iterator[Row]:
+    """Measure, and give the rows as they come."""
     nap = SMALL if scale.quick else FULL_SIZE
-    rows: list[Row] = []
     for ranks in nap.ranks:
         title = f"sleep, {ranks} stages"
         series, bounds = run_world(measure, ranks, titled(say, title), nap, scale.rounds)[0]
-        rows += make_rows(title, series, bounds)
-    return rows
+        yield from make_rows(title, series, bounds)
 
 
 def measure(mesh: Mesh, say: Say, nap: Nap, rounds: int) -> tuple[Series, dict[str, float]]:
