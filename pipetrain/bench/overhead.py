@@ -85,7 +85,7 @@ class TimedChannel:
 
 
 def suite(scale: Scale, say: Say) -> Iterator[Row]:
-    """Measure, and give the rows as they come; with `scale.profile`, show where the engine's thread spends its time."""
+    """Measure, and give the rows as they come; `scale.profile` tells the thread's time by function, too."""
     by_rank = run_world(measure, RANKS, titled(say, "overhead"), scale)
     for schedule in by_rank[0]:
         for rank, found in enumerate(by_rank):
