@@ -37,6 +37,9 @@ class BatchFeed:
         """See engine.Feed."""
         return Target(self._labels[mb % len(self._labels)], 1 / len(self._labels))
 
+    def prepare(self) -> None:
+        """There is nothing to make."""
+
 
 class Ours:
     """A schedule of pipetrain's. A turn is so many batches, in whole windows, and one window at least."""

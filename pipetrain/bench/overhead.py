@@ -58,6 +58,7 @@ class TimedChannel:
 
     def __init__(self, inner: Channel) -> None:
         self._inner = inner
+        self.waited = 0.0
         self.cpu_s = 0.0
 
     def _timed(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,6 +67,7 @@ class TimedChannel:
             return call(*args, **kwargs)
         finally:
             self.cpu_s += time.thread_time() - start
+            self.waited = self._inner.waited
 
     def expect(self, messages: Sequence[Message]) -> None:
         """See Channel.expect."""

@@ -42,6 +42,9 @@ class Feed(Protocol):
     def target(self, mb: int) -> Target:
         """Return what the last stage needs."""
 
+    def prepare(self) -> None:
+        """Make the next input ahead: called before the engine waits for a message."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -302,7 +305,11 @@ class Engine:
     _send_activation = _send_gradient = _send
 
     def _recv_activation(self, action: Action, window: _Window) -> None:
-        window.inputs[action.stage, action.mb] = self._channel.recv(self._message(action, window))
+        window.inputs[action.stage, action.mb] = self._receive(action, window)
 
     def _recv_gradient(self, action: Action, window: _Window) -> None:
-        window.grads[action.stage, action.mb] = self._channel.recv(self._message(action, window))
+        window.grads[action.stage, action.mb] = self._receive(action, window)
+
+    def _receive(self, action: Action, window: _Window) -> Tensors:
+        window.feed.prepare()
+        return self._channel.recv(self._message(action, window))

@@ -156,6 +156,8 @@ class Ones:
     def target(self, mb: int) -> Target:
         return Target(torch.tensor([1]), 0.5)
 
+    def prepare(self) -> None: ...
+
 
 BOUNDARIES = {1: [Boundary((TensorSpec((1, 3), torch.float32),))] * 3}
 
