@@ -20,9 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from pipetrain.runtime.engine import StageRecord
-from pipetrain.runtime.tally import Tally
 from pipetrain.schedule.draw import as_figure
+from pipetrain.training.figures import EpochFigures
 from pipetrain.training.folder import METRICS, SUMMARY
 from pipetrain.training.run import Run
 
@@ -43,25 +42,6 @@ class Machine:
     device: str
     threads: int  # of each process
     allocator: str
-
-
-@dataclass(frozen=True, slots=True)
-class EpochFigures:
-    """An epoch (counted from 1) as all ranks together know it. Times in seconds, by stage where a mapping."""
-
-    epoch: int
-    trained: Tally
-    evaluated: Tally
-    lr: float  # of the last update
-    train_s: float
-    eval_s: float
-    busy_s: dict[int, float]
-    records: dict[int, StageRecord]
-
-    @property
-    def samples_per_s(self) -> float:
-        """Training samples a second, evaluation not counted."""
-        return self.trained.samples / self.train_s
 
 
 class Recorder:

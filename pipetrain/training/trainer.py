@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,11 @@ from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.tally import Tally
 from pipetrain.training.feed import WindowFeed
-from pipetrain.training.recorder import EpochFigures, Recorder
+from pipetrain.training.figures import EpochFigures
 from pipetrain.training.run import Run
+
+if TYPE_CHECKING:  # the recorder draws, and training alone needs no library for that
+    from pipetrain.training.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)

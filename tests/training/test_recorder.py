@@ -19,7 +19,8 @@ from pipetrain.cli import contained
 from pipetrain.runtime.engine import StageRecord
 from pipetrain.runtime.tally import Tally
 from pipetrain.training import recorder as module
-from pipetrain.training.recorder import COLUMNS, EpochFigures, Machine, Recorder
+from pipetrain.training.figures import EpochFigures
+from pipetrain.training.recorder import COLUMNS, Machine, Recorder
 from pipetrain.training.run import Run, prepare
 from tests.support.cases import config, tiny_data
 
