@@ -75,6 +75,7 @@ class Settings:
     threads: int | None
     workers: int
     drop_last: bool
+    trace: int  # windows to trace; 0 = none
 
     def rate(self, updates: int) -> Rate:
         """Return the learning rate over a run of so many updates."""
@@ -119,6 +120,7 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         threads=whole_number(cfg, "threads", 1, optional=True),
         workers=_at_least(cfg, "data.workers", 0),
         drop_last=_yes_or_no(cfg, "data.drop_last"),
+        trace=_trace(cfg),
     )
     if settings.batch_size % settings.microbatches:
         raise ConfigError(
@@ -276,6 +278,16 @@ def _partition(cfg: DictConfig) -> tuple[str | list[int], str | None]:
             raise ConfigError(f"partition.profile={value[PROFILE]} must name the profile.json of a run")
         return PROFILE, value[PROFILE]
     raise ConfigError(f"partition={value} must be a strategy's name or a list of layer numbers such as [8]")
+
+
+def _trace(cfg: DictConfig) -> int:
+    """Return how many windows to trace; all is more than there ever are."""
+    value = cfg.trace
+    if isinstance(value, bool):
+        return sys.maxsize if value else 0
+    if isinstance(value, DictConfig) and list(value) == ["windows"]:
+        return _at_least(cfg, "trace.windows", 1)
+    raise ConfigError(f"trace={value} must be true or false; trace.windows=4 traces the first 4 windows")
 
 
 def share_of_cores(local_size: int) -> int:

@@ -1,16 +1,18 @@
 """`python -m pipetrain.plan`: the same configuration, on paper.
 
 Prints where the model is cut, what crosses each cut, the timeline, and what the schedule holds and wastes,
-beside the formulas. Starts no process and reads no data set.
+beside the formulas. With `cost=` a run's trace.json, in real time: what this plan would take by the durations
+measured there. Starts no process and reads no data set.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -24,9 +26,11 @@ from pipetrain.launch import guarded
 from pipetrain.partition.profile import PROFILE
 from pipetrain.partition.stages import Prediction
 from pipetrain.profiling import draft_plan, measure
+from pipetrain.replay import Figures, Replay, read_trace
 from pipetrain.runtime.mesh import World, choose_device
+from pipetrain.schedule.actions import COMMUNICATION
 from pipetrain.schedule.draw import as_figure, as_text
-from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.simulate import Simulation, simulate
 from pipetrain.schedule.theory import theory
 
 BATCHES = 16  # what is played through of a window that is an epoch
@@ -45,7 +49,10 @@ def main() -> None:
 def show(cfg: DictConfig) -> None:
     """Print the plan of a configuration and, with `out`, draw its timeline."""
     settings = read_settings(cfg, str(HydraConfig.get().runtime.choices["schedule"]), None)
-    batches = whole_number(cfg, "batches", 1, optional=True) or min(settings.window or BATCHES, BATCHES)
+    traced = read_trace(Path(str(cfg.cost))) if cfg.cost is not None else None
+    # A window that is an epoch: as long as the traced one, or as much of it as can be looked at.
+    epoch = traced.about["epoch_batches"] if traced else BATCHES
+    batches = whole_number(cfg, "batches", 1, optional=True) or min(settings.window or epoch, epoch)
     if cfg.batches is not None:
         settings = replace(settings, window=None)
     samples = Samples([settings.batch_size] * batches, [settings.batch_size])
@@ -55,14 +62,27 @@ def show(cfg: DictConfig) -> None:
         profile = measure(cfg, plan, World(), choose_device(World(), settings.device), None)
         model = make_model(cfg, settings.seed, settings.dtype)
         plan = make_plan(settings, make_schedule(cfg), model, IMAGE, 1, samples, profile)
+    if traced:
+        refuse_other(plan, traced, str(cfg.cost))
+        plan = replace(plan, costs=traced.costs, prediction=None)
     if cfg.out is not None:
         try:
-            as_figure(plan.window.simulation, Path(str(cfg.out)))
+            as_figure(timeline(plan), Path(str(cfg.out)), unit_of_time="s" if traced else "")
         except OSError as error:
             raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
     print(describe(plan), end="")
+    if traced:
+        print(f"\n{compare(plan, traced, str(cfg.cost))}", end="")
     if cfg.out is not None:
         print(f"\ntimeline drawn in {cfg.out}")
+
+
+def timeline(plan: Plan) -> Simulation:
+    """Return the longest window's simulation: in seconds where the plan knows costs, else in units."""
+    if plan.costs is None:
+        return plan.window.simulation
+    m, buffer_size = plan.settings.microbatches, plan.settings.buffer_size
+    return simulate(plan.window.program, m, buffer_size=buffer_size, cost=plan.costs)
 
 
 def describe(plan: Plan) -> str:
@@ -70,16 +90,16 @@ def describe(plan: Plan) -> str:
 
     With a profile, the partition has the stages' predicted times, and what they come to stands below it.
     """
-    settings, simulation = plan.settings, plan.window.simulation
+    settings = plan.settings
     batches = max(plan.windows)
     head = (
         f"{settings.model}, schedule {settings.schedule}: {plan.stages} stages on {settings.ranks} ranks, "
         f"batch {settings.batch_size} in {settings.microbatches} microbatches, window of {batches} batches, "
         f"buffer_size {settings.buffer_size}\n"
     )
-    timeline = as_text(simulation)
+    picture = as_text(timeline(plan), unit_of_time="s" if plan.costs else "")
     predicted = [] if plan.prediction is None else [_predicted(plan, plan.prediction, batches)]
-    return "\n".join((head, _partition(plan), *predicted, timeline, _figures(plan, batches)))
+    return "\n".join((head, _partition(plan), *predicted, picture, _figures(plan, batches)))
 
 
 def _partition(plan: Plan) -> str:
@@ -133,7 +153,7 @@ def _predicted(plan: Plan, prediction: Prediction, batches: int) -> str:
 
 
 def _figures(plan: Plan, batches: int) -> str:
-    settings, simulation = plan.settings, plan.window.simulation
+    settings, simulation = plan.settings, timeline(plan)
     virtual = plan.stages // settings.ranks
     formula = theory(settings.schedule, settings.ranks, batches, settings.microbatches, virtual)
     rows: list[tuple[str, ...]] = [("", "simulated", "formula")]
@@ -142,6 +162,84 @@ def _figures(plan: Plan, batches: int) -> str:
         expected = getattr(formula, name, None)
         rows.append((name, _list(getattr(simulation, name)), _list(expected) if expected else "-"))
     return _aligned(rows) + "by stage; activations in microbatches, staleness in updates\n"
+
+
+def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
+    """Refuse a plan that a trace says nothing of. Raises ConfigError."""
+    settings, about = plan.settings, traced.about
+    mine = {
+        "model": settings.model,
+        "stages": settings.ranks,
+        "partition": plan.cuts,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "precision": settings.precision,
+        "memory_format": plan.numerics.memory_format,
+        "batch_size": settings.batch_size,
+    }
+    traced_microbatch = about["batch_size"] // about["microbatches"]
+    theirs = {
+        "model": about["model"],
+        "stages": about["ranks"],
+        "partition": about["partition"],
+        "dtype": about["dtype"],
+        "batch_size": traced_microbatch * settings.microbatches,  # the size of a microbatch is what counts
+    }
+    other = [f"{key}={value}".replace(" ", "") for key, value in theirs.items() if mine[key] != value]
+    if other:
+        raise ConfigError(
+            f"cost={path} is of {about['model']} cut before layers {about['partition']}, {traced_microbatch} "
+            f"samples a microbatch: pass {' '.join(other)}, or trace a run of this plan"
+        )
+    if sum(layer.params for layer in plan.layers) != about["parameters"]:
+        raise ConfigError(
+            f"cost={path} is of another {about['model']}, with {about['parameters']:,} parameters: trace a "
+            f"run of this plan"
+        )
+    for actions in plan.window.program:
+        for action in actions:
+            if action.op not in COMMUNICATION and (action.stage, action.op) not in traced.costs.seconds:
+                raise ConfigError(
+                    f"cost={path} has no {action.op} of stage {action.stage}, which {settings.schedule} "
+                    f"needs: trace a schedule that splits the backward in the same way"
+                )
+
+
+def compare(plan: Plan, traced: Replay, path: str) -> str:
+    """Return what the traced schedule took, what it takes on paper, and what this plan takes, as text."""
+    settings, about = plan.settings, traced.about
+    measured = traced.measured
+    size = settings.batch_size // settings.microbatches
+    mine = traced.figures(
+        plan.window.program,
+        [size] * settings.microbatches * max(plan.windows),
+        batch_size=settings.batch_size,
+        buffer_size=settings.buffer_size,
+        repeated=settings.window is not None,
+    )
+    columns = [
+        (f"{about['schedule']}, measured", measured, about["batch_size"]),
+        (f"{about['schedule']}, replayed", traced.again, about["batch_size"]),
+        (f"{settings.schedule}, this plan", mine, settings.batch_size),
+    ]
+    rows = [
+        ("", *(name for name, _, _ in columns)),
+        ("seconds a batch", *(f"{figures.batch_s:.4f}" for _, figures, _ in columns)),
+        ("samples/s", *(_rate(size / figures.batch_s, measured, about) for _, figures, size in columns)),
+        ("bubble, by rank", *(_shares(figures.bubble) for _, figures, _ in columns)),
+        ("wait, by rank", *(_shares(figures.wait) for _, figures, _ in columns)),
+    ]
+    windows = f"{len(traced.windows)} window{'s' * (len(traced.windows) > 1)}"
+    return f"by the durations of {windows} in {path}\n" + _aligned(rows)
+
+
+def _rate(rate: float, measured: Figures, about: Mapping[str, Any]) -> str:
+    """Write samples/s, and how far it is from what was measured."""
+    off = rate * measured.batch_s / about["batch_size"] - 1
+    return f"{rate:.1f} ({off:+.1%})" if off else f"{rate:.1f}"
+
+
+def _shares(values: list[float]) -> str:
+    return " ".join(f"{value:.1%}" for value in values)
 
 
 def _list(values: list[int]) -> str:

@@ -28,8 +28,7 @@ from tests.support.cases import config
 
 SCALARS = ["stages", "partition", "microbatches", "window", "buffer_size", "timeout", "batch_size", "epochs"]
 SCALARS += ["lr_schedule", "optim.lr", "warmup", "label_smoothing", "seed", "device", "dtype", "threads"]
-SCALARS += ["memory_limit"]
-SCALARS += ["data.workers", "data.drop_last"]
+SCALARS += ["memory_limit", "data.workers", "data.drop_last", "trace"]
 
 WORDS = st.text("abcxyz019 _-.,:/[]{}'\"=é", max_size=8)
 JUNK = st.one_of(
@@ -91,6 +90,12 @@ def test_ranks_are_the_processes_or_on_paper_the_stages():
     assert read_settings(changed("stages", None), "1f1b", None).ranks == 2
 
 
+def test_a_trace_is_of_no_window_of_all_or_of_the_first_ones():
+    assert read_settings(changed("trace", False), "1f1b", 2).trace == 0
+    assert read_settings(changed("trace", True), "1f1b", 2).trace == sys.maxsize
+    assert read_settings(config(["data=digits", "+trace.windows=3"]), "1f1b", 2).trace == 3
+
+
 def test_too_few_processes_are_refused_with_the_way_to_start_more():
     assert refusal(lambda: read_settings(changed("stages", 4), "1f1b", 2)) == (
         "stages=4 needs 4 processes and there are 2; start torchrun with --nproc_per_node=4 "
@@ -136,6 +141,11 @@ def test_an_unset_optimizer_follows_the_recipe_and_the_rate_its_shape():
         ("threads", 0, "threads=0 must be a whole number of at least 1 or null"),
         ("data.workers", -1, "data.workers=-1 must be a whole number of at least 0"),
         ("data.drop_last", "maybe", "data.drop_last=maybe is unknown; choose one of True, False"),
+        ("trace", 3, "trace=3 must be true or false; trace.windows=4 traces the first 4 windows"),
+        ("trace", None, "trace=None must be true or false"),
+        ("trace", {"steps": 3}, "trace={'steps': 3} must be true or false"),
+        ("trace", {"windows": 0}, "trace.windows=0 must be a whole number of at least 1"),
+        ("trace", {"windows": True}, "trace.windows=True must be a whole number of at least 1"),
         ("partition", 8, "partition=8 must be a strategy's name or a list of layer numbers such as [8]"),
         ("partition", ["a"], "must be a strategy's name or a list of layer numbers such as [8]"),
         ("partition", [True], "must be a strategy's name or a list of layer numbers such as [8]"),

@@ -23,6 +23,7 @@ from pipetrain.__main__ import start as decide
 from pipetrain.cli import compose
 from pipetrain.errors import ConfigError
 from pipetrain.launch import Leader
+from pipetrain.replay import read_trace
 from pipetrain.runtime.mesh import World
 
 CHECKOUT = Path(__file__).parents[1]
@@ -89,7 +90,9 @@ def the_only_folder(where: Path) -> Path:
 def run(tmp_path_factory) -> tuple[Ended, Path]:
     """A run of two processes, two epochs; and the folder that it was started from."""
     folder = tmp_path_factory.mktemp("run")
-    return start([*TWO, *SMALL, "schedule=pipedream", "microbatches=2", "epochs=2", "seed=3"], folder), folder
+    return start(
+        [*TWO, *SMALL, "schedule=pipedream", "microbatches=2", "epochs=2", "seed=3", "trace=true"], folder
+    ), folder
 
 
 def test_a_run_ends_well_and_says_a_line_an_epoch_and_the_table(run):
@@ -119,7 +122,7 @@ def test_a_run_leaves_one_folder_with_all_of_it(run):
     assert re.fullmatch(r"digits-mlp-pipedream-\d{8}-\d{6}-\d{6}", folder.name)
     names = {path.name for path in folder.iterdir()}
     assert names >= {"config.yaml", "metrics.csv", "summary.json", "plan.txt", "timeline.png"}
-    assert names >= {"pipetrain.log", ".hydra"}
+    assert names >= {"pipetrain.log", ".hydra", "trace.json"}
     assert any(name.startswith("events.out.tfevents.") for name in names)
     composed = yaml.safe_load((folder / "config.yaml").read_text())
     assert (composed["seed"], composed["epochs"], composed["microbatches"]) == (3, 2, 2)
@@ -162,6 +165,40 @@ def test_a_run_s_figures_agree_with_each_other(run):
     assert [stage["max_staleness"] for stage in stages] == [1, 0]
     assert [stage["bytes_sent"] for stage in stages] == [2 * 1437 * 128 * 4] * 2
     assert all(0 < stage["busy_fraction"] <= 1 for stage in stages)
+    for stage in stages:
+        assert stage["bubble"] == pytest.approx(1 - stage["busy_fraction"])
+        assert stage["stage_time_s"] == pytest.approx(stage["busy_fraction"] * summary["epoch_s"] / 12)
+        assert 0 <= stage["wait"] <= stage["bubble"]  # what a rank waits it does not compute
+        assert 0 <= stage["predicted_wait"] <= stage["predicted_bubble"] < 1
+
+
+def test_a_run_s_trace_agrees_with_its_records(run):
+    _, where = run
+    folder = the_only_folder(where / "runs")
+    summary = json.loads((folder / "summary.json").read_text())
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    for stage in summary["per_stage"]:
+        spans = [e for e in events if e["ph"] == "X" and e["cat"] == "compute" and e["pid"] == stage["rank"]]
+        assert len(spans) == 2 * 12 * (2 * 2 + 2)  # epochs, batches; F and B of two microbatches, an update
+        assert len({(e["name"], e["args"]["window"]) for e in spans}) == len(spans)
+        computed = sum(e["dur"] for e in spans) / 1e6
+        assert computed == pytest.approx(stage["busy_fraction"] * 2 * summary["epoch_s"], rel=1e-3)
+        counted = {
+            counter: [
+                *(
+                    n
+                    for e in events
+                    if e["name"] == f"{counter}, stage {stage['stage']}"
+                    for n in e["args"].values()
+                )
+            ]
+            for counter in ("in flight", "staleness")
+        }
+        assert max(counted["in flight"]) == stage["peak_in_flight"]
+        assert max(counted["staleness"]) == stage["max_staleness"]
+    replay = read_trace(folder / "trace.json")
+    assert replay.about["partition"] == summary["partition"]
+    assert replay.again.batch_s > 0
 
 
 def test_tensorboard_reads_the_run(run):

@@ -20,9 +20,15 @@ from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.boundary import TensorSpec
 from pipetrain.config import make_model, make_schedule, read_settings
 from pipetrain.plan import describe
+from pipetrain.schedule.actions import Op
+from pipetrain.schedule.chrome import write
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.theory import theory
 from tests.support.cases import SCHEDULES, config
 from tests.support.profiles import profile_of
+from tests.support.traces import about, as_measured
 
 IMAGE = (3, 32, 32)
 
@@ -228,3 +234,71 @@ def test_it_draws_a_png_and_leaves_no_folder(run, tmp_path):
     height, width, _ = matplotlib.image.imread(tmp_path / "x.png").shape
     assert height > 50
     assert width > 200
+
+
+# By a trace's durations
+
+
+@pytest.fixture
+def trace(tmp_path) -> Path:
+    """A trace of 1F1B over two stages of the MLP, as `plan` cuts it: F takes 0.1 s, B 0.2 s, nothing else."""
+    program = lower(one_f_one_b(2, 1, 4))
+    costs = Costs({(stage, op): n for stage in (0, 1) for op, n in ((Op.F, 0.1), (Op.B, 0.2))})
+    plan = planned("1f1b", 2, 4, 1, "model=mlp")
+    parameters = sum(layer.params for layer in plan.layers)
+    said = about(program, 4, 16, partition=plan.cuts, parameters=parameters, epoch_batches=8)
+    (tmp_path / "traces").mkdir()
+    write(tmp_path / "traces" / "trace.json", said, as_measured(program, costs, windows=3, microbatch=16))
+    return tmp_path / "traces" / "trace.json"
+
+
+def test_a_trace_says_what_its_own_and_another_schedule_take(run, trace):
+    status, out, err = run("model=mlp", "schedule=pipedream", "microbatches=4", f"cost={trace}")
+    assert (status, err) == (0, "")
+    assert "window of 8 batches" in out  # an epoch of the traced run
+    assert "2 ranks, makespan 9.9 s, bubble 3.0%, a cell is 0.1 s" in out
+    table = out[out.index("by the durations of 3 windows") :]
+    rows = {line.split("  ")[0]: re.split(r"  +", line)[1:] for line in table.splitlines()[1:]}
+    assert rows[""] == ["1f1b, measured", "1f1b, replayed", "pipedream, this plan"]
+    assert rows["seconds a batch"] == ["1.5000", "1.5000", f"{9.9 / 8:.4f}"]
+    assert rows["samples/s"] == ["42.7", "42.7", "51.7 (+21.2%)"]
+    assert rows["bubble, by rank"] == ["20.0% 20.0%", "20.0% 20.0%", "3.0% 3.0%"]
+    assert rows["wait, by rank"] == ["20.0% 20.0%", "20.0% 20.0%", "3.0% 1.0%"]
+
+
+def test_more_microbatches_of_the_same_size_can_be_predicted(run, trace, tmp_path):
+    words = ["model=mlp", "schedule=gpipe", "batch_size=128", "microbatches=8"]
+    status, out, _ = run(*words, f"cost={trace}", "out=x.png")
+    assert status == 0
+    assert "2.7000" in out  # (8 + 1) * 0.3 s
+    assert "47.4 (+11.1%)" in out
+    assert (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model=vgg11"], "pass model=mlp partition=[1], or trace a run of this plan"),
+        (["model=mlp", "partition=[3]"], "16 samples a microbatch: pass partition=[1], or trace"),
+        (["model=mlp", "microbatches=2"], "pass batch_size=32, or trace"),
+        (["model=mlp", "dtype=float64"], "pass dtype=float32, or trace"),
+        (["model=mlp", "stages=3"], "pass stages=2 partition=[1], or trace"),
+        (["model=mlp", "+model.width=64", "partition=[1]"], "is of another mlp, with 460,682 parameters"),
+        (["model=mlp", "schedule._target_=tests.runtime.test_engine.split_pipedream"], "has no I of stage 0"),
+    ],
+)
+def test_a_plan_that_the_trace_says_nothing_of_is_refused(run, trace, words, says):
+    status, _, err = run(*words, f"cost={trace}")
+    assert status == 2
+    assert err.startswith(f"pipetrain: cost={trace} ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_is_no_trace_is_refused(run, tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    for name, says in (("x.json", "is not a whole trace.json"), ("y.json", "cannot be read")):
+        status, _, err = run("model=mlp", f"cost={name}")
+        assert status == 2
+        assert says in err
+        assert err.count("\n") == 1

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
+from pipetrain.bench import cli
 from pipetrain.boundary import TensorSpec
 from pipetrain.config import conf_dir
 from pipetrain.partition.balance import choose_cuts
@@ -85,6 +86,11 @@ def test_every_plan_command_runs(command, tmp_path):
     subprocess.run(words, cwd=tmp_path, check=True, timeout=60, capture_output=True)
 
 
+@pytest.mark.parametrize("command", [c for c in commands() if "scripts/bench.py" in c])
+def test_every_benchmark_command_can_be_read(command):
+    cli.parser().parse_args(shlex.split(command)[2:])
+
+
 def python_blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", readme(), re.DOTALL)
 
@@ -106,7 +112,7 @@ def test_its_own_model_can_be_cut():
 
 
 @pytest.mark.parametrize(
-    "script", ["launch.sh", "scripts/test.sh", "scripts/compare.py", "scripts/compare.sh"]
+    "script", ["launch.sh", "scripts/test.sh", "scripts/compare.py", "scripts/compare.sh", "scripts/bench.py"]
 )
 def test_every_script_that_it_names_is_there(script):
     assert script in readme()

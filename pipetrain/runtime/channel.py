@@ -58,7 +58,12 @@ class Message:
 
 
 class Channel(Protocol):
-    """One rank's end of all its edges. Not for use from two threads."""
+    """One rank's end of all its edges. Not for use from two threads.
+
+    `waited`: the seconds that it has been blocked so far, waiting for other ranks.
+    """
+
+    waited: float
 
     def expect(self, messages: Sequence[Message]) -> None:
         """Announce all that will be received until the next drain, in order, and post ahead to the bound."""
@@ -114,6 +119,7 @@ class DistChannel:
         self._staged = staged
         self._channels_last = channels_last
         self._polled = device.type == "cuda" and not staged
+        self.waited = 0.0
         self._to_post: dict[Edge, deque[Message]] = {edge: deque() for edge in groups}
         self._posted: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
         self._sent: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
@@ -209,6 +215,8 @@ class DistChannel:
             if time.monotonic() - start >= self._timeout:
                 raise expired(message, sending, self._timeout) from error
             raise self._lost(message, message.ranks[sending], error) from error
+        finally:
+            self.waited += time.monotonic() - start
 
     @staticmethod
     def _completes(work: dist.Work, deadline: float) -> bool:
@@ -236,6 +244,7 @@ class LocalChannel:
         self._wire = wire
         self._bound = buffer_size
         self._timeout = timeout
+        self.waited = 0.0
         self._expected: dict[Edge, deque[Message]] = {}
 
     def expect(self, messages: Sequence[Message]) -> None:
@@ -276,8 +285,10 @@ class LocalChannel:
         assert not left, f"never received: {left}"
 
     def _await(self, ready: Callable[[], bool], message: Message, sending: bool) -> None:
+        start = time.monotonic()
         if not self._wire.changed.wait_for(ready, self._timeout):
             raise expired(message, sending, self._timeout)
+        self.waited += time.monotonic() - start
 
 
 class Wire:

@@ -1,7 +1,8 @@
-"""When an action began and ended, on the device that ran it.
+"""When an action began and ended, on the device that ran it, told in seconds of the host's clock.
 
 A GPU runs behind the host, so its marks are CUDA events, read once at the end of a window: timing must not
-synchronise what it times.
+synchronise what it times. An event only knows its distance to another one, so one is recorded, waited for and
+put down with the host's time at the start of each window, when the device has nothing to do anyhow.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import Any
 
 import torch
 
+from pipetrain.schedule.actions import COMMUNICATION
+from pipetrain.schedule.measured import RankWindow, Timed
+
 Mark = Any
 """A moment: seconds of the host's clock (float), or an event in the device's stream (torch.cuda.Event)."""
 
@@ -21,6 +25,16 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self._anchor: Mark = None
+        self._anchored = 0.0
+
+    def begin(self) -> float:
+        """Start a window: return the present in seconds of the host's clock."""
+        if self._cuda:
+            self._anchor = self.mark()
+            self._anchor.synchronize()
+        self._anchored = time.perf_counter()
+        return self._anchored
 
     def mark(self) -> Mark:
         """Mark the present moment."""
@@ -36,3 +50,27 @@ class Clock:
             torch.cuda.synchronize()
         for key, start, end in spans:
             yield key, start.elapsed_time(end) / 1000 if self._cuda else end - start
+
+    def resolve(self, window: RankWindow) -> RankWindow:
+        """Turn a window's marks into seconds of the host's clock; waits for the device once.
+
+        On a GPU the host often waits for a message while the device still computes. What counts as waiting is
+        what is left when the device has done: a message's span starts there, and so does the drain's.
+        """
+        if not self._cuda:
+            return window
+        torch.cuda.synchronize()
+        done = window.began
+        timed: list[Timed] = []
+        for action, start, end, blocked in window.timed:
+            if action.op in COMMUNICATION:
+                free = max(start, done)
+                timed.append((action, free, max(end, free), max(0.0, start + blocked - free)))
+            else:
+                begun, done = self._seconds(start), self._seconds(end)
+                timed.append((action, begun, done, 0.0))
+        drain = tuple(max(moment, done) for moment in window.drain)
+        return RankWindow(window.began, timed, (drain[0], drain[1]), time.perf_counter())
+
+    def _seconds(self, event: Mark) -> float:
+        return float(self._anchored + self._anchor.elapsed_time(event) / 1000)

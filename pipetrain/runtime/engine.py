@@ -7,6 +7,7 @@ no change.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,14 +17,17 @@ from torch import Tensor
 from pipetrain.boundary import Boundary, specs_of
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.channel import Channel, Message
-from pipetrain.runtime.clock import Clock, Mark
+from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.stage import Stage, Target
-from pipetrain.schedule.actions import COMPUTE, Action, Op, last_uses
+from pipetrain.schedule.actions import COMMUNICATION, Action, Op, last_uses
+from pipetrain.schedule.measured import RankWindow, Timed
 
 Tensors = tuple[Tensor, ...]
 Boundaries = Mapping[int, Sequence[Boundary]]
 Progress = Callable[[int], None]
 """Told of a stage that has done one more of what is counted."""
+Observer = Callable[[RankWindow], None]
+"""Given what was measured of a window, after its end."""
 
 
 class Feed(Protocol):
@@ -37,6 +41,9 @@ class Feed(Protocol):
 
     def target(self, mb: int) -> Target:
         """Return what the last stage needs."""
+
+    def prepare(self) -> None:
+        """Make the next input ahead: called before the engine waits for a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,7 @@ class StageRecord:
     peak_versions: int = 1
     max_staleness: int = 0
     busy_s: float = 0.0
+    wait_s: float = 0.0  # blocked in its sends and receives; a drain counts for its rank's first stage
     bytes_sent: int = 0
 
 
@@ -118,15 +126,20 @@ class Engine:
         feed: Feed,
         microbatches: int,
         progress: Progress = lambda stage: None,
+        observe: Observer | None = None,
     ) -> None:
         """Run this rank's list for one window of batches of `microbatches` each, and drain.
 
-        `progress` is told of each update. Raises ChannelError and TrainingStopped.
+        `progress` is told of each update, `observe` of when each action ran. Raises ChannelError and
+        TrainingStopped.
         """
         for stage in self._stages.values():
             stage.begin_window()
         window = _Window(feed, last_uses(list(actions)), microbatches, self._boundaries)
-        self._run(actions, window, self._execute, Op.STEP, progress)
+        measured = self._run(actions, window, self._execute, Op.STEP, progress)
+        self._count(measured)
+        if observe:
+            observe(measured)
 
     def evaluate(
         self, actions: Sequence[Action], feed: Feed, progress: Progress = lambda stage: None
@@ -150,22 +163,35 @@ class Engine:
         execute: Mapping[Op, Callable[[Action, _Window], None]],
         counted: Op,
         progress: Progress,
-    ) -> None:
+    ) -> RankWindow:
+        began, channel = self._clock.begin(), self._channel
         receives = (action for action in actions if action.op in (Op.RECV_F, Op.RECV_B))
-        self._channel.expect([self._message(action, window) for action in receives])
-        spans: list[tuple[int, Mark, Mark]] = []
+        channel.expect([self._message(action, window) for action in receives])
+        timed: list[Timed] = []
         for window.position, action in enumerate(actions):
-            if action.op in COMPUTE or action.op is Op.STEP:
+            if action.op in COMMUNICATION:
+                start, waited = time.perf_counter(), channel.waited
+                execute[action.op](action, window)
+                timed.append((action, start, time.perf_counter(), channel.waited - waited))
+            else:
                 start = self._clock.mark()
                 execute[action.op](action, window)
-                spans.append((action.stage, start, self._clock.mark()))
+                timed.append((action, start, self._clock.mark(), 0.0))
                 if action.op is counted:
                     progress(action.stage)
+        start = time.perf_counter()
+        channel.drain()
+        end = time.perf_counter()
+        return self._clock.resolve(RankWindow(began, timed, (start, end), end))
+
+    def _count(self, window: RankWindow) -> None:
+        """Add up the times of a window."""
+        for action, start, end, blocked in window.timed:
+            if action.op in COMMUNICATION:
+                self.records[action.stage].wait_s += blocked
             else:
-                execute[action.op](action, window)
-        self._channel.drain()
-        for stage, seconds in self._clock.durations(spans):
-            self.records[stage].busy_s += seconds
+                self.records[action.stage].busy_s += end - start
+        self.records[min(self._stages)].wait_s += window.drain[1] - window.drain[0]
 
     # Compute
 
@@ -279,7 +305,11 @@ class Engine:
     _send_activation = _send_gradient = _send
 
     def _recv_activation(self, action: Action, window: _Window) -> None:
-        window.inputs[action.stage, action.mb] = self._channel.recv(self._message(action, window))
+        window.inputs[action.stage, action.mb] = self._receive(action, window)
 
     def _recv_gradient(self, action: Action, window: _Window) -> None:
-        window.grads[action.stage, action.mb] = self._channel.recv(self._message(action, window))
+        window.grads[action.stage, action.mb] = self._receive(action, window)
+
+    def _receive(self, action: Action, window: _Window) -> Tensors:
+        window.feed.prepare()
+        return self._channel.recv(self._message(action, window))

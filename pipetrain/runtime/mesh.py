@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,6 +20,8 @@ from torch.distributed.distributed_c10d import Store
 
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.channel import ChannelError, DistChannel, Edge
+
+ROUNDS = 32  # of question and answer, to compare two clocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,41 @@ class Mesh:
         except RuntimeError as error:
             raise self._lost(f"gather {what} of all ranks", error) from error
         return items
+
+    def clock_offset(self, now: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+        """Return what to add to this rank's `now()` to have rank 0's, and by how much that may be wrong.
+
+        All ranks must call it. In seconds. NTP's way: rank 0's answer is taken to be of the middle between
+        question and answer, and the round that took the shortest time is believed; half of it is the error.
+        """
+        offset, error = 0.0, 0.0
+        try:
+            for rank in range(1, self.world.size):
+                if self.world.rank == rank:
+                    offset, error = self._ask_time(now)
+                elif self.world.rank == 0:
+                    self._tell_time(rank, now)
+        except RuntimeError as failure:
+            raise self._lost("compare its clock with rank 0's", failure) from failure
+        return offset, error
+
+    def _ask_time(self, now: Callable[[], float]) -> tuple[float, float]:
+        rounds = []
+        answer = torch.zeros(1, dtype=torch.float64)
+        for _ in range(ROUNDS):
+            asked = now()
+            dist.send(answer, 0)
+            dist.recv(answer, 0)
+            answered = now()
+            rounds.append(((answered - asked) / 2, answer.item() - (asked + answered) / 2))
+        error, offset = min(rounds)
+        return offset, error
+
+    def _tell_time(self, rank: int, now: Callable[[], float]) -> None:
+        token = torch.zeros(1, dtype=torch.float64)
+        for _ in range(ROUNDS):
+            dist.recv(token, rank)
+            dist.send(torch.tensor([now()], dtype=torch.float64), rank)
 
     def _lost(self, doing: str, error: RuntimeError) -> ChannelError:
         cause = str(error).strip().splitlines()[0]

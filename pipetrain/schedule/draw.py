@@ -34,12 +34,12 @@ class _Bar(NamedTuple):
     depth: int  # place of the stage among its rank's
 
 
-def as_text(simulation: Simulation, width: int = 100) -> str:
+def as_text(simulation: Simulation, width: int = 100, unit_of_time: str = "") -> str:
     """Draw a row a rank, a cell the shortest action's time (one unit, at `unit_cost`), in `width` columns.
 
     `F3` is the forward of microbatch 3, `B3--` its backward (`I` and `W` its halves), `1F3` says the stage
     too where a rank holds several; a dot is idle, `|` a step. What does not fit is cut, and the first line
-    says so.
+    says so. `unit_of_time` is what the costs are in, such as `s`.
     """
     unit, stages = _unit(simulation), _stages(simulation)
     several = any(len(on_rank) > 1 for on_rank in stages)
@@ -57,15 +57,15 @@ def as_text(simulation: Simulation, width: int = 100) -> str:
         elif first < min(last, cells):
             bar_text = _label(bar.action, several).ljust((last - first) * cell - 1, "-") + " "
             rows[bar.rank][first * cell : last * cell] = bar_text[: (cells - first) * cell]
-    title = ", ".join(_facts(simulation))
-    title += f", a cell is {unit:.3g}" if unit != 1 else ""
+    title = ", ".join(_facts(simulation, unit_of_time))
+    title += f", a cell is {unit:.3g} {unit_of_time}".rstrip() if unit != 1 else ""
     title += f", the first {cells} cells of {total}" if cells < total else ""
     end = "…" if cells < total else ""
     lines = [name.ljust(left) + "".join(row).rstrip() + end for name, row in zip(names, rows, strict=True)]
     return "\n".join([title, *lines]) + "\n"
 
 
-def as_figure(simulation: Simulation, path: Path | str, title: str = "") -> None:
+def as_figure(simulation: Simulation, path: Path | str, title: str = "", unit_of_time: str = "") -> None:
     """Write the timeline to `path`, by its suffix as SVG or PNG. Raises ScheduleError for another suffix.
 
     A long program is drawn as far as its numbers can be read, and the title says how far.
@@ -82,16 +82,16 @@ def as_figure(simulation: Simulation, path: Path | str, title: str = "") -> None
     figure = Figure(figsize=size, dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _draw_frame(axes, stages, until)
+    _draw_frame(axes, stages, until, unit_of_time)
     _draw_bars(axes, simulation, until)
-    facts = [title, *_facts(simulation)] if title else _facts(simulation)
+    facts = [title] * bool(title) + _facts(simulation, unit_of_time)
     if until < simulation.makespan:
-        facts.append(f"the first {until:.4g} drawn")
+        facts.append(f"the first {_time(until, unit_of_time)} drawn")
     axes.set_title("  ·  ".join(facts), loc="left", fontsize=9.5, color=_INK, pad=22)
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
-def _draw_frame(axes: Axes, stages: list[list[int]], until: float) -> None:
+def _draw_frame(axes: Axes, stages: list[list[int]], until: float, unit_of_time: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     several = any(len(on_rank) > 1 for on_rank in stages)
@@ -103,7 +103,8 @@ def _draw_frame(axes: Axes, stages: list[list[int]], until: float) -> None:
     axes.set_ylim(len(stages) - 0.4, -0.6)
     axes.set_xlim(0, until * 1.004)
     note = " (paler: a later stage of the rank)" if several else ""
-    axes.set_xlabel("time" + note, fontsize=8, color=_INK)
+    time = f"time, {unit_of_time}" if unit_of_time else "time"
+    axes.set_xlabel(time + note, fontsize=8, color=_INK)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
     axes.tick_params(axis="x", labelsize=8, labelcolor=_INK, color="#999999")
     axes.tick_params(axis="y", length=0)
@@ -181,13 +182,17 @@ def _label(action: Action, several: bool) -> str:
     return f"{stage}{action.op}{action.mb}" if action.op in COMPUTE else ""
 
 
-def _facts(simulation: Simulation) -> list[str]:
+def _facts(simulation: Simulation, unit_of_time: str) -> list[str]:
     ranks = len(simulation.spans)
     return [
         f"{ranks} ranks" if ranks > 1 else "1 rank",
-        f"makespan {simulation.makespan:.4g}",
+        f"makespan {_time(simulation.makespan, unit_of_time)}",
         f"bubble {simulation.bubble:.1%}",
     ]
+
+
+def _time(time: float, unit_of_time: str) -> str:
+    return f"{time:.4g} {unit_of_time}".rstrip()
 
 
 def _unit(simulation: Simulation) -> float:

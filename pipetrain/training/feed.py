@@ -31,6 +31,8 @@ class WindowFeed:
         self._labels = labels
         self._images = images
         self._device = device
+        self._ahead: Tensor | None = None
+        self._given = 0
 
     def size(self, mb: int) -> int:
         """How many samples microbatch `mb` has."""
@@ -39,7 +41,14 @@ class WindowFeed:
     def input(self, mb: int) -> Tensor:
         """Return the images of the next microbatch [n, 3, 32, 32] on the device."""
         assert self._images is not None, f"this rank has no images to give for microbatch {mb}"
-        return self._moved(next(self._images))
+        images, self._ahead = self._ahead, None
+        self._given += 1
+        return self._moved(next(self._images)) if images is None else images
+
+    def prepare(self) -> None:
+        """Make the images that will be asked for next, and start their copy to the device."""
+        if self._images is not None and self._ahead is None and self._given < len(self._ids):
+            self._ahead = self._moved(next(self._images))
 
     def target(self, mb: int) -> Target:
         """Return the labels of a microbatch [n] on the device, and its share of its batch."""

@@ -1,4 +1,4 @@
-"""What the trainer tells the recorder once an epoch. Apart from both: training needs none of what records need."""
+"""What the trainer tells the recorder once an epoch; apart from both: training needs nothing that draws."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class EpochFigures:
     train_s: float
     eval_s: float
     busy_s: dict[int, float]
+    wait_s: dict[int, float]
     records: dict[int, StageRecord]
 
     @property

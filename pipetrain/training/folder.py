@@ -9,7 +9,7 @@ from typing import TextIO
 from pipetrain.errors import ConfigError
 
 METRICS, SUMMARY, EVENTS = "metrics.csv", "summary.json", "events.out.tfevents.*"
-PROFILE_FILE = "profile.json"
+PROFILE_FILE, TRACE = "profile.json", "trace.json"
 
 
 def claim(folder: Path) -> TextIO:
@@ -26,7 +26,7 @@ def claim(folder: Path) -> TextIO:
         raise ConfigError(f"run_dir={folder} is in use by a run that is going on; choose another") from error
     if (folder / SUMMARY).exists():
         raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
-    for left in [folder / METRICS, folder / PROFILE_FILE, *folder.glob(EVENTS)]:
+    for left in [*(folder / name for name in (METRICS, PROFILE_FILE, TRACE)), *folder.glob(EVENTS)]:
         left.unlink(missing_ok=True)
     return lock
 

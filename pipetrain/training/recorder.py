@@ -20,10 +20,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from pipetrain.prediction import StageTimes, predict
+from pipetrain.schedule import chrome
 from pipetrain.schedule.draw import as_figure
+from pipetrain.training import stage_table
 from pipetrain.training.figures import EpochFigures
-from pipetrain.training.folder import METRICS, SUMMARY
+from pipetrain.training.folder import METRICS, SUMMARY, TRACE
 from pipetrain.training.run import Run
+from pipetrain.training.tracer import MOST_ACTIONS, Trace, about_trace
 
 log = logging.getLogger("pipetrain")
 
@@ -52,6 +56,7 @@ class Recorder:
         self._run = run
         self._plan = run.plan
         self._machine = machine
+        self._predicted = predict(run.plan)
         self._history: list[EpochFigures] = []
         self._start = self._spoke = time.perf_counter()
         self._done = 0
@@ -153,18 +158,41 @@ class Recorder:
             "speed/learning_rate": figures.lr,
             "speed/samples_per_s": figures.samples_per_s,
         }
-        for stage, record in figures.records.items():
-            scalars[f"bubble/stage{stage}"] = self._bubble(stage, figures)
-            scalars[f"staleness/stage{stage}"] = record.max_staleness
+        measured = self._measured(figures.busy_s, figures.wait_s, figures.train_s, epochs=1)
+        for stage, (seen, said) in enumerate(zip(measured, self._predicted, strict=True)):
+            scalars[f"staleness/stage{stage}"] = figures.records[stage].max_staleness
+            for suffix, times in (("", seen), ("_predicted", said)):
+                scalars[f"bubble{suffix}/stage{stage}"] = times.bubble
+                scalars[f"wait{suffix}/stage{stage}"] = times.wait
+                if times.stage_time_s is not None:
+                    scalars[f"stage_time{suffix}/stage{stage}"] = times.stage_time_s
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, figures.epoch)
         self._writer.flush()
 
-    def _bubble(self, stage: int, figures: EpochFigures) -> float:
-        """Return the share of the epoch's training in which the stage's rank computed nothing."""
-        rank = self._plan.placement[stage]
-        busy = sum(figures.busy_s[s] for s, r in enumerate(self._plan.placement) if r == rank)
-        return 1 - busy / figures.train_s
+    def _measured(
+        self, busy_s: dict[int, float], wait_s: dict[int, float], train_s: float, epochs: int
+    ) -> list[StageTimes]:
+        updates = epochs * self._run.updates // self._run.settings.epochs
+        return stage_table.measured(self._plan.placement, busy_s, wait_s, train_s, updates)
+
+    def _measured_so_far(self) -> list[StageTimes]:
+        """Return the stages' times over all epochs done."""
+        records = self._history[-1].records
+        return self._measured(
+            {stage: record.busy_s for stage, record in records.items()},
+            {stage: record.wait_s for stage, record in records.items()},
+            sum(figures.train_s for figures in self._history),
+            len(self._history),
+        )
+
+    def trace(self, trace: Trace) -> None:
+        """Write the traced windows down, with what is to be known to replay them."""
+        path = self._folder / TRACE
+        chrome.write(path, about_trace(self._run, trace, self._machine.device), trace.windows)
+        number = f"{len(trace.windows)} window{'s' * (len(trace.windows) > 1)}"
+        limit = "" if trace.complete else f"; it stopped there, at {MOST_ACTIONS} actions of a rank"
+        log.info("trace of %s in %s%s; open it at https://ui.perfetto.dev", number, path, limit)
 
     def close(self) -> None:
         """Write the summary and the hyper-parameters, and say how the run ended and where it lies."""
@@ -178,6 +206,7 @@ class Recorder:
         self._writer.close()
         self._rows.close()
         log.info("\n%s\n", self.table())
+        log.info("%s\n", stage_table.table(self._measured_so_far(), self._predicted))
         log.info(
             "%s on %s: val acc %.2f %% (best %.2f %%, epoch %d) in %.0f s",
             *(summary["model"], summary["data"], 100 * summary["val_acc"], 100 * summary["best_val_acc"]),
@@ -228,10 +257,14 @@ class Recorder:
             "total_s": time.perf_counter() - self._start,
             "updates": self._run.updates,
             "simulated_bubble": self._plan.window.simulation.bubble,
-            "per_stage": [self._stage_summary(stage, train_s) for stage in range(self._plan.stages)],
+            "per_stage": [
+                self._stage_summary(stage, seen, train_s)
+                for stage, seen in enumerate(self._measured_so_far())
+            ],
         }
 
-    def _stage_summary(self, stage: int, train_s: float) -> dict[str, Any]:
+    def _stage_summary(self, stage: int, seen: StageTimes, train_s: float) -> dict[str, Any]:
+        said = self._predicted[stage]
         record = self._history[-1].records[stage]
         held = self._plan.layers[self._plan.slice(stage)]
         return {
@@ -244,6 +277,12 @@ class Recorder:
             "max_staleness": record.max_staleness,
             "busy_fraction": record.busy_s / train_s,
             "bytes_sent": record.bytes_sent,
+            "bubble": seen.bubble,
+            "predicted_bubble": said.bubble,
+            "stage_time_s": seen.stage_time_s,
+            "predicted_stage_time_s": said.stage_time_s,
+            "wait": seen.wait,
+            "predicted_wait": said.wait,
         }
 
     def table(self) -> str:

@@ -27,6 +27,7 @@ from pipetrain.runtime.tally import Tally
 from pipetrain.training.feed import WindowFeed
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.run import Run
+from pipetrain.training.tracer import Tracer
 
 if TYPE_CHECKING:  # the recorder draws, and training alone needs no library for that
     from pipetrain.training.recorder import Recorder
@@ -90,15 +91,20 @@ class Trainer:
 
     def fit(self) -> None:
         """Train for all epochs, evaluating after each. Raises ChannelError and TrainingStopped."""
+        tracer = Tracer(self._run, self._mesh) if self._run.settings.trace else None
         if self._recorder:
             self._recorder.begin()
         for epoch in range(self._run.settings.epochs):
             before = {stage: replace(record) for stage, record in self._engine.records.items()}
             start = time.perf_counter()
-            self._train(epoch)
+            self._train(epoch, tracer)
             trained = time.perf_counter()
             self.evaluate(epoch)
             self._report(epoch, trained - start, time.perf_counter() - trained, before)
+            if tracer and tracer.over:
+                trace, tracer = tracer.collect(), None
+                if self._recorder:
+                    self._recorder.trace(trace)
 
     def evaluate(self, epoch: int) -> None:
         """Predict every test sample with the newest weights; the last stage's tally has the outcome."""
@@ -110,7 +116,7 @@ class Trainer:
         tick = partial(self._tick, f"evaluation {epoch + 1}", len(ids))
         self._engine.evaluate(run.plan.evaluation[self._mesh.world.rank], feed, tick)
 
-    def _train(self, epoch: int) -> None:
+    def _train(self, epoch: int, tracer: Tracer | None) -> None:
         run = self._run
         batches = run.sampler.epoch(epoch)
         ids = [ids for batch in batches for ids in batch]
@@ -123,6 +129,7 @@ class Trainer:
                 WindowFeed(chosen, run.data.train.labels, images, self._mesh.device),
                 run.settings.microbatches,
                 partial(self._tick, f"epoch {epoch + 1}", len(batches)),
+                tracer.observer(epoch, chosen) if tracer else None,
             )
 
     def _tick(self, what: str, total: int, stage: int) -> None:
@@ -156,6 +163,11 @@ class Trainer:
                 eval_s=max(figures.eval_s for figures in ranks),
                 busy_s={
                     stage: record.busy_s - figures.before[stage].busy_s
+                    for figures in ranks
+                    for stage, record in figures.records.items()
+                },
+                wait_s={
+                    stage: record.wait_s - figures.before[stage].wait_s
                     for figures in ranks
                     for stage, record in figures.records.items()
                 },

@@ -16,8 +16,9 @@ from pipetrain.runtime.channel import Message
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine, Limits
 from pipetrain.runtime.stage import Stage, Target
-from pipetrain.schedule.actions import Action, Op, Program, parse_program
+from pipetrain.schedule.actions import COMPUTE, UPDATE, Action, Op, Program, parse_program
 from pipetrain.schedule.lower import lower
+from pipetrain.schedule.measured import RankWindow
 from pipetrain.schedule.programs import one_f_one_b, pipedream
 from tests.support.cases import Case, compare, make_run, run_in_threads
 
@@ -124,6 +125,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.waited = 0.0  # by its own account: 1 s for each message it gives, 2 s for room for each it takes
 
     def expect(self, messages: Sequence[Message]) -> None:
         self.seen.append("expect " + " ".join(f"{m.src}>{m.dst}:{m.mb}" for m in messages))
@@ -131,9 +133,11 @@ class Tape:
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         assert [TensorSpec(tuple(t.shape), t.dtype) for t in tensors] == list(message.specs)
         self.seen.append(f"send {message.src}>{message.dst}:{message.mb}")
+        self.waited += 2.0
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         self.seen.append(f"recv {message.src}>{message.dst}:{message.mb}")
+        self.waited += 1.0
         return tuple(torch.ones(spec.shape, dtype=spec.dtype) for spec in message.specs)
 
     def drain(self) -> None:
@@ -151,6 +155,8 @@ class Ones:
 
     def target(self, mb: int) -> Target:
         return Target(torch.tensor([1]), 0.5)
+
+    def prepare(self) -> None: ...
 
 
 BOUNDARIES = {1: [Boundary((TensorSpec((1, 3), torch.float32),))] * 3}
@@ -200,6 +206,32 @@ def test_the_middle_of_three_stages_does_what_its_list_says():
     assert record.busy_s > 0
 
 
+def test_a_window_s_times_are_counted_and_handed_to_who_asks():
+    program = lower(one_f_one_b(3, 1, 2))
+    made, _ = engine([0, 1, 2], [1], Limits(2, 1))
+    seen: list[RankWindow] = []
+    made.train(program[1], Ones(), 2, observe=seen.append)
+    (window,) = seen
+    assert [action for action, *_ in window.timed] == program[1]
+    moments = [window.began, *(t for _, start, end, _ in window.timed for t in (start, end)), *window.drain]
+    assert moments == sorted(moments)
+    assert window.ended == window.drain[1]
+    blocked = {Op.RECV_F: 1.0, Op.RECV_B: 1.0, Op.SEND_F: 2.0, Op.SEND_B: 2.0}
+    assert [seconds for *_, seconds in window.timed] == [blocked.get(a.op, 0.0) for a in program[1]]
+    record = made.records[1]
+    assert record.wait_s == pytest.approx(4 * 1.0 + 4 * 2.0, abs=1e-3)
+    assert record.wait_s == window.waited
+    computed = sum(end - start for a, start, end, _ in window.timed if a.op in COMPUTE | UPDATE)
+    assert record.busy_s == pytest.approx(computed)
+
+
+def test_a_window_that_nobody_asks_about_is_counted_all_the_same():
+    made, _ = engine([0, 1, 2], [1], Limits(2, 1))
+    made.train(lower(one_f_one_b(3, 1, 2))[1], Ones(), 2)
+    assert made.records[1].wait_s >= 12.0
+    assert made.records[1].busy_s > 0
+
+
 def test_neighbours_on_one_rank_hand_over_without_a_message():
     program = lower(split_on_one_rank(1, 2, 2))
     made, tape = engine([0, 0], [0, 1], Limits(1, 1))
@@ -242,7 +274,7 @@ def test_an_evaluation_records_nothing_and_saves_nothing():
     made.evaluate(forwards, Ones(), seen.append)
     assert seen == [1, 1]
     assert made.records[1] is before
-    assert (before.busy_s, before.peak_in_flight) == (0.0, 0)
+    assert (before.busy_s, before.wait_s, before.peak_in_flight) == (0.0, 0.0, 0)
     assert [tally.samples for tally in made._stages[1].take_tallies()] == [0, 2]
     assert made._stages[1].in_flight == 0
     assert torch.equal(made._stages[1].module.weight, weight)

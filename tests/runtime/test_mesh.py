@@ -107,6 +107,7 @@ def test_a_world_of_one_needs_no_process_group():
     mesh = Mesh(World(), [0, 0], [], CPU, None, 30)
     assert not torch.distributed.is_initialized()
     assert mesh.gather("anything", {"a": 1}) == [{"a": 1}]
+    assert mesh.clock_offset() == (0.0, 0.0)
     channel = mesh.channel(2)
     assert isinstance(channel, DistChannel)
     channel.expect([])

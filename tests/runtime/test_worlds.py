@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.cases import SCHEDULES, Case, config
-from tests.support.jobs import exchange, overfill, starve, train_cases, vanish
+from tests.support.jobs import compare_clocks, exchange, overfill, starve, train_cases, vanish
 from tests.support.worlds import run_world
 
 NORM = "model._target_=tests.support.models.with_norm"
@@ -78,3 +78,12 @@ def test_the_bound_is_enforced_and_its_expiry_named():
 def test_a_dead_peer_is_named():
     error = run_world(vanish, 2)[1]
     assert error.startswith("rank 1 lost rank 0 at the activation of microbatch 7: ")
+
+
+def test_clocks_are_compared_with_rank_0_s():
+    """perf_counter is one clock for all processes of a machine, so what is found is the shift alone."""
+    (zero, no_error), *others = run_world(compare_clocks, 3, [5.0, 105.0, -20.0])
+    assert (zero, no_error) == (0.0, 0.0)
+    for (offset, error), shift in zip(others, [-100.0, 25.0], strict=True):
+        assert 0 < error < 5
+        assert abs(offset - shift) <= error

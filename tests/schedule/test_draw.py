@@ -119,3 +119,17 @@ def test_a_png_is_a_png(tmp_path: Path) -> None:
 def test_another_suffix_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"written as \.svg or \.png; got line\.pdf"):
         as_figure(simulate(lower(gpipe(2, 1, 2)), 2), tmp_path / "line.pdf")
+
+
+def test_seconds_are_called_seconds(tmp_path) -> None:
+    def cost(action: Action) -> float:
+        return 0.003 * unit_cost(action)
+
+    simulation = simulate(lower(gpipe(2, 1, 2)), 2, cost=cost)
+    assert as_text(simulation, unit_of_time="s").splitlines()[0] == (
+        "2 ranks, makespan 0.027 s, bubble 33.3%, a cell is 0.003 s"
+    )
+    as_figure(simulation, tmp_path / "x.svg", unit_of_time="s")
+    seen = "".join((tmp_path / "x.svg").read_text().split("<!--")[1:])
+    assert "makespan 0.027 s" in seen
+    assert "time, s" in seen

@@ -21,6 +21,7 @@ from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import Op
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.run import Run, prepare
+from pipetrain.training.tracer import Trace
 from pipetrain.training.trainer import Trainer
 from tests.support import reference
 
@@ -107,6 +108,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.epochs: list[EpochFigures] = []
+        self.traces: list[Trace] = []
 
     def begin(self) -> None: ...
 
@@ -114,6 +116,9 @@ class Listener:
 
     def epoch(self, figures: EpochFigures) -> None:
         self.epochs.append(figures)
+
+    def trace(self, trace: Trace) -> None:
+        self.traces.append(trace)
 
 
 def state_of(trainer: Trainer, run: Run) -> dict[str, Tensor]:
@@ -161,12 +166,17 @@ class LocalMesh:
         self._barrier.wait(30)
         return gathered
 
+    def clock_offset(self) -> tuple[float, float]:
+        return 0.0, 0.0
 
-def run_in_threads(case: Case) -> tuple[dict[str, Tensor], list[EpochFigures]]:
+
+def run_in_threads(
+    case: Case, listener: Listener | None = None
+) -> tuple[dict[str, Tensor], list[EpochFigures]]:
     """Train a case with one thread a rank over the local channel; return the whole state and the figures."""
     runs = [make_run(case) for _ in range(case.ranks)]
     wire, barrier, board = Wire(), Barrier(case.ranks), [None] * case.ranks
-    listener, state, errors = Listener(), {}, []
+    listener, state, errors = listener or Listener(), {}, []
 
     meshes = [LocalMesh(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
     # Here, one after the other: a model's weights come from the process's one random generator.

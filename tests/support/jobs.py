@@ -152,3 +152,11 @@ def profile_that_fails(world: World, store: dist.Store, words: Sequence[str]) ->
     except ConfigError as error:
         return str(error)
     return "no error"
+
+
+def compare_clocks(world: World, store: dist.Store, shifts: Sequence[float]) -> tuple[float, float]:
+    """Each rank's clock is `shifts[rank]` seconds ahead; returns its offset and the error."""
+    mesh = Mesh(world, list(range(world.size)), [], CPU, store, 30)
+    offset = mesh.clock_offset(lambda: time.perf_counter() + shifts[world.rank])
+    mesh.close()
+    return offset

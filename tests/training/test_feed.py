@@ -59,6 +59,18 @@ def test_two_windows_of_an_epoch_share_one_iterator():
     assert [second.input(mb).item() for mb in range(2)] == [2, 3]
 
 
+def test_the_next_images_are_made_ahead_once_and_never_those_of_the_next_window():
+    images = iter(torch.arange(4.0).split(1))
+    first, second = (WindowFeed([batch], LABELS, images, CPU) for batch in BATCHES)
+    assert first.input(0).item() == 0
+    first.prepare()
+    first.prepare()
+    assert first.input(1).item() == 1
+    first.prepare()
+    assert [second.input(mb).item() for mb in range(2)] == [2, 3]
+    feed().prepare()  # a rank that has none
+
+
 def test_a_rank_without_the_first_stage_has_no_images():
     with pytest.raises(AssertionError, match="no images to give for microbatch 1"):
         feed().input(1)

@@ -27,7 +27,7 @@ def test_a_finished_run_is_not_written_over(tmp_path):
 
 
 def test_what_an_unfinished_run_left_is_removed_and_nothing_else(tmp_path):
-    for name in ("metrics.csv", "profile.json", "events.out.tfevents.1.host", "notes.txt"):
+    for name in ("metrics.csv", "profile.json", "trace.json", "events.out.tfevents.1.host", "notes.txt"):
         (tmp_path / name).write_text("old")
     with claim(tmp_path):
         assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == ["notes.txt"]

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -16,13 +17,19 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipetrain.cli import contained
+from pipetrain.prediction import predict
 from pipetrain.runtime.engine import StageRecord
 from pipetrain.runtime.tally import Tally
+from pipetrain.schedule import chrome
+from pipetrain.schedule.actions import Op
+from pipetrain.schedule.costs import Costs
 from pipetrain.training import recorder as module
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.recorder import COLUMNS, Machine, Recorder
 from pipetrain.training.run import Run, prepare
+from pipetrain.training.tracer import Trace
 from tests.support.cases import config, tiny_data
+from tests.support.traces import as_measured
 
 MACHINE = Machine("2 x cpu", threads=1, allocator="the system's allocator")
 
@@ -40,6 +47,8 @@ PROMISED |= {
 }
 PROMISED |= {"total_s", "updates", "per_stage"}
 PER_STAGE = {"params", "peak_in_flight", "peak_versions", "max_staleness", "busy_fraction", "bytes_sent"}
+PER_STAGE |= {"bubble", "stage_time_s", "wait"}
+PER_STAGE |= {"predicted_bubble", "predicted_stage_time_s", "predicted_wait"}
 
 
 def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:
@@ -52,9 +61,10 @@ def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:
         train_s=train_s,
         eval_s=0.5,
         busy_s={0: 1.5, 1: 0.5},
+        wait_s={0: 0.4, 1: 1.2},
         records={
-            0: StageRecord(2, 2, 1, busy_s=1.5 * epoch, bytes_sent=1000 * epoch),
-            1: StageRecord(1, 1, 0, busy_s=0.5 * epoch, bytes_sent=500 * epoch),
+            0: StageRecord(2, 2, 1, busy_s=1.5 * epoch, wait_s=0.4 * epoch, bytes_sent=1000 * epoch),
+            1: StageRecord(1, 1, 0, busy_s=0.5 * epoch, wait_s=1.2 * epoch, bytes_sent=500 * epoch),
         },
     )
 
@@ -120,6 +130,13 @@ def test_the_summary_is_of_the_last_and_of_the_best_epoch(made):
     assert [stage["max_staleness"] for stage in stages] == [1, 0]
     assert [stage["bytes_sent"] for stage in stages] == [3000, 1500]
     assert [stage["busy_fraction"] for stage in stages] == [4.5 / 6, 1.5 / 6]
+    assert [stage["bubble"] for stage in stages] == [1.5 / 6, 4.5 / 6]
+    assert [stage["stage_time_s"] for stage in stages] == pytest.approx([4.5 / 12, 1.5 / 12])  # an update
+    assert [stage["wait"] for stage in stages] == pytest.approx([1.2 / 6, 3.6 / 6])
+    said = predict(run.plan)
+    assert [stage["predicted_bubble"] for stage in stages] == [times.bubble for times in said]
+    assert [stage["predicted_wait"] for stage in stages] == [times.wait for times in said]
+    assert [stage["predicted_stage_time_s"] for stage in stages] == [None, None]
 
 
 def test_the_first_of_equally_good_epochs_is_the_best(made):
@@ -131,7 +148,7 @@ def test_the_first_of_equally_good_epochs_is_the_best(made):
 
 
 def test_tensorboard_has_the_run(made):
-    recorder, _, folder = made
+    recorder, run, folder = made
     for epoch in (1, 2):
         recorder.epoch(figures(epoch))
     recorder.close()
@@ -145,10 +162,16 @@ def test_tensorboard_has_the_run(made):
     }
     wanted |= {"bubble/stage0": [0.25, 0.25], "bubble/stage1": [0.75, 0.75]}
     wanted |= {"staleness/stage0": [1, 1], "staleness/stage1": [0, 0]}
+    wanted |= {"wait/stage0": [0.2, 0.2], "wait/stage1": [0.6, 0.6]}
+    wanted |= {"stage_time/stage0": [1.5 / 4] * 2, "stage_time/stage1": [0.5 / 4] * 2}  # of an update
+    for stage, times in enumerate(predict(run.plan)):
+        wanted |= {f"bubble_predicted/stage{stage}": [times.bubble] * 2}
+        wanted |= {f"wait_predicted/stage{stage}": [times.wait] * 2}
     for tag, values in wanted.items():
         scalars = seen.Scalars(tag)
         assert [scalar.step for scalar in scalars] == [1, 2], tag
         assert [scalar.value for scalar in scalars] == pytest.approx(values), tag
+    assert "stage_time_predicted/stage0" not in tags["scalars"]  # nobody knows what an action costs
     assert "timeline" in tags["images"]
     (image,) = seen.Images("timeline")
     assert image.width > image.height > 50
@@ -193,6 +216,57 @@ def test_the_log_has_the_data_set_a_line_an_epoch_and_where_to_look(tmp_path, ca
     assert (
         json.loads((tmp_path / "summary.json").read_text())["data_note"] == "what was asked for is not there"
     )
+
+
+# Stages, measured against predicted
+
+
+def with_costs(run: Run) -> Run:
+    costs = Costs({(s, op): n for s in (0, 1) for op, n in ((Op.F, 0.01), (Op.B, 0.02))})
+    return replace(run, plan=replace(run.plan, costs=costs))
+
+
+def test_a_stage_s_seconds_are_predicted_where_the_costs_are_known(made, tmp_path):
+    _, run, _ = made
+    recorder = Recorder(tmp_path, contained(config(["data=digits"]), tmp_path), with_costs(run), MACHINE)
+    recorder.epoch(figures(1))
+    recorder.close()
+    stages = json.loads((tmp_path / "summary.json").read_text())["per_stage"]
+    assert [stage["predicted_stage_time_s"] for stage in stages] == pytest.approx([0.06, 0.06])
+    (point,) = events(tmp_path).Scalars("stage_time_predicted/stage1")
+    assert point.value == pytest.approx(0.06)
+
+
+def test_the_end_of_a_run_says_each_stage_s_times(made, caplog):
+    recorder, _, _ = made
+    caplog.set_level(logging.INFO, logger="pipetrain")
+    recorder.epoch(figures(1))
+    recorder.close()
+    (said,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("stage  bubble")]
+    assert [line.split()[:2] for line in said.splitlines()[1:3]] == [["0", "25.0%"], ["1", "75.0%"]]
+
+
+# The trace
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_trace_is_written_and_said_once(made, caplog, complete):
+    recorder, run, folder = made
+    caplog.set_level(logging.INFO, logger="pipetrain")
+    program = run.plan.window.program
+    costs = Costs({(s, op): 0.01 for s in (0, 1) for op in (Op.F, Op.B)})
+    recorder.trace(Trace(as_measured(program, costs), complete, 1e-5))
+    (said,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("trace of")]
+    assert said == (
+        f"trace of 1 window in {folder}/trace.json"
+        + ("" if complete else "; it stopped there, at 100000 actions of a rank")
+        + "; open it at https://ui.perfetto.dev"
+    )
+    about, (window,) = chrome.read(folder / "trace.json")
+    assert about["partition"] == [4]
+    assert [[action for action, *_ in rank.timed] for rank in window.ranks] == program
+    recorder.epoch(figures(1))
+    recorder.close()
 
 
 # The table

@@ -1,0 +1,86 @@
+"""The command line of the benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from pipetrain.bench import memory, models, overhead, report, single, sleep
+from pipetrain.bench.figures import Row, Scale
+from pipetrain.bench.worlds import Say, WorldFailed
+from pipetrain.comparison.processes import interruptible
+
+SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
+    "sleep": sleep.suite,
+    "models": models.suite,
+    "one-process": single.suite,
+    "overhead": overhead.suite,
+    "memory": memory.suite,
+}
+FAILED, INTERRUPTED = 1, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the suites that are asked for, print the report, and return the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(arguments)
+    os.environ["OMP_NUM_THREADS"] = "1"  # every rank's threads, whatever library starts them
+    scale = Scale(1 if options.quick else options.rounds, options.quick, options.profile)
+    head = report.machine(arguments)
+    rows: list[Row] = []
+    failures: list[str] = []
+    status = 0
+    try:
+        with interruptible():
+            for name in options.suites or SUITES:
+                try:
+                    for row in SUITES[name](scale, report.progress):
+                        rows.append(row)  # one by one: what was measured stays where the suite then ends
+                except WorldFailed as error:
+                    print(f"\nbench: suite {name}: {error}", file=sys.stderr)
+                    failures.append(f"Suite {name} FAILED: {str(error).strip().splitlines()[-1]}")
+                    status = FAILED
+    except KeyboardInterrupt:
+        failures.append(f"INTERRUPTED in suite {name}: what follows it is missing.")
+        status = INTERRUPTED
+    text = report.markdown(head, rows, failures)
+    print(file=sys.stderr)
+    print(text, end="")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text)
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the parser."""
+    made = argparse.ArgumentParser(
+        prog="bench.py",
+        description="Measure pipetrain beside torch.distributed.pipelining, DDP and plain loops, in turns.",
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "suites", nargs="*", metavar="SUITE", type=_suite, help=f"{', '.join(SUITES)} (default: all)"
+    )
+    made.add_argument("--rounds", type=_count, default=5, metavar="N", help="that are counted (default: 5)")
+    made.add_argument("--quick", action="store_true", help="one small round: to see that it works, no more")
+    made.add_argument(
+        "--profile", action="store_true", help="overhead: where the engine's thread spends its time"
+    )
+    made.add_argument("--out", type=Path, metavar="FILE", help="write the report there too")
+    return made
+
+
+def _suite(name: str) -> str:
+    if name not in SUITES:
+        raise argparse.ArgumentTypeError(f"there is no {name}; choose from {', '.join(SUITES)}")
+    return name
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more; got {text}")
+    return int(text)

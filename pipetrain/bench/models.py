@@ -1,0 +1,152 @@
+"""Suite: VGG16 and ResNet18 on two processes, at the best cut, ours and everybody else's.
+
+The ideal is each stage alone on local tensors, at the same time as the other, with no message: its slower
+stage is the pace that no pipeline beats. The cut is the one with the best such pace, by measurement.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from pipetrain.bench.figures import Row, Scale, Series, timed_row
+from pipetrain.bench.ours import Ours
+from pipetrain.bench.rounds import FULL, Contestant, race
+from pipetrain.bench.tasks import Job, Task, prepare
+from pipetrain.bench.theirs import RIVALS, SCHEDULES, Alone, Plain, TorchPipeline
+from pipetrain.bench.worlds import Say, run_world, titled
+from pipetrain.config import conf_dir
+from pipetrain.partition.balance import STRATEGIES, choose_cuts
+from pipetrain.partition.estimate import Layer
+from pipetrain.runtime.mesh import Mesh
+
+RANKS = 2
+MODELS = {
+    "vgg16": Task(("model=vgg16", "batch_size=64")),
+    "resnet18": Task(("model=resnet18", "batch_size=64")),
+}
+SMALL = {"mlp": Task(("model=mlp", "batch_size=64"))}
+MICROBATCHES = 4
+BATCHES, WINDOW = 4, 12  # of a turn; of an asynchronous window
+ONE_THREAD = "one process, 1 thread"
+NEIGHBOURS = 2  # cuts tried on either side of the one that flops chooses
+
+# What each schedule is given. Synchronous ones flush after each batch.
+SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "layer_dist": ("microbatches=1",),
+    "pipedream": ("microbatches=1",),
+}
+# Further rows of pipedream's: the same with an option of the configuration, and what it gains over plain.
+OPTIONS: dict[str, tuple[str, ...]] = {"fused optimizer": ("+optim.fused=true",)}
+Cut = tuple[int, ...]
+
+
+def suite(scale: Scale, say: Say) -> Iterator[Row]:
+    """Measure, and give the rows as they come."""
+    tasks = SMALL if scale.quick else MODELS
+    for model, task in tasks.items():
+        found = run_world(measure, RANKS, titled(say, model), task, scale)[0]
+        yield from make_rows(model, found)
+
+
+def candidate_cuts(layers: Sequence[Layer], stages: int) -> dict[Cut, list[str]]:
+    """Return the cuts to try and who chooses each: every strategy's, and the neighbours of flops'."""
+    cuts: dict[Cut, list[str]] = {}
+    for strategy in STRATEGIES:
+        cuts.setdefault(tuple(choose_cuts(strategy, layers, stages)), []).append(strategy)
+    by_flops = choose_cuts("flops", layers, stages)
+    for distance in range(-NEIGHBOURS, NEIGHBOURS + 1):
+        cut = tuple(first + distance for first in by_flops)
+        if cut[0] > 0 and cut[-1] < len(layers):
+            cuts.setdefault(cut, [])
+    return dict(sorted(cuts.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured for one model: the cuts, and everybody at the best. `microbatches`: by contestant."""
+
+    by_cut: Series
+    best: str
+    series: Series
+    microbatches: Mapping[str, int]
+
+
+def measure(mesh: Mesh, say: Say, task: Task, scale: Scale) -> Found:
+    """Find the best cut, then race everybody at it, on one rank."""
+    batches, window = (1, 8) if scale.quick else (BATCHES, WINDOW)
+    candidates = candidate_cuts(prepare(task, "1f1b", RANKS).plan.layers, RANKS)
+    cuts = {_label(cut, names): cut for cut, names in candidates.items()}
+    by_cut = race(
+        mesh,
+        [Alone(label, _job(task, cut, 1), mesh, batches) for label, cut in cuts.items()],
+        scale.rounds // 2 + 1,
+        titled(say, "cuts"),
+    )
+    best = min(by_cut, key=lambda label: median(by_cut[label]))
+    everybody = contestants(mesh, task, cuts[best], batches, window)
+    pieces = {one.name + end: one.microbatches for one in everybody for end in ("", FULL)}
+    return Found(by_cut, best, race(mesh, everybody, scale.rounds, say), pieces)
+
+
+def contestants(mesh: Mesh, task: Task, cut: Cut, batches: int, window: int) -> list[Contestant]:
+    """Build everybody for one cut."""
+
+    def ours(name: str, schedule: str, task: Task) -> Ours:
+        return Ours(name, prepare(task, schedule, RANKS, window), mesh, batches)
+
+    cores = os.cpu_count() or 1
+    whole, pieces = _cut(task, cut, 1), _cut(task, cut, MICROBATCHES)
+    made: list[Contestant] = [Alone(_ideal(m), _job(task, cut, m), mesh, batches) for m in (1, MICROBATCHES)]
+    for schedule in sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml")):
+        mine = pieces.extended(*SCHEDULE_OPTIONS.get(schedule, ()))
+        if schedule == "interleaved_1f1b":  # two stages a rank: a cut of its own
+            mine = task.extended(f"microbatches={MICROBATCHES}")
+        made.append(ours(schedule, schedule, mine))
+    made.append(ours(f"pipedream, m = {MICROBATCHES}", "pipedream", pieces))
+    for name, overrides in OPTIONS.items():
+        made.append(ours(f"pipedream, {name}", "pipedream", whole.extended(*overrides)))
+    made += [TorchPipeline(name, _job(task, cut, MICROBATCHES), mesh, batches) for name in SCHEDULES]
+    made += [
+        Plain("torch DDP", _job(task, cut, 1), mesh, batches, parallel=True),
+        Plain(f"one process, {cores} threads", _job(task, cut, 1), mesh, batches, cores),
+        Plain(ONE_THREAD, _job(task, cut, 1), mesh, batches),
+    ]
+    return made
+
+
+def _cut(task: Task, cut: Cut, microbatches: int) -> Task:
+    return task.extended(f"partition={list(cut)}", f"microbatches={microbatches}")
+
+
+def _job(task: Task, cut: Cut, microbatches: int) -> Job:
+    return prepare(_cut(task, cut, microbatches), "1f1b", RANKS)
+
+
+def _ideal(m: int) -> str:
+    return f"ideal without messages, m = {m}"
+
+
+def _label(cut: Cut, names: Sequence[str]) -> str:
+    return f"before layer {', '.join(map(str, cut))} ({', '.join(names) or 'neighbour'})"
+
+
+def make_rows(model: str, found: Found) -> list[Row]:
+    """Hold the cuts against the best, and everybody against the ideal, torch's pipelines and one thread."""
+    rows = [
+        timed_row(f"{model}, slower stage alone", label, found.by_cut, {"of bound": found.best})
+        for label in found.by_cut
+    ]
+    for name in found.series:
+        against = {"of bound": _ideal(found.microbatches[name])}
+        against |= {f"x {rival}": rival for rival in RIVALS.values()}
+        against["x 1 thread"] = ONE_THREAD
+        least: dict[str, float] = {}
+        if name in RIVALS:
+            least = {f"x {RIVALS[name]}": 1.0}
+        elif name == "pipedream" + FULL:
+            least = {"of bound": 0.95, "x torch 1F1B": 1.15}
+        rows.append(timed_row(f"{model}, cut {found.best}", name, found.series, against, least))
+    return rows

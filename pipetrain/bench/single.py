@@ -1,0 +1,33 @@
+"""Suite: one process, where a pipeline is of no use: what the engine takes from a plain PyTorch loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipetrain.bench.figures import Row, Scale, Series, timed_row
+from pipetrain.bench.models import MODELS, SMALL
+from pipetrain.bench.ours import Ours
+from pipetrain.bench.rounds import race
+from pipetrain.bench.tasks import Task, prepare
+from pipetrain.bench.theirs import Plain
+from pipetrain.bench.worlds import Say, run_world, titled
+from pipetrain.runtime.mesh import Mesh
+
+BATCHES = 4  # a turn
+PLAIN, OURS = "plain loop", "1f1b"
+
+
+def suite(scale: Scale, say: Say) -> Iterator[Row]:
+    """Measure, and give the rows as they come."""
+    for model, task in (SMALL if scale.quick else MODELS).items():
+        series = run_world(measure, 1, titled(say, f"one process, {model}"), task, scale.rounds)[0]
+        against = {"of bound": PLAIN}
+        yield timed_row(f"one process, {model}", PLAIN, series, against)
+        yield timed_row(f"one process, {model}", OURS, series, against, {"of bound": 0.98})
+
+
+def measure(mesh: Mesh, say: Say, task: Task, rounds: int) -> Series:
+    """Race the two."""
+    whole = task.extended("microbatches=1")
+    ours = Ours(OURS, prepare(whole, "1f1b", 1), mesh, BATCHES)
+    return race(mesh, [Plain(PLAIN, prepare(whole, "1f1b", 1), mesh, BATCHES), ours], rounds, say)

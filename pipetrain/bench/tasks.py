@@ -1,0 +1,81 @@
+"""What all contestants of a benchmark train: one model, one cut, one batch, one optimizer.
+
+A task is overrides of the configuration, so that what is measured can be trained by the same words on the
+command line; the others get the same stages and the same optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor, nn
+
+from pipetrain.blueprint import Plan, Samples, make_plan
+from pipetrain.boundary import named_layers
+from pipetrain.config import conf_dir, make_model, make_optimizer, make_schedule, read_settings
+from pipetrain.data import IMAGE
+from pipetrain.runtime.weights import OptimizerFactory
+
+LR = 1e-3  # low: the same random batch again and again must not blow up
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something to train: overrides, a sample's shape, and how many classes the last layer tells apart."""
+
+    overrides: tuple[str, ...]
+    example: tuple[int, ...] = IMAGE
+    classes: int = 10
+
+    def extended(self, *overrides: str) -> Task:
+        """Return the task with more overrides."""
+        return Task((*self.overrides, *overrides), self.example, self.classes)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A task by one schedule: its plan, and what is trained by it."""
+
+    plan: Plan
+    model: nn.Sequential
+    optimizer: OptimizerFactory
+    samples: Tensor  # a batch's [n, ...]
+    labels: Tensor  # [n]
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many pieces a batch is cut."""
+        return self.plan.settings.microbatches
+
+    @property
+    def size(self) -> int:
+        """Samples in a microbatch."""
+        return self.plan.settings.batch_size // self.microbatches
+
+    def stage(self, index: int) -> nn.Sequential:
+        """Return the layers of a stage."""
+        return nn.Sequential(OrderedDict(named_layers(self.model)[self.plan.slice(index)]))
+
+
+def prepare(task: Task, schedule: str, ranks: int, window: int = 1) -> Job:
+    """Plan and prove a task as a training run does. `window`: its batches, where the schedule sets none."""
+    overrides = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", "device=cpu", f"schedule={schedule}"]
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose("config", overrides=[*overrides, *task.overrides])
+    settings = read_settings(cfg, schedule, ranks)
+    spare = make_model(cfg, settings.seed, settings.dtype)
+    n = settings.batch_size
+    plan = make_plan(
+        settings, make_schedule(cfg), spare, task.example, task.classes, Samples([n] * window, [n])
+    )
+    generator = torch.Generator().manual_seed(settings.seed)
+    return Job(
+        plan=plan,
+        model=make_model(cfg, settings.seed, settings.dtype),
+        optimizer=make_optimizer(cfg),
+        samples=torch.randn(n, *task.example, generator=generator, dtype=settings.dtype),
+        labels=torch.randint(task.classes, (n,), generator=generator),
+    )

@@ -1,0 +1,126 @@
+"""The processes of a suite: spawned, met through a file, a thread each, and never left behind.
+
+A rank that dies closes its pipe, which ends the suite; a parent that dies, however it does, takes its ranks
+with it, because each watches it. Ctrl-C is the parent's alone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipetrain.runtime.mesh import Mesh, World
+
+TIMEOUT_S = 300.0  # of any wait between ranks
+SILENCE_S = 900.0  # after which a suite that says nothing is given up
+SLICES = 2  # stages a rank that a mesh has room for
+
+Say = Callable[[str], None]
+"""Tells the person who waits how far it is."""
+
+Work = Callable[..., Any]
+"""(mesh, say, *arguments) -> something picklable."""
+
+
+def titled(say: Say, title: str) -> Say:
+    """Return a `say` that puts a title before what is said."""
+    return lambda text: say(f"{title}: {text}")
+
+
+class WorldFailed(RuntimeError):
+    """A rank failed, died or fell silent; the message says which, and its traceback."""
+
+
+def run_world(work: Work, ranks: int, say: Say, *arguments: Any) -> list[Any]:
+    """Run `work` in so many processes and return what each returned, by rank. Raises WorldFailed.
+
+    However this is left, by an exception too, its processes are gone.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes: list[Connection] = []
+    processes = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(ranks):
+                here, there = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_enter,
+                    args=(there, work, rank, ranks, str(Path(folder) / "store"), arguments),
+                    daemon=True,
+                )
+                process.start()
+                there.close()
+                pipes.append(here)
+                processes.append(process)
+            return _collect(pipes, say)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+def _collect(pipes: list[Connection], say: Say) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(waiting), SILENCE_S)
+        if not ready:
+            raise WorldFailed(f"ranks {sorted(waiting.values())} said nothing for {SILENCE_S:g} s")
+        for pipe, rank in waiting.items():
+            if pipe not in ready:
+                continue
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                raise WorldFailed(f"rank {rank} died without a word") from None
+            if kind == "said":
+                say(value)
+            elif kind == "failed":
+                raise WorldFailed(f"rank {rank} failed:\n{value}")
+            else:
+                results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _enter(
+    pipe: Connection, work: Work, rank: int, ranks: int, store: str, arguments: tuple[Any, ...]
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    try:
+        mesh = connect(World(rank, ranks, rank, ranks), store)
+        pipe.send(("done", work(mesh, _speaker(pipe, rank), *arguments)))
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _speaker(pipe: Connection, rank: int) -> Say:
+    return (lambda text: pipe.send(("said", text))) if rank == 0 else (lambda text: None)
+
+
+def connect(world: World, store: str) -> Mesh:
+    """Join the ranks by one mesh that serves every contestant, with up to SLICES stages a rank."""
+    placement = list(range(world.size)) * SLICES if world.size > 1 else [0]
+    edges = [edge for stage in range(len(placement) - 1) for edge in [(stage, stage + 1), (stage + 1, stage)]]
+    meeting = dist.FileStore(store, world.size) if world.size > 1 else None  # type: ignore[attr-defined]
+    return Mesh(world, placement, edges, torch.device("cpu"), meeting, TIMEOUT_S)

@@ -1,0 +1,65 @@
+"""What the plan says that each stage's time goes to, to hold the measured run against.
+
+From `plan.costs` where what the actions cost is known. Otherwise from the estimated work of each stage, its
+backward twice its forward: that has no unit of time, so only shares of time are then predicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipetrain.blueprint import Plan
+from pipetrain.schedule.actions import COMMUNICATION, Op
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.simulate import Simulation, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Where a stage's time goes, measured or predicted.
+
+    `bubble`: the share of training in which its rank does not compute, `wait`: in which its rank is blocked.
+    `stage_time_s`: seconds that the stage computes for a batch; None where seconds are not known.
+    """
+
+    bubble: float
+    stage_time_s: float | None
+    wait: float
+
+
+def predict(plan: Plan) -> list[StageTimes]:
+    """Predict the times of each stage, by the plan's longest window."""
+    costs = plan.costs or estimated_costs(plan)
+    settings = plan.settings
+    run = simulate(plan.window.program, settings.microbatches, buffer_size=settings.buffer_size, cost=costs)
+    waited = [waits(run, rank, repeated=settings.window is not None) for rank in range(settings.ranks)]
+    seconds = [0.0] * plan.stages
+    for spans in run.spans:
+        for action, start, end in spans:
+            if action.op not in COMMUNICATION:
+                seconds[action.stage] += end - start
+    return [
+        StageTimes(
+            bubble=run.bubble_per_rank[rank],
+            stage_time_s=seconds[stage] / max(plan.windows) if plan.costs else None,
+            wait=waited[rank] / run.makespan,
+        )
+        for stage, rank in enumerate(plan.placement)
+    ]
+
+
+def estimated_costs(plan: Plan) -> Costs:
+    """Price each stage's actions by its share of the model's work; updates and messages are free."""
+    flops = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in range(plan.stages)]
+    total = sum(flops)
+    times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+    return Costs(
+        {(stage, op): n * work / total for stage, work in enumerate(flops) for op, n in times.items()}
+    )
+
+
+def waits(run: Simulation, rank: int, repeated: bool) -> float:
+    """Say how long a rank waits in its messages, and for the next window where windows are `repeated`."""
+    spans = run.spans[rank]
+    tail = run.makespan - spans[-1][2] if repeated else 0.0
+    return tail + sum(end - start for action, start, end in spans if action.op in COMMUNICATION)

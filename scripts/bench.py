@@ -1,0 +1,14 @@
+"""Benchmark pipetrain beside everything else, in one Markdown table. Works without installing.
+
+python scripts/bench.py [sleep] [models] [one-process] [overhead] [memory] --out docs/results/bench.md
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pipetrain.bench.cli import main
+
+if __name__ == "__main__":  # the ranks import this file too
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The suites: their bounds are the formulas', and each runs through the command line, small and in time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipetrain.bench import cli, memory, models, sleep
+from pipetrain.bench.figures import Row
+from pipetrain.bench.ours import Ours
+from pipetrain.bench.tasks import prepare
+from pipetrain.partition.estimate import Layer
+from pipetrain.runtime.mesh import World
+
+ROOT = Path(__file__).resolve().parents[2]
+NAP = sleep.Nap(0.03, 0.06, (2, 4), (4, 16), 32)
+
+
+class NoMesh:
+    """Enough of a mesh to build a contestant that never runs."""
+
+    world = World(0, 4, 0, 4)
+    device = "cpu"
+
+    def channel(self, buffer_size):
+        return None
+
+
+@pytest.mark.parametrize("m", [4, 16])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_bound_of_a_flush_is_the_formula(schedule, m):
+    short = sleep.Nap(0, 0, (4,), (m,), 32)  # nothing sleeps while the plan is made
+    ours = Ours("x", prepare(sleep.task(short, 4, m), schedule, 4), NoMesh(), clock=object())
+    assert sleep.bound(ours, NAP) == pytest.approx((m + 4 - 1) * 0.09)
+
+
+def layers(*flops):
+    return [Layer(str(i), 1, f, None, False, False) for i, f in enumerate(flops)]
+
+
+def test_the_cuts_to_try():
+    assert models.candidate_cuts(layers(3, 3, 2, 2, 1, 1), 2) == {
+        (1,): [],
+        (2,): ["flops"],
+        (3,): ["even", "params"],
+        (4,): [],
+    }
+
+
+SERIES = {
+    "ideal without messages, m = 1": [0.3],
+    "ideal without messages, m = 4": [0.4],
+    "gpipe": [0.5],
+    "pipedream, once full": [0.32],
+    "torch GPipe": [0.5],
+    "torch 1F1B": [0.45],
+    "one process, 1 thread": [0.6],
+}
+
+
+def test_each_is_held_against_the_ideal_of_its_own_microbatches():
+    pieces = dict.fromkeys(SERIES, 4) | {"pipedream, once full": 1}
+    rows = models.make_rows("vgg16", models.Found({"before 6": [0.3]}, "before 6", SERIES, pieces))
+    by_name = {row.contestant: row for row in rows}
+    assert by_name["gpipe"].ratios["of bound"] == pytest.approx(0.8)
+    assert [verdict.met for verdict in by_name["gpipe"].verdicts] == [True]
+    assert by_name["pipedream, once full"].ratios["of bound"] == pytest.approx(0.9375)
+    assert [verdict.met for verdict in by_name["pipedream, once full"].verdicts] == [False, True]
+    assert by_name["torch GPipe"].verdicts == []
+
+
+@pytest.mark.parametrize(("leak_mib", "still"), [(0.0, True), (0.05, True), (0.3, False)])
+def test_memory_grows_or_only_jitters(leak_mib, still):
+    resident = [350 + 4 * (window % 3) + leak_mib * window for window in range(50)]
+    rows = memory.make_rows("memory", memory.Held(resident, [(2, 2)], [(1, 2)]))
+    assert [verdict.met for row in rows for verdict in row.verdicts] == [still, True, False]
+
+
+WHAT_IT_SHOWS = {
+    "sleep": ["sleep, 2 stages", "pipedream, m = 1, once full", "torch 1F1B, m = 4", "x torch GPipe"],
+    "models": ["slower stage alone", "ideal without messages", "torch DDP", "interleaved_1f1b"],
+    "one-process": ["plain loop", "1f1b", "of bound >= 0.98"],
+    "overhead": ["overhead, 1f1b, rank 1", "of it the channel", "< 150 us an action"],
+    "memory": ["memory, pipedream, rank 0", "weight versions at the peak", "as simulated: 2"],
+}
+
+
+def test_every_suite_is_tried():
+    assert WHAT_IT_SHOWS.keys() == cli.SUITES.keys()
+
+
+@pytest.mark.parametrize("suite", WHAT_IT_SHOWS)
+def test_a_suite_through_the_command_line(suite, tmp_path):
+    out = tmp_path / "new" / "report.md"
+    command = [sys.executable, str(ROOT / "scripts/bench.py"), suite, "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert out.read_text() == done.stdout
+    assert f"command: python scripts/bench.py {suite} --quick" in done.stdout
+    assert all(words in done.stdout for words in WHAT_IT_SHOWS[suite])
+    assert done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["sleeep"], "there is no sleeep; choose from sleep, models"),
+        (["--rounds", "0"], "must be 1 or more; got 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments, why, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_suite_that_fails_is_said_and_the_others_go_on(monkeypatch, capsys):
+    def failing(scale, say):
+        raise cli.WorldFailed("rank 1 failed:\nTraceback\nValueError: no more")
+
+    monkeypatch.setattr(cli, "SUITES", {"a": failing, "b": lambda scale, say: []})
+    assert cli.main([]) == 1
+    assert "Suite a FAILED: ValueError: no more" in capsys.readouterr().out
+
+
+def test_an_interruption_keeps_what_was_measured(monkeypatch, capsys):
+    def interrupted(scale, say):
+        yield Row("done before", "1f1b", [1.0], "ms")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "SUITES", {"b": interrupted})
+    assert cli.main([]) == 130
+    said = capsys.readouterr().out
+    assert "done before" in said
+    assert "INTERRUPTED in suite b: what follows it is missing." in said

@@ -1,0 +1,131 @@
+"""Nothing is left behind: not by a rank that dies or fails, not by Ctrl-C, not by a parent that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipetrain.bench.rounds import FULL, race, rotated
+from pipetrain.bench.worlds import WorldFailed, run_world, titled
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 60
+
+
+class Napper:
+    """Sleeps on one rank longer than on the other; the last rank says that it was full."""
+
+    def __init__(self, name, mesh, seconds):
+        self.name, self.batches = name, 2
+        self._last = mesh.world.rank == 1
+        self._seconds = seconds if self._last else 0.0
+
+    def run(self):
+        time.sleep(self._seconds)
+        return 0.25 if self._last and self.name == "b" else None
+
+
+def naps(mesh, say):
+    return race(mesh, [Napper("a", mesh, 0.2), Napper("b", mesh, 0.1)], 2, say)
+
+
+def end(mesh, say, how):
+    if mesh.world.rank == 1:
+        how()
+    time.sleep(DEADLINE_S)
+
+
+def die():
+    os._exit(3)
+
+
+def fail():
+    raise ValueError("no more")
+
+
+def linger(mesh, say):
+    pids = mesh.gather("pids", os.getpid())
+    say(" ".join(map(str, pids)))
+    time.sleep(DEADLINE_S)
+
+
+def test_turns_are_timed_to_the_slowest_rank_on_every_rank_alike():
+    said = []
+    first, second = run_world(naps, 2, titled(said.append, "naps"))
+    assert first == second
+    assert {name: len(values) for name, values in first.items()} == {"a": 2, "b": 2, "b" + FULL: 2}
+    assert min(first["a"]) >= 0.1
+    assert min(first["b"]) >= 0.05
+    assert first["b" + FULL] == [0.25, 0.25]
+    assert said == [
+        f"naps: {text}"
+        for text in (
+            "warm-up: b",
+            "warm-up: a",
+            "round 1/2: a",
+            "round 1/2: b",
+            "round 2/2: b",
+            "round 2/2: a",
+        )
+    ]
+
+
+def test_the_order_rotates():
+    assert ["".join(rotated("abc", number)) for number in (-1, 0, 1, 2)] == ["cab", "abc", "bca", "cab"]
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [(die, "rank 1 died without a word"), (fail, "rank 1 failed:\n(?s:.*)ValueError: no more")],
+)
+def test_a_rank_that_ends_early_ends_all(how, why):
+    start = time.monotonic()
+    with pytest.raises(WorldFailed, match=why):
+        run_world(end, 2, print, how)
+    assert time.monotonic() - start < DEADLINE_S / 2
+
+
+LINGER = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from pipetrain.bench.worlds import run_world
+from pipetrain.comparison.processes import interruptible
+from tests.bench.test_worlds import linger
+if __name__ == "__main__":
+    with interruptible():
+        run_world(linger, 2, lambda text: print(text, flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_the_parent_ends_its_ranks_end_too(tmp_path, number):
+    script = tmp_path / "linger.py"
+    script.write_text(LINGER)
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            pids = [int(word) for word in parent.stdout.readline().split()]
+            assert len(pids) == 2
+            parent.send_signal(number)
+            parent.wait(DEADLINE_S / 2)
+            limit = time.monotonic() + 10
+            while any(map(running, pids)) and time.monotonic() < limit:
+                time.sleep(0.05)
+            assert not any(map(running, pids))
+        finally:
+            parent.kill()
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

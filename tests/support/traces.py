@@ -1,0 +1,56 @@
+"""Traced windows made on paper: a simulation, as if it had been measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipetrain.schedule.actions import COMMUNICATION, Program, placement
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.measured import RankWindow, TracedWindow
+from pipetrain.schedule.simulate import simulate
+
+
+def as_measured(
+    program: Program, costs: Costs, *, windows: int = 1, microbatch: int = 4, own: float = 0.0
+) -> list[TracedWindow]:
+    """Windows of one epoch in which a lowered program ran by `costs`, one after the other.
+
+    `own`: seconds in which each rank does nothing of the program, before each window.
+    """
+    run = simulate(program, 1, cost=costs)
+    samples = [microbatch] * (1 + max(action.mb for actions in program for action in actions))
+    made = []
+    for window in range(windows):
+        began = window * (run.makespan + own)
+        ranks = []
+        for spans in run.spans:
+            timed = [
+                (a, began + own + start, began + own + end, end - start if a.op in COMMUNICATION else 0.0)
+                for a, start, end in spans
+            ]
+            end = began + own + run.makespan
+            ranks.append(RankWindow(began, timed, (timed[-1][2], end), end))
+        made.append(TracedWindow(0, samples, ranks))
+    return made
+
+
+def about(program: Program, microbatches: int, microbatch: int = 4, **more: Any) -> dict[str, Any]:
+    """What a trace of these windows says of its run."""
+    rank_of = placement(program)
+    return {
+        "model": "mlp",
+        "parameters": 1000,
+        "schedule": "1f1b",
+        "ranks": len(program),
+        "placement": rank_of,
+        "partition": list(range(1, len(rank_of))),
+        "batch_size": microbatches * microbatch,
+        "microbatches": microbatches,
+        "window": 1,
+        "epoch_batches": 1,
+        "buffer_size": 2,
+        "dtype": "float32",
+        "precision": "fp32",
+        "memory_format": "channels_last",
+        **more,
+    }

@@ -1,0 +1,25 @@
+"""Each stage's times: shares of training, and the table that holds them against the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipetrain.prediction import StageTimes
+from pipetrain.training.stage_table import measured, table
+
+
+def test_bubble_and_wait_are_the_rank_s_and_seconds_the_stage_s():
+    stages = measured([0, 1, 0], {0: 1.0, 1: 3.0, 2: 2.0}, {0: 0.5, 1: 1.0, 2: 0.25}, 4.0, updates=10)
+    assert [s.bubble for s in stages] == pytest.approx([0.25, 0.25, 0.25])
+    assert [s.wait for s in stages] == pytest.approx([0.1875, 0.25, 0.1875])
+    assert [s.stage_time_s for s in stages] == pytest.approx([0.1, 0.3, 0.2])
+
+
+def test_the_table_has_a_row_a_stage_and_a_dash_for_what_is_not_known():
+    seen = [StageTimes(0.305, 0.3966, 0.3), StageTimes(0.15, 0.4839, 0.14)]
+    said = [StageTimes(0.231, None, 0.231), StageTimes(0.19, 0.5, 0.19)]
+    assert table(seen, said).splitlines() == [
+        "stage  bubble  (plan)  seconds a batch  (plan)    wait  (plan)",
+        "    0   30.5%   23.1%           0.3966       -   30.0%   23.1%",
+        "    1   15.0%   19.0%           0.4839  0.5000   14.0%   19.0%",
+    ]

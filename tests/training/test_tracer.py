@@ -1,0 +1,130 @@
+"""Tracing a run: which windows, on whose clock, and that what comes together is what the program says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import perf_counter
+
+import pytest
+
+from pipetrain.runtime.mesh import World
+from pipetrain.schedule.actions import COMMUNICATION
+from pipetrain.schedule.measured import RankWindow
+from pipetrain.training import tracer as module
+from pipetrain.training.tracer import Trace, Tracer, about_trace
+from tests.support.cases import Case, Listener, make_run, run_in_threads
+
+PLAIN = "model._target_=tests.support.models.without_norm"
+
+
+def traced(case: Case) -> list[Trace]:
+    listener = Listener()
+    run_in_threads(case, listener)
+    return listener.traces
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("1f1b", 2, (PLAIN, "microbatches=4", "epochs=2", "trace=true")),
+        Case("pipedream", 3, (PLAIN, "microbatches=2", "epochs=2", "trace=true", "window=3")),
+        Case("interleaved_1f1b", 2, (PLAIN, "microbatches=4", "epochs=1", "trace=true")),
+        Case("1f1b", 1, (PLAIN, "microbatches=2", "epochs=1", "trace=true")),
+    ],
+    ids=str,
+)
+def test_every_window_of_training_is_there_with_every_action(case):
+    (trace,) = traced(case)
+    run = make_run(case)
+    batches = run.sampler.epoch(0)
+    length = run.settings.window or len(batches)
+    sizes = [
+        [len(ids) for batch in batches[start : start + length] for ids in batch]
+        for start in range(0, len(batches), length)
+    ]
+    assert trace.complete
+    assert [window.samples for window in trace.windows] == run.settings.epochs * sizes
+    assert [window.epoch for window in trace.windows] == [
+        epoch for epoch in range(run.settings.epochs) for _ in sizes
+    ]
+    for window in trace.windows:
+        program = run.plan.windows[len(window.samples) // run.settings.microbatches].program
+        assert [[action for action, *_ in rank.timed] for rank in window.ranks] == program
+        for rank in window.ranks:
+            moments = [rank.began, *(t for _, s, e, _ in rank.timed for t in (s, e)), *rank.drain, rank.ended]
+            assert moments == sorted(moments)
+            busy = sum(end - start for a, start, end, _ in rank.timed if a.op not in COMMUNICATION)
+            assert 0 < busy + rank.waited <= rank.ended - rank.began
+
+
+def test_the_first_n_windows_are_traced():
+    for windows, epochs in ((1, [0]), (5, [0, 0, 0, 0, 1]), (99, [0] * 4 + [1] * 4)):
+        case = Case("gpipe", 2, (PLAIN, "microbatches=2", "epochs=2", f"+trace.windows={windows}"))
+        (trace,) = traced(case)
+        assert [window.epoch for window in trace.windows] == epochs
+        assert trace.complete
+
+
+def test_without_trace_nothing_is_traced():
+    assert traced(Case("gpipe", 2, (PLAIN, "microbatches=2", "epochs=1"))) == []
+
+
+def test_it_stops_before_the_window_that_would_be_too_much(monkeypatch):
+    case = Case("1f1b", 2, (PLAIN, "microbatches=2", "epochs=2", "trace=true"))
+    longest = max(map(len, make_run(case).plan.windows[1].program))
+    for bound, windows in ((1, 1), (longest, 1), (3 * longest, 3), (3 * longest + 1, 3), (5 * longest, 5)):
+        monkeypatch.setattr(module, "MOST_ACTIONS", bound)
+        (trace,) = traced(case)
+        assert (len(trace.windows), trace.complete) == (windows, False)
+
+
+class Shifted:
+    """The mesh of one rank whose clock is behind rank 0's, by more and more."""
+
+    world = World()
+
+    def __init__(self, offsets: list[tuple[float, float]]) -> None:
+        self._offsets = iter(offsets)
+
+    def clock_offset(self) -> tuple[float, float]:
+        return next(self._offsets)
+
+    def gather(self, what: str, item: object) -> list[object]:
+        return [item]
+
+
+def test_times_are_put_on_rank_0_s_clock_and_drift_is_evened_out(monkeypatch):
+    run = make_run(Case("1f1b", 1, (PLAIN, "microbatches=2", "epochs=1", "+trace.windows=1")))
+    now = iter([100.0, 200.0])
+    monkeypatch.setattr(module, "perf_counter", lambda: next(now))
+    tracer = Tracer(run, Shifted([(7.0, 0.01), (9.0, 0.002)]))  # type: ignore[arg-type]
+    observe = tracer.observer(0, run.sampler.epoch(0)[:1])
+    assert observe
+    assert tracer.over
+    assert tracer.observer(0, run.sampler.epoch(0)[1:2]) is None
+    actions = run.plan.windows[1].program[0]
+    timed = [(action, 150.0, 150.0, 0.5) for action in actions]
+    observe(RankWindow(100.0, timed, (200.0, 200.0), 200.0))
+    trace = tracer.collect()
+    (window,) = trace.windows
+    (rank,) = window.ranks
+    assert (rank.began, *rank.drain, rank.ended) == pytest.approx((107.0, 209.0, 209.0, 209.0))
+    assert rank.timed == [(action, pytest.approx(158.0), pytest.approx(158.0), 0.5) for action in actions]
+    assert trace.clock_error_s == 0.01
+
+
+def test_what_a_trace_says_of_its_run_is_what_a_replay_needs():
+    from pipetrain.replay import CONDITIONS
+
+    run = make_run(Case("pipedream", 2, (PLAIN, "microbatches=2", "partition=[3]")))
+    said = about_trace(run, Trace([], True, 2e-5), "2 x cpu")
+    assert said.keys() >= CONDITIONS
+    assert (said["partition"], said["epoch_batches"], said["window"]) == ([3], 4, None)
+    assert (said["dtype"], said["clock_error_us"], said["device"]) == ("float64", 20.0, "2 x cpu")
+
+
+def test_observing_costs_a_rank_24_bytes_an_action():
+    run = make_run(Case("1f1b", 1, (PLAIN, "microbatches=2", "epochs=1", "trace=true")))
+    window = RankWindow(0.0, [(a, 0.0, 0.0, 0.0) for a in run.plan.windows[1].program[0]], (0.0, 0.0), 0.0)
+    packed = module._packed(replace(window, ended=perf_counter()))
+    assert packed.itemsize * (len(packed) - 4) == 24 * len(window.timed)
