@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -61,16 +62,19 @@ class Ours:
         self.batches = self._windows * window
         self.plan = plan
         self.actions = plan.windows[window].program[mesh.world.rank]
-        self._feed = BatchFeed(job.samples, job.labels, job.microbatches)
+        place = mesh.device
+        self._feed = BatchFeed(job.samples.to(place), job.labels.to(place), job.microbatches)
         self._full_after = plan.stages if window > 2 * plan.stages else None  # updates; None: never full
         self._updates: list[float] = []
         self._last = plan.placement[-1] == mesh.world.rank
         stages = {
-            index: _stage(job, index) for index, rank in enumerate(plan.placement) if rank == mesh.world.rank
+            index: make_stage(job, index, place)
+            for index, rank in enumerate(plan.placement)
+            if rank == mesh.world.rank
         }
         self._engine = Engine(
             stages,
-            channel or mesh.channel(plan.settings.buffer_size),
+            channel or mesh.channel(plan.settings.buffer_size, plan.numerics.channels_last),
             plan.placement,
             plan.boundaries,
             plan.evaluated,
@@ -98,14 +102,17 @@ class Ours:
             self._updates.append(time.perf_counter())
 
 
-def _stage(job: Job, index: int) -> Stage:
+def make_stage(job: Job, index: int, device: torch.device) -> Stage:
+    """Make a stage as the trainer does."""
     last = index == job.plan.stages - 1
     return Stage(
         index,
-        job.stage(index),
+        job.stage(index).to(device),
         job.optimizer,
         job.plan.settings.rate(1),
         loss=functional.cross_entropy if last else None,
         single_input=job.plan.boundaries[job.size][index].single,
         copy_input=job.plan.copies_input(index),
+        numerics=job.plan.numerics,
+        compile=job.plan.settings.compile,
     )

@@ -63,6 +63,7 @@ class Job:
 def prepare(task: Task, schedule: str, ranks: int, window: int = 1) -> Job:
     """Plan and prove a task as a training run does. `window`: its batches, where the schedule sets none."""
     overrides = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", "device=cpu", f"schedule={schedule}"]
+    overrides += ["memory_format=contiguous"]  # as the others compute
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("config", overrides=[*overrides, *task.overrides])
     settings = read_settings(cfg, schedule, ranks)
