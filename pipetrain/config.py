@@ -154,6 +154,8 @@ def make_optimizer(cfg: DictConfig) -> OptimizerFactory:
     Where `fused` is null, the fused form is taken if the optimizer has one and its other settings allow it.
     """
     if "fused" not in cfg.optim or cfg.optim.fused is not None:
+        if "fused" in cfg.optim:
+            _yes_or_no(cfg, "optim.fused")
         return _tried(cfg, _instantiate(cfg, "optim"))
     cfg = cfg.copy()
     del cfg.optim.fused
@@ -263,7 +265,10 @@ def _one_of(cfg: DictConfig, key: str, choices: tuple[str, ...]) -> str:
 
 
 def _yes_or_no(cfg: DictConfig, key: str) -> bool:
-    return _one_of(cfg, key, ("True", "False")) == "True"
+    value = OmegaConf.select(cfg, key)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}={value} must be true or false")
+    return value
 
 
 def _partition(cfg: DictConfig) -> tuple[str | list[int], str | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from omegaconf import DictConfig
@@ -73,38 +73,56 @@ def measure(cfg: DictConfig, draft: Plan, world: World, device: torch.device, st
     size = draft.settings.batch_size // draft.settings.microbatches
     log.info("pipetrain: profiling %d layers, %d samples at a time", len(draft.layers), size)
     start = time.perf_counter()
-    link, found = take_part(cfg, draft, world, device, store)
-    for failure in found:
-        if isinstance(failure, str):
-            raise ConfigError(failure)
+    found = take_part(cfg, draft, world, device, store)
     log.info("profiled in %.1f s", time.perf_counter() - start)
-    return Profile(
-        conditions=conditions(cfg, draft.settings),
-        machine=machine(device, world.size),
-        input_bytes=draft.boundaries[size][0].nbytes,
-        latency_s=link.latency_s,
-        s_per_byte=link.s_per_byte,
-        layers=average([layers for layers in found if isinstance(layers, list)]),
-    )
+    return make_profile(cfg, draft, device, found)
 
 
-def take_part(
-    cfg: DictConfig, draft: Plan, world: World, device: torch.device, store: Store | None
-) -> tuple[Link, list[object]]:
-    """Measure messages, then layers on all ranks at once. Raises ChannelError.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The slowest link, and of each rank its list of LayerTime or, where a layer failed, what says so."""
 
-    `draft` is the run's plan but for the cuts. Returns the slowest link, and each rank's list of LayerTime
-    or, where a layer failed, the sentence that says so. The model is one of its own and the random generators
-    are put back: a run is none the wiser.
+    link: Link
+    by_rank: list[object]
+
+
+def take_part(cfg: DictConfig, draft: Plan, world: World, device: torch.device, store: Store | None) -> Found:
+    """Join the other ranks and measure with them. `draft` is the run's plan but for the cuts.
+
+    Raises ChannelError.
     """
     settings = draft.settings
     local_size = world.local_size if world.size > 1 else settings.ranks
     torch.set_num_threads(settings.threads or share_of_cores(local_size))
     mesh = Mesh(world, draft.placement, draft.edges, device, store, settings.timeout)
-    link = slowest_link(mesh, settings.buffer_size)
-    found = mesh.gather("the times of the layers", _layers(cfg, draft, device))
+    found = measure_together(mesh, cfg, draft)
     mesh.close()
-    return link, found
+    return found
+
+
+def measure_together(mesh: Mesh, cfg: DictConfig, draft: Plan) -> Found:
+    """Measure messages, then layers on all ranks at once. Raises ChannelError.
+
+    The model is one of its own and the random generators are put back: a run is none the wiser.
+    """
+    link = slowest_link(mesh, draft.settings.buffer_size)
+    return Found(link, mesh.gather("the times of the layers", _layers(cfg, draft, mesh.device)))
+
+
+def make_profile(cfg: DictConfig, draft: Plan, device: torch.device, found: Found) -> Profile:
+    """Make one profile of what all ranks found. Raises ConfigError where a layer failed on any of them."""
+    for failure in found.by_rank:
+        if isinstance(failure, str):
+            raise ConfigError(failure)
+    settings = draft.settings
+    return Profile(
+        conditions=conditions(cfg, settings),
+        machine=machine(device, len(found.by_rank)),
+        input_bytes=draft.boundaries[settings.batch_size // settings.microbatches][0].nbytes,
+        latency_s=found.link.latency_s,
+        s_per_byte=found.link.s_per_byte,
+        layers=average([layers for layers in found.by_rank if isinstance(layers, list)]),
+    )
 
 
 def _layers(cfg: DictConfig, draft: Plan, device: torch.device) -> list[LayerTime] | str:

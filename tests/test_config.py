@@ -140,7 +140,7 @@ def test_an_unset_optimizer_follows_the_recipe_and_the_rate_its_shape():
         ("dtype", "float16", "dtype=float16 is unknown; choose one of float32, float64"),
         ("threads", 0, "threads=0 must be a whole number of at least 1 or null"),
         ("data.workers", -1, "data.workers=-1 must be a whole number of at least 0"),
-        ("data.drop_last", "maybe", "data.drop_last=maybe is unknown; choose one of True, False"),
+        ("data.drop_last", "maybe", "data.drop_last=maybe must be true or false"),
         ("trace", 3, "trace=3 must be true or false; trace.windows=4 traces the first 4 windows"),
         ("trace", None, "trace=None must be true or false"),
         ("trace", {"steps": 3}, "trace={'steps': 3} must be true or false"),
@@ -289,6 +289,7 @@ def test_an_optimizer_is_built_anew_for_each_stage():
         ("optim.momentum=x", "optim cannot be built by torch.optim.SGD: "),
         ("optim._target_=no.such.thing", "optim cannot be built: Error locating target 'no.such.thing'"),
         ("optim._partial_=false", "optim cannot be built: "),
+        ("optim.fused=3", "optim.fused=3 must be true or false"),
         ("optim._target_=torch.nn.Linear", "optim cannot be built by torch.nn.Linear: "),
     ],
 )

@@ -7,6 +7,7 @@ stage is the pace that no pipeline beats. The cut is the one with the best such 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,12 +15,14 @@ from statistics import median
 from pipetrain.bench.figures import Row, Scale, Series, timed_row
 from pipetrain.bench.ours import Ours
 from pipetrain.bench.rounds import FULL, Contestant, race
-from pipetrain.bench.tasks import Job, Task, prepare
+from pipetrain.bench.tasks import Job, Task, compose_task, prepare
 from pipetrain.bench.theirs import RIVALS, SCHEDULES, Alone, Plain, TorchPipeline
 from pipetrain.bench.worlds import Say, run_world, titled
 from pipetrain.config import conf_dir
 from pipetrain.partition.balance import STRATEGIES, choose_cuts
 from pipetrain.partition.estimate import Layer
+from pipetrain.partition.profile import PROFILE
+from pipetrain.profiling import make_profile, measure_together
 from pipetrain.runtime.mesh import Mesh
 
 RANKS = 2
@@ -38,8 +41,17 @@ SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "layer_dist": ("microbatches=1",),
     "pipedream": ("microbatches=1",),
 }
-# Further rows of pipedream's: the same with an option of the configuration, and what it gains over plain.
-OPTIONS: dict[str, tuple[str, ...]] = {"fused optimizer": ("+optim.fused=true",)}
+# Further rows of pipedream's: the same with options of the configuration, and what they gain over it without.
+PLAIN_OURS = "pipedream"
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "optimizer not fused": ("optim.fused=false",),
+    "channels_last": ("memory_format=channels_last",),
+    "compile": ("compile=true",),
+    "bf16": ("precision=bf16",),
+    "bf16, channels_last": ("precision=bf16", "memory_format=channels_last"),
+    "bf16, channels_last, compile": ("precision=bf16", "memory_format=channels_last", "compile=true"),
+}
+COMPILERS = ("c++", "g++", "clang++")  # one of which torch.compile needs
 Cut = tuple[int, ...]
 
 
@@ -64,6 +76,14 @@ def candidate_cuts(layers: Sequence[Layer], stages: int) -> dict[Cut, list[str]]
     return dict(sorted(cuts.items()))
 
 
+def profiled_cut(mesh: Mesh, task: Task) -> Cut:
+    """Return the cut of partition=profile, for whole batches."""
+    whole = task.extended("microbatches=1")
+    cfg, draft = compose_task(whole, "1f1b"), prepare(whole, "1f1b", RANKS).plan
+    profile = make_profile(cfg, draft, mesh.device, measure_together(mesh, cfg, draft))
+    return tuple(prepare(whole.extended("partition=profile"), "1f1b", RANKS, profile=profile).plan.cuts)
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What was measured for one model: the cuts, and everybody at the best. `microbatches`: by contestant."""
@@ -78,6 +98,7 @@ def measure(mesh: Mesh, say: Say, task: Task, scale: Scale) -> Found:
     """Find the best cut, then race everybody at it, on one rank."""
     batches, window = (1, 8) if scale.quick else (BATCHES, WINDOW)
     candidates = candidate_cuts(prepare(task, "1f1b", RANKS).plan.layers, RANKS)
+    candidates.setdefault(profiled_cut(mesh, task), []).append(PROFILE)
     cuts = {_label(cut, names): cut for cut, names in candidates.items()}
     by_cut = race(
         mesh,
@@ -86,12 +107,15 @@ def measure(mesh: Mesh, say: Say, task: Task, scale: Scale) -> Found:
         titled(say, "cuts"),
     )
     best = min(by_cut, key=lambda label: median(by_cut[label]))
-    everybody = contestants(mesh, task, cuts[best], batches, window)
+    compiles = not scale.quick and any(map(shutil.which, COMPILERS))  # minutes
+    everybody = contestants(mesh, task, cuts[best], batches, window, compiles)
     pieces = {one.name + end: one.microbatches for one in everybody for end in ("", FULL)}
     return Found(by_cut, best, race(mesh, everybody, scale.rounds, say), pieces)
 
 
-def contestants(mesh: Mesh, task: Task, cut: Cut, batches: int, window: int) -> list[Contestant]:
+def contestants(
+    mesh: Mesh, task: Task, cut: Cut, batches: int, window: int, compiles: bool
+) -> list[Contestant]:
     """Build everybody for one cut."""
 
     def ours(name: str, schedule: str, task: Task) -> Ours:
@@ -107,7 +131,9 @@ def contestants(mesh: Mesh, task: Task, cut: Cut, batches: int, window: int) -> 
         made.append(ours(schedule, schedule, mine))
     made.append(ours(f"pipedream, m = {MICROBATCHES}", "pipedream", pieces))
     for name, overrides in OPTIONS.items():
-        made.append(ours(f"pipedream, {name}", "pipedream", whole.extended(*overrides)))
+        if "compile=true" in overrides and not compiles:
+            continue
+        made.append(ours(f"{PLAIN_OURS}, {name}", "pipedream", whole.extended(*overrides)))
     made += [TorchPipeline(name, _job(task, cut, MICROBATCHES), mesh, batches) for name in SCHEDULES]
     made += [
         Plain("torch DDP", _job(task, cut, 1), mesh, batches, parallel=True),
@@ -143,6 +169,8 @@ def make_rows(model: str, found: Found) -> list[Row]:
         against = {"of bound": _ideal(found.microbatches[name])}
         against |= {f"x {rival}": rival for rival in RIVALS.values()}
         against["x 1 thread"] = ONE_THREAD
+        if name.startswith(f"{PLAIN_OURS}, "):
+            against[f"x {PLAIN_OURS}"] = PLAIN_OURS + (FULL if name.endswith(FULL) else "")
         least: dict[str, float] = {}
         if name in RIVALS:
             least = {f"x {RIVALS[name]}": 1.0}

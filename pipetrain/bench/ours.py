@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import time
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pipetrain.bench.tasks import Job
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
-from pipetrain.runtime.engine import Engine, Limits, StageRecord
+from pipetrain.runtime.engine import StageRecord
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.stage import Stage, Target
+from pipetrain.runtime.stage import Target
+from pipetrain.training.assembly import make_engine, make_stages
 
 
 class BatchFeed:
@@ -67,20 +66,8 @@ class Ours:
         self._full_after = plan.stages if window > 2 * plan.stages else None  # updates; None: never full
         self._updates: list[float] = []
         self._last = plan.placement[-1] == mesh.world.rank
-        stages = {
-            index: make_stage(job, index, place)
-            for index, rank in enumerate(plan.placement)
-            if rank == mesh.world.rank
-        }
-        self._engine = Engine(
-            stages,
-            channel or mesh.channel(plan.settings.buffer_size, plan.numerics.channels_last),
-            plan.placement,
-            plan.boundaries,
-            plan.evaluated,
-            {stage: Limits(*plan.peaks(stage)[:2]) for stage in stages},
-            clock or Clock(mesh.device),
-        )
+        stages = make_stages(plan, job.model, job.optimizer, plan.settings.rate(1), mesh)
+        self._engine = make_engine(plan, stages, mesh, channel, clock)
 
     @property
     def records(self) -> dict[int, StageRecord]:
@@ -100,19 +87,3 @@ class Ours:
     def _count(self, stage: int) -> None:
         if stage == self.plan.stages - 1:
             self._updates.append(time.perf_counter())
-
-
-def make_stage(job: Job, index: int, device: torch.device) -> Stage:
-    """Make a stage as the trainer does."""
-    last = index == job.plan.stages - 1
-    return Stage(
-        index,
-        job.stage(index).to(device),
-        job.optimizer,
-        job.plan.settings.rate(1),
-        loss=functional.cross_entropy if last else None,
-        single_input=job.plan.boundaries[job.size][index].single,
-        copy_input=job.plan.copies_input(index),
-        numerics=job.plan.numerics,
-        compile=job.plan.settings.compile,
-    )

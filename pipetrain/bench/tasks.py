@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.boundary import named_layers
 from pipetrain.config import conf_dir, make_model, make_optimizer, make_schedule, read_settings
 from pipetrain.data import IMAGE
+from pipetrain.partition.profile import Profile
 from pipetrain.runtime.weights import OptimizerFactory
 
 LR = 1e-3  # low: the same random batch again and again must not blow up
@@ -60,18 +62,21 @@ class Job:
         return nn.Sequential(OrderedDict(named_layers(self.model)[self.plan.slice(index)]))
 
 
-def prepare(task: Task, schedule: str, ranks: int, window: int = 1) -> Job:
-    """Plan and prove a task as a training run does. `window`: its batches, where the schedule sets none."""
+def compose_task(task: Task, schedule: str) -> DictConfig:
+    """Return the configuration of a task. The layout is everybody's, unless the task says otherwise."""
     overrides = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", "device=cpu", f"schedule={schedule}"]
-    overrides += ["memory_format=contiguous"]  # as the others compute
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        cfg = compose("config", overrides=[*overrides, *task.overrides])
+        return compose("config", overrides=[*overrides, "memory_format=contiguous", *task.overrides])
+
+
+def prepare(task: Task, schedule: str, ranks: int, window: int = 1, profile: Profile | None = None) -> Job:
+    """Plan and prove a task as a training run does. `window`: its batches, where the schedule sets none."""
+    cfg = compose_task(task, schedule)
     settings = read_settings(cfg, schedule, ranks)
     spare = make_model(cfg, settings.seed, settings.dtype)
     n = settings.batch_size
-    plan = make_plan(
-        settings, make_schedule(cfg), spare, task.example, task.classes, Samples([n] * window, [n])
-    )
+    samples = Samples([n] * window, [n])
+    plan = make_plan(settings, make_schedule(cfg), spare, task.example, task.classes, samples, profile)
     generator = torch.Generator().manual_seed(settings.seed)
     return Job(
         plan=plan,

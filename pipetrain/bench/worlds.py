@@ -1,5 +1,6 @@
-"""The processes of a suite: spawned, met through a file, a thread each, and never left behind.
+"""The processes of a suite: spawned, met through a file, and never left behind.
 
+Each has one thread, and the allocator's settings that a run of ours has, whoever's turn it is.
 A rank that dies closes its pipe, which ends the suite; a parent that dies, however it does, takes its ranks
 with it, because each watches it. Ctrl-C is the parent's alone.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World
 
 TIMEOUT_S = 300.0  # of any wait between ranks
@@ -132,6 +134,7 @@ def _enter(
     torch.set_num_threads(1)
     if place.device == "cuda":
         share_gpu(rank)
+    keep_freed_memory()
     try:
         mesh = connect(World(rank, ranks, rank, ranks), store, place)
         pipe.send(("done", work(mesh, _speaker(pipe, rank), *arguments)))

@@ -7,23 +7,19 @@ after the last update.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from pipetrain.boundary import named_layers
 from pipetrain.data import Split, Transform, inputs
-from pipetrain.runtime.clock import Clock
-from pipetrain.runtime.engine import Engine, Limits, StageRecord
+from pipetrain.runtime.engine import StageRecord
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.tally import Tally
+from pipetrain.training.assembly import make_engine, make_stages
 from pipetrain.training.feed import WindowFeed
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.run import Run
@@ -53,41 +49,10 @@ class Trainer:
         self._recorder = recorder
         self._rate = run.settings.rate(run.updates)
         model = run.build_model()  # whole, for the weights' sake; what is not ours is forgotten again
-        self.stages = {
-            stage: self._make_stage(stage, model)
-            for stage, rank in enumerate(run.plan.placement)
-            if rank == mesh.world.rank
-        }
+        self.stages = make_stages(run.plan, model, run.optimizer, self._rate, mesh)
         # For dropout, on each rank its own; after the model, whose weights take the seed as it is.
         torch.manual_seed((run.settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
-        self._engine = Engine(
-            self.stages,
-            mesh.channel(run.settings.buffer_size, run.plan.numerics.channels_last),
-            run.plan.placement,
-            run.plan.boundaries,
-            run.plan.evaluated,
-            {stage: Limits(*run.plan.peaks(stage)[:2]) for stage in self.stages},
-            Clock(mesh.device),
-        )
-
-    def _make_stage(self, index: int, model: nn.Sequential) -> Stage:
-        run = self._run
-        layers = named_layers(model)[run.plan.slice(index)]
-        last = index == run.plan.stages - 1
-        smoothing = run.settings.label_smoothing
-        return Stage(
-            index,
-            nn.Sequential(OrderedDict(layers)).to(self._mesh.device),
-            run.optimizer,
-            self._rate,
-            loss=partial(functional.cross_entropy, label_smoothing=smoothing) if last else None,
-            single_input=run.plan.boundaries[run.settings.batch_size // run.settings.microbatches][
-                index
-            ].single,
-            copy_input=run.plan.copies_input(index),
-            numerics=run.plan.numerics,
-            compile=run.settings.compile,
-        )
+        self._engine = make_engine(run.plan, self.stages, mesh)
 
     def fit(self) -> None:
         """Train for all epochs, evaluating after each. Raises ChannelError and TrainingStopped."""

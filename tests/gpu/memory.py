@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipetrain.bench.ours import Ours, make_stage
+from pipetrain.bench.ours import Ours
 from pipetrain.bench.tasks import Job, Task, prepare
 from pipetrain.bench.worlds import Say
 from pipetrain.boundary import Boundary
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Target
+from pipetrain.training.assembly import make_stages
 from tests.gpu.rows import MIB, Row, Setting, judged
 
 SCHEDULES = ("gpipe", "1f1b", "pipedream", "pipedream_2bw")
@@ -70,9 +71,10 @@ def _measure(mesh: Mesh, say: Say, schedule: str, task: Task) -> Held:
     index, cuda = mesh.world.rank, mesh.device.type == "cuda"
     m = 1 if schedule == "pipedream" else MICROBATCHES
     task = task.extended(f"microbatches={m}", f"batch_size={m * SIZE}")
-    job = prepare(task, schedule, mesh.world.size, WINDOW_BATCHES)
     say(f"{schedule} on {mesh.world.size}: a microbatch alone")
-    stash, above = _alone(job, index, mesh.device) if cuda else (0, 0)
+    job = prepare(task, schedule, mesh.world.size, WINDOW_BATCHES)
+    stash, above = _alone(job, mesh) if cuda else (0, 0)
+    job = prepare(task, schedule, mesh.world.size, WINDOW_BATCHES)  # that one's weights are on the device
     before = _allocated() if cuda else 0
     say(f"{schedule} on {mesh.world.size}: its windows")
     ours = Ours(schedule, job, mesh)
@@ -102,13 +104,14 @@ def _allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
-def _alone(job: Job, index: int, device: torch.device) -> tuple[int, int]:
+def _alone(job: Job, mesh: Mesh) -> tuple[int, int]:
     """Return what one microbatch keeps between forward and backward, and the peak above that.
 
     The peak is that of a batch of one or two microbatches, one after the other: with two, the second meets
     the gradient of the first. The first batch is not measured: it makes momenta and workspaces.
     """
-    stage = make_stage(job, index, device)
+    index, device = mesh.world.rank, mesh.device
+    stage = make_stages(job.plan, job.model, job.optimizer, job.plan.settings.rate(1), mesh)[index]
     entries = job.plan.boundaries[job.size]
     last = index == job.plan.stages - 1
     x = _random(entries[index], device)

@@ -117,7 +117,7 @@ def difference(found: Trained, state: dict[str, Tensor], epochs: Sequence[tuple[
     if found.state.keys() != state.keys() or len(found.epochs) != len(epochs):
         return float("inf")
     pairs = [(found.state[name], tensor) for name, tensor in state.items()]
-    pairs.append((torch.tensor(found.epochs), torch.tensor(epochs)))
+    pairs.append((torch.tensor(found.epochs, dtype=torch.float64), torch.tensor(epochs, dtype=torch.float64)))
     largest = max((a.double() - b.double()).abs().max().item() for a, b in pairs)
     finite = all(bool(a.isfinite().all()) for a, _ in pairs)
     return largest if finite else float("inf")

@@ -145,8 +145,8 @@ def profile_that_fails(world: World, store: dist.Store, words: Sequence[str]) ->
     cfg = config([*words, "partition=profile"])
     draft = check_early(cfg, "1f1b", world.size)
     if world.rank:
-        _, found = take_part(cfg, draft, world, CPU, store)
-        return f"rank {world.rank} goes on: {found[0]}"
+        found = take_part(cfg, draft, world, CPU, store)
+        return f"rank {world.rank} goes on: {found.by_rank[0]}"
     try:
         measure(cfg, draft, world, CPU, store)
     except ConfigError as error:

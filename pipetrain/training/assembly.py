@@ -1,0 +1,62 @@
+"""What runs on one rank, put together as a plan says: its stages, and the engine over them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+
+from torch import nn
+from torch.nn import functional
+
+from pipetrain.blueprint import Plan
+from pipetrain.boundary import named_layers
+from pipetrain.runtime.channel import Channel
+from pipetrain.runtime.clock import Clock
+from pipetrain.runtime.engine import Engine, Limits
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.weights import OptimizerFactory, Rate
+
+
+def make_stages(
+    plan: Plan, model: nn.Sequential, optimizer: OptimizerFactory, rate: Rate, mesh: Mesh
+) -> dict[int, Stage]:
+    """Make this rank's stages of a whole model, by number, on its device."""
+    settings = plan.settings
+    entered = plan.boundaries[settings.batch_size // settings.microbatches]
+    loss = partial(functional.cross_entropy, label_smoothing=settings.label_smoothing)
+    return {
+        index: Stage(
+            index,
+            nn.Sequential(OrderedDict(named_layers(model)[plan.slice(index)])).to(mesh.device),
+            optimizer,
+            rate,
+            loss=loss if index == plan.stages - 1 else None,
+            single_input=entered[index].single,
+            copy_input=plan.copies_input(index),
+            numerics=plan.numerics,
+            compile=settings.compile,
+        )
+        for index, rank in enumerate(plan.placement)
+        if rank == mesh.world.rank
+    }
+
+
+def make_engine(
+    plan: Plan,
+    stages: Mapping[int, Stage],
+    mesh: Mesh,
+    channel: Channel | None = None,
+    clock: Clock | None = None,
+) -> Engine:
+    """Make the engine that runs the plan's programs over a rank's stages; over the mesh's channel if none."""
+    return Engine(
+        stages,
+        channel or mesh.channel(plan.settings.buffer_size, plan.numerics.channels_last),
+        plan.placement,
+        plan.boundaries,
+        plan.evaluated,
+        {stage: Limits(*plan.peaks(stage)[:2]) for stage in stages},
+        clock or Clock(mesh.device),
+    )
