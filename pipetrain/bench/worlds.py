@@ -7,6 +7,7 @@ with it, because each watches it. Ctrl-C is the parent's alone.
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from pipetrain.runtime.mesh import Mesh, World
 
 TIMEOUT_S = 300.0  # of any wait between ranks
 SILENCE_S = 900.0  # after which a suite that says nothing is given up
+LAST_WORDS_S = 5.0  # before a deadline, when a rank tells where it stands
 SLICES = 2  # stages a rank that a mesh has room for
 
 Say = Callable[[str], None]
@@ -79,7 +81,7 @@ def run_world(
                 here, there = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_enter,
-                    args=(there, work, rank, ranks, str(Path(folder) / "store"), place, arguments),
+                    args=(there, work, rank, ranks, str(Path(folder) / "store"), place, deadline, arguments),
                     daemon=True,
                 )
                 process.start()
@@ -127,11 +129,14 @@ def _enter(
     ranks: int,
     store: str,
     place: Place,
+    deadline: float,
     arguments: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    if deadline < math.inf:  # where it stands, if it hangs
+        faulthandler.dump_traceback_later(max(1.0, deadline - LAST_WORDS_S))
     if place.device == "cuda":
         share_gpu(rank)
     keep_freed_memory()

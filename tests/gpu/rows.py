@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from time import monotonic
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipetrain.bench.worlds import Place, Say, Work, run_world
 PASS, FAIL, SKIPPED, NOT_RUN, SEEN = "pass", "**FAIL**", "skipped", "not run", ""
 TIMEOUT_S = 60.0  # of any wait between ranks
 MIB = 2**20
+WIDEST = 120  # figure, in characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,14 @@ def markdown(about: Mapping[str, str], lines: Sequence[Line]) -> str:
     """Put the report together."""
     titles = ["check", "what", "figure", "target", "outcome", "seconds"]
     cells = [
-        [name, row.what, row.figure, row.target, row.outcome, f"{seconds:.1f}"]
+        [
+            name,
+            row.what,
+            shorten(row.figure, WIDEST, placeholder=" ..."),
+            row.target,
+            row.outcome,
+            f"{seconds:.1f}",
+        ]
         for name, row, seconds in lines
     ]
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in cells]
