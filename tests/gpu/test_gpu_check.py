@@ -18,8 +18,8 @@ from pipetrain.bench.worlds import share_gpu
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import parse_action
 from pipetrain.schedule.measured import RankWindow, TracedWindow
-from tests.gpu import cli, memory, training
-from tests.gpu.rows import FAIL, NOT_RUN, PASS, Check, Row, Setting, judged, markdown
+from tests.gpu import cli, memory, speed, training, transport
+from tests.gpu.rows import FAIL, MIB, NOT_RUN, PASS, SKIPPED, Check, Row, Setting, head, judged, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 REHEARSED = [check.name for check in cli.CHECKS if check.name != "nccl-4"]  # as nccl-2, and slow
@@ -214,6 +214,67 @@ def test_a_microbatch_alone(rank, monkeypatch):
     assert stash == 100 + rank * entered
     assert above == 1000 - 500 - 100  # the second batch is the sixth look
     assert memory._messages(job, rank) == (4 * entered if rank else 3 * entered)
+
+
+class Gpu(Setting):
+    """A setting with a GPU, whose worlds find what they are told to."""
+
+    def world(self, work, ranks, *arguments, staged=False, timeout=60.0):
+        self.kept.setdefault("worlds", []).append((work.__name__, ranks, staged))
+        return self.kept["found"]
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    return Gpu("cuda", False, tmp_path, lambda text: None)
+
+
+def test_memory_is_held_against_what_is_predicted(gpu):
+    held = memory.Held((2, 1), (2, 1), 110 * MIB, 100 * MIB)
+    gpu.kept["found"] = [dict.fromkeys(memory.SCHEDULES, held), dict.fromkeys(memory.SCHEDULES, held)]
+    gpu.kept["found"][1] = {**gpu.kept["found"][1], "gpipe": memory.Held((2, 1), (1, 1), 70 * MIB, 100 * MIB)}
+    rows = list(memory.memory(gpu))
+    assert len(rows) == 2 * 2 * len(memory.SCHEDULES)
+    assert rows[:4] == [
+        Row("2 ranks, gpipe: microbatches and versions", "2+1, 2+1", "2+1, 1+1", FAIL),
+        Row("2 ranks, gpipe: MiB measured/predicted", "110/100, 70/100: 1.10 0.70", "0.75 to 1.25", FAIL),
+        Row("2 ranks, 1f1b: microbatches and versions", "2+1, 2+1", "2+1, 2+1", PASS),
+        Row("2 ranks, 1f1b: MiB measured/predicted", "110/100, 110/100: 1.10 1.10", "0.75 to 1.25", PASS),
+    ]
+
+
+def test_large_messages_go_both_ways(gpu):
+    gpu.kept["found"] = [{1: (0.5, 0), 2: (0.25, 0)}, {1: (0.75, 0), 2: (0.25, 1)}]
+    rows = list(transport.large(gpu))
+    assert gpu.kept["worlds"] == [("exchange_twice", 2, False), ("exchange_twice", 2, True)]
+    assert rows[:2] == [
+        Row("NCCL, buffer_size=1: 4 x 80 MiB each way", "0.75 s, 0 wrong", "0 wrong", PASS),
+        Row("NCCL, buffer_size=2: 4 x 80 MiB each way", "0.25 s, 1 wrong", "0 wrong", FAIL),
+    ]
+
+
+def test_options_are_given_without_a_target_and_no_compiler_is_a_reason(gpu, monkeypatch):
+    monkeypatch.setattr(speed, "find_spec", lambda name: None)
+    names = ["plain loop", *speed.OPTIONS]
+    gpu.kept["found"] = [{("vgg16", 512): {name: [0.004, 0.002, 0.003] for name in names}}]
+    *given, compiled = speed.options(gpu)
+    assert given[0] == Row("vgg16, batch 512, fp32", "3.00 ms a batch, plain 3.00: 1.000")
+    assert (compiled.outcome, "no triton" in compiled.figure) == (SKIPPED, True)
+
+
+def test_the_head_names_the_gpu(monkeypatch):
+    fakes = {
+        "get_device_name": "NVIDIA A",
+        "get_device_capability": (9, 0),
+        "get_device_properties": SimpleNamespace(total_memory=80 * 2**30),
+    }
+    for name, value in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    about = head(["--only", "nan"], "cuda")
+    assert about["command"] == "python scripts/gpu_check.py --only nan"
+    assert about["GPU"] == "NVIDIA A, 80 GiB, compute capability 9.0"
+    assert "NCCL 2.27.5" in about["libraries"]
 
 
 def test_ranks_that_share_a_gpu_say_that_they_are_different_machines(monkeypatch):

@@ -203,7 +203,8 @@ def overlap_s(window: TracedWindow) -> float:
         [(start, end) for action, start, end, _ in rank.timed if action.op not in COMMUNICATION]
         for rank in window.ranks
     ]
-    return max(max(0.0, first[1] - second[0]) for rank in spans for first, second in pairwise(sorted(rank)))
+    overlaps = [a[1] - b[0] for rank in spans for a, b in pairwise(sorted(rank))]
+    return max([0.0, *overlaps])
 
 
 def nan(setting: Setting) -> Iterator[Row]:
