@@ -25,6 +25,7 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import Simulation, simulate
+from tests.gpu import cli as gpu
 from tests.support.cases import SCHEDULES, config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,6 +92,11 @@ def test_every_benchmark_command_can_be_read(command):
     cli.parser().parse_args(shlex.split(command)[2:])
 
 
+@pytest.mark.parametrize("command", [c for c in commands() if "scripts/gpu_check.py" in c])
+def test_every_gpu_check_can_be_read(command):
+    gpu.parser().parse_args(shlex.split(command)[2:])
+
+
 def python_blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", readme(), re.DOTALL)
 
@@ -112,7 +118,11 @@ def test_its_own_model_can_be_cut():
 
 
 @pytest.mark.parametrize(
-    "script", ["launch.sh", "scripts/test.sh", "scripts/compare.py", "scripts/compare.sh", "scripts/bench.py"]
+    "script",
+    [
+        "launch.sh",
+        *(f"scripts/{name}" for name in ("test.sh", "compare.py", "compare.sh", "bench.py", "gpu_check.py")),
+    ],
 )
 def test_every_script_that_it_names_is_there(script):
     assert script in readme()

@@ -61,7 +61,8 @@ class Ours:
         self.batches = self._windows * window
         self.plan = plan
         self.actions = plan.windows[window].program[mesh.world.rank]
-        self._feed = BatchFeed(job.samples, job.labels, job.microbatches)
+        place = mesh.device
+        self._feed = BatchFeed(job.samples.to(place), job.labels.to(place), job.microbatches)
         self._full_after = plan.stages if window > 2 * plan.stages else None  # updates; None: never full
         self._updates: list[float] = []
         self._last = plan.placement[-1] == mesh.world.rank

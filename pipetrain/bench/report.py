@@ -23,12 +23,12 @@ microbatches); one process, a plain PyTorch loop. Once full: between the last st
 filling and the draining of the window."""
 
 
-def machine(arguments: Sequence[str]) -> dict[str, str]:
+def machine(arguments: Sequence[str], script: str = "scripts/bench.py") -> dict[str, str]:
     """Say what runs this, and what was asked. To be called at the start, for the load's sake."""
     load = os.getloadavg()[0]
     return {
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
-        "command": " ".join(["python scripts/bench.py", *arguments]),
+        "command": " ".join([f"python {script}", *arguments]),
         "machine": f"{_cpu()}, {os.cpu_count()} cores, {_memory_gib():.0f} GiB, load {load:.2f} at the start",
         "software": f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} "
         f"{platform.release()}, pipetrain {_revision()}",
@@ -76,9 +76,13 @@ def table(rows: Sequence[Row]) -> str:
     """Return the rows as a Markdown table, its columns aligned for a terminal too."""
     columns = list(dict.fromkeys(column for row in rows for column in row.ratios))
     head = ["benchmark", "contestant", "median", "least - most", *columns, "target", "met"]
-    cells = [head, *(_cells(row, columns) for row in rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     numbers = [2 <= index < 4 + len(columns) for index in range(len(head))]
+    return aligned([head, *(_cells(row, columns) for row in rows)], numbers)
+
+
+def aligned(cells: Sequence[Sequence[str]], numbers: Sequence[bool]) -> str:
+    """Return lines of cells, the head first, as a Markdown table. `numbers`: which columns are those."""
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         " | ".join(
             c.rjust(w) if number else c.ljust(w) for c, w, number in zip(line, widths, numbers, strict=True)

@@ -64,8 +64,8 @@ class Plain:
         self.batches, self.microbatches = batches, 1
         self._threads = threads
         self._works = parallel or rank == 0
-        self._model = job.model.train()
-        self._samples, self._labels = job.samples, job.labels
+        self._model = job.model.train().to(mesh.device)
+        self._samples, self._labels = job.samples.to(mesh.device), job.labels.to(mesh.device)
         if parallel:
             self._model = DistributedDataParallel(job.model)
             self._samples, self._labels = job.samples.chunk(ranks)[rank], job.labels.chunk(ranks)[rank]
@@ -78,12 +78,14 @@ class Plain:
         if not self._works:
             return
         torch.set_num_threads(self._threads)
+        losses = []
         for _ in range(self.batches):
             loss = functional.cross_entropy(self._model(self._samples), self._labels)
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
             self._optimizer.zero_grad()
-            _finite(loss)
+            losses.append(loss.detach())
+        _finite(torch.stack(losses).mean())  # at the turn's end: to look at a number makes a GPU's host wait
         torch.set_num_threads(1)
 
 

@@ -22,6 +22,7 @@ from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import COMMUNICATION, Action, Op, last_uses
 from pipetrain.schedule.measured import RankWindow, Timed
 
+_RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 Tensors = tuple[Tensor, ...]
 Boundaries = Mapping[int, Sequence[Boundary]]
 Progress = Callable[[int], None]
@@ -165,11 +166,13 @@ class Engine:
         progress: Progress,
     ) -> RankWindow:
         began, channel = self._clock.begin(), self._channel
-        receives = (action for action in actions if action.op in (Op.RECV_F, Op.RECV_B))
+        receives = (action for action in actions if action.op in _RECEIVES)
         channel.expect([self._message(action, window) for action in receives])
         timed: list[Timed] = []
         for window.position, action in enumerate(actions):
             if action.op in COMMUNICATION:
+                if action.op in _RECEIVES:
+                    window.feed.prepare()  # before its span, which starts with the wait
                 start, waited = time.perf_counter(), channel.waited
                 execute[action.op](action, window)
                 timed.append((action, start, time.perf_counter(), channel.waited - waited))
@@ -311,5 +314,4 @@ class Engine:
         window.grads[action.stage, action.mb] = self._receive(action, window)
 
     def _receive(self, action: Action, window: _Window) -> Tensors:
-        window.feed.prepare()
         return self._channel.recv(self._message(action, window))

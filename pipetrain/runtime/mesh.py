@@ -63,7 +63,10 @@ def prefer_loopback(world: World) -> None:
 
 
 class Mesh:
-    """The process groups of one run. `placement[stage]` is the stage's rank."""
+    """The process groups of one run. `placement[stage]` is the stage's rank.
+
+    `staged`: whether messages go through host memory, over gloo; None where ranks have to share a GPU.
+    """
 
     def __init__(
         self,
@@ -73,11 +76,12 @@ class Mesh:
         device: torch.device,
         store: Store | None,
         timeout: float,
+        staged: bool | None = None,
     ) -> None:
         self.world = world
         self.placement = list(placement)
         self.device = device
-        self.staged = shares_gpu(world, device)
+        self.staged = shares_gpu(world, device) if staged is None else staged
         self.backend = "nccl" if device.type == "cuda" and not self.staged else "gloo"
         self._timeout = timeout
         self._edges = list(edges)

@@ -21,11 +21,10 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from pipetrain.prediction import StageTimes, predict
-from pipetrain.runtime.engine import StageRecord
-from pipetrain.runtime.tally import Tally
 from pipetrain.schedule import chrome
 from pipetrain.schedule.draw import as_figure
 from pipetrain.training import stage_table
+from pipetrain.training.figures import EpochFigures
 from pipetrain.training.folder import METRICS, SUMMARY, TRACE
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import MOST_ACTIONS, Trace, about_trace
@@ -47,26 +46,6 @@ class Machine:
     device: str
     threads: int  # of each process
     allocator: str
-
-
-@dataclass(frozen=True, slots=True)
-class EpochFigures:
-    """An epoch (counted from 1) as all ranks together know it. Times in seconds, by stage where a mapping."""
-
-    epoch: int
-    trained: Tally
-    evaluated: Tally
-    lr: float  # of the last update
-    train_s: float
-    eval_s: float
-    busy_s: dict[int, float]
-    wait_s: dict[int, float]
-    records: dict[int, StageRecord]
-
-    @property
-    def samples_per_s(self) -> float:
-        """Training samples a second, evaluation not counted."""
-        return self.trained.samples / self.train_s
 
 
 class Recorder:

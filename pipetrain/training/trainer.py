@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,9 +21,12 @@ from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.tally import Tally
 from pipetrain.training.assembly import make_engine, make_stages
 from pipetrain.training.feed import WindowFeed
-from pipetrain.training.recorder import EpochFigures, Recorder
+from pipetrain.training.figures import EpochFigures
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Tracer
+
+if TYPE_CHECKING:  # the recorder draws, and training alone needs no library for that
+    from pipetrain.training.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)

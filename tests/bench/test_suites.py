@@ -25,7 +25,7 @@ class NoMesh:
     world = World(0, 4, 0, 4)
     device = "cpu"
 
-    def channel(self, buffer_size, channels_last):
+    def channel(self, buffer_size, channels_last=False):
         return None
 
 

@@ -125,3 +125,7 @@ def test_the_backend_follows_the_device(monkeypatch, interface):
     monkeypatch.setattr(Mesh, "_connect", lambda self, store: None)
     shared = Mesh(World(0, 2, 0, 2), [0, 1], [], gpu, None, 30)
     assert (shared.backend, shared.staged) == ("gloo", True)
+    over_nccl = Mesh(World(0, 2, 0, 2), [0, 1], [], gpu, None, 30, staged=False)
+    assert (over_nccl.backend, over_nccl.staged) == ("nccl", False)
+    over_gloo = Mesh(World(), [0], [], gpu, None, 30, staged=True)
+    assert (over_gloo.backend, over_gloo.staged) == ("gloo", True)

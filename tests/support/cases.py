@@ -19,7 +19,7 @@ from pipetrain.data import ImageData, Split
 from pipetrain.runtime.channel import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import Op
-from pipetrain.training.recorder import EpochFigures
+from pipetrain.training.figures import EpochFigures
 from pipetrain.training.run import Run, prepare
 from pipetrain.training.tracer import Trace
 from pipetrain.training.trainer import Trainer

@@ -61,9 +61,9 @@ def exchange(world: World, store: dist.Store, elements: int, messages: int, buff
     return seen
 
 
-def starve(world: World, store: dist.Store) -> str:
+def starve(world: World, store: dist.Store, device: torch.device = CPU, staged: bool | None = None) -> str:
     """Rank 1 waits for what rank 0 never sends; returns what its error says."""
-    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
+    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], device, store, 30, staged)
     if world.rank == 0:
         store.wait(["done"])
         return ""

@@ -24,7 +24,8 @@ from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.costs import Costs
 from pipetrain.training import recorder as module
-from pipetrain.training.recorder import COLUMNS, EpochFigures, Machine, Recorder
+from pipetrain.training.figures import EpochFigures
+from pipetrain.training.recorder import COLUMNS, Machine, Recorder
 from pipetrain.training.run import Run, prepare
 from pipetrain.training.tracer import Trace
 from tests.support.cases import config, tiny_data

@@ -1,0 +1,121 @@
+"""The command line of the check: which checks, in which time; and a table that is always up to date."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+
+import torch
+
+from pipetrain.bench.report import progress
+from pipetrain.bench.worlds import titled
+from pipetrain.comparison.processes import interruptible
+from tests.gpu import memory, speed, training, transport
+from tests.gpu.rows import FAIL, NOT_RUN, Check, Line, Row, Setting, head, markdown
+
+CHECKS = [
+    Check("nccl-2", training.nccl_2, 20, 100),
+    Check("nccl-4", training.nccl_4, 30, 130),
+    Check("gloo-2", training.gloo_2, 20, 70),
+    Check("large", transport.large, 15, 70),
+    Check("trace", training.trace, 15, 50),
+    Check("nan", training.nan, 10, 40),
+    Check("lost-peer", transport.lost_peer, 10, 60),
+    Check("memory", memory.memory, 30, 120),
+    Check("speed", speed.speed, 30, 120),
+    Check("bf16", training.bf16, 15, 50),
+    Check("options", speed.options, 30, 150),
+]
+BUDGET_S = 460.0
+REPORT = "gpu_check.md"
+REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the checks that are asked for, print the table, and return the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(arguments)
+    if options.list:
+        print("\n".join(check.name for check in CHECKS))
+        return 0
+    if options.device == "cpu" and not options.quick:
+        print("gpu_check: --device cpu is a rehearsal: give it --quick too", file=sys.stderr)
+        return REFUSED
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(
+            "gpu_check: there is no GPU that torch can use; --device cpu --quick rehearses", file=sys.stderr
+        )
+        return REFUSED
+    os.environ["OMP_NUM_THREADS"] = "1"  # every rank's threads, whatever library starts them
+    with ExitStack() as stack:
+        # A rehearsal leaves nothing where the results are, unless it is told to.
+        default = "docs/results" if options.device == "cuda" else stack.enter_context(TemporaryDirectory())
+        setting = Setting(options.device, options.quick, options.out or Path(default), progress)
+        setting.out.mkdir(parents=True, exist_ok=True)
+        about = head(arguments, options.device)
+        chosen = [check for check in CHECKS if not options.only or check.name in options.only]
+        lines: list[Line] = []
+        status = 0
+        try:
+            with interruptible():
+                for line in run(chosen, setting, options.budget):
+                    lines.append(line)
+                    (setting.out / REPORT).write_text(markdown(about, lines))
+        except KeyboardInterrupt:
+            about["INTERRUPTED"] = "what follows the last row is missing"
+            status = INTERRUPTED
+        text = markdown(about, lines)
+        (setting.out / REPORT).write_text(text)
+        print(file=sys.stderr)
+        print(text, end="")
+    return status or (FAILED if any(row.outcome == FAIL for _, row, _ in lines) else 0)
+
+
+def run(checks: Sequence[Check], setting: Setting, budget: float) -> Iterator[Line]:
+    """Run one check after the other, within so many seconds; give each row as it comes."""
+    say, end = setting.say, monotonic() + budget
+    for check in checks:
+        began = monotonic()
+        setting.say = titled(say, check.name)
+        if end - began < check.least:
+            left = max(0.0, end - began)
+            yield check.name, Row("", f"{left:.0f} s left, needs {check.least:.0f}", "", NOT_RUN), 0.0
+            continue
+        setting.end = min(end, began + check.most)
+        setting.say("starts")
+        try:
+            for row in check.run(setting):
+                yield check.name, row, monotonic() - began
+                began = monotonic()
+        except Exception as error:
+            traceback.print_exc()
+            last = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            yield check.name, Row("runs to its end", last, "no error", FAIL), monotonic() - began
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the parser."""
+    made = argparse.ArgumentParser(
+        prog="gpu_check.py",
+        description="Prove on one GPU what only a GPU can prove. Needs torch and Hydra alone.",
+        allow_abbrev=False,
+    )
+    names = [check.name for check in CHECKS]
+    made.add_argument("--list", action="store_true", help="name the checks and stop")
+    made.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"{', '.join(names)}")
+    made.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"for {REPORT} and trace.json (default: docs/results)"
+    )
+    made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
+    made.add_argument("--quick", action="store_true", help="small sizes: to see that it works, no more")
+    made.add_argument(
+        "--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for all (default: 460)"
+    )
+    return made

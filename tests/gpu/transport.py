@@ -1,0 +1,104 @@
+"""Messages: larger than any buffer of a backend's, both ways at once; and a peer that is killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from pipetrain.bench.worlds import Say
+from pipetrain.boundary import TensorSpec
+from pipetrain.runtime.channel import ChannelError, Message
+from pipetrain.runtime.mesh import Mesh
+from tests.gpu.rows import MIB, Row, Setting, judged
+
+PAYLOAD_MIB = 80  # gloo and NCCL cut messages into pieces well below 64 MiB
+MESSAGES = 4  # each way
+LOST_S = 20.0  # any wait's deadline where a peer is lost
+SLACK_S = 5.0
+
+
+def large(setting: Setting) -> Iterator[Row]:
+    """Two ranks send each other large messages at the same time, by both ways and with both bounds."""
+    elements = (1 if setting.quick else PAYLOAD_MIB) * MIB // 4
+    for backend, staged in [("NCCL", False), ("gloo", True)] if setting.cuda else [("gloo", True)]:
+        ranks = setting.world(exchange_twice, 2, elements, staged=staged)
+        for buffer_size in (1, 2):
+            seconds = max(rank[buffer_size][0] for rank in ranks)
+            wrong = sum(rank[buffer_size][1] for rank in ranks)
+            yield judged(
+                f"{backend}, buffer_size={buffer_size}: {MESSAGES} x {4 * elements // MIB} MiB each way",
+                f"{seconds:.2f} s, {wrong} wrong",
+                "0 wrong",
+                wrong == 0,
+            )
+
+
+def exchange_twice(mesh: Mesh, say: Say, elements: int) -> dict[int, tuple[float, int]]:
+    """By buffer size: the seconds of an exchange, and how many messages came with other contents."""
+    found = {}
+    for buffer_size in (1, 2):
+        say(f"buffer_size={buffer_size}")
+        mesh.gather("the start", None)
+        start = perf_counter()
+        wrong = exchange(mesh, elements, buffer_size)
+        found[buffer_size] = (perf_counter() - start, wrong)
+    return found
+
+
+def exchange(mesh: Mesh, elements: int, buffer_size: int) -> int:
+    """Send first, then receive, on both of two ranks; return how many messages came wrong."""
+    channel = mesh.channel(buffer_size)
+    here, there = mesh.world.rank, 1 - mesh.world.rank
+    incoming = [message(there, here, mb, elements) for mb in range(MESSAGES)]
+    channel.expect(incoming)
+    wrong = 0
+    for mb in range(MESSAGES):
+        channel.send(message(here, there, mb, elements), [payload(mesh, here, mb, elements)])
+        (tensor,) = channel.recv(incoming[mb])
+        wrong += not torch.equal(tensor, payload(mesh, there, mb, elements))
+    channel.drain()
+    return wrong
+
+
+def message(src: int, dst: int, mb: int, elements: int) -> Message:
+    """Name a message of so many float32."""
+    return Message(src, dst, mb, (TensorSpec((elements,), torch.float32),), (src, dst))
+
+
+def payload(mesh: Mesh, rank: int, mb: int, elements: int) -> Tensor:
+    """Make what a rank sends: other contents in every message and place."""
+    return (torch.arange(elements, device=mesh.device) % 1009 + 2000 * rank + 10000 * mb).float()
+
+
+def lost_peer(setting: Setting) -> Iterator[Row]:
+    """A rank is killed while the other waits for it: that one says so in time, and nobody is left."""
+    (said, seconds), _ = setting.world(lose, 2, timeout=LOST_S)
+    limit = LOST_S + SLACK_S
+    yield judged("the other rank says", said, "names the message", "microbatch 7" in said)
+    yield judged("after", f"{seconds:.1f} s", f"<= {limit:g} s", seconds <= limit)
+    left = len(multiprocessing.active_children())
+    yield judged("processes left", str(left), "0", left == 0)
+
+
+def lose(mesh: Mesh, say: Say) -> tuple[str, float]:
+    """Wait on rank 0 for what rank 1 never sends, because it is killed meanwhile."""
+    exchange(mesh, 1024, 2)
+    if mesh.world.rank == 1:
+        # After its result has gone, so that the parent does not end all for a rank that died.
+        threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        return "", 0.0
+    channel = mesh.channel(1)
+    start = perf_counter()
+    try:
+        channel.expect([message(1, 0, 7, 1024)])
+        channel.recv(message(1, 0, 7, 1024))
+    except ChannelError as error:
+        return str(error), perf_counter() - start
+    return "no error", perf_counter() - start
