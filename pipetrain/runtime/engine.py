@@ -308,10 +308,7 @@ class Engine:
     _send_activation = _send_gradient = _send
 
     def _recv_activation(self, action: Action, window: _Window) -> None:
-        window.inputs[action.stage, action.mb] = self._receive(action, window)
+        window.inputs[action.stage, action.mb] = self._channel.recv(self._message(action, window))
 
     def _recv_gradient(self, action: Action, window: _Window) -> None:
-        window.grads[action.stage, action.mb] = self._receive(action, window)
-
-    def _receive(self, action: Action, window: _Window) -> Tensors:
-        return self._channel.recv(self._message(action, window))
+        window.grads[action.stage, action.mb] = self._channel.recv(self._message(action, window))

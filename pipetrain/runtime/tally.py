@@ -18,6 +18,8 @@ from torch import Tensor
 
 from pipetrain.errors import TrainingStopped
 
+KINDS = (torch.float64, torch.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Tally:
@@ -42,21 +44,23 @@ class Counter:
     """Adds up a tally on the device."""
 
     def __init__(self) -> None:
-        self._sums: Tensor | None = None  # [loss, correct], float64
+        self._sums: list[Tensor] = []  # loss, float64, and hits, int64
         self._samples = 0
 
     def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
         """Count a microbatch: its mean loss, its scores [n, classes], its labels [n]."""
-        right = (scores.argmax(1) == labels).sum()
-        sums = torch.stack([loss.detach().double() * len(labels), right.double()])
-        self._sums = sums if self._sums is None else self._sums.add_(sums)
+        if not self._sums:
+            self._sums = [torch.zeros((), dtype=kind, device=loss.device) for kind in KINDS]
+        losses, correct = self._sums
+        losses.add_(loss.detach(), alpha=len(labels))
+        correct.add_((scores.detach().argmax(1) == labels).sum())
         self._samples += len(labels)
 
     def take(self) -> Tally:
         """Return what was counted, and count from 0 again."""
-        loss, correct = (0.0, 0.0) if self._sums is None else self._sums.tolist()
+        loss, correct = (total.item() for total in self._sums) if self._sums else (0.0, 0)
         tally = Tally(loss, int(correct), self._samples)
-        self._sums, self._samples = None, 0
+        self._sums, self._samples = [], 0
         return tally
 
 

@@ -116,7 +116,8 @@ class Weights:
             for group in self._optimizer.param_groups:
                 group["lr"] = self._rate(self.updates)
             self._optimizer.step()
-            self._optimizer.zero_grad()
+            for parameter in self._live.values():
+                parameter.grad = None
         self.updates += 1
         self.newest += 1
         if keep:
