@@ -41,15 +41,15 @@ SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "layer_dist": ("microbatches=1",),
     "pipedream": ("microbatches=1",),
 }
-# Further rows of pipedream's: the same with options of the configuration, and what they gain over it without.
-PLAIN_OURS = "pipedream"
+# In the layout of everybody else's, who cannot send another over gloo.
+ALIKE: dict[str, str] = {f"{name}, contiguous": name for name in ("gpipe", "1f1b", "pipedream")}
+CONTIGUOUS = "memory_format=contiguous"
+# Further rows of pipedream's: with options of the configuration, and what they gain over the defaults.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "optimizer not fused": ("optim.fused=false",),
-    "channels_last": ("memory_format=channels_last",),
     "compile": ("compile=true",),
     "bf16": ("precision=bf16",),
-    "bf16, channels_last": ("precision=bf16", "memory_format=channels_last"),
-    "bf16, channels_last, compile": ("precision=bf16", "memory_format=channels_last", "compile=true"),
+    "bf16, compile": ("precision=bf16", "compile=true"),
 }
 COMPILERS = ("c++", "g++", "clang++")  # one of which torch.compile needs
 Cut = tuple[int, ...]
@@ -86,12 +86,12 @@ def profiled_cut(mesh: Mesh, task: Task) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was measured for one model: the cuts, and everybody at the best. `microbatches`: by contestant."""
+    """What was measured for one model: the cuts, and everybody at the best. `ideals`: by contestant."""
 
     by_cut: Series
     best: str
     series: Series
-    microbatches: Mapping[str, int]
+    ideals: Mapping[str, str]
 
 
 def measure(mesh: Mesh, say: Say, task: Task, scale: Scale) -> Found:
@@ -109,8 +109,8 @@ def measure(mesh: Mesh, say: Say, task: Task, scale: Scale) -> Found:
     best = min(by_cut, key=lambda label: median(by_cut[label]))
     compiles = not scale.quick and any(map(shutil.which, COMPILERS))  # minutes
     everybody = contestants(mesh, task, cuts[best], batches, window, compiles)
-    pieces = {one.name + end: one.microbatches for one in everybody for end in ("", FULL)}
-    return Found(by_cut, best, race(mesh, everybody, scale.rounds, say), pieces)
+    ideals = {one.name + end: _ideal_of(one) for one in everybody for end in ("", FULL)}
+    return Found(by_cut, best, race(mesh, everybody, scale.rounds, say), ideals)
 
 
 def contestants(
@@ -123,17 +123,22 @@ def contestants(
 
     cores = os.cpu_count() or 1
     whole, pieces = _cut(task, cut, 1), _cut(task, cut, MICROBATCHES)
-    made: list[Contestant] = [Alone(_ideal(m), _job(task, cut, m), mesh, batches) for m in (1, MICROBATCHES)]
+    jobs = [_job(layout, cut, m) for layout in (task, task.extended(CONTIGUOUS)) for m in (1, MICROBATCHES)]
+    ideals = {_ideal(job.microbatches, job.plan.numerics.memory_format): job for job in jobs}
+    made: list[Contestant] = [Alone(name, job, mesh, batches) for name, job in ideals.items()]
     for schedule in sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml")):
         mine = pieces.extended(*SCHEDULE_OPTIONS.get(schedule, ()))
         if schedule == "interleaved_1f1b":  # two stages a rank: a cut of its own
             mine = task.extended(f"microbatches={MICROBATCHES}")
         made.append(ours(schedule, schedule, mine))
     made.append(ours(f"pipedream, m = {MICROBATCHES}", "pipedream", pieces))
+    for name, schedule in ALIKE.items():
+        mine = pieces.extended(*SCHEDULE_OPTIONS.get(schedule, ()), CONTIGUOUS)
+        made.append(ours(name, schedule, mine))
     for name, overrides in OPTIONS.items():
         if "compile=true" in overrides and not compiles:
             continue
-        made.append(ours(f"{PLAIN_OURS}, {name}", "pipedream", whole.extended(*overrides)))
+        made.append(ours(f"pipedream, {name}", "pipedream", whole.extended(*overrides)))
     made += [TorchPipeline(name, _job(task, cut, MICROBATCHES), mesh, batches) for name in SCHEDULES]
     made += [
         Plain("torch DDP", _job(task, cut, 1), mesh, batches, parallel=True),
@@ -151,8 +156,13 @@ def _job(task: Task, cut: Cut, microbatches: int) -> Job:
     return prepare(_cut(task, cut, microbatches), "1f1b", RANKS)
 
 
-def _ideal(m: int) -> str:
-    return f"ideal without messages, m = {m}"
+def _ideal(m: int, layout: str) -> str:
+    return f"ideal without messages, m = {m}, {layout}"
+
+
+def _ideal_of(one: Contestant) -> str:
+    layout = one.plan.numerics.memory_format if isinstance(one, Ours) else "contiguous"
+    return one.name if isinstance(one, Alone) else _ideal(one.microbatches, layout)
 
 
 def _label(cut: Cut, names: Sequence[str]) -> str:
@@ -166,15 +176,16 @@ def make_rows(model: str, found: Found) -> list[Row]:
         for label in found.by_cut
     ]
     for name in found.series:
-        against = {"of bound": _ideal(found.microbatches[name])}
+        against = {"of bound": found.ideals[name]}
         against |= {f"x {rival}": rival for rival in RIVALS.values()}
         against["x 1 thread"] = ONE_THREAD
-        if name.startswith(f"{PLAIN_OURS}, "):
-            against[f"x {PLAIN_OURS}"] = PLAIN_OURS + (FULL if name.endswith(FULL) else "")
+        if name.startswith("pipedream, "):
+            against["x pipedream"] = "pipedream" + (FULL if name.endswith(FULL) else "")
+        schedule = ALIKE.get(name.removesuffix(FULL), name.removesuffix(FULL))
         least: dict[str, float] = {}
-        if name in RIVALS:
-            least = {f"x {RIVALS[name]}": 1.0}
-        elif name == "pipedream" + FULL:
+        if schedule in RIVALS:
+            least = {f"x {RIVALS[schedule]}": 1.0}
+        elif schedule == "pipedream" and name.endswith(FULL):
             least = {"of bound": 0.95, "x torch 1F1B": 1.15}
         rows.append(timed_row(f"{model}, cut {found.best}", name, found.series, against, least))
     return rows

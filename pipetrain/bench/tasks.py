@@ -63,10 +63,10 @@ class Job:
 
 
 def compose_task(task: Task, schedule: str) -> DictConfig:
-    """Return the configuration of a task. The layout is everybody's, unless the task says otherwise."""
+    """Return the configuration of a task."""
     overrides = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", "device=cpu", f"schedule={schedule}"]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return compose("config", overrides=[*overrides, "memory_format=contiguous", *task.overrides])
+        return compose("config", overrides=[*overrides, *task.overrides])
 
 
 def prepare(task: Task, schedule: str, ranks: int, window: int = 1, profile: Profile | None = None) -> Job:

@@ -92,22 +92,24 @@ class Plain:
 class Alone:
     """The no-communication ideal: each rank trains its own stage on local tensors, all at the same time.
 
-    Inputs and output gradients are random tensors of the right shapes; a turn ends with the slower stage.
+    Inputs and output gradients are random tensors of the right shapes, in the job's layout; a turn ends with
+    the slower stage.
     """
 
     def __init__(self, name: str, job: Job, mesh: Mesh, batches: int) -> None:
-        index = mesh.world.rank
+        index, numerics = mesh.world.rank, job.plan.numerics
         self.name = name
         self.batches, self.microbatches = batches, job.microbatches
         self._module = job.stage(index).train()
+        numerics.arrange_weights(self._module)
         self._optimizer = job.optimizer(self._module.parameters())
         boundaries = job.plan.boundaries[job.size]
-        self._inputs = job.samples.chunk(job.microbatches)[0]
+        self._inputs = numerics.arrange(job.samples.chunk(job.microbatches)[0])
         self._labels = job.labels.chunk(job.microbatches)[0]
         if index > 0:
-            self._inputs = _random(boundaries[index].specs[0]).requires_grad_()
+            self._inputs = numerics.arrange(_random(boundaries[index].specs[0])).requires_grad_()
         last = index == job.plan.stages - 1
-        self._grads = None if last else _random(boundaries[index + 1].specs[0]) * LR
+        self._grads = None if last else numerics.arrange(_random(boundaries[index + 1].specs[0])) * LR
 
     def run(self) -> None:
         """See Contestant.run."""

@@ -51,8 +51,8 @@ def test_the_cuts_to_try():
 
 
 SERIES = {
-    "ideal without messages, m = 1": [0.3],
-    "ideal without messages, m = 4": [0.4],
+    "m = 1": [0.3],
+    "m = 4": [0.4],
     "gpipe": [0.5],
     "pipedream, once full": [0.32],
     "torch GPipe": [0.5],
@@ -62,8 +62,8 @@ SERIES = {
 
 
 def test_each_is_held_against_the_ideal_of_its_own_microbatches():
-    pieces = dict.fromkeys(SERIES, 4) | {"pipedream, once full": 1}
-    rows = models.make_rows("vgg16", models.Found({"before 6": [0.3]}, "before 6", SERIES, pieces))
+    ideals = dict.fromkeys(SERIES, "m = 4") | {"pipedream, once full": "m = 1"}
+    rows = models.make_rows("vgg16", models.Found({"before 6": [0.3]}, "before 6", SERIES, ideals))
     by_name = {row.contestant: row for row in rows}
     assert by_name["gpipe"].ratios["of bound"] == pytest.approx(0.8)
     assert [verdict.met for verdict in by_name["gpipe"].verdicts] == [True]
