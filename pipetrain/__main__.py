@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import traceback
+import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.distributed_c10d import Store
 
 from pipetrain.blueprint import Plan
-from pipetrain.cli import compose, contained
+from pipetrain.checkpoint.asking import Asking
+from pipetrain.checkpoint.saver import Saver
+from pipetrain.cli import compose, contained, quoted
 from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
 from pipetrain.errors import ConfigError
@@ -26,8 +31,18 @@ from pipetrain.plan import describe
 from pipetrain.profiling import measure, take_part, verdict
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
-from pipetrain.training.folder import PROFILE_FILE, claim, rename_after
+from pipetrain.training.folder import PROFILE_FILE, claim, clear, rename_after
+from pipetrain.training.keeper import Keeper
 from pipetrain.training.recorder import Machine, Recorder
+from pipetrain.training.resume import (
+    Source,
+    conditions,
+    done_batches,
+    find_source,
+    read_source,
+    refuse_other,
+    with_cuts_of,
+)
 from pipetrain.training.run import Run, check_early, obtain_data, prepare
 from pipetrain.training.trainer import Trainer
 
@@ -53,6 +68,8 @@ def lead(world: World) -> int:
     leader = Leader(world)
     status = 1
     try:
+        if (run_dir := leader.remembered()) is not None:  # or each restart would have a folder of its own
+            sys.argv.append(f"run_dir={quoted(run_dir)}")
         status = guarded(lambda: compose("config", lambda cfg: start(cfg, world, leader)))
     finally:
         leader.end(status)
@@ -67,7 +84,12 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
     cfg = contained(cfg, run_dir)
     draft = check_early(cfg, schedule, world.size)
     choose_device(world, cfg.device)
-    with claim(run_dir):
+    with claim(run_dir, resuming=cfg.resume is not None):
+        source = find_source(cfg.resume, run_dir) if cfg.resume is not None else None
+        if source is None:
+            clear(run_dir)
+        else:
+            cfg = with_cuts_of(cfg, source, world.size)
         asked = cfg.data.name
         cfg, data = obtain_data(cfg)
         if not any(
@@ -75,14 +97,22 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
         ):
             cfg.run_dir = str(rename_after(run_dir, asked, cfg.data.name))
         config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-        job = Job(config, schedule, cfg.run_dir, data.fingerprint)
+        leader.remember(Path(cfg.run_dir))
+        name = source.manifest.run if source else uuid.uuid4().hex
+        folder = str(source.folder) if source else None
+        job = Job(config, schedule, cfg.run_dir, data.fingerprint, run=name, resume=folder)
         profile = obtain_profile(cfg, job, draft, world, leader)
-        run = prepare(cfg, schedule, world.size, data, profile)
+        run = prepare(cfg, schedule, world.size, data, profile, done_batches(source))
+        terms = conditions(cfg, run)
+        if source is not None:
+            refuse_other(source, terms, run.settings.epochs)
+            clear(Path(cfg.run_dir), profile=False)
+            log.info("pipetrain: going on from %s, after update %d", folder, source.manifest.position.update)
         if profile is not None:
             job = replace(job, profile=profile.to_json())
         if run.plan.prediction is not None:
             log.info("%s", verdict(run.plan.prediction))
-        record(run, cfg, world, leader.announce(job))
+        record(run, cfg, world, leader.announce(job), job, source, terms)
 
 
 def obtain_profile(cfg: DictConfig, job: Job, draft: Plan, world: World, leader: Leader) -> Profile | None:
@@ -101,7 +131,15 @@ def obtain_profile(cfg: DictConfig, job: Job, draft: Plan, world: World, leader:
     return profile
 
 
-def record(run: Run, cfg: DictConfig, world: World, store: Store | None) -> None:
+def record(
+    run: Run,
+    cfg: DictConfig,
+    world: World,
+    store: Store | None,
+    job: Job,
+    source: Source | None,
+    terms: Mapping[str, Any],
+) -> None:
     """Train as rank 0, and write the records."""
     run_dir = Path(cfg.run_dir)
     device = choose_device(world, cfg.device)
@@ -109,8 +147,10 @@ def record(run: Run, cfg: DictConfig, world: World, store: Store | None) -> None
     machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory())
     recorder = Recorder(run_dir, cfg, run, machine)
     (run_dir / "plan.txt").write_text(describe(run.plan))
-    train(run, device, world, store, recorder)
-    recorder.close()
+    if train(run, device, world, store, job, source, recorder, terms):
+        recorder.close()
+    else:
+        recorder.stop()
 
 
 def join(job: Job, world: World, store: Store | None) -> None:
@@ -127,8 +167,9 @@ def join(job: Job, world: World, store: Store | None) -> None:
             f"{job.fingerprint}; give every machine the same files"
         )
     profile = None if job.profile is None else Profile.from_json(job.profile)
-    run = prepare(cfg, job.schedule, world.size, data, profile)
-    train(run, choose_device(world, cfg.device), world, store)
+    source = None if job.resume is None else read_source(Path(job.resume), world.rank)
+    run = prepare(cfg, job.schedule, world.size, data, profile, done_batches(source))
+    train(run, choose_device(world, cfg.device), world, store, job, source)
 
 
 def threads(run: Run, world: World) -> int:
@@ -137,16 +178,36 @@ def threads(run: Run, world: World) -> int:
 
 
 def train(
-    run: Run, device: torch.device, world: World, store: Store | None, recorder: Recorder | None = None
-) -> None:
-    """Connect this rank to the others and train its stages to the end."""
+    run: Run,
+    device: torch.device,
+    world: World,
+    store: Store | None,
+    job: Job,
+    source: Source | None = None,
+    recorder: Recorder | None = None,
+    terms: Mapping[str, Any] | None = None,
+) -> bool:
+    """Connect this rank to the others and train its stages; return whether to the end."""
     settings, plan = run.settings, run.plan
     torch.set_num_threads(threads(run, world))
     if shares_gpu(world, device) and world.rank == 0:
         log.warning("pipetrain: ranks share a GPU, so messages go through host memory over gloo")
     mesh = Mesh(world, plan.placement, plan.edges, device, store, settings.timeout)
-    Trainer(run, mesh, recorder).fit()
+    keeper = Keeper(
+        saver=Saver(Path(job.run_dir), world.rank, store, settings.checkpoint_keep, settings.timeout),
+        asking=Asking(store, world.rank, first=plan.placement[0]),
+        every=settings.checkpoint_every,
+        unit=settings.checkpoint_unit,
+        run=job.run,
+        conditions=terms or {},
+        config=job.config,
+    )
+    trainer = Trainer(run, mesh, recorder, keeper)
+    if source is not None:
+        trainer.restore(source.folder, source.manifest)
+    finished = trainer.fit()
     mesh.close()
+    return finished
 
 
 if __name__ == "__main__":

@@ -62,6 +62,11 @@ class Plan:
         return len(self.placement)
 
     @property
+    def pipeline(self) -> dict[str, object]:
+        """How the model is cut and placed."""
+        return {"cuts": list(self.cuts), "placement": list(self.placement)}
+
+    @property
     def edges(self) -> Edges:
         """The pairs of stages that send to each other, in one fixed order."""
         return edges(self.window.program)
@@ -96,6 +101,7 @@ class Samples:
 
     batches: list[int]
     evaluation: list[int]
+    resumed: int = 0  # batches that are already done of the first epoch
 
 
 def make_plan(
@@ -116,6 +122,8 @@ def make_plan(
     m = settings.microbatches
     epoch = len(samples.batches)
     lengths = window_lengths(epoch, settings.window)
+    if samples.resumed:
+        lengths = sorted({*lengths, *window_lengths(epoch, settings.window, samples.resumed)}, reverse=True)
     windows = {n: prove(settings, schedule, n) for n in lengths}
     where = placement(next(iter(windows.values())).program)
 
@@ -192,10 +200,10 @@ def _can_cut(model: nn.Sequential, layers: Sequence[Layer], cut: int) -> bool:
     return True
 
 
-def window_lengths(batches: int, window: int | None) -> list[int]:
-    """Return the different lengths, in batches, of the windows that an epoch falls into."""
-    length = min(window or batches, batches)
-    return sorted({length, batches % length} - {0}, reverse=True)
+def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
+    """Return the different lengths, in batches, of the windows that what is left of an epoch falls into."""
+    length = min(window or batches, batches - done)
+    return sorted({length, (batches - done) % length} - {0}, reverse=True)
 
 
 def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:

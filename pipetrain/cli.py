@@ -54,6 +54,11 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
     return 0
 
 
+def quoted(value: str) -> str:
+    """Return a value as an override's right side, whatever characters it has."""
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
 def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
     """Return the configuration by itself: Hydra's interpolations resolved, its folders absolute."""
     cfg = cfg.copy()

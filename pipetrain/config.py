@@ -27,6 +27,7 @@ from pipetrain.schedule.actions import Schedule
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PRECISIONS = ("fp32", "bf16")
+CHECKPOINT_UNITS = ("epochs", "updates")
 MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
 MONTH_S = 30 * 24 * 3600
 DEVICES = ("auto", "cpu", "cuda")
@@ -76,6 +77,11 @@ class Settings:
     workers: int
     drop_last: bool
     trace: int  # windows to trace; 0 = none
+    on_nan: str
+    checkpoint_every: int | None
+    checkpoint_unit: str
+    checkpoint_keep: int
+    resume: str | None
 
     def rate(self, updates: int) -> Rate:
         """Return the learning rate over a run of so many updates."""
@@ -121,6 +127,11 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         workers=_at_least(cfg, "data.workers", 0),
         drop_last=_yes_or_no(cfg, "data.drop_last"),
         trace=_trace(cfg),
+        on_nan=_one_of(cfg, "on_nan", ("stop", "skip")),
+        checkpoint_every=whole_number(cfg, "checkpoint.every", 1, optional=True),
+        checkpoint_unit=_one_of(cfg, "checkpoint.unit", CHECKPOINT_UNITS),
+        checkpoint_keep=_at_least(cfg, "checkpoint.keep", 1),
+        resume=_resume(cfg),
     )
     if settings.batch_size % settings.microbatches:
         raise ConfigError(
@@ -269,6 +280,12 @@ def _yes_or_no(cfg: DictConfig, key: str) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{key}={value} must be true or false")
     return value
+
+
+def _resume(cfg: DictConfig) -> str | None:
+    if cfg.resume is None or (isinstance(cfg.resume, str) and cfg.resume):
+        return cfg.resume
+    raise ConfigError(f"resume={cfg.resume} must be auto or the folder of a checkpoint or a run")
 
 
 def _partition(cfg: DictConfig) -> tuple[str | list[int], str | None]:

@@ -14,3 +14,7 @@ class ConfigError(ValueError):
 
 class TrainingStopped(RuntimeError):
     """A run that had to stop; the sentence says where it was and why."""
+
+
+class ActionFailed(TrainingStopped):
+    """An action whose layers failed, or found no memory; the error that they raised is its cause."""

@@ -12,20 +12,23 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.errors import ActionFailed, ConfigError, TrainingStopped
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import ScheduleError
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+_RUN_DIR = "pipetrain/run_dir"
 PATIENCE_S = 3600.0  # how long the others wait for rank 0, which may have a data set to download
 
 
@@ -39,6 +42,8 @@ class Job:
     fingerprint: str  # of the data set
     task: Literal["train", "profile"] = "train"
     profile: dict[str, Any] | None = None  # what to cut by: other machines cannot read rank 0's file
+    run: str = ""  # its own name
+    resume: str | None = None  # the folder of the checkpoint to go on from
 
 
 Run = Callable[[Job, World, Store | None], None]
@@ -58,6 +63,18 @@ class Leader:
     def end(self, status: int) -> None:
         """Let the others exit with a status."""
         self._say({"end": status})
+
+    def remember(self, run_dir: Path) -> None:
+        """Keep the run's folder for whoever leads after a restart."""
+        if self._store is not None:
+            _across_restarts(self._store).set(_RUN_DIR, str(run_dir))
+
+    def remembered(self) -> str | None:
+        """Return the folder of the run that torchrun has restarted, if it has."""
+        if self._store is None or not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            return None
+        store = _across_restarts(self._store)
+        return store.get(_RUN_DIR).decode() if store.check([_RUN_DIR]) else None
 
     def _say(self, word: dict[str, Any]) -> Store | None:
         if self._store is None:
@@ -88,6 +105,13 @@ def follow(world: World, run: Run) -> int:
         run(Job(**word["job"]), world, PrefixStore(f"job/{done}", store))
 
 
+def _across_restarts(store: Store) -> Store:
+    """Return the store without torchrun's prefix, which changes with every restart."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def _store(world: World) -> Store | None:
     if world.size == 1:
         return None
@@ -101,6 +125,10 @@ def guarded(action: Callable[[], int]) -> int:
         return action()
     except (ConfigError, ScheduleError) as error:
         return _complain(error, REFUSED)
+    except ActionFailed as error:
+        if error.__cause__ is not None:  # most likely of a model that is not ours
+            traceback.print_exception(error.__cause__)
+        return _complain(error, FAILED)
     except (ChannelError, TrainingStopped) as error:
         return _complain(error, FAILED)
     except KeyboardInterrupt:

@@ -15,8 +15,8 @@ from typing import Protocol
 from torch import Tensor
 
 from pipetrain.boundary import Boundary, specs_of
-from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.channel import Channel, Message
+from pipetrain.errors import ActionFailed, TrainingStopped
+from pipetrain.runtime.channel import Channel, ChannelError, Message
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import COMMUNICATION, Action, Op, last_uses
@@ -65,6 +65,7 @@ class StageRecord:
     busy_s: float = 0.0
     wait_s: float = 0.0  # blocked in its sends and receives; a drain counts for its rank's first stage
     bytes_sent: int = 0
+    skipped: int = 0  # updates left out: their gradient was not finite
 
 
 @dataclass(slots=True)
@@ -169,19 +170,29 @@ class Engine:
         receives = (action for action in actions if action.op in _RECEIVES)
         channel.expect([self._message(action, window) for action in receives])
         timed: list[Timed] = []
-        for window.position, action in enumerate(actions):
-            if action.op in COMMUNICATION:
-                if action.op in _RECEIVES:
-                    window.feed.prepare()  # before its span, which starts with the wait
-                start, waited = time.perf_counter(), channel.waited
-                execute[action.op](action, window)
-                timed.append((action, start, time.perf_counter(), channel.waited - waited))
-            else:
-                start = self._clock.mark()
-                execute[action.op](action, window)
-                timed.append((action, start, self._clock.mark(), 0.0))
-                if action.op is counted:
-                    progress(action.stage)
+        try:
+            for window.position, action in enumerate(actions):
+                if action.op in COMMUNICATION:
+                    if action.op in _RECEIVES:
+                        window.feed.prepare()  # before its span, which starts with the wait
+                    start, waited = time.perf_counter(), channel.waited
+                    execute[action.op](action, window)
+                    timed.append((action, start, time.perf_counter(), channel.waited - waited))
+                else:
+                    start = self._clock.mark()
+                    execute[action.op](action, window)
+                    timed.append((action, start, self._clock.mark(), 0.0))
+                    if action.op is counted:
+                        progress(action.stage)
+        except (TrainingStopped, AssertionError):
+            raise
+        except ChannelError as error:
+            raise ChannelError(f"{error}; stage {action.stage} was at {action}") from error
+        except Exception as error:  # of a layer, or for want of memory
+            raise ActionFailed(
+                f"rank {self._placement[action.stage]}, stage {action.stage}, action {action}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         start = time.perf_counter()
         channel.drain()
         end = time.perf_counter()
@@ -234,9 +245,10 @@ class Engine:
 
     def _step(self, action: Action, window: _Window) -> None:
         stage = self._stages[action.stage]
-        old = action.version - 1
+        old, skipped = action.version - 1, stage.skipped
         stage.step(keep=window.last_uses.get((action.stage, old), -1) > window.position)
         record, held = self.records[action.stage], stage.weights.held
+        record.skipped += stage.skipped - skipped
         record.peak_versions = max(record.peak_versions, held)
         limit = self._limits[action.stage].versions
         assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"

@@ -6,8 +6,12 @@ program: the peak of `in_flight` is what `simulate` calls its activations.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +19,35 @@ from torch.nn import functional
 
 from pipetrain.boundary import Value, as_tuple
 from pipetrain.numerics import Numerics
-from pipetrain.runtime.tally import Counter, LossWatch, Tally
+from pipetrain.runtime.tally import Counter, FiniteWatch, Tally
 from pipetrain.runtime.weights import OptimizerFactory, Rate, Weights
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(outputs [n, classes], targets [n]) -> the mean loss, a scalar."""
+
+
+class StateReader(Protocol):
+    """Tensors by name."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return one."""
+
+    def names(self, prefix: str) -> list[str]:
+        """Return all names that begin so, without that beginning."""
+
+
+def _all_finite(tensors: tuple[Tensor, ...]) -> bool:
+    return all(bool(t.isfinite().all()) for t in tensors)
+
+
+def _blame_gradient(names: list[str], norms: list[float]) -> str:
+    """Say whose gradient is not finite: of several the last one's, where the backward met it first."""
+    bad = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
+    return f"the gradient of {bad[-1]}{f' and {len(bad) - 1} more' * (len(bad) > 1)} is not finite"
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +77,8 @@ class Stage:
     """Slice `index` of a model. The last one has a loss; the others hand their outputs on.
 
     `single_input`: what comes in is a bare tensor, not a tuple. `copy_input`: the first layer works in place.
-    `compile`: the layers go through torch.compile, when they are first called.
+    `compile`: the layers go through torch.compile, when they are first called. `skip_not_finite`: a gradient
+    that is not finite makes no update, instead of stopping the training.
     """
 
     def __init__(
@@ -64,6 +93,7 @@ class Stage:
         copy_input: bool = False,
         numerics: Numerics | None = None,
         compile: bool = False,
+        skip_not_finite: bool = False,
     ) -> None:
         self.index = index
         self._numerics = numerics or Numerics()
@@ -74,7 +104,11 @@ class Stage:
         self.weights = Weights(module, optimizer, rate)
         self._trained = Counter()
         self._evaluated = Counter()
-        self._watch = LossWatch(index)
+        self._watch = FiniteWatch(index)
+        self._skips = skip_not_finite
+        self._skip = False
+        self.skipped = 0
+        """Updates that were left out, because their gradient was not finite."""
         self._loss = loss
         self._single_input = single_input
         self._copy_input = copy_input
@@ -104,8 +138,10 @@ class Stage:
             )
             scores = self._scores(outputs)
             loss = self._loss(scores, target.labels)
-            self._trained.add(loss, scores, target.labels)
-            self._watch.add(mb, self.weights.updates, loss)
+            if not self._skips:
+                self._watch.add(partial(self._blame_loss, mb, x, version), self.weights.updates, loss)
+            if not self._skips or loss.isfinite():
+                self._trained.add(loss, scores, target.labels)
             outputs = (loss * target.share,)
         self._saved[mb] = _Saved(x, outputs, version)
         return () if self._loss is not None else tuple(t.detach() for t in outputs)
@@ -136,12 +172,21 @@ class Stage:
         self._differentiate(saved, tuple(saved.grads), self.weights.leaves(version))
 
     def reduce(self) -> None:
-        """Hand the batch's gradient to the optimizer."""
+        """Hand the batch's gradient to the optimizer. Raises TrainingStopped where it is not finite."""
         self.weights.reduce()
+        names, norms = self.weights.gradient_norms()
+        if not names:
+            return
+        if self._skips:
+            self._skip = not bool(norms.isfinite().all())
+        else:
+            self._watch.add(partial(_blame_gradient, names), self.weights.updates, norms)
 
     def step(self, keep: bool) -> None:
         """Update the weights; `keep` the version before for actions to come."""
-        self.weights.step(keep)
+        self.weights.step(keep, self._skip)
+        self.skipped += self._skip
+        self._skip = False
 
     def take_tallies(self) -> tuple[Tally, Tally]:
         """Return what was counted in training and in evaluation, and count from 0 again.
@@ -150,6 +195,35 @@ class Stage:
         """
         self._watch.check(self.weights.updates, wait=True)
         return self._trained.take(), self._evaluated.take()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return a copy, on the host, of all that training goes on from between two windows.
+
+        By the names that layers have in the whole model: `model/NAME` for weights and statistics,
+        `optimizer/KEY/NAME` for what the optimizer remembers.
+        """
+        model = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
+        tensors = {f"model/{name}": tensor for name, tensor in model}
+        tensors |= {f"optimizer/{path}": tensor for path, tensor in self.weights.optimizer_state().items()}
+        return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def load_state(self, tensors: StateReader, updates: int) -> None:
+        """Go on from what `state` returned, here or of other stages that these layers were part of."""
+        for name, tensor in itertools.chain(self.module.named_parameters(), self.module.named_buffers()):
+            tensor.data.copy_(tensors[f"model/{name}"])
+        mine = {name for name, p in self.module.named_parameters() if p.requires_grad}
+        paths = [path for path in tensors.names("optimizer/") if path.split("/", 1)[1] in mine]
+        self.weights.load_optimizer_state({path: tensors[f"optimizer/{path}"] for path in paths}, updates)
+
+    def restore_tally(self, trained: Tally) -> None:
+        """Go on counting the training from there."""
+        self._trained.restore(trained, self._device)
+
+    @property
+    def trained_so_far(self) -> Tally:
+        """What was counted in training since the last `take_tallies`."""
+        return self._trained.peek()
 
     def begin_window(self) -> None:
         """Start counting versions from 0 again. Nothing may be open."""
@@ -178,6 +252,24 @@ class Stage:
         with self._numerics.context(self._device):
             result: Value = self._layers(x[0] if self._single_input else x)
         return self._numerics.narrow(result) if self._loss is None else result
+
+    def _blame_loss(self, mb: int, x: tuple[Tensor, ...], version: int, values: list[float]) -> str:
+        """Say which loss is not finite, and where in this stage that began, if it can still be found."""
+        return f"the loss of microbatch {mb} is {values[0]}{self._origin(x, version)}"
+
+    @torch.no_grad()
+    def _origin(self, x: tuple[Tensor, ...], version: int) -> str:
+        if self._device != "cpu":  # its news come late: the weights may be others by now
+            return ""
+        if not _all_finite(x):
+            return f" (what came from stage {self.index - 1} was not finite already)" if self.index else ""
+        value: Value = x[0] if self._single_input else x
+        with self.weights.installed(version, backward=True), self._numerics.context(self._device):
+            for name, layer in self.module.named_children():
+                value = layer(value)
+                if not _all_finite(as_tuple(value)):
+                    return f" (first at layer {name})"
+        return ""
 
     def _scores(self, outputs: tuple[Tensor, ...]) -> Tensor:
         return outputs[0].float() if self._numerics.autocast else outputs[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import Tensor
 from pipetrain.errors import TrainingStopped
 
 KINDS = (torch.float64, torch.int64)
+Blame = Callable[[list[float]], str]
+"""(numbers) -> what they are, and which of them is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,45 +59,58 @@ class Counter:
         correct.add_((scores.detach().argmax(1) == labels).sum())
         self._samples += len(labels)
 
+    def peek(self) -> Tally:
+        """Return what was counted so far."""
+        loss, correct = (total.item() for total in self._sums) if self._sums else (0.0, 0)
+        return Tally(loss, int(correct), self._samples)
+
     def take(self) -> Tally:
         """Return what was counted, and count from 0 again."""
-        loss, correct = (total.item() for total in self._sums) if self._sums else (0.0, 0)
-        tally = Tally(loss, int(correct), self._samples)
+        tally = self.peek()
         self._sums, self._samples = [], 0
         return tally
 
+    def restore(self, tally: Tally, device: str) -> None:
+        """Go on counting from there."""
+        values = zip((tally.loss, tally.correct), KINDS, strict=True)
+        self._sums = [torch.tensor(value, dtype=kind, device=device) for value, kind in values]
+        self._samples = tally.samples
 
-class LossWatch:
-    """Stops the training at a loss that is not finite. `stage` is for its sentence."""
+
+class FiniteWatch:
+    """Stops the training at numbers that are not finite. `stage` is for its sentence."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
-        # Microbatch, update, loss on the host, and the torch.cuda.Event of its arrival there, or None.
-        self._coming: deque[tuple[int, int, Tensor, Any]] = deque()
+        # What says which they are, their update, they on the host, and the torch.cuda.Event of their arrival
+        # there, or None.
+        self._coming: deque[tuple[Blame, int, Tensor, Any]] = deque()
 
-    def add(self, mb: int, update: int, loss: Tensor) -> None:
-        """Watch the loss of a microbatch that `update` is to be made of. Raises TrainingStopped."""
-        loss, arrived = loss.detach(), None
-        if loss.is_cuda:
-            loss = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
+    def add(self, blame: Blame, update: int, numbers: Tensor) -> None:
+        """Watch numbers that `update` is to be made of. Raises TrainingStopped."""
+        numbers, arrived = numbers.detach(), None
+        if numbers.is_cuda:
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            numbers = host.copy_(numbers, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        self._coming.append((mb, update, loss, arrived))
+        self._coming.append((blame, update, numbers, arrived))
         self.check(update)
 
     def check(self, update: int, wait: bool = False) -> None:
         """Look at what has arrived by update `update`; with `wait`, at all. Raises TrainingStopped."""
         while self._coming:
-            mb, made_for, loss, arrived = self._coming[0]
+            blame, made_for, numbers, arrived = self._coming[0]
             if arrived is not None and wait:
                 arrived.synchronize()
             elif arrived is not None and not arrived.query():
                 return
             self._coming.popleft()
-            if not math.isfinite(mean := loss.item()):
+            values = numbers.flatten().tolist()
+            if not all(map(math.isfinite, values)):
                 late = update - made_for
                 when = f"{late} updates later" if late else "before the update"
                 raise TrainingStopped(
-                    f"the loss of microbatch {mb} is {mean} at stage {self._stage}, update {made_for}: "
-                    f"stopped {when}; try a lower optim.lr, or a warmup"
+                    f"{blame(values)} at stage {self._stage}, update {made_for}: stopped {when}; "
+                    f"try a lower optim.lr, or a warmup"
                 )

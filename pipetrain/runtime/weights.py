@@ -15,7 +15,8 @@ engine does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +30,15 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 Rate = Callable[[int], float]
 """Learning rate of update 0, 1, 2, ..."""
+
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def _laid_out(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor in the memory order of the parameter that it belongs to, where it has its shape."""
+    if tensor.shape != parameter.shape:
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
 
 
 class Weights:
@@ -97,6 +107,38 @@ class Weights:
                 leaves[name].grad, leaf.grad = leaf.grad, None
             self._accumulating = leaves
 
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return what the optimizer remembers: its own tensors by `KEY/PARAMETER`, numbers by `KEY:TYPE/...`.
+
+        Raises TypeError for what is neither.
+        """
+        state: dict[str, Tensor] = {}
+        for name, p in self._live.items():
+            for key, value in self._optimizer.state.get(p, {}).items() if self._optimizer else ():
+                if isinstance(value, Tensor):
+                    state[f"{key}/{name}"] = value
+                elif type(value) in _NUMBERS:
+                    number = torch.tensor(value, dtype=_NUMBERS[type(value)])
+                    state[f"{key}:{type(value).__name__}/{name}"] = number
+                elif value is not None:
+                    raise TypeError(f"the optimizer's {key} of {name} is a {type(value).__name__}")
+        return state
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
+        """Go on from what `optimizer_state` returned, for parameters of this stage, after so many updates."""
+        self.updates = updates
+        if self._optimizer is None:
+            return
+        index = {name: number for number, name in enumerate(self._live)}
+        remembered: dict[int, dict[str, Any]] = {}
+        for path, tensor in state.items():
+            key, name = path.split("/", 1)
+            key, number, _ = key.partition(":")
+            value: Any = tensor.item() if number else _laid_out(tensor, self._live[name])
+            remembered.setdefault(index[name], {})[key] = value
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": remembered, "param_groups": groups})
+
     def begin_window(self) -> None:
         """Count from 0 again: version 0 is what the last window ended with."""
         assert self.held == 1, f"versions {sorted(self._versions)} outlived their window"
@@ -108,14 +150,25 @@ class Weights:
         for name, leaf in self._accumulating.items():
             self._live[name].grad, leaf.grad = leaf.grad, None
 
-    def step(self, keep: bool) -> None:
-        """Make the next version from the gathered gradient; `keep` the one before it for actions to come."""
+    def gradient_norms(self) -> tuple[list[str], Tensor]:
+        """Return which parameters have a gathered gradient, and the largest absolute number of each's."""
+        grads = {name: p.grad for name, p in self._live.items() if p.grad is not None}
+        if not grads:
+            return [], torch.empty(0)
+        return list(grads), torch.stack(torch._foreach_norm(list(grads.values()), math.inf))
+
+    def step(self, keep: bool, skip: bool = False) -> None:
+        """Make the next version from the gathered gradient; `keep` the one before it for actions to come.
+
+        With `skip` the gradient is thrown away, and the next version is as the one before.
+        """
         if keep:
             self._move()
         if self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = self._rate(self.updates)
-            self._optimizer.step()
+            if not skip:
+                self._optimizer.step()
             for parameter in self._live.values():
                 parameter.grad = None
         self.updates += 1

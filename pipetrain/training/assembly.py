@@ -37,6 +37,7 @@ def make_stages(
             copy_input=plan.copies_input(index),
             numerics=plan.numerics,
             compile=settings.compile,
+            skip_not_finite=settings.on_nan == "skip",
         )
         for index, rank in enumerate(plan.placement)
         if rank == mesh.world.rank

@@ -6,17 +6,18 @@ import fcntl
 from pathlib import Path
 from typing import TextIO
 
+from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.errors import ConfigError
 
 METRICS, SUMMARY, EVENTS = "metrics.csv", "summary.json", "events.out.tfevents.*"
 PROFILE_FILE, TRACE = "profile.json", "trace.json"
 
 
-def claim(folder: Path) -> TextIO:
+def claim(folder: Path, resuming: bool = False) -> TextIO:
     """Take a folder for this run; keep what is returned open as long as the run lasts.
 
-    What a run that did not finish has left there is removed. Raises ConfigError where a run is going on in
-    the folder, or has finished there.
+    Raises ConfigError where a run is going on in the folder, or has finished there, or, unless this one is
+    `resuming`, has left checkpoints to go on from.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = (folder / ".lock").open("w")
@@ -26,9 +27,19 @@ def claim(folder: Path) -> TextIO:
         raise ConfigError(f"run_dir={folder} is in use by a run that is going on; choose another") from error
     if (folder / SUMMARY).exists():
         raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
-    for left in [*(folder / name for name in (METRICS, PROFILE_FILE, TRACE)), *folder.glob(EVENTS)]:
-        left.unlink(missing_ok=True)
+    if not resuming and any((folder / CHECKPOINTS).glob("update-*")):
+        raise ConfigError(
+            f"run_dir={folder} holds the checkpoints of a run that did not finish; go on with resume=auto, "
+            f"choose another folder, or remove it"
+        )
     return lock
+
+
+def clear(folder: Path, profile: bool = True) -> None:
+    """Remove the records that a run which did not finish has left. A resumed one writes them again."""
+    names = [METRICS, TRACE] + [PROFILE_FILE] * profile
+    for left in [*(folder / name for name in names), *folder.glob(EVENTS)]:
+        left.unlink(missing_ok=True)
 
 
 def rename_after(folder: Path, asked: str, used: str) -> Path:

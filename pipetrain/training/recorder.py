@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ class Recorder:
         self._machine = machine
         self._predicted = predict(run.plan)
         self._history: list[EpochFigures] = []
-        self._start = self._spoke = time.perf_counter()
+        self._since = 0
+        self._spoke = time.perf_counter()
         self._done = 0
         self._bar: Any = None
         self._writer = SummaryWriter(str(folder))
@@ -103,9 +105,15 @@ class Recorder:
             *(settings.epochs, self._run.updates, settings.seed, self._folder),
         )
 
-    def begin(self) -> None:
-        """Let the time of the run count from now."""
-        self._start = self._spoke = time.perf_counter()
+    def begin(self, history: Sequence[EpochFigures] = (), since: int | None = 0) -> None:
+        """Write the epochs that are done down again, as if this process had trained them, and go on.
+
+        The stages' times count from epoch number `since` on (from 0); None: from the next one.
+        """
+        self._since = len(history) if since is None else since
+        for figures in history:
+            self._write(figures)
+        self._spoke = time.perf_counter()
 
     def tick(self, what: str, total: int) -> None:
         """Count one of `total` steps of `what`, and show how far it is."""
@@ -125,10 +133,8 @@ class Recorder:
 
     def epoch(self, figures: EpochFigures) -> None:
         """Write down a finished epoch, and say a line about it."""
-        self._history.append(figures)
         self._spoke = time.perf_counter()
-        self._write_row(figures)
-        self._write_scalars(figures)
+        self._write(figures)
         trained, evaluated = figures.trained, figures.evaluated
         log.info(
             "epoch %d/%d: train loss %.4f, acc %.2f %%; val loss %.4f, acc %.2f %%; %.0f samples/s, %.1f s",
@@ -142,10 +148,15 @@ class Recorder:
             figures.train_s + figures.eval_s,
         )
 
+    def _write(self, figures: EpochFigures) -> None:
+        self._history.append(figures)
+        self._write_row(figures)
+        self._write_scalars(figures)
+
     def _write_row(self, figures: EpochFigures) -> None:
         trained, evaluated = figures.trained, figures.evaluated
         numbers = [trained.mean_loss, trained.accuracy, evaluated.mean_loss, evaluated.accuracy, figures.lr]
-        numbers += [figures.samples_per_s, figures.train_s, figures.eval_s, time.perf_counter() - self._start]
+        numbers += [figures.samples_per_s, figures.train_s, figures.eval_s, figures.elapsed_s]
         self._csv.writerow([figures.epoch, *(f"{number:.6g}" for number in numbers)])
         self._rows.flush()
 
@@ -167,7 +178,7 @@ class Recorder:
                 if times.stage_time_s is not None:
                     scalars[f"stage_time{suffix}/stage{stage}"] = times.stage_time_s
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, figures.epoch)
+            self._writer.add_scalar(name, value, figures.epoch, walltime=figures.ended)
         self._writer.flush()
 
     def _measured(
@@ -182,8 +193,8 @@ class Recorder:
         return self._measured(
             {stage: record.busy_s for stage, record in records.items()},
             {stage: record.wait_s for stage, record in records.items()},
-            sum(figures.train_s for figures in self._history),
-            len(self._history),
+            sum(figures.train_s for figures in self._history[self._since :]),
+            len(self._history) - self._since,
         )
 
     def trace(self, trace: Trace) -> None:
@@ -217,10 +228,19 @@ class Recorder:
         log.info("run folder: %s", self._folder)
         log.info("look at it: tensorboard --logdir %s", self._folder)
 
+    def stop(self) -> None:
+        """End without a summary, for a run that was asked to stop."""
+        if self._bar is not None:
+            self._bar.close()
+        self._writer.close()
+        self._rows.close()
+        log.info("stopped after a checkpoint; go on with: run_dir=%s resume=auto", self._folder)
+
     def _summary(self) -> dict[str, Any]:
         settings, data, last = self._run.settings, self._run.data, self._history[-1]
         best = max(self._history, key=lambda figures: figures.evaluated.accuracy)
         train_s = sum(figures.train_s for figures in self._history)
+        since_s = sum(figures.train_s for figures in self._history[self._since :])
         return {
             "model": settings.model,
             "data": data.name,
@@ -254,11 +274,11 @@ class Recorder:
             "train_acc": last.trained.accuracy,
             "samples_per_s": sum(f.trained.samples for f in self._history) / train_s,
             "epoch_s": train_s / len(self._history),
-            "total_s": time.perf_counter() - self._start,
+            "total_s": last.elapsed_s,
             "updates": self._run.updates,
             "simulated_bubble": self._plan.window.simulation.bubble,
             "per_stage": [
-                self._stage_summary(stage, seen, train_s)
+                self._stage_summary(stage, seen, since_s)
                 for stage, seen in enumerate(self._measured_so_far())
             ],
         }
@@ -277,6 +297,7 @@ class Recorder:
             "max_staleness": record.max_staleness,
             "busy_fraction": record.busy_s / train_s,
             "bytes_sent": record.bytes_sent,
+            "skipped_updates": record.skipped,
             "bubble": seen.bubble,
             "predicted_bubble": said.bubble,
             "stage_time_s": seen.stage_time_s,

@@ -109,18 +109,24 @@ def check_early(cfg: DictConfig, schedule: str, ranks: int) -> Plan:
 
 
 def prepare(
-    cfg: DictConfig, schedule: str, ranks: int, data: ImageData, profile: Profile | None = None
+    cfg: DictConfig,
+    schedule: str,
+    ranks: int,
+    data: ImageData,
+    profile: Profile | None = None,
+    resumed: int = 0,
 ) -> Run:
     """Make a run from its configuration, its data and, for partition=profile, a profile.
 
-    Raises ConfigError and ScheduleError.
+    `resumed`: how many batches are already done of the epoch that it goes on with. Raises ConfigError and
+    ScheduleError.
     """
     settings = read_settings(cfg, schedule, ranks)
     build_model = partial(make_model, cfg, settings.seed, settings.dtype)
     sampler = Sampler(
         len(data.train), settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
-    samples = Samples(sampler.batch_sizes, _even(len(data.test), settings.batch_size))
+    samples = Samples(sampler.batch_sizes, _even(len(data.test), settings.batch_size), resumed)
     return Run(
         settings=settings,
         data=data,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipetrain.checkpoint.files import Position
 from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Action
@@ -38,12 +39,12 @@ class Trace:
 
 
 class Tracer:
-    """One rank's tracing of the first windows of a run. All ranks make the same calls."""
+    """One rank's tracing of the first windows from a position on. All ranks make the same calls."""
 
-    def __init__(self, run: Run, mesh: Mesh) -> None:
+    def __init__(self, run: Run, mesh: Mesh, position: Position) -> None:
         self._run = run
         self._mesh = mesh
-        lengths = _lengths(run)[: run.settings.trace]
+        lengths = _lengths(run, position)[: run.settings.trace]
         longest = {n: max(map(len, window.program)) for n, window in run.plan.windows.items()}
         actions = list(accumulate(longest[n] for n in lengths))
         self._left = max(1, bisect_right(actions, MOST_ACTIONS))
@@ -116,11 +117,16 @@ def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
     }
 
 
-def _lengths(run: Run) -> list[int]:
-    """List the windows of the whole run: how many batches each has."""
+def _lengths(run: Run, position: Position) -> list[int]:
+    """List the windows that a run still has: how many batches each has."""
     batches = len(run.sampler.batch_sizes)
     window = run.settings.window or batches
-    return run.settings.epochs * [min(window, batches - start) for start in range(0, batches, window)]
+    starts = [
+        start
+        for epoch in range(position.epoch, run.settings.epochs)
+        for start in range(position.batch if epoch == position.epoch else 0, batches, window)
+    ]
+    return [min(window, batches - start) for start in starts]
 
 
 def _packed(window: RankWindow) -> array[float]:

@@ -7,21 +7,26 @@ after the last update.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from pipetrain.checkpoint.asking import Asked
+from pipetrain.checkpoint.files import Manifest, Position, Tensors
 from pipetrain.data import Split, Transform, inputs
 from pipetrain.runtime.engine import StageRecord
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.tally import Tally
 from pipetrain.training.assembly import make_engine, make_stages
 from pipetrain.training.feed import WindowFeed
-from pipetrain.training.figures import EpochFigures
+from pipetrain.training.figures import EpochFigures, Progress, Records
+from pipetrain.training.keeper import Keeper, set_random_state
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Tracer
 
@@ -36,40 +41,120 @@ class _RankFigures:
     tallies: tuple[Tally, Tally] | None  # of training and evaluation, where the last stage is
     train_s: float
     eval_s: float
-    before: dict[int, StageRecord]  # what the records said before the epoch
-    records: dict[int, StageRecord]
+    before: Records  # what the records said before the epoch
+    records: Records
 
 
 class Trainer:
-    """Trains one rank's stages. Rank 0 has a recorder; the others send it what they know, once an epoch."""
+    """Trains one rank's stages. Rank 0 has a recorder; the others send it what they know, once an epoch.
 
-    def __init__(self, run: Run, mesh: Mesh, recorder: Recorder | None = None) -> None:
+    With a `keeper` it saves checkpoints and listens to signals; `restore` lets it go on from one.
+    """
+
+    def __init__(
+        self, run: Run, mesh: Mesh, recorder: Recorder | None = None, keeper: Keeper | None = None
+    ) -> None:
         self._run = run
         self._mesh = mesh
         self._recorder = recorder
+        self._keeper = keeper
         self._rate = run.settings.rate(run.updates)
         model = run.build_model()  # whole, for the weights' sake; what is not ours is forgotten again
         self.stages = make_stages(run.plan, model, run.optimizer, self._rate, mesh)
         # For dropout, on each rank its own; after the model, whose weights take the seed as it is.
         torch.manual_seed((run.settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
         self._engine = make_engine(run.plan, self.stages, mesh)
+        self._position = Position()
+        self._progress = Progress()  # as restored, but for its history, which goes on
+        self._elapsed_before = 0.0
+        self._started = time.perf_counter()
 
-    def fit(self) -> None:
-        """Train for all epochs, evaluating after each. Raises ChannelError and TrainingStopped."""
-        tracer = Tracer(self._run, self._mesh) if self._run.settings.trace else None
+    def restore(self, folder: Path, manifest: Manifest) -> None:
+        """Go on from a whole checkpoint, instead of from the start.
+
+        The random state is a rank's and the records are a stage's: they go on where the pipeline is the same.
+        """
+        tensors = Tensors(folder, list(manifest.parts))
+        for stage in self.stages.values():
+            stage.load_state(tensors, manifest.position.update)
+        self._position = manifest.position
+        if self._keeper:
+            self._keeper.seen = manifest.position.update
+        self._progress = Progress.from_json(manifest.progress)
+        self._elapsed_before = self._progress.elapsed_s
+        last = self.stages.get(self._run.plan.stages - 1)
+        if last is not None:
+            last.restore_tally(self._progress.trained)
+        if manifest.pipeline == self._run.plan.pipeline:
+            for index in self.stages:
+                self._engine.records[index] = replace(self._progress.records[index])
+            set_random_state(tensors, self._mesh.world.rank, self._mesh.device)
+        else:
+            self._progress = replace(self._progress, records={}, before={})
+
+    def fit(self) -> bool:
+        """Train for all epochs, evaluating after each. Raises ChannelError and TrainingStopped.
+
+        Returns whether it came to the end: a signal may stop it.
+        """
+        self._started = time.perf_counter()
+        settings = self._run.settings
+        tracer = Tracer(self._run, self._mesh, self._position) if settings.trace else None
         if self._recorder:
-            self._recorder.begin()
-        for epoch in range(self._run.settings.epochs):
-            before = {stage: replace(record) for stage, record in self._engine.records.items()}
-            start = time.perf_counter()
-            self._train(epoch, tracer)
-            trained = time.perf_counter()
-            self.evaluate(epoch)
-            self._report(epoch, trained - start, time.perf_counter() - trained, before)
-            if tracer and tracer.over:
-                trace, tracer = tracer.collect(), None
-                if self._recorder:
-                    self._recorder.trace(trace)
+            self._recorder.begin(self._progress.history, since=0 if self._progress.records else None)
+        with self._keeper.listening() if self._keeper else nullcontext():
+            for epoch in range(self._position.epoch, settings.epochs):
+                asked = self._epoch(epoch, tracer)
+                if asked == "stop" and self._position.epoch < settings.epochs:
+                    break
+                if tracer and tracer.over:
+                    trace, tracer = tracer.collect(), None
+                    if self._recorder:
+                        self._recorder.trace(trace)
+        if self._keeper:
+            self._keeper.close()
+        return self._position.epoch == settings.epochs
+
+    def _epoch(self, epoch: int, tracer: Tracer | None) -> Asked:
+        """Train an epoch, or what is left of it, and evaluate; return what a signal has asked for."""
+        start = time.perf_counter() - self._progress.train_s
+        before = self._progress.before or self._records()
+        asked = self._train(epoch, tracer, start, before)
+        if self._position.epoch == epoch and self._position.batch < len(self._run.sampler.batch_sizes):
+            return asked
+        trained = time.perf_counter()
+        self.evaluate(epoch)
+        self._report(epoch, trained - start, time.perf_counter() - trained, before)
+        self._progress = Progress(self._progress.history)
+        self._position = Position(epoch + 1, 0, self._position.update)
+        if self._keeper and (
+            self._keeper.due(self._position, epoch + 1 == self._run.settings.epochs) or asked
+        ):
+            self._save(0.0, self._records())
+        return asked
+
+    def _records(self) -> Records:
+        return {stage: replace(record) for stage, record in self._engine.records.items()}
+
+    def _save(self, train_s: float, before: Records) -> None:
+        """Start to save a checkpoint. The pipeline is drained, and all ranks do this at the same window."""
+        assert self._keeper is not None
+        last = self.stages.get(self._run.plan.stages - 1)
+        mine = (last.trained_so_far if last else None, self._engine.records, before)
+        gathered: list[Any] = self._mesh.gather("what is known of the epoch", mine)
+        progress = Progress(
+            history=self._progress.history,
+            trained=next(tally for tally, *_ in gathered if tally is not None),
+            train_s=train_s,
+            elapsed_s=self._elapsed(),
+            records={stage: record for _, records, _ in gathered for stage, record in records.items()},
+            before={stage: record for *_, records in gathered for stage, record in records.items()},
+        )
+        self._keeper.save(self.stages, self._mesh, self._position, self._run.plan.pipeline, progress)
+
+    def _elapsed(self) -> float:
+        """Seconds of the run, pauses between a stop and a resume left out."""
+        return self._elapsed_before + time.perf_counter() - self._started
 
     def evaluate(self, epoch: int) -> None:
         """Predict every test sample with the newest weights; the last stage's tally has the outcome."""
@@ -81,13 +166,14 @@ class Trainer:
         tick = partial(self._tick, f"evaluation {epoch + 1}", len(ids))
         self._engine.evaluate(run.plan.evaluation[self._mesh.world.rank], feed, tick)
 
-    def _train(self, epoch: int, tracer: Tracer | None) -> None:
-        run = self._run
+    def _train(self, epoch: int, tracer: Tracer | None, began: float, before: Records) -> Asked:
+        run, done, update = self._run, self._position.batch, self._position.update
         batches = run.sampler.epoch(epoch)
-        ids = [ids for batch in batches for ids in batch]
+        ids = [ids for batch in batches[done:] for ids in batch]
         images = self._images(run.data.train, ids, replace(run.transform, epoch=epoch))
         window = run.settings.window or len(batches)
-        for start in range(0, len(batches), window):
+        asked: Asked = ""
+        for start in range(done, len(batches), window):
             chosen = batches[start : start + window]
             self._engine.train(
                 run.plan.windows[len(chosen)].program[self._mesh.world.rank],
@@ -96,6 +182,15 @@ class Trainer:
                 partial(self._tick, f"epoch {epoch + 1}", len(batches)),
                 tracer.observer(epoch, chosen) if tracer else None,
             )
+            end = start + len(chosen)
+            self._position = Position(epoch, end, update + end - done)
+            if self._keeper:
+                asked = self._keeper.after_window()
+                if end < len(batches) and (self._keeper.due(self._position) or asked):
+                    self._save(time.perf_counter() - began, before)
+                if asked == "stop":
+                    break
+        return asked
 
     def _tick(self, what: str, total: int, stage: int) -> None:
         if self._recorder and stage == min(self.stages):
@@ -106,36 +201,38 @@ class Trainer:
             return None
         return inputs(split, ids, transform, self._run.settings.workers, self._run.settings.timeout)
 
-    def _report(self, epoch: int, train_s: float, eval_s: float, before: dict[int, StageRecord]) -> None:
-        """Bring an epoch's figures together on rank 0, whichever rank knows them."""
+    def _report(self, epoch: int, train_s: float, eval_s: float, before: Records) -> None:
+        """Bring an epoch's figures together, whichever rank knows them."""
         tallies = None
         last = self.stages.get(self._run.plan.stages - 1)
         if last is not None:
             tallies = last.take_tallies()
-        mine = _RankFigures(tallies, train_s, eval_s, before, self._engine.records)
+        mine = _RankFigures(tallies, train_s, eval_s, before, self._records())
         gathered = self._mesh.gather(f"the figures of epoch {epoch + 1}", mine)
-        if self._recorder is None:
-            return
         ranks = [figures for figures in gathered if isinstance(figures, _RankFigures)]
         trained, evaluated = next(figures.tallies for figures in ranks if figures.tallies is not None)
-        self._recorder.epoch(
-            EpochFigures(
-                epoch=epoch + 1,
-                trained=trained,
-                evaluated=evaluated,
-                lr=self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
-                train_s=max(figures.train_s for figures in ranks),
-                eval_s=max(figures.eval_s for figures in ranks),
-                busy_s={
-                    stage: record.busy_s - figures.before[stage].busy_s
-                    for figures in ranks
-                    for stage, record in figures.records.items()
-                },
-                wait_s={
-                    stage: record.wait_s - figures.before[stage].wait_s
-                    for figures in ranks
-                    for stage, record in figures.records.items()
-                },
-                records={stage: record for figures in ranks for stage, record in figures.records.items()},
-            )
+        epoch_figures = EpochFigures(
+            epoch=epoch + 1,
+            trained=trained,
+            evaluated=evaluated,
+            lr=self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
+            train_s=max(figures.train_s for figures in ranks),
+            eval_s=max(figures.eval_s for figures in ranks),
+            busy_s=_grown(ranks, lambda record: record.busy_s),
+            wait_s=_grown(ranks, lambda record: record.wait_s),
+            records={stage: record for figures in ranks for stage, record in figures.records.items()},
+            elapsed_s=self._elapsed(),
+            ended=time.time(),
         )
+        self._progress.history.append(epoch_figures)
+        if self._recorder:
+            self._recorder.epoch(epoch_figures)
+
+
+def _grown(ranks: Sequence[_RankFigures], seconds: Callable[[StageRecord], float]) -> dict[int, float]:
+    """Return by how much the times of each stage have grown in an epoch."""
+    return {
+        stage: seconds(record) - seconds(figures.before.get(stage, StageRecord()))
+        for figures in ranks
+        for stage, record in figures.records.items()
+    }

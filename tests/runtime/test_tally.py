@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.tally import Counter, LossWatch, Tally
+from pipetrain.runtime.tally import Counter, FiniteWatch, Tally
 
 SCORES = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
 
@@ -24,13 +24,17 @@ def test_a_tally_weighs_by_samples_and_is_taken_once():
     assert counter.take() == Tally()
 
 
+def blame(mb: int):
+    return lambda values: f"the loss of microbatch {mb} is {values[0]}"
+
+
 def test_a_loss_that_is_not_finite_stops_at_once_on_a_cpu():
-    watch = LossWatch(2)
-    watch.add(6, 3, torch.tensor(1.0))
+    watch = FiniteWatch(2)
+    watch.add(blame(6), 3, torch.tensor(1.0))
     with pytest.raises(
         TrainingStopped, match="microbatch 7 is inf at stage 2, update 3: stopped before the up"
     ):
-        watch.add(7, 3, torch.tensor(float("inf")))
+        watch.add(blame(7), 3, torch.tensor(float("inf")))
 
 
 class Event:
@@ -47,9 +51,9 @@ class Event:
 
 
 def test_on_a_gpu_it_stops_when_the_loss_has_arrived():
-    watch, events = LossWatch(1), [Event(), Event()]
+    watch, events = FiniteWatch(1), [Event(), Event()]
     losses = [torch.tensor(1.0), torch.tensor(float("nan"))]
-    watch._coming = deque((mb, mb, losses[mb], events[mb]) for mb in range(2))  # type: ignore[misc]
+    watch._coming = deque((blame(mb), mb, losses[mb], events[mb]) for mb in range(2))  # type: ignore[misc]
     watch.check(2)  # nothing has arrived
     events[1].happened = True
     watch.check(2)  # in order: the first has not

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from threading import Barrier, Thread
 from time import monotonic, sleep
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch import Tensor
 
+from pipetrain.checkpoint.asking import Asked, Asking
+from pipetrain.checkpoint.files import read_whole
+from pipetrain.checkpoint.saver import Saver
 from pipetrain.config import conf_dir, make_schedule
 from pipetrain.data import ImageData, Split
 from pipetrain.runtime.channel import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import Op
 from pipetrain.training.figures import EpochFigures
+from pipetrain.training.keeper import Keeper
 from pipetrain.training.run import Run, prepare
 from pipetrain.training.tracer import Trace
 from pipetrain.training.trainer import Trainer
@@ -59,10 +66,10 @@ def tiny_data(train: int, test: int = 11) -> ImageData:
     return ImageData("tiny", split(train), split(test), 10, (0.5,) * 3, (0.25,) * 3)
 
 
-def make_run(case: Case) -> Run:
-    """Prepare a case as a rank would, in float64."""
+def make_run(case: Case, resumed: int = 0) -> Run:
+    """Prepare a case as a rank would, in float64, after so many batches of an epoch."""
     cfg = _config(case)
-    return prepare(cfg, case.schedule, case.ranks, tiny_data(case.train_samples))
+    return prepare(cfg, case.schedule, case.ranks, tiny_data(case.train_samples), resumed=resumed)
 
 
 def _config(case: Case, model: str = "") -> DictConfig:
@@ -110,7 +117,8 @@ class Listener:
         self.epochs: list[EpochFigures] = []
         self.traces: list[Trace] = []
 
-    def begin(self) -> None: ...
+    def begin(self, history: Sequence[EpochFigures] = (), since: int | None = 0) -> None:
+        self.epochs.extend(history)
 
     def tick(self, what: str, total: int) -> None: ...
 
@@ -170,20 +178,71 @@ class LocalMesh:
         return 0.0, 0.0
 
 
+class Told(Asking):
+    """Hears no signals: asks for what it is told, after so many windows."""
+
+    def __init__(self, at: int = 0, asked: Asked = "") -> None:
+        super().__init__(None, 0, 0)
+        self._at, self._told_to, self._count = at, asked, 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        yield
+
+    def after_window(self) -> Asked:
+        self._count += 1
+        return self._told_to if self._count == self._at else ""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Where and when the ranks of a case save. `conditions` are nobody's here."""
+
+    folder: Path
+    every: int | None = 1
+    unit: str = "updates"
+    keep: int = 1000
+    at: int = 0
+    asked: Asked = ""
+
+    def keepers(self, ranks: int) -> list[Keeper]:
+        """One a rank."""
+        store = None if ranks == 1 else dist.FileStore(f"{self.folder}.store", -1)
+        return [
+            Keeper(
+                Saver(self.folder, rank, store, self.keep, timeout=30),
+                Told(self.at, self.asked),
+                self.every,
+                self.unit,
+                run="a run",
+                conditions={},
+                config={},
+            )
+            for rank in range(ranks)
+        ]
+
+
 def run_in_threads(
-    case: Case, listener: Listener | None = None
+    case: Case, listener: Listener | None = None, saved: Saved | None = None, source: Path | None = None
 ) -> tuple[dict[str, Tensor], list[EpochFigures]]:
-    """Train a case with one thread a rank over the local channel; return the whole state and the figures."""
-    runs = [make_run(case) for _ in range(case.ranks)]
+    """Train a case with one thread a rank over the local channel; return the whole state and the figures.
+
+    It saves as `saved` says, and goes on from the checkpoint `source`.
+    """
+    manifest = None if source is None else read_whole(source)
+    runs = [make_run(case, 0 if manifest is None else manifest.position.batch) for _ in range(case.ranks)]
+    keepers = saved.keepers(case.ranks) if saved else [None] * case.ranks
     wire, barrier, board = Wire(), Barrier(case.ranks), [None] * case.ranks
     listener, state, errors = listener or Listener(), {}, []
 
     meshes = [LocalMesh(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
     # Here, one after the other: a model's weights come from the process's one random generator.
     trainers = [
-        Trainer(run, mesh, None if mesh.world.rank else listener)  # type: ignore[arg-type]
-        for run, mesh in zip(runs, meshes, strict=True)
+        Trainer(run, mesh, None if mesh.world.rank else listener, keeper)  # type: ignore[arg-type]
+        for run, mesh, keeper in zip(runs, meshes, keepers, strict=True)
     ]
+    for trainer in trainers if manifest else ():
+        trainer.restore(source, manifest)  # type: ignore[arg-type]
 
     def work(rank: int) -> None:
         try:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 CLASSES = 10
@@ -149,6 +154,45 @@ def explode() -> nn.Sequential:
 class Infinite(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * float("inf")
+
+
+class Fault(nn.Module):
+    """Hands on what it is given, until this process's rank has its forward number `at` in training."""
+
+    def __init__(self, kind: str, rank: int, at: int) -> None:
+        super().__init__()
+        self._due = at if int(os.environ.get("RANK", "0")) == rank else -1
+        self._kind = kind
+        self._done = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not isinstance(x, FakeTensor):
+            self._done += 1
+            if self._done == self._due:
+                self._strike()
+        return x
+
+    def _strike(self) -> None:
+        if self._kind in ("SIGKILL", "SIGSTOP"):
+            os.kill(os.getpid(), getattr(signal, self._kind))
+        elif self._kind == "exit":
+            os._exit(7)
+        elif self._kind == "memory":
+            torch.empty(2**60)
+        else:
+            raise ValueError("this layer had enough")
+
+
+def faulty(kind: str, rank: int, at: int) -> nn.Sequential:
+    """Two stages' worth of layers, one of which fails on one rank. Cut it before layer 2."""
+    return nn.Sequential(
+        OrderedDict(
+            flat=nn.Flatten(),
+            first=nn.Sequential(nn.Linear(3072, 16), Fault(kind, rank, at)),
+            second=nn.Sequential(nn.Linear(16, 16), Fault(kind, rank, at)),
+            head=nn.Linear(16, 10),
+        )
+    )
 
 
 def not_sequential() -> nn.Module:

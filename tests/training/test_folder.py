@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipetrain.errors import ConfigError
-from pipetrain.training.folder import claim, rename_after
+from pipetrain.training.folder import claim, clear, rename_after
 
 
 def test_a_folder_is_made_and_taken(tmp_path):
@@ -30,7 +30,17 @@ def test_what_an_unfinished_run_left_is_removed_and_nothing_else(tmp_path):
     for name in ("metrics.csv", "profile.json", "trace.json", "events.out.tfevents.1.host", "notes.txt"):
         (tmp_path / name).write_text("old")
     with claim(tmp_path):
+        clear(tmp_path)
         assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == ["notes.txt"]
+
+
+def test_checkpoints_are_gone_on_from_or_kept(tmp_path):
+    (tmp_path / "checkpoints" / "update-00000007").mkdir(parents=True)
+    with pytest.raises(
+        ConfigError, match="holds the checkpoints of a run that did not finish; go on with res"
+    ):
+        claim(tmp_path)
+    claim(tmp_path, resuming=True).close()
 
 
 def test_a_folder_is_called_after_the_data_set_really_used(tmp_path):

@@ -1,0 +1,139 @@
+"""Saving beside training: each rank writes its stages' files, and rank 0 makes a checkpoint of them.
+
+Training waits for the copy to the host alone. What was written, or why it was not, goes through a clone of
+the run's store, so a rank that cannot write is named and the others need not see its disk. A save that fails
+leaves the checkpoints before it as they are, and training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from pipetrain.checkpoint.files import (
+    CHECKPOINTS,
+    PARTIAL,
+    Manifest,
+    Part,
+    folder_name,
+    mark_best,
+    prune,
+    publish,
+    remove_unfinished,
+    write_part,
+)
+
+log = logging.getLogger("pipetrain")
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank saves: the tensors of its files, copied, and what is written beside them."""
+
+    files: Mapping[str, Mapping[str, Tensor]]
+    metadata: Mapping[str, str]
+
+
+class Saver:
+    """Saves one rank's part of every checkpoint into `run_dir`. One save at a time."""
+
+    def __init__(self, run_dir: Path, rank: int, store: Store | None, keep: int, timeout: float) -> None:
+        self._folder = run_dir / CHECKPOINTS
+        self._rank = rank
+        # Its own connection: a wait of the background's would hold up the engine's thread otherwise.
+        self._store: Store | None = None if store is None else store.clone()  # type: ignore[attr-defined]
+        self._keep = keep
+        self._timeout = timeout
+        self._writer = ThreadPoolExecutor(1, "pipetrain-save")
+        self._writing: Future[None] | None = None
+        self.failures = 0
+        if rank == 0:
+            remove_unfinished(self._folder)
+
+    def save(self, update: int, snapshot: Snapshot, manifest: Manifest | None, best: bool) -> None:
+        """Start to save; waits for the save before, if that still goes on.
+
+        Rank 0 gives the manifest, whose parts are still to come: it names all files that there will be.
+        """
+        self.wait()
+        self._writing = self._writer.submit(self._save, update, snapshot, manifest, best)
+
+    def wait(self) -> None:
+        """Wait until what was saved last is on the disk, or has failed to get there."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def close(self) -> None:
+        """Wait for the last save, and end."""
+        self.wait()
+        self._writer.shutdown()
+
+    def _save(self, update: int, snapshot: Snapshot, manifest: Manifest | None, best: bool) -> None:
+        partial = self._folder / (folder_name(update) + PARTIAL)
+        parts: dict[str, Part] = {}
+        failure = ""
+        try:
+            for name, tensors in snapshot.files.items():
+                parts[name] = write_part(partial, name, tensors, snapshot.metadata)
+        except (OSError, SafetensorError) as error:
+            failure = f"rank {self._rank} cannot write {partial}: {error}"
+        if manifest is None:
+            assert self._store is not None
+            word = {"failure": failure, "parts": {name: asdict(part) for name, part in parts.items()}}
+            self._store.set(_key(update, self._rank), json.dumps(word))
+            return
+        try:
+            parts |= self._gathered(update, manifest, parts, failure)
+            final = publish(partial, replace(manifest, parts=parts))
+            if best:
+                mark_best(final)
+            prune(self._folder, self._keep)
+        except (OSError, _SaveFailed) as error:
+            self.failures += 1
+            shutil.rmtree(partial, ignore_errors=True)
+            log.warning(
+                "pipetrain: the checkpoint of update %d was NOT saved: %s; training goes on, and the "
+                "checkpoints before it are as they were",
+                *(update, error),
+            )
+
+    def _gathered(
+        self, update: int, manifest: Manifest, mine: Mapping[str, Part], failure: str
+    ) -> dict[str, Part]:
+        """Wait for what the other ranks wrote. Raises _SaveFailed."""
+        parts = dict(mine)
+        end = time.monotonic() + self._timeout
+        for rank in sorted(set(manifest.pipeline["placement"]) - {self._rank}):
+            assert self._store is not None
+            key = _key(update, rank)
+            while not self._store.check([key]):
+                if time.monotonic() > end:
+                    raise _SaveFailed(f"rank {rank} wrote nothing for {self._timeout:g} s")
+                time.sleep(POLL_S)
+            word = json.loads(self._store.get(key))
+            failure = failure or word["failure"]
+            parts |= {name: Part(**part) for name, part in word["parts"].items()}
+        if failure:
+            raise _SaveFailed(failure)
+        return parts
+
+
+class _SaveFailed(Exception):
+    """A rank could not write its part; says which, and why."""
+
+
+def _key(update: int, rank: int) -> str:
+    return f"saved/{update}/{rank}"

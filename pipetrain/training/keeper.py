@@ -1,0 +1,102 @@
+"""When one rank saves, and what: its stages between two windows, under the run's name and conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipetrain.checkpoint.asking import Asked, Asking
+from pipetrain.checkpoint.files import Manifest, Position, Tensors, stage_file
+from pipetrain.checkpoint.saver import Saver, Snapshot
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.stage import Stage
+from pipetrain.training.figures import Progress
+
+
+@dataclass(slots=True)
+class Keeper:
+    """Saves every so many epochs or updates, if not None, and when a signal asks for it.
+
+    `run`, `conditions`, `config`: see Manifest. `seen`: the update at the last window's end.
+    """
+
+    saver: Saver
+    asking: Asking
+    every: int | None
+    unit: str
+    run: str
+    conditions: Mapping[str, Any]
+    config: Mapping[str, Any]
+    seen: int = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen to signals while the block runs."""
+        with self.asking.listening():
+            yield
+
+    def after_window(self) -> Asked:
+        """Say what signals ask all ranks to do now; to be called after each window."""
+        return self.asking.after_window()
+
+    def due(self, position: Position, over: bool = False) -> bool:
+        """Say whether to save here; to be asked once at every window's end. `over`: it is the run's."""
+        before, self.seen = self.seen, position.update
+        if self.every is None or over:
+            return self.every is not None
+        if self.unit == "updates":
+            return position.update // self.every > before // self.every
+        return position.batch == 0 and position.epoch % self.every == 0
+
+    def save(
+        self,
+        stages: Mapping[int, Stage],
+        mesh: Mesh,
+        position: Position,
+        pipeline: Mapping[str, Any],
+        progress: Progress,
+    ) -> None:
+        """Start to save; all ranks must call it, with the same values but their own stages."""
+        rank = mesh.world.rank
+        files: dict[str, dict[str, Tensor]] = {
+            stage_file(index): stage.state() for index, stage in stages.items()
+        }
+        files[stage_file(min(stages))] |= random_state(rank, mesh.device)
+        metadata = {"run": self.run, "update": str(position.update)}
+        manifest = None
+        if rank == 0:
+            manifest = Manifest(
+                self.run, position, self.conditions, pipeline, self.config, progress.to_json(), {}
+            )
+        self.saver.save(position.update, Snapshot(files, metadata), manifest, _is_best(position, progress))
+
+    def close(self) -> None:
+        """Wait until all is on the disk."""
+        self.saver.close()
+
+
+def _is_best(position: Position, progress: Progress) -> bool:
+    if position.batch or not progress.history:
+        return False
+    *earlier, last = (figures.evaluated.accuracy for figures in progress.history)
+    return last > max(earlier, default=-1.0)
+
+
+def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """Return what a rank's random numbers go on from."""
+    state = {f"random/{rank}/cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state[f"random/{rank}/cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(tensors: Tensors, rank: int, device: torch.device) -> None:
+    """Go on from what `random_state` returned."""
+    torch.set_rng_state(tensors[f"random/{rank}/cpu"])
+    if device.type == "cuda" and f"random/{rank}/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], device)

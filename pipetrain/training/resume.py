@@ -1,0 +1,146 @@
+"""Which checkpoint a run goes on from, and whether it may."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from pipetrain.checkpoint.files import (
+    CHECKPOINTS,
+    MANIFEST,
+    DamagedCheckpoint,
+    Manifest,
+    newest_first,
+    read_manifest,
+    read_whole,
+)
+from pipetrain.errors import ConfigError
+from pipetrain.partition.profile import PROFILE
+from pipetrain.training.run import Run
+
+AUTO = "auto"
+
+log = logging.getLogger("pipetrain")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A whole checkpoint to go on from."""
+
+    folder: Path
+    manifest: Manifest
+
+
+def find_source(resume: str, run_dir: Path) -> Source | None:
+    """Find the checkpoint that `resume=` asks for, and prove it whole.
+
+    Damaged ones are named and the one before is taken, unless one is asked for by name. Returns None for auto
+    where the run's folder has none yet. Raises ConfigError.
+    """
+    if resume == AUTO:
+        return _newest(run_dir)
+    folder = Path(resume).expanduser().absolute()
+    if (folder / CHECKPOINTS).is_dir():
+        source = _newest(folder)
+        if source is None:
+            raise ConfigError(f"resume={resume} is the folder of a run that has saved no checkpoint")
+        return source
+    if not (folder / MANIFEST).exists() and not folder.name.startswith("update-"):
+        raise ConfigError(
+            f"resume={resume} is no checkpoint: give auto, the folder of a run, or one of its "
+            f"{CHECKPOINTS}/update-... folders"
+        )
+    try:
+        return Source(folder, read_whole(folder))
+    except DamagedCheckpoint as damage:
+        raise ConfigError(f"resume={resume} is damaged: {damage}; choose another checkpoint") from damage
+
+
+def _newest(run_dir: Path) -> Source | None:
+    damaged: list[Path] = []
+    for folder, found in newest_first(run_dir / CHECKPOINTS):
+        if isinstance(found, Manifest):
+            return Source(folder, found)
+        damaged.append(folder)
+        log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, found)
+    if damaged:
+        raise ConfigError(
+            f"no checkpoint of {run_dir} is whole ({', '.join(path.name for path in damaged)}): train anew "
+            f"in another run_dir, or give resume= another run's checkpoint"
+        )
+    return None
+
+
+def read_source(folder: Path, rank: int) -> Source:
+    """Read a checkpoint that rank 0 has proved whole. Raises ConfigError where this rank cannot."""
+    try:
+        return Source(folder, read_manifest(folder))
+    except DamagedCheckpoint as damage:
+        raise ConfigError(
+            f"rank {rank} cannot read the checkpoint that rank 0 reads: {damage}; give run_dir (or resume) a "
+            f"folder that all machines share"
+        ) from damage
+
+
+def done_batches(source: Source | None) -> int:
+    """Return how many batches are done of the epoch that a run goes on with."""
+    return source.manifest.position.batch if source else 0
+
+
+def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
+    """Return the configuration, cut as the checkpoint is where it would be profiled anew otherwise."""
+    pipeline = source.manifest.pipeline
+    if cfg.partition != PROFILE or ranks != len(set(pipeline["placement"])):
+        return cfg
+    cfg = cfg.copy()
+    cfg.partition = pipeline["cuts"]
+    cfg.memory_limit = None
+    return cfg
+
+
+def conditions(cfg: DictConfig, run: Run) -> dict[str, Any]:
+    """Return what a run and the checkpoint that it goes on from must agree in."""
+    model = run.build_model()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    container: Any = OmegaConf.to_container(cfg, resolve=True)
+    return {
+        "model": container["model"],
+        "tensors": {
+            name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in sorted(tensors.items())
+        },
+        "data": run.data.name,
+        "data's fingerprint": run.data.fingerprint,
+        "optim": container["optim"]["_target_"],
+        "batch_size": run.settings.batch_size,
+        "data.drop_last": run.settings.drop_last,
+        "seed": run.settings.seed,
+        "dtype": str(run.settings.dtype).removeprefix("torch."),
+    }
+
+
+def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int) -> None:
+    """Refuse a checkpoint of another model, data set or order of samples. Raises ConfigError."""
+    theirs = source.manifest.conditions
+    for key in {**theirs, **mine}:
+        if mine.get(key) != theirs.get(key):
+            difference = _difference(key, theirs.get(key), mine.get(key))
+            raise ConfigError(
+                f"this run cannot go on from {source.folder}: {difference}; give the values that it was "
+                f"trained with, or train anew"
+            )
+    done = source.manifest.position.epoch
+    if done >= epochs:
+        raise ConfigError(f"{source.folder} has all of its {done} epochs done; give epochs= more to go on")
+
+
+def _difference(key: str, theirs: Any, mine: Any) -> str:
+    if isinstance(theirs, Mapping) and isinstance(mine, Mapping):
+        for name in sorted(theirs.keys() | mine.keys()):
+            if theirs.get(name) != mine.get(name):
+                return _difference(f"{key}.{name}", theirs.get(name), mine.get(name))
+    return f"it has {key}={theirs}, and this run has {key}={mine}"

@@ -1,0 +1,126 @@
+"""Kill a rank of a training run at a random moment, again and again, and see that nothing is lost.
+
+python scripts/fault_check.py [--times 20] [--seed 0] [-- OVERRIDES]
+
+Each time torchrun starts two ranks with --max-restarts=3 and resume=auto, one rank is killed by SIGKILL at a
+random moment, and the weights at the end must be those of a run that nobody killed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from safetensors.torch import load_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from pipetrain.checkpoint.files import CHECKPOINTS, DamagedCheckpoint, newest_first  # noqa: E402
+
+COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+COMMAND += ["--max-restarts=3", "-m", "pipetrain"]
+RUN = ["model=mlp", "data=digits", "device=cpu", "threads=1", "epochs=12", "schedule=pipedream", "window=4"]
+RUN += ["checkpoint.every=5", "checkpoint.unit=updates", "resume=auto"]
+DEADLINE_S = 180.0
+
+
+def main() -> int:
+    """Try, tell, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--times", type=int, default=20, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("overrides", nargs="*", help="of the configuration")
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    survived = 0
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        status, _ = train(Path(folder, "whole"), options.overrides)
+        whole_s = time.monotonic() - start
+        if status:
+            print("the run that nobody kills fails by itself")
+            return 1
+        wanted = weights(Path(folder, "whole"))
+        print(f"whole: {whole_s:.1f} s; killed {options.times} times, seed {options.seed}", flush=True)
+        for number in range(options.times):
+            run_dir, rank = Path(folder, str(number)), chance.randrange(2)
+            after = chance.uniform(0.3, 0.95) * whole_s
+            status, hit = train(run_dir, options.overrides, rank, after)
+            equal = not status and same(weights(run_dir), wanted)
+            survived += equal
+            how = (
+                "came back with the same weights" if equal else f"LOST: exit status {status}, weights differ"
+            )
+            what = f"rank {rank} killed after {after:.1f} s" if hit else "over before it could be killed"
+            print(f"{number + 1:2d}  {what}: {how}", flush=True)
+    print(f"{survived} of {options.times} came back")
+    return int(survived < options.times)
+
+
+def train(run_dir: Path, words: Sequence[str], rank: int = 0, kill_after: float = 0.0) -> tuple[int, bool]:
+    """Train once; kill a rank after so many seconds, if not 0. Returns the exit status and whether it was hit."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [*COMMAND, *RUN, f"run_dir={run_dir}", *words],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    hit = False
+    try:
+        if kill_after:
+            time.sleep(kill_after)
+            for pid in pids(process.pid, rank):
+                os.kill(pid, signal.SIGKILL)
+                hit = True
+        return process.wait(DEADLINE_S), hit
+    except subprocess.TimeoutExpired:
+        return -1, hit
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def pids(session: int, rank: int) -> list[int]:
+    """Return the process of a rank, by its environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(path.read_text().rpartition(")")[2].split()[3]) != session:
+                continue
+            variables = (path.parent / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in variables:
+            found.append(int(path.parent.name))
+    return found
+
+
+def weights(run_dir: Path) -> dict[str, Tensor]:
+    """Return all tensors of a run's newest checkpoint."""
+    for folder, found in newest_first(run_dir / CHECKPOINTS):
+        if not isinstance(found, DamagedCheckpoint):
+            return {key: t for name in found.parts for key, t in load_file(folder / name).items()}
+    return {}
+
+
+def same(mine: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    """Whether two checkpoints are equal, bit for bit."""
+    return mine.keys() == wanted.keys() and all(mine[name].equal(wanted[name]) for name in wanted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Saving beside training: what fails is said, and what was saved before stays as it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipetrain.checkpoint import files, saver
+from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, newest_first, read_whole
+from pipetrain.checkpoint.saver import Saver, Snapshot
+
+
+def snapshot(rank: int) -> Snapshot:
+    return Snapshot({f"stage-{rank}.safetensors": {"model/a": torch.arange(100.0)}}, {})
+
+
+def manifest(update: int, ranks: int) -> Manifest:
+    return Manifest("r", Position(0, 0, update), {}, {"placement": list(range(ranks))}, {}, {}, {})
+
+
+def save(folder: Path, update: int, ranks: int = 2, silent: bool = False, best: bool = False) -> Saver:
+    store = dist.HashStore()
+    savers = [Saver(folder, rank, store, keep=2, timeout=1) for rank in range(ranks)]
+    for rank, one in enumerate(savers):
+        if rank == 0 or not silent:
+            one.save(update, snapshot(rank), None if rank else manifest(update, ranks), best)
+    for one in savers:
+        one.close()
+    return savers[0]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / CHECKPOINTS).iterdir())
+
+
+def test_all_parts_come_together(tmp_path):
+    save(tmp_path, 5, best=True)
+    whole = read_whole(tmp_path / CHECKPOINTS / "update-00000005")
+    assert sorted(whole.parts) == ["stage-0.safetensors", "stage-1.safetensors"]
+    assert names(tmp_path) == ["best", "update-00000005"]
+
+
+def test_a_full_disk_on_any_rank_is_said_and_the_one_before_stays(tmp_path, monkeypatch, caplog):
+    save(tmp_path, 5)
+    write = saver.write_part
+
+    def full(folder, name, *rest):
+        if name == "stage-1.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(folder, name, *rest)
+
+    monkeypatch.setattr(saver, "write_part", full)
+    assert save(tmp_path, 6).failures == 1
+    assert "the checkpoint of update 6 was NOT saved: rank 1 cannot write" in caplog.text
+    assert "No space left on device" in caplog.text
+    assert names(tmp_path) == ["update-00000005"]
+    read_whole(tmp_path / CHECKPOINTS / "update-00000005")
+
+
+def test_a_rank_that_writes_nothing_is_named(tmp_path, caplog):
+    assert save(tmp_path, 6, silent=True).failures == 1
+    assert "rank 1 wrote nothing for 1 s" in caplog.text
+    assert names(tmp_path) == []
+
+
+STEPS = ("save_file", "_flush", "os.replace", "_checksum")
+
+
+def die_at(step: int, folder: Path) -> bool:
+    """Save update 6 in a process that dies before its `step`-th step; return whether it got past the end."""
+    child = os.fork()
+    if not child:
+        left = step
+
+        def dying(call):
+            def wrapped(*arguments):
+                nonlocal left
+                if not left:
+                    os._exit(9)
+                left -= 1
+                return call(*arguments)
+
+            return wrapped
+
+        files.save_file = dying(files.save_file)
+        files._flush, files._checksum = dying(files._flush), dying(files._checksum)
+        os.replace = dying(os.replace)
+        try:
+            one = Saver(folder, 0, None, keep=1, timeout=1)
+            one.save(6, snapshot(0), manifest(6, 1), best=True)
+            one.close()
+        finally:
+            os._exit(0 if left else 9)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_killed_at_any_step_of_a_save_there_is_a_whole_one(tmp_path):
+    died = 0
+    for step in range(40):
+        folder = tmp_path / str(step)
+        save(folder, 5, ranks=1)
+        over = die_at(step, folder)
+        died += not over
+        found = [found for _, found in newest_first(folder / CHECKPOINTS)]
+        assert all(isinstance(one, Manifest) for one in found), step
+        assert found[0].position.update in (5, 6), step
+        if over:
+            break
+        Saver(folder, 0, None, keep=1, timeout=1).close()  # the next start tidies up
+        assert not list((folder / CHECKPOINTS).glob("*.partial")), step
+    assert over
+    assert died >= 8
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_newest_are_kept(ranks, tmp_path):
+    for update in range(4):
+        save(tmp_path, update, ranks)
+    assert names(tmp_path) == ["update-00000002", "update-00000003"]

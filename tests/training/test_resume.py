@@ -1,0 +1,186 @@
+"""A run that goes on from a checkpoint ends as one that was never stopped, and a wrong one is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipetrain.checkpoint import files
+from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, read_whole
+from pipetrain.errors import ConfigError
+from pipetrain.training.resume import Source, conditions, find_source, refuse_other, with_cuts_of
+from tests.support.cases import SCHEDULES, Case, Saved, config, make_run, run_in_threads
+
+WINDOWS = {"pipedream": "window=2", "pipedream_2bw": "window=2"}
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    return sorted((folder / CHECKPOINTS).glob("update-*"))
+
+
+def losses(epochs):
+    return [(f.trained, f.evaluated, f.lr) for f in epochs]
+
+
+def a_case(schedule: str, ranks: int, *overrides: str) -> Case:
+    m = max(2, ranks) if schedule != "pipedream" else 1
+    return Case(schedule, ranks, (f"microbatches={m}", WINDOWS.get(schedule, "window=1"), *overrides), 48)
+
+
+@pytest.mark.parametrize("optimizer", ["optim=sgd", "optim=adamw"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_is_bit_equal_from_every_checkpoint(schedule, ranks, optimizer, tmp_path):
+    case = a_case(schedule, ranks, optimizer)
+    wanted, epochs = run_in_threads(case, saved=Saved(tmp_path))
+    found = checkpoints(tmp_path)
+    per_epoch = 4 if WINDOWS.get(schedule) is None else 2
+    assert len(found) == 3 * per_epoch
+    for source in found[:-1:3]:
+        state, resumed = run_in_threads(case, saved=Saved(tmp_path / "again"), source=source)
+        assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items()), source.name
+        assert losses(resumed) == losses(epochs), source.name
+
+
+def test_saving_changes_nothing(tmp_path):
+    case = a_case("pipedream", 2)
+    wanted, _ = run_in_threads(case)
+    state, _ = run_in_threads(case, saved=Saved(tmp_path))
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    case = a_case("1f1b", 1, "model._target_=tests.support.models.dropping")
+    wanted, _ = run_in_threads(case, saved=Saved(tmp_path))
+    state, _ = run_in_threads(case, source=checkpoints(tmp_path)[5])
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "partition"),
+    [("1f1b", 1, "flops"), ("1f1b", 3, "even"), ("gpipe", 2, "[2]"), ("interleaved_1f1b", 2, "even")],
+)
+def test_another_partition_and_synchronous_schedule_ends_the_same(schedule, ranks, partition, tmp_path):
+    wanted, epochs = run_in_threads(a_case("1f1b", 2), saved=Saved(tmp_path))
+    other = a_case(schedule, ranks, f"partition={partition}")
+    state, resumed = run_in_threads(other, source=checkpoints(tmp_path)[5])
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
+    assert [f.evaluated.correct for f in resumed] == [f.evaluated.correct for f in epochs]
+
+
+def test_a_run_that_is_asked_to_stop_saves_at_that_window_and_goes_on_later(tmp_path):
+    case = a_case("1f1b", 2)
+    wanted, epochs = run_in_threads(case)
+    _, some = run_in_threads(case, saved=Saved(tmp_path, every=None, at=6, asked="stop"))
+    assert len(some) == 1
+    (source,) = checkpoints(tmp_path)
+    assert read_whole(source).position == Position(1, 2, 6)
+    state, resumed = run_in_threads(case, source=source)
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+    assert losses(resumed) == losses(epochs)
+
+
+def test_epochs_between_checkpoints_and_how_many_are_kept(tmp_path):
+    run_in_threads(a_case("1f1b", 2, "epochs=5"), saved=Saved(tmp_path, every=2, unit="epochs", keep=1))
+    names = {path.name for path in checkpoints(tmp_path)}
+    best = files.best(tmp_path / CHECKPOINTS)
+    assert names == {"update-00000020", best} - {None}
+
+
+# Which checkpoint
+
+
+def saved_run(tmp_path) -> Path:
+    run_in_threads(a_case("1f1b", 2), saved=Saved(tmp_path))
+    return tmp_path
+
+
+def test_the_newest_whole_one_is_taken_and_damage_is_named(tmp_path, caplog):
+    folder = saved_run(tmp_path)
+    newest = checkpoints(folder)[-1]
+    part = newest / "stage-1.safetensors"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    source = find_source("auto", folder)
+    assert source is not None
+    assert source.folder == checkpoints(folder)[-2]
+    assert "update-00000012 is damaged" in caplog.text
+    assert "stage-1.safetensors has another checksum" in caplog.text
+    with pytest.raises(ConfigError, match=r"is damaged: .* has another checksum"):
+        find_source(str(newest), folder)
+
+
+def test_nothing_to_go_on_from(tmp_path):
+    assert find_source("auto", tmp_path) is None
+    with pytest.raises(ConfigError, match="is no checkpoint: give auto, the folder of a run"):
+        find_source(str(tmp_path), tmp_path)
+    (tmp_path / CHECKPOINTS).mkdir()
+    with pytest.raises(ConfigError, match="has saved no checkpoint"):
+        find_source(str(tmp_path), tmp_path)
+
+
+def test_all_damaged_is_refused_rather_than_begun_anew(tmp_path):
+    folder = saved_run(tmp_path)
+    for path in checkpoints(folder):
+        (path / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* is whole"):
+        find_source("auto", folder)
+
+
+NORM = "model._target_=tests.support.models.with_norm"
+CFG = ["data=digits", "device=cpu", "batch_size=12"]
+
+
+def run_with(*overrides: str):
+    return make_run(Case("1f1b", 1, overrides))
+
+
+ONE_EPOCH = Position(1, 0, 4)
+
+
+def source_of(*overrides: str, position: Position = ONE_EPOCH) -> Source:
+    mine = json.loads(json.dumps(conditions(config([NORM, *CFG, *overrides]), run_with(*overrides))))
+    return Source(Path("c"), Manifest("r", position, mine, {"cuts": [1], "placement": [0, 1]}, {}, {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("seed=1", "it has seed=0, and this run has seed=1"),
+        ("batch_size=24", "it has batch_size=12, and this run has batch_size=24"),
+        (
+            "model._target_=tests.support.models.without_norm",
+            "it has model._target_=tests.support.models.with_norm, and",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_differs(override, says):
+    mine = conditions(config([NORM, *CFG, override]), run_with(override))
+    with pytest.raises(ConfigError) as refusal:
+        refuse_other(source_of(), mine, epochs=3)
+    assert says in str(refusal.value)
+    assert "this run cannot go on from c" in str(refusal.value)
+
+
+def test_what_may_differ():
+    mine = conditions(config([NORM, *CFG]), run_with("microbatches=1", "optim.lr=0.01"))
+    refuse_other(source_of(), mine, epochs=3)
+
+
+def test_a_run_that_is_done_is_not_begun():
+    mine = conditions(config([NORM, *CFG]), run_with())
+    source = source_of(position=Position(3, 0, 12))
+    with pytest.raises(ConfigError, match="has all of its 3 epochs done; give epochs= more"):
+        refuse_other(source, mine, epochs=3)
+
+
+def test_a_profiled_run_keeps_its_cuts():
+    cfg = config([*CFG, "partition=profile"])
+    assert with_cuts_of(cfg, source_of(), 2).partition == [1]
+    assert with_cuts_of(cfg, source_of(), 3).partition == "profile"
+    assert with_cuts_of(config(CFG), source_of(), 2).partition == "flops"
