@@ -55,8 +55,10 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
 
 
 def quoted(value: str) -> str:
-    """Return a value as an override's right side, whatever characters it has."""
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    """Quote a value for Hydra's override grammar, where it has to be."""
+    if re.fullmatch(r"[\w./-]+", value, re.ASCII):
+        return value
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
 
 
 def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:

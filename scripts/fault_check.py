@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +69,7 @@ def main() -> int:
 
 
 def train(run_dir: Path, words: Sequence[str], rank: int = 0, kill_after: float = 0.0) -> tuple[int, bool]:
-    """Train once; kill a rank after so many seconds, if not 0. Returns the exit status and whether it was hit."""
+    """Train once; kill a rank after so many seconds, if not 0. Returns the status and whether it was hit."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [*COMMAND, *RUN, f"run_dir={run_dir}", *words],
@@ -88,10 +89,8 @@ def train(run_dir: Path, words: Sequence[str], rank: int = 0, kill_after: float 
     except subprocess.TimeoutExpired:
         return -1, hit
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def pids(session: int, rank: int) -> list[int]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pipetrain
+from pipetrain.cli import quoted
 from pipetrain.comparison.processes import run
 from pipetrain.errors import ConfigError
 
@@ -104,14 +105,9 @@ def torchrun(spec: Spec, folder: Path) -> list[str]:
         "--standalone",
         f"--nproc_per_node={spec.nproc}",
     ]
-    return [*launcher, "-m", "pipetrain", *spec.arguments, f"run_dir={quoted(str(folder))}"]
-
-
-def quoted(value: str) -> str:
-    """Quote a value for Hydra's override grammar, where it has to be."""
-    if re.fullmatch(r"[\w./-]+", value, re.ASCII):
-        return value
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
+    # No checkpoints, unless the overrides ask for them: what is compared is the training.
+    words = ["checkpoint.every=null", *spec.arguments, f"run_dir={quoted(str(folder))}"]
+    return [*launcher, "-m", "pipetrain", *words]
 
 
 class Runs:

@@ -140,7 +140,7 @@ class Trainer:
         """Start to save a checkpoint. The pipeline is drained, and all ranks do this at the same window."""
         assert self._keeper is not None
         last = self.stages.get(self._run.plan.stages - 1)
-        mine = (last.trained_so_far if last else None, self._engine.records, before)
+        mine = (last.trained_so_far if last else None, self._records(), before)
         gathered: list[Any] = self._mesh.gather("what is known of the epoch", mine)
         progress = Progress(
             history=self._progress.history,
@@ -179,7 +179,7 @@ class Trainer:
                 run.plan.windows[len(chosen)].program[self._mesh.world.rank],
                 WindowFeed(chosen, run.data.train.labels, images, self._mesh.device),
                 run.settings.microbatches,
-                partial(self._tick, f"epoch {epoch + 1}", len(batches)),
+                partial(self._tick, f"epoch {epoch + 1}", len(batches) - done),
                 tracer.observer(epoch, chosen) if tracer else None,
             )
             end = start + len(chosen)
