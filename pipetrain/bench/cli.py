@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from pipetrain.bench import memory, models, overhead, report, single, sleep
@@ -15,7 +16,7 @@ from pipetrain.comparison.processes import interruptible
 
 SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
     "sleep": sleep.suite,
-    "models": models.suite,
+    **{model: partial(models.suite, model) for model in models.MODELS},
     "one-process": single.suite,
     "overhead": overhead.suite,
     "memory": memory.suite,

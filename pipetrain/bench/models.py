@@ -1,4 +1,4 @@
-"""Suite: VGG16 and ResNet18 on two processes, at the best cut, ours and everybody else's.
+"""Suites: VGG16 and ResNet18 on two processes, at the best cut, ours and everybody else's.
 
 The ideal is each stage alone on local tensors, at the same time as the other, with no message: its slower
 stage is the pace that no pipeline beats. The cut is the one with the best such pace, by measurement.
@@ -30,7 +30,7 @@ MODELS = {
     "vgg16": Task(("model=vgg16", "batch_size=64")),
     "resnet18": Task(("model=resnet18", "batch_size=64")),
 }
-SMALL = {"mlp": Task(("model=mlp", "batch_size=64"))}
+SMALL = Task(("model=mlp", "batch_size=64"))
 MICROBATCHES = 4
 BATCHES, WINDOW = 4, 12  # of a turn; of an asynchronous window
 ONE_THREAD = "one process, 1 thread"
@@ -55,12 +55,10 @@ COMPILERS = ("c++", "g++", "clang++")  # one of which torch.compile needs
 Cut = tuple[int, ...]
 
 
-def suite(scale: Scale, say: Say) -> Iterator[Row]:
-    """Measure, and give the rows as they come."""
-    tasks = SMALL if scale.quick else MODELS
-    for model, task in tasks.items():
-        found = run_world(measure, RANKS, titled(say, model), task, scale)[0]
-        yield from make_rows(model, found)
+def suite(model: str, scale: Scale, say: Say) -> Iterator[Row]:
+    """Measure one model, and give its rows."""
+    task = SMALL if scale.quick else MODELS[model]
+    yield from make_rows(model, run_world(measure, RANKS, titled(say, model), task, scale)[0])
 
 
 def candidate_cuts(layers: Sequence[Layer], stages: int) -> dict[Cut, list[str]]:

@@ -18,7 +18,7 @@ from pipetrain.bench.figures import Row, Scale, Series, timed_row
 from pipetrain.bench.ours import Ours
 from pipetrain.bench.rounds import FULL, Contestant, race
 from pipetrain.bench.tasks import Task, prepare
-from pipetrain.bench.theirs import RIVALS, SCHEDULES, TorchPipeline
+from pipetrain.bench.theirs import RIVALS, SCHEDULES, Alone, TorchPipeline
 from pipetrain.bench.worlds import Say, run_world, titled
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Op
@@ -27,6 +27,7 @@ from pipetrain.schedule.simulate import simulate
 
 FEATURES = 2**18  # float32: a sample is a message of 1 MiB
 CLASSES = 10
+ALONE = "each stage alone, m = 1"  # what F, B, a loss and a step take beside the naps
 WAKING_S = 3e-4  # of looking at the clock instead of sleeping
 
 
@@ -143,6 +144,8 @@ def measure(mesh: Mesh, say: Say, nap: Nap, rounds: int) -> tuple[Series, dict[s
             job = prepare(task(nap, ranks, m), "1f1b", ranks)
             theirs.append(TorchPipeline(name, job, mesh, _batches(m)))
             theirs[-1].name += f", m = {m}"
+    theirs.append(Alone(ALONE, prepare(task(nap, ranks, 1), "1f1b", ranks), mesh, _batches(1)))
+    bounds[ALONE] = nap.forward_s + nap.backward_s
     for one in ours:
         bounds[one.name] = bound(one, nap)
         bounds[one.name + FULL] = one.microbatches * (nap.forward_s + nap.backward_s)

@@ -80,8 +80,15 @@ def test_memory_grows_or_only_jitters(leak_mib, still):
 
 
 WHAT_IT_SHOWS = {
-    "sleep": ["sleep, 2 stages", "pipedream, m = 1, once full", "torch 1F1B, m = 4", "x torch GPipe"],
-    "models": ["slower stage alone", "ideal without messages", "torch DDP", "interleaved_1f1b"],
+    "sleep": [
+        "sleep, 2 stages",
+        "each stage alone",
+        "pipedream, m = 1, once full",
+        "torch 1F1B, m = 4",
+        "x torch GPipe",
+    ],
+    "vgg16": ["vgg16, slower stage alone", "ideal without messages", "torch DDP", "interleaved_1f1b"],
+    "resnet18": ["resnet18, cut before", "pipedream, contiguous, once full"],
     "one-process": ["plain loop", "1f1b", "of bound >= 0.98"],
     "overhead": ["overhead, 1f1b, rank 1", "of it the channel", "< 150 us an action"],
     "memory": ["memory, pipedream, rank 0", "weight versions at the peak", "as simulated: 2"],
@@ -107,7 +114,7 @@ def test_a_suite_through_the_command_line(suite, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["sleeep"], "there is no sleeep; choose from sleep, models"),
+        (["sleeep"], "there is no sleeep; choose from sleep, vgg16"),
         (["--rounds", "0"], "must be 1 or more; got 0"),
     ],
 )
