@@ -21,7 +21,8 @@ from torch.distributed.distributed_c10d import Store
 from pipetrain.blueprint import Plan
 from pipetrain.checkpoint.asking import Asking
 from pipetrain.checkpoint.saver import Saver
-from pipetrain.cli import compose, contained, quoted
+from pipetrain.cli import compose, contained
+from pipetrain.comparison.runs import quoted
 from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
 from pipetrain.errors import ConfigError

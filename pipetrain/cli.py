@@ -54,13 +54,6 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
     return 0
 
 
-def quoted(value: str) -> str:
-    """Quote a value for Hydra's override grammar, where it has to be."""
-    if re.fullmatch(r"[\w./-]+", value, re.ASCII):
-        return value
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
-
-
 def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
     """Return the configuration by itself: Hydra's interpolations resolved, its folders absolute."""
     cfg = cfg.copy()

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import pipetrain
-from pipetrain.cli import quoted
 from pipetrain.comparison.processes import run
 from pipetrain.errors import ConfigError
 
@@ -108,6 +107,13 @@ def torchrun(spec: Spec, folder: Path) -> list[str]:
     # No checkpoints, unless the overrides ask for them: what is compared is the training.
     words = ["checkpoint.every=null", *spec.arguments, f"run_dir={quoted(str(folder))}"]
     return [*launcher, "-m", "pipetrain", *words]
+
+
+def quoted(value: str) -> str:
+    """Quote a value for Hydra's override grammar, where it has to be."""
+    if re.fullmatch(r"[\w./-]+", value, re.ASCII):
+        return value
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
 
 
 class Runs:

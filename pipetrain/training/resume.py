@@ -107,15 +107,14 @@ def conditions(cfg: DictConfig, run: Run) -> dict[str, Any]:
     """Return what a run and the checkpoint that it goes on from must agree in."""
     model = run.build_model()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    container: Any = OmegaConf.to_container(cfg, resolve=True)
     return {
-        "model": container["model"],
+        "model": OmegaConf.to_container(cfg.model, resolve=True),
         "tensors": {
             name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in sorted(tensors.items())
         },
         "data": run.data.name,
         "data's fingerprint": run.data.fingerprint,
-        "optim": container["optim"]["_target_"],
+        "optim": str(cfg.optim._target_),
         "batch_size": run.settings.batch_size,
         "data.drop_last": run.settings.drop_last,
         "seed": run.settings.seed,

@@ -31,7 +31,7 @@ def acted(asked: list[tuple[int, int, int]], ranks: int = 3, windows: int = 8) -
     return acts
 
 
-@pytest.mark.parametrize(("window", "rank", "number"), product((1, 2, 5), range(3), (STOP, SAVE)))
+@pytest.mark.parametrize(("window", "rank", "number"), list(product((1, 2, 5), range(3), (STOP, SAVE))))
 def test_all_ranks_act_after_the_same_window_and_soon(window, rank, number, capfd):
     first, *others = acted([(window, rank, number)])
     assert all(other == first for other in others)

@@ -98,7 +98,7 @@ def test_every_bit_counts(at, tmp_path):
 
 
 def test_the_manifest_of_another_run_is_no_manifest_of_these_files(tmp_path):
-    other, mine = saved(tmp_path / "other", run="another"), saved(tmp_path / "mine")
+    other, mine = saved(tmp_path / "other", run="s"), saved(tmp_path / "mine")
     (mine / "manifest.json").write_bytes((other / "manifest.json").read_bytes())
     with pytest.raises(DamagedCheckpoint, match="another checksum than its manifest says"):
         read_whole(mine)

@@ -233,7 +233,7 @@ def test_a_run_is_started_as_a_user_would():
     (spec,) = cli.read_specs(options, ("stages=3", "epochs=2"))
     assert torchrun(spec, Path("/a b/c"))[1:] == [
         *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "-m", "pipetrain"),
-        *("stages=3", "epochs=2", "schedule=gpipe", "seed=0", "run_dir='/a b/c'"),
+        *("checkpoint.every=null", "stages=3", "epochs=2", "schedule=gpipe", "seed=0", "run_dir='/a b/c'"),
     ]
 
 

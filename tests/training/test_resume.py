@@ -30,16 +30,21 @@ def a_case(schedule: str, ranks: int, *overrides: str) -> Case:
     return Case(schedule, ranks, (f"microbatches={m}", WINDOWS.get(schedule, "window=1"), *overrides), 48)
 
 
-@pytest.mark.parametrize("optimizer", ["optim=sgd", "optim=adamw"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "optimizer"),
+    [
+        *((schedule, 2, "optim=sgd") for schedule in SCHEDULES),
+        ("1f1b", 1, "optim=sgd"),
+        ("pipedream", 3, "optim=adamw"),
+    ],
+)
 def test_a_resumed_run_is_bit_equal_from_every_checkpoint(schedule, ranks, optimizer, tmp_path):
     case = a_case(schedule, ranks, optimizer)
     wanted, epochs = run_in_threads(case, saved=Saved(tmp_path))
     found = checkpoints(tmp_path)
     per_epoch = 4 if WINDOWS.get(schedule) is None else 2
     assert len(found) == 3 * per_epoch
-    for source in found[:-1:3]:
+    for source in (found[1], found[-4]):
         state, resumed = run_in_threads(case, saved=Saved(tmp_path / "again"), source=source)
         assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items()), source.name
         assert losses(resumed) == losses(epochs), source.name
@@ -65,7 +70,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
 )
 def test_another_partition_and_synchronous_schedule_ends_the_same(schedule, ranks, partition, tmp_path):
     wanted, epochs = run_in_threads(a_case("1f1b", 2), saved=Saved(tmp_path))
-    other = a_case(schedule, ranks, f"partition={partition}")
+    other = a_case(schedule, ranks, f"partition={partition}", "microbatches=2")
     state, resumed = run_in_threads(other, source=checkpoints(tmp_path)[5])
     for name, tensor in wanted.items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)

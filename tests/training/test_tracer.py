@@ -7,6 +7,7 @@ from time import perf_counter
 
 import pytest
 
+from pipetrain.checkpoint.files import Position
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import COMMUNICATION
 from pipetrain.schedule.measured import RankWindow
@@ -97,7 +98,7 @@ def test_times_are_put_on_rank_0_s_clock_and_drift_is_evened_out(monkeypatch):
     run = make_run(Case("1f1b", 1, (PLAIN, "microbatches=2", "epochs=1", "+trace.windows=1")))
     now = iter([100.0, 200.0])
     monkeypatch.setattr(module, "perf_counter", lambda: next(now))
-    tracer = Tracer(run, Shifted([(7.0, 0.01), (9.0, 0.002)]))  # type: ignore[arg-type]
+    tracer = Tracer(run, Shifted([(7.0, 0.01), (9.0, 0.002)]), Position())  # type: ignore[arg-type]
     observe = tracer.observer(0, run.sampler.epoch(0)[:1])
     assert observe
     assert tracer.over
