@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,7 +48,8 @@ def test_done_runs_are_kept(out, capsys):
     first = (out / "table.md").read_text()
     assert compare(*TWO, "--out", str(out), *DIGITS) == 0
     assert started(out) == ALL
-    assert "[4/4] pipedream seed 1 ... 97.1 % in 0.0s, kept from before\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(r"\[4/4\] pipedream seed 1 \.\.\. 97\.1 % in [\d.]+s, kept from before\n", said)
     assert (out / "table.md").read_text() == first
 
 
@@ -62,7 +64,7 @@ def test_it_goes_on_past_a_failed_run_and_tries_it_again(out, capsys, monkeypatc
     assert compare(*TWO, "--out", str(out), *DIGITS) == 1
     assert started(out) == ALL
     said = capsys.readouterr().out
-    assert "[3/4] layer_dist seed 1 ... FAILED (status 1) after 0." in said
+    assert "[3/4] layer_dist seed 1 ... FAILED (status 1) after " in said
     assert "    pipetrain: batch_size=0 must be a whole number of at least 1\n" in said
     assert "elastic" not in said
     assert f"    its output: {out}/runs/layer_dist-seed1.log\n" in said
