@@ -71,7 +71,7 @@ class Leader:
 
     def remembered(self) -> str | None:
         """Return the folder of the run that torchrun has restarted, if it has."""
-        if self._store is None or not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        if self._store is None or not _restarts():
             return None
         store = _across_restarts(self._store)
         return store.get(_RUN_DIR).decode() if store.check([_RUN_DIR]) else None
@@ -116,7 +116,13 @@ def _store(world: World) -> Store | None:
     if world.size == 1:
         return None
     store: Store = next(rendezvous("env://", timeout=timedelta(seconds=PATIENCE_S)))[0]
-    return store
+    # torchrun's store lives on when it restarts the ranks: what they said before must not be heard again.
+    return PrefixStore(f"attempt/{_restarts()}", store)
+
+
+def _restarts() -> int:
+    """How often torchrun has restarted the ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def guarded(action: Callable[[], int]) -> int:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +34,7 @@ COMMAND += ["--max-restarts=3", "-m", "pipetrain"]
 RUN = ["model=mlp", "data=digits", "device=cpu", "threads=1", "epochs=12", "schedule=pipedream", "window=4"]
 RUN += ["checkpoint.every=5", "checkpoint.unit=updates", "resume=auto"]
 DEADLINE_S = 180.0
+MARK = "PIPETRAIN_FAULT_CHECK"
 
 
 def main() -> int:
@@ -70,41 +72,40 @@ def main() -> int:
 
 def train(run_dir: Path, words: Sequence[str], rank: int = 0, kill_after: float = 0.0) -> tuple[int, bool]:
     """Train once; kill a rank after so many seconds, if not 0. Returns the status and whether it was hit."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark}
     process = subprocess.Popen(
         [*COMMAND, *RUN, f"run_dir={run_dir}", *words],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
     hit = False
     try:
         if kill_after:
             time.sleep(kill_after)
-            for pid in pids(process.pid, rank):
+            for pid in pids(mark, str(rank)):
                 os.kill(pid, signal.SIGKILL)
                 hit = True
         return process.wait(DEADLINE_S), hit
     except subprocess.TimeoutExpired:
         return -1, hit
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        for pid in pids(mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
-def pids(session: int, rank: int) -> list[int]:
-    """Return the process of a rank, by its environment."""
+def pids(mark: str, rank: str = "") -> list[int]:
+    """Return the processes of a run, or that of one rank: torchrun gives each a session of its own."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if int(path.read_text().rpartition(")")[2].split()[3]) != session:
-                continue
-            variables = (path.parent / "environ").read_bytes().split(b"\0")
+            variables = (path / "environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if f"RANK={rank}".encode() in variables:
-            found.append(int(path.parent.name))
+        if f"{MARK}={mark}" in variables and (not rank or f"RANK={rank}" in variables):
+            found.append(int(path.name))
     return found
 
 

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 
@@ -22,46 +23,58 @@ from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
 
 CHECKOUT = Path(__file__).parents[1]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+MARK = "PIPETRAIN_TEST_MARK"
 SMALL = ["model=mlp", "data=digits", "data.train_limit=384", "data.test_limit=64", "batch_size=64"]
 SMALL += ["device=cpu", "threads=1"]
 FAULTY = ["model._target_=tests.support.models.faulty", "partition=[2]"]
 
 
+class Started(subprocess.Popen[str]):
+    """A process that, with all it starts, can be found by its mark."""
+
+    mark = ""
+
+
 @contextmanager
-def started(folder: Path, words: Sequence[str], *, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
+def started(folder: Path, words: Sequence[str], *, restarts: int = 0) -> Iterator[Started]:
     """Start two ranks under torchrun; whatever is left of them at the end is killed."""
-    process = subprocess.Popen(
+    mark = uuid.uuid4().hex
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CHECKOUT), MARK: mark}
+    process = Started(
         [sys.executable, *TORCHRUN, f"--max-restarts={restarts}", "-m", "pipetrain", *SMALL, *words],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CHECKOUT)},
+        env={**os.environ, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+    process.mark = mark
     try:
         yield process
     finally:
         # A stopped process would outlive its torchrun.
-        for pid in session(process.pid):
-            os.kill(pid, signal.SIGKILL)
+        for pid in living(mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
-def session(leader: int) -> list[int]:
-    """The living processes of a session."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+def living(mark: str) -> dict[int, dict[str, str]]:
+    """The processes that have inherited a mark, however they were started: pid -> environment."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()
+            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+            items = (path / "environ").read_text(errors="replace").split("\0")
         except OSError:
             continue
-        if int(fields[3]) == leader and fields[0] != "Z":
-            found.append(int(path.parent.name))
+        if state != "Z" and f"{MARK}={mark}" in items:
+            found[int(path.name)] = dict(item.split("=", 1) for item in items if "=" in item)
     return found
 
 
-def ended(process: subprocess.Popen[str], deadline: float = 60) -> str:
+def ended(process: Started, deadline: float = 60) -> str:
     """Wait for the end, and return what was said."""
     out, _ = process.communicate(timeout=deadline)
     return out
@@ -80,14 +93,14 @@ WHAT = {
 }
 
 
-@pytest.mark.parametrize(("kind", "rank"), product(WHAT, (0, 1)))
+@pytest.mark.parametrize(("kind", "rank"), list(product(WHAT, (0, 1))))
 def test_a_rank_that_fails_ends_all_and_is_named_and_a_whole_checkpoint_is_left(kind, rank, tmp_path):
     at = RANDOM.randint(50, 95)  # 24 microbatches an epoch
     words = [*FAULTY, f"+model.kind={kind}", f"+model.rank={rank}", f"+model.at={at}", "epochs=4"]
     with started(tmp_path, [*words, "run_dir=run"]) as process:
         out = ended(process)
         assert process.returncode != 0
-        assert session(process.pid) == []
+        assert living(process.mark) == {}
     assert re.search(WHAT[kind].format(rank=rank, peer=1 - rank), said(out)), out
     _, manifest = next(newest_first(tmp_path / "run" / CHECKPOINTS))
     assert isinstance(manifest, Manifest)
@@ -122,21 +135,13 @@ def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
 
-def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
-    """The pid of each rank."""
-    found = {}
-    for pid in session(process.pid):
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        variables = dict(item.split(b"=", 1) for item in environment if b"=" in item)
-        if b"LOCAL_RANK" in variables:
-            found[int(variables[b"RANK"])] = pid
-    return found
+def rank_of(process: Started, rank: int) -> int:
+    """The pid of a rank."""
+    (pid,) = (pid for pid, variables in living(process.mark).items() if variables.get("RANK") == str(rank))
+    return pid
 
 
-def await_epoch(process: subprocess.Popen[str], epoch: int) -> str:
+def await_epoch(process: Started, epoch: int) -> str:
     """Read what is said until an epoch is done."""
     seen = []
     for line in process.stdout:
@@ -163,7 +168,7 @@ def unharmed(tmp_path_factory) -> Path:
 def test_killed_under_torchrun_it_comes_back_and_ends_the_same(rank, after, unharmed, tmp_path):
     with started(tmp_path, [*LONG, "run_dir=run", "resume=auto"], restarts=3) as process:
         await_epoch(process, after)
-        os.kill(ranks_of(process)[rank], signal.SIGKILL)
+        os.kill(rank_of(process, rank), signal.SIGKILL)
         out = ended(process)
         assert process.returncode == 0, out
     assert "going on from" in out
@@ -177,7 +182,7 @@ def test_killed_under_torchrun_it_comes_back_and_ends_the_same(rank, after, unha
 def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(to, unharmed, tmp_path):
     with started(tmp_path, [*LONG, "run_dir=run"]) as process:
         await_epoch(process, 2)
-        os.kill(process.pid if to == "torchrun" else ranks_of(process)[1], signal.SIGTERM)
+        os.kill(process.pid if to == "torchrun" else rank_of(process, 1), signal.SIGTERM)
         out = ended(process)
     assert "got SIGTERM: saving at the end of this window, then stopping" in out
     assert "go on with: run_dir=" in out
@@ -192,7 +197,7 @@ def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(to, unharmed, tmp_
 def test_asked_to_save_it_saves_and_goes_on(tmp_path):
     with started(tmp_path, ["epochs=20", "checkpoint.every=null", "run_dir=run"]) as process:
         await_epoch(process, 2)
-        os.kill(ranks_of(process)[1], signal.SIGUSR1)
+        os.kill(rank_of(process, 1), signal.SIGUSR1)
         end = time.monotonic() + 20
         while not list((tmp_path / "run").glob(f"{CHECKPOINTS}/update-*/manifest.json")):
             assert time.monotonic() < end
