@@ -182,7 +182,8 @@ def test_a_run_s_trace_agrees_with_its_records(run):
         assert len(spans) == 2 * 12 * (2 * 2 + 2)  # epochs, batches; F and B of two microbatches, an update
         assert len({(e["name"], e["args"]["window"]) for e in spans}) == len(spans)
         computed = sum(e["dur"] for e in spans) / 1e6
-        assert computed == pytest.approx(stage["busy_fraction"] * 2 * summary["epoch_s"], rel=1e-3)
+        # Nearly: a trace's times are stretched to rank 0's clock, by what a busy machine makes of its drift.
+        assert computed == pytest.approx(stage["busy_fraction"] * 2 * summary["epoch_s"], rel=0.02)
         counted = {
             counter: [
                 *(
