@@ -8,6 +8,7 @@ happens before a process group exists.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -58,7 +59,7 @@ class Leader:
 
     def announce(self, job: Job) -> Store | None:
         """Start a job on all ranks; return the store for its process groups."""
-        return self._say({"job": asdict(job)})
+        return self._say({"job": asdict(job), "code": code_fingerprint()})
 
     def end(self, status: int) -> None:
         """Let the others exit with a status."""
@@ -102,7 +103,21 @@ def follow(world: World, run: Run) -> int:
         if "end" in word:
             return int(word["end"])
         done += 1
+        if (theirs := word["code"]) != code_fingerprint():
+            raise ConfigError(
+                f"rank {world.rank} runs another pipetrain than rank 0 ({code_fingerprint()}, not {theirs}); "
+                f"install the same version on every machine"
+            )
         run(Job(**word["job"]), world, PrefixStore(f"job/{done}", store))
+
+
+def code_fingerprint() -> str:
+    """Return what tells one version of this package's code from another."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _across_restarts(store: Store) -> Store:

@@ -6,7 +6,7 @@ import logging
 import subprocess
 import sys
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 
 import pytest
 import torch.distributed as dist
@@ -168,6 +168,13 @@ def test_a_sweep_is_a_job_after_another_each_with_a_store_of_its_own(ranks):
     assert [job for job, _ in ran[1]] == [JOB, second]
     assert places[0].check(["mark"])
     assert not places[1].check(["mark"])
+
+
+def test_a_rank_with_another_version_of_the_code_refuses(ranks, monkeypatch):
+    monkeypatch.setattr(launch, "code_fingerprint", lambda: str(current_thread() is main_thread()))
+    statuses, ran = ranks(lambda leader: leader.announce(JOB))
+    assert all("runs another pipetrain than rank 0 (False, not True)" in str(s) for s in statuses.values())
+    assert ran == {1: [], 2: []}
 
 
 def test_a_silent_leader_is_named_at_the_deadline(ranks, monkeypatch):

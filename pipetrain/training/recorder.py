@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,8 @@ class Recorder:
         self._rows.close()
         log.info("\n%s\n", self.table())
         log.info("%s\n", stage_table.table(self._measured_so_far(), self._predicted))
+        if (straggler := self._straggler()) is not None:
+            log.info("%s\n", straggler.sentence)
         log.info(
             "%s on %s: val acc %.2f %% (best %.2f %%, epoch %d) in %.0f s",
             *(summary["model"], summary["data"], 100 * summary["val_acc"], 100 * summary["best_val_acc"]),
@@ -236,10 +238,15 @@ class Recorder:
         self._rows.close()
         log.info("stopped after a checkpoint; go on with: run_dir=%s resume=auto", self._folder)
 
+    def _straggler(self) -> stage_table.Straggler | None:
+        updates = self._run.updates // self._run.settings.epochs * (len(self._history) - self._since)
+        return stage_table.find_straggler(self._plan.placement, self._measured_so_far(), updates)
+
     def _summary(self) -> dict[str, Any]:
         settings, data, last = self._run.settings, self._run.data, self._history[-1]
         best = max(self._history, key=lambda figures: figures.evaluated.accuracy)
         train_s = sum(figures.train_s for figures in self._history)
+        straggler = self._straggler()
         since_s = sum(figures.train_s for figures in self._history[self._since :])
         return {
             "model": settings.model,
@@ -276,6 +283,7 @@ class Recorder:
             "epoch_s": train_s / len(self._history),
             "total_s": last.elapsed_s,
             "updates": self._run.updates,
+            "straggler": None if straggler is None else asdict(straggler),
             "simulated_bubble": self._plan.window.simulation.bubble,
             "per_stage": [
                 self._stage_summary(stage, seen, since_s)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
 
 from pipetrain.prediction import StageTimes
 
@@ -26,6 +28,39 @@ def measured(
         StageTimes(1 - busy[rank] / train_s, busy_s[stage] / updates, wait[rank] / train_s)
         for stage, rank in enumerate(placement)
     ]
+
+
+NOTABLE = 1.15  # times the mean of all ranks, from which on the slowest one is pointed out
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The slowest rank: seconds that it computes a batch, the mean of all ranks, and what it costs in all."""
+
+    rank: int
+    batch_s: float
+    mean_s: float
+    cost_s: float  # what the run would have saved, had the same work been spread evenly
+
+    @property
+    def sentence(self) -> str:
+        """Say it on one line."""
+        times = self.batch_s / self.mean_s
+        return (
+            f"rank {self.rank} is the straggler: {self.batch_s:.4f} s a batch, {times:.2f} times the mean of "
+            f"all ranks, which cost {self.cost_s:.1f} s in all; see partition=profile"
+        )
+
+
+def find_straggler(placement: Sequence[int], run: Sequence[StageTimes], updates: int) -> Straggler | None:
+    """Find the rank that holds the others up, if one is notably slower than their mean."""
+    by_rank = [0.0] * (max(placement) + 1)
+    for rank, stage in zip(placement, run, strict=True):
+        by_rank[rank] += stage.stage_time_s or 0.0
+    mean_s, slowest = mean(by_rank), max(by_rank)
+    if slowest < NOTABLE * mean_s or not mean_s:
+        return None
+    return Straggler(by_rank.index(slowest), slowest, mean_s, (slowest - mean_s) * updates)
 
 
 def table(run: Sequence[StageTimes], plan: Sequence[StageTimes]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -239,6 +240,73 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_where(value)
     assert "\n" not in str(stop.value)
     assert final.weights.updates == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in final.module.state_dict().items())
+
+
+class Root(nn.Module):
+    """Has a gradient of infinity at 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(min=0).sqrt()
+
+
+def steep() -> nn.Sequential:
+    """Its loss is finite; the gradient of its first layer is not where an input is 0."""
+    first = nn.Linear(3, 3)
+    nn.init.zeros_(first.weight)
+    nn.init.zeros_(first.bias)
+    return nn.Sequential(OrderedDict(first=first, root=Root(), head=nn.Linear(3, 3)))
+
+
+def test_the_layer_where_a_loss_stopped_being_finite_is_named():
+    module = nn.Sequential(OrderedDict(fine=nn.Linear(3, 3), bad=nn.Linear(3, 3), head=nn.Linear(3, 3)))
+    nn.init.constant_(module.bad.weight, math.inf)
+    final = last(module, 2)
+    with pytest.raises(
+        TrainingStopped, match=r"microbatch 4 is nan \(first at layer bad\) at stage 2, update 0"
+    ):
+        final.forward(4, (randn(3, 3),), 0, Target(LABELS, 1.0))
+    with pytest.raises(TrainingStopped, match="what came from stage 1 was not finite already"):
+        last(nn.Linear(3, 3), 2).forward(4, (randn(3, 3) / 0,), 0, Target(LABELS, 1.0))
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_update_and_names_the_weights():
+    final = last(steep())
+    final.forward(0, (randn(3, 3),), 0, Target(LABELS, 1.0))
+    final.backward(0, (), 0)
+    with pytest.raises(
+        TrainingStopped, match=r"the gradient of first\.bias and 1 more is not finite at stage 1, up"
+    ):
+        final.reduce()
+    assert final.weights.updates == 0
+
+
+def test_an_update_whose_gradient_is_not_finite_can_be_skipped_and_is_counted():
+    final = last(steep(), skip_not_finite=True)
+    before = [p.clone() for p in final.module.parameters()]
+    for update, skipped in enumerate((1, 1)):
+        final.forward(update, (randn(3, 3),), update, Target(LABELS, 1.0))
+        final.backward(update, (), update)
+        final.reduce()
+        final.step(keep=False)
+        assert (final.skipped, final.weights.updates) == (update + skipped, update + 1)
+    assert all(torch.equal(p, old) for p, old in zip(final.module.parameters(), before, strict=True))
+    nn.init.ones_(final.module.first.bias)
+    final.forward(2, (randn(3, 3),), 2, Target(LABELS, 1.0))
+    final.backward(2, (), 2)
+    final.reduce()
+    final.step(keep=False)
+    assert final.skipped == 2
+    assert not torch.equal(final.module.head.weight, before[2])
+
+
+def test_a_loss_that_is_not_finite_is_skipped_and_not_counted():
+    final = last(nn.Linear(3, 3), skip_not_finite=True)
+    final.forward(0, (randn(3, 3) / 0,), 0, Target(LABELS, 1.0))
+    final.backward(0, (), 0)
+    final.reduce()
+    final.step(keep=False)
+    assert final.skipped == 1
+    assert final.take_tallies()[0].samples == 0
 
 
 def test_predict_is_in_evaluation_mode_and_leaves_training_mode():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Barrier, Thread
@@ -204,6 +204,7 @@ class Saved:
     keep: int = 1000
     at: int = 0
     asked: Asked = ""
+    config: dict[str, Any] = field(default_factory=dict)
 
     def keepers(self, ranks: int) -> list[Keeper]:
         """One a rank."""
@@ -216,7 +217,7 @@ class Saved:
                 self.unit,
                 run="a run",
                 conditions={},
-                config={},
+                config=self.config,
             )
             for rank in range(ranks)
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipetrain.prediction import StageTimes
-from pipetrain.training.stage_table import measured, table
+from pipetrain.training.stage_table import find_straggler, measured, table
 
 
 def test_bubble_and_wait_are_the_rank_s_and_seconds_the_stage_s():
@@ -13,6 +13,26 @@ def test_bubble_and_wait_are_the_rank_s_and_seconds_the_stage_s():
     assert [s.bubble for s in stages] == pytest.approx([0.25, 0.25, 0.25])
     assert [s.wait for s in stages] == pytest.approx([0.1875, 0.25, 0.1875])
     assert [s.stage_time_s for s in stages] == pytest.approx([0.1, 0.3, 0.2])
+
+
+def times(*seconds: float) -> list[StageTimes]:
+    return [StageTimes(0.0, s, 0.0) for s in seconds]
+
+
+def test_the_slowest_rank_is_pointed_out_with_what_it_costs():
+    found = find_straggler([0, 1, 2], times(0.1, 0.4, 0.1), updates=10)
+    assert found is not None
+    assert (found.rank, found.batch_s, found.mean_s) == (1, 0.4, pytest.approx(0.2))
+    assert found.cost_s == pytest.approx(2.0)
+    assert found.sentence.startswith(
+        "rank 1 is the straggler: 0.4000 s a batch, 2.00 times the mean of all ranks"
+    )
+
+
+def test_even_ranks_have_no_straggler_and_slices_of_a_rank_count_together():
+    assert find_straggler([0, 1], times(0.2, 0.21), updates=10) is None
+    assert find_straggler([0], times(0.2), updates=10) is None
+    assert find_straggler([0, 1, 0, 1], times(0.1, 0.3, 0.3, 0.1), updates=10) is None
 
 
 def test_the_table_has_a_row_a_stage_and_a_dash_for_what_is_not_known():
