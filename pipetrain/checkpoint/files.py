@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 CHECKPOINTS, MANIFEST, BEST, PARTIAL = "checkpoints", "manifest.json", "best", ".partial"
@@ -88,10 +86,19 @@ def stage_file(stage: int) -> str:
 
 
 def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Part:
-    """Write tensors (contiguous, on the host) into a file of an unfinished checkpoint, and flush it."""
+    """Write tensors (contiguous, on the host) into a file of an unfinished checkpoint, and flush it.
+
+    Raises OSError.
+    """
+    from safetensors import SafetensorError  # here, because who saves nothing needs no library for it
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
-    save_file(dict(tensors), path, dict(metadata))
+    try:
+        save_file(dict(tensors), path, dict(metadata))
+    except SafetensorError as error:  # of the disk, by its own words
+        raise OSError(str(error)) from error
     _flush(path)
     return Part(_checksum(path), path.stat().st_size)
 
@@ -200,6 +207,8 @@ class Tensors:
     """The tensors of a checkpoint, by name, read as they are asked for. Close it after use."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        from safetensors import SafetensorError, safe_open
+
         self._files: dict[str, Any] = {}
         self._metadata: dict[str, dict[str, str]] = {}
         for name in names:

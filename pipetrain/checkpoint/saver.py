@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -88,7 +87,7 @@ class Saver:
         try:
             for name, tensors in snapshot.files.items():
                 parts[name] = write_part(partial, name, tensors, snapshot.metadata)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             failure = f"rank {self._rank} cannot write {partial}: {error}"
         if manifest is None:
             assert self._store is not None

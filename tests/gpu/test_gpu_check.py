@@ -24,7 +24,7 @@ from tests.gpu.rows import FAIL, MIB, NOT_RUN, PASS, SKIPPED, Check, Row, Settin
 ROOT = Path(__file__).resolve().parents[2]
 REHEARSED = [check.name for check in cli.CHECKS if check.name != "nccl-4"]  # as nccl-2, and slow
 OPTIONS = ["--device", "cpu", "--quick", "--out", "found", "--only"]
-NOT_NEEDED = ["tqdm", "tensorboard", "matplotlib", "sklearn", "scipy"]
+NOT_NEEDED = ["safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy"]
 
 
 def test_a_rehearsal_passes_with_torch_and_hydra_alone(tmp_path):

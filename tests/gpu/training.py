@@ -211,7 +211,9 @@ def nan(setting: Setting) -> Iterator[Row]:
     """A loss that is no number stops the training, with its microbatch's name."""
     case = Case("1f1b", 1, (MODELS + "explode", "microbatches=4", "dtype=float32"))
     said = setting.world(explode, 1, case)[0]
-    named = re.match(r"the loss of microbatch \d+ is (nan|-?inf) at stage 0, update \d+: stopped ", said)
+    named = re.match(
+        r"the loss of microbatch \d+ is (nan|-?inf)( \(.*\))? at stage 0, update \d+: stopped ", said
+    )
     yield judged("a loss that is no number", said or "trained to the end", "is named", named is not None)
 
 
