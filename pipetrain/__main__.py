@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.distributed_c10d import Store
 
@@ -98,7 +99,8 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
         ):
             cfg.run_dir = str(rename_after(run_dir, asked, cfg.data.name))
         config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-        leader.remember(Path(cfg.run_dir))
+        if hydra.mode == RunMode.RUN:  # the runs of a sweep have a folder each
+            leader.remember(Path(cfg.run_dir))
         name = source.manifest.run if source else uuid.uuid4().hex
         folder = str(source.folder) if source else None
         job = Job(config, schedule, cfg.run_dir, data.fingerprint, run=name, resume=folder)

@@ -92,9 +92,7 @@ WHAT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "rank"), [("SIGKILL", 0), ("SIGKILL", 1), ("exit", 1), ("error", 0), ("error", 1), ("memory", 1)]
-)
+@pytest.mark.parametrize(("kind", "rank"), [("SIGKILL", 0), ("exit", 1), ("error", 0), ("memory", 1)])
 def test_a_rank_that_fails_ends_all_and_is_named_and_a_whole_checkpoint_is_left(kind, rank, tmp_path):
     at = RANDOM.randint(50, 95)  # 24 microbatches an epoch
     words = [*FAULTY, f"+model.kind={kind}", f"+model.rank={rank}", f"+model.at={at}", "epochs=4"]
@@ -108,8 +106,8 @@ def test_a_rank_that_fails_ends_all_and_is_named_and_a_whole_checkpoint_is_left(
     assert manifest.position.epoch in ((at - 1) // 24, (at - 1) // 24 - 1)  # the last may be on its way
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_stands_still_is_waited_for_no_longer_than_the_timeout(rank, tmp_path):
+def test_a_rank_that_stands_still_is_waited_for_no_longer_than_the_timeout(tmp_path):
+    rank = 1
     words = [*FAULTY, "+model.kind=SIGSTOP", f"+model.rank={rank}", "+model.at=30", "timeout=3"]
     with started(tmp_path, [*words, "run_dir=run"]) as process:
         lines = []
@@ -152,7 +150,7 @@ def await_epoch(process: Started, epoch: int) -> str:
     raise AssertionError("".join(seen))
 
 
-LONG = ["epochs=16", "schedule=pipedream", "window=2", "checkpoint.every=3", "checkpoint.unit=updates"]
+LONG = ["epochs=12", "schedule=pipedream", "window=2", "checkpoint.every=3", "checkpoint.unit=updates"]
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +177,10 @@ def test_killed_under_torchrun_it_comes_back_and_ends_the_same(rank, after, unha
     assert mine == theirs
 
 
-@pytest.mark.parametrize("to", ["torchrun", "rank 1"])
-def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(to, unharmed, tmp_path):
+def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(unharmed, tmp_path):
     with started(tmp_path, [*LONG, "run_dir=run"]) as process:
         await_epoch(process, 2)
-        os.kill(process.pid if to == "torchrun" else rank_of(process, 1), signal.SIGTERM)
+        os.kill(process.pid, signal.SIGTERM)  # torchrun's, which passes it on to every rank
         out = ended(process)
     assert "got SIGTERM: saving at the end of this window, then stopping" in out
     assert "go on with: run_dir=" in out
@@ -192,11 +189,11 @@ def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(to, unharmed, tmp_
         out = ended(process)
         assert process.returncode == 0, out
     assert same(weights(tmp_path / "run"), weights(unharmed))
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == 16
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == 12
 
 
 def test_asked_to_save_it_saves_and_goes_on(tmp_path):
-    with started(tmp_path, ["epochs=20", "checkpoint.every=null", "run_dir=run"]) as process:
+    with started(tmp_path, ["epochs=12", "checkpoint.every=null", "run_dir=run"]) as process:
         await_epoch(process, 2)
         os.kill(rank_of(process, 1), signal.SIGUSR1)
         end = time.monotonic() + 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Barrier, Thread
 from time import monotonic, sleep
@@ -72,6 +72,7 @@ def make_run(case: Case, resumed: int = 0) -> Run:
     return prepare(cfg, case.schedule, case.ranks, tiny_data(case.train_samples), resumed=resumed)
 
 
+@lru_cache(maxsize=16)
 def _config(case: Case, model: str = "") -> DictConfig:
     defaults = ["data=digits", "dtype=float64", "batch_size=12", "epochs=3", "optim.lr=0.05", "warmup=0.3"]
     defaults += ["lr_schedule=cosine", "model._target_=tests.support.models.with_norm"]
