@@ -74,7 +74,9 @@ def strike(
         status, hit = train(folder, words, rank, after)
         if hit:  # otherwise it was over before
             equal = not status and same(weights(folder), wanted)
-            how = "came back with the same weights" if equal else f"LOST: exit status {status}"
+            how = "came back with the same weights"
+            if not equal:
+                how = f"LOST: exit status {status}\n{folder.with_suffix('.log').read_text(errors='replace')}"
             return equal, f"rank {rank} killed after {after:.1f} s: {how}"
     return False, f"over {MISSES} times before it could be killed"
 
@@ -83,12 +85,10 @@ def train(run_dir: Path, words: Sequence[str], rank: int = 0, kill_after: float 
     """Train once; kill a rank after so many seconds, if not 0. Returns the status and whether it was hit."""
     mark = uuid.uuid4().hex
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark}
-    process = subprocess.Popen(
-        [*COMMAND, *RUN, f"run_dir={run_dir}", *words],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    run_dir.parent.mkdir(exist_ok=True)
+    with run_dir.with_suffix(".log").open("w") as log:
+        command = [*COMMAND, *RUN, f"run_dir={run_dir}", *words]
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     hit = False
     try:
         if kill_after:
