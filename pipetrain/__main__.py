@@ -33,10 +33,11 @@ from pipetrain.plan import describe
 from pipetrain.profiling import measure, take_part, verdict
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
-from pipetrain.training.folder import PROFILE_FILE, claim, clear, rename_after
+from pipetrain.training.folder import PROFILE_FILE, SUMMARY, claim, clear, rename_after
 from pipetrain.training.keeper import Keeper
 from pipetrain.training.recorder import Machine, Recorder
 from pipetrain.training.resume import (
+    AUTO,
     Source,
     conditions,
     done_batches,
@@ -86,6 +87,9 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
     cfg = contained(cfg, run_dir)
     draft = check_early(cfg, schedule, world.size)
     choose_device(world, cfg.device)
+    if cfg.resume == AUTO and (run_dir / SUMMARY).exists():  # as after a rank that was killed at its very end
+        log.info("pipetrain: run_dir=%s holds a finished run: nothing is left to do", run_dir)
+        return
     with claim(run_dir, resuming=cfg.resume is not None):
         source = find_source(cfg.resume, run_dir) if cfg.resume is not None else None
         if source is None:

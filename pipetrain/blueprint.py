@@ -22,10 +22,12 @@ from pipetrain.partition.balance import GIB, STRATEGIES, balance_times, choose_c
 from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.profile import PROFILE, Profile, refuse_other_layers
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor
+from pipetrain.runtime.order import Decided, Listed, Order
 from pipetrain.schedule.actions import Program, Schedule, ScheduleError, placement
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.lower import edges, lower
+from pipetrain.schedule.policy import Bounds, Policy
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import Simulation, simulate
 
@@ -38,6 +40,7 @@ class Window:
 
     program: Program
     simulation: Simulation
+    bounds: list[Bounds]  # by stage: what it may hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Plan:
     evaluated: Mapping[int, list[Boundary]]  # likewise in an evaluation
     costs: Costs | None = None  # what each action takes, where a profile says so
     prediction: Prediction | None = None  # likewise
+    policy: Policy | None = None  # decides the order as it runs; the windows' programs are then examples
 
     @property
     def stages(self) -> int:
@@ -93,6 +97,12 @@ class Plan:
     def peaks(self, stage: int) -> tuple[int, int, int]:
         """Return the peaks of activations, weight versions and staleness that any window has at a stage."""
         return _peaks(self.windows, stage)
+
+    def order(self, batches: int, rank: int) -> Order:
+        """Return what a rank does in a window of so many batches, for one run of it."""
+        if self.policy is None:
+            return Listed(self.windows[batches].program[rank])
+        return Decided(self.policy, rank, self.stages, batches, self.settings.microbatches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +167,16 @@ def make_plan(
         evaluated=_entries(numerics, example, evaluated, cuts),
         costs=costs,
         prediction=prediction,
+        policy=schedule if isinstance(schedule, Policy) else None,
     )
 
 
 def _peaks(windows: Mapping[int, Window], stage: int) -> tuple[int, int, int]:
-    runs = [window.simulation for window in windows.values()]
+    bounds = [window.bounds[stage] for window in windows.values()]
     return (
-        max(run.activations[stage] for run in runs),
-        max(run.versions[stage] for run in runs),
-        max(run.staleness[stage] for run in runs),
+        max(of.activations for of in bounds),
+        max(of.versions for of in bounds),
+        max(of.staleness for of in bounds),
     )
 
 
@@ -207,7 +218,10 @@ def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]
 
 
 def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
-    """Make the program of one window, and prove it sound and free of deadlock. Raises ScheduleError."""
+    """Make the program of one window, and prove it sound and free of deadlock. Raises ScheduleError.
+
+    Of a policy, the program that it decides on at even times; what it is bound to is its own word.
+    """
     try:
         compute = schedule(settings.ranks, batches, settings.microbatches)
         compute = [list(actions) for actions in compute]
@@ -221,7 +235,13 @@ def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
         ) from error
     program = lower(compute)
     check(program, batches, settings.microbatches)
-    return Window(program, simulate(program, settings.microbatches, buffer_size=settings.buffer_size))
+    run = simulate(program, settings.microbatches, buffer_size=settings.buffer_size)
+    if isinstance(schedule, Policy):
+        stages = len(program)
+        bounds = [schedule.bounds(stage, stages, batches, settings.microbatches) for stage in range(stages)]
+    else:
+        bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
+    return Window(program, run, bounds)
 
 
 def _choose_numerics(

@@ -156,12 +156,17 @@ def _figures(plan: Plan, batches: int) -> str:
     settings, simulation = plan.settings, timeline(plan)
     virtual = plan.stages // settings.ranks
     formula = theory(settings.schedule, settings.ranks, batches, settings.microbatches, virtual)
-    rows: list[tuple[str, ...]] = [("", "simulated", "formula")]
+    rows: list[tuple[str, ...]] = [("", "simulated", "at most" if plan.policy else "formula")]
     rows.append(("bubble", f"{simulation.bubble:.4f}", f"{formula.bubble:.4f}" if formula else "-"))
-    for name in ("activations", "versions", "staleness"):
-        expected = getattr(formula, name, None)
+    names = ("activations", "versions", "staleness")
+    bounds = dict(zip(names, zip(*map(plan.peaks, range(plan.stages)), strict=True), strict=True))
+    for name in names:
+        expected = bounds[name] if plan.policy else getattr(formula, name, None)
         rows.append((name, _list(getattr(simulation, name)), _list(expected) if expected else "-"))
-    return _aligned(rows) + "by stage; activations in microbatches, staleness in updates\n"
+    note = "by stage; activations in microbatches, staleness in updates\n"
+    if plan.policy:
+        note += "the order is decided while it runs: this is how it goes if times are even\n"
+    return _aligned(rows) + note
 
 
 def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
@@ -242,7 +247,7 @@ def _shares(values: list[float]) -> str:
     return " ".join(f"{value:.1%}" for value in values)
 
 
-def _list(values: list[int]) -> str:
+def _list(values: Sequence[int]) -> str:
     return " ".join(map(str, values))
 
 

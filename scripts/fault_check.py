@@ -31,7 +31,7 @@ from pipetrain.checkpoint.files import CHECKPOINTS, DamagedCheckpoint, newest_fi
 
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 COMMAND += ["--max-restarts=3", "-m", "pipetrain"]
-RUN = ["model=mlp", "data=digits", "device=cpu", "threads=1", "epochs=12", "schedule=pipedream", "window=4"]
+RUN = ["model=mlp", "data=digits", "device=cpu", "threads=1", "epochs=60", "schedule=pipedream", "window=4"]
 RUN += ["checkpoint.every=5", "checkpoint.unit=updates", "resume=auto"]
 DEADLINE_S = 180.0
 MISSES = 5  # runs that may end before they are killed, for one that is

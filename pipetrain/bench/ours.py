@@ -14,6 +14,7 @@ from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import StageRecord
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.order import Listed
 from pipetrain.runtime.stage import Target
 from pipetrain.training.assembly import make_engine, make_stages
 
@@ -78,7 +79,7 @@ class Ours:
         """See Contestant.run."""
         self._updates.clear()
         for _ in range(self._windows):
-            self._engine.train(self.actions, self._feed, self.microbatches, self._count)
+            self._engine.train(Listed(self.actions), self._feed, self.microbatches, self._count)
         if not self._last or self._full_after is None:
             return None
         full = self._updates[self._full_after :]

@@ -69,9 +69,9 @@ class TimedChannel:
             self.cpu_s += time.thread_time() - start
             self.waited = self._inner.waited
 
-    def expect(self, messages: Sequence[Message]) -> None:
+    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """See Channel.expect."""
-        self._timed(self._inner.expect, messages)
+        self._timed(self._inner.expect, messages, watched)
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """See Channel.send."""
@@ -84,6 +84,18 @@ class TimedChannel:
     def drain(self) -> None:
         """See Channel.drain."""
         self._timed(self._inner.drain)
+
+    def arrived(self, message: Message) -> bool:
+        """See Channel.arrived."""
+        return self._timed(self._inner.arrived, message)
+
+    def room(self, message: Message) -> bool:
+        """See Channel.room."""
+        return self._timed(self._inner.room, message)
+
+    def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        """See Channel.wait."""
+        self._timed(self._inner.wait, receives, sends)
 
 
 def suite(scale: Scale, say: Say) -> Iterator[Row]:

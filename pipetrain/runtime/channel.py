@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipetrain.boundary import TensorSpec
+from pipetrain.runtime.watch import Watch
 
 _Post = Callable[..., "dist.Work | None"]
 Edge = tuple[int, int]
@@ -65,8 +66,11 @@ class Channel(Protocol):
 
     waited: float
 
-    def expect(self, messages: Sequence[Message]) -> None:
-        """Announce all that will be received until the next drain, in order, and post ahead to the bound."""
+    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
+        """Announce all that will be received until the next drain, in order, and post ahead to the bound.
+
+        `watched`: until then it will be asked what has arrived, and where there is room.
+        """
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Start a send; wait only where `buffer_size` earlier ones on the edge are unfinished."""
@@ -77,13 +81,22 @@ class Channel(Protocol):
     def drain(self) -> None:
         """Wait for all sends, and prove that all that was expected has been received."""
 
+    def arrived(self, message: Message) -> bool:
+        """Whether `recv` of the next message of its edge, which must be this one, would not wait."""
 
-def expired(message: Message, sending: bool, timeout: float) -> ChannelError:
-    """Make the error for a wait that reached its deadline (seconds)."""
-    src, dst = message.ranks
-    if sending:
-        return ChannelError(f"rank {src} waited {timeout:g} s for rank {dst} to take {message.name}")
-    return ChannelError(f"rank {dst} waited {timeout:g} s for {message.name} from rank {src}")
+    def room(self, message: Message) -> bool:
+        """Whether `send` of a message would not wait."""
+
+    def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        """Wait until one of the first has arrived, or there is room for one of the others."""
+
+
+def expired(receives: Sequence[Message], sends: Sequence[Message], timeout: float) -> ChannelError:
+    """Make the error for a wait for any of some messages that reached its deadline (seconds)."""
+    rank = receives[0].ranks[1] if receives else sends[0].ranks[0]
+    awaited = [f"{message.name} from rank {message.ranks[0]}" for message in receives]
+    awaited += [f"rank {message.ranks[1]} to take {message.name}" for message in sends]
+    return ChannelError(f"rank {rank} waited {timeout:g} s for {' or for '.join(awaited)}")
 
 
 @dataclass(slots=True)
@@ -93,6 +106,8 @@ class _Transfer:
     message: Message
     tensors: list[Tensor]
     works: list[dist.Work]
+    finished: bool = False  # where it is watched
+    failure: BaseException | None = None
 
 
 class DistChannel:
@@ -120,12 +135,15 @@ class DistChannel:
         self._channels_last = channels_last
         self._polled = device.type == "cuda" and not staged
         self.waited = 0.0
+        self._watch: Watch[Edge] | None = None
         self._to_post: dict[Edge, deque[Message]] = {edge: deque() for edge in groups}
         self._posted: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
         self._sent: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
 
-    def expect(self, messages: Sequence[Message]) -> None:
+    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """See Channel.expect."""
+        if watched and not self._polled:
+            self._watch = Watch(self._groups)
         for message in messages:
             self._to_post[message.edge].append(message)
         for edge in self._to_post:
@@ -138,7 +156,7 @@ class DistChannel:
             self._wait(unfinished.popleft(), sending=True)
         wire = [self._to_wire(t) for t in tensors]
         works = [self._start(dist.isend, tensor, message.ranks[1], message) for tensor in wire]
-        unfinished.append(_Transfer(message, wire, works))
+        unfinished.append(self._watched(_Transfer(message, wire, works)))
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """See Channel.recv."""
@@ -157,6 +175,59 @@ class DistChannel:
         left = [m.name for queue in self._to_post.values() for m in queue]
         left += [transfer.message.name for queue in self._posted.values() for transfer in queue]
         assert not left, f"never received: {left}"
+        if self._watch:
+            self._watch.close()
+            self._watch = None
+
+    def arrived(self, message: Message) -> bool:
+        """See Channel.arrived."""
+        posted = self._posted[message.edge]
+        assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
+        return self._finished(posted[0])
+
+    def room(self, message: Message) -> bool:
+        """See Channel.room."""
+        unfinished = self._sent[message.edge]
+        while unfinished and self._finished(unfinished[0]):
+            self._wait(unfinished.popleft(), sending=True)
+        return len(unfinished) < self._bound
+
+    def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        """See Channel.wait."""
+
+        def ready() -> bool:
+            awaited = [self._posted[message.edge][0] for message in receives]
+            return any(map(self._finished, awaited)) or any(map(self._may_send, sends))
+
+        start = time.monotonic()
+        try:
+            if not self._until(ready, self._timeout):
+                raise expired(receives, sends, self._timeout)
+        finally:
+            self.waited += time.monotonic() - start
+
+    def _may_send(self, message: Message) -> bool:
+        return sum(not self._finished(transfer) for transfer in self._sent[message.edge]) < self._bound
+
+    def _watched(self, transfer: _Transfer) -> _Transfer:
+        if self._watch:
+            self._watch.add(transfer.message.edge, transfer)
+        return transfer
+
+    def _finished(self, transfer: _Transfer) -> bool:
+        """Whether waiting for it would end at once, well or not."""
+        return transfer.finished if self._watch else all(work.is_completed() for work in transfer.works)
+
+    def _until(self, ready: Callable[[], bool], timeout: float) -> bool:
+        """Wait on the host; return whether `ready` in time."""
+        if self._watch:
+            return self._watch.wait(ready, timeout)
+        deadline = time.monotonic() + timeout
+        while not ready():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0)
+        return True
 
     def _post(self, edge: Edge) -> None:
         waiting, posted = self._to_post[edge], self._posted[edge]
@@ -168,7 +239,7 @@ class DistChannel:
                 for spec in message.specs
             ]
             works = [self._start(dist.irecv, tensor, message.ranks[0], message) for tensor in tensors]
-            posted.append(_Transfer(message, tensors, works))
+            posted.append(self._watched(_Transfer(message, tensors, works)))
 
     # Both backends take tensors in their plain order only: one that lies otherwise travels as the view of it
     # whose order is plain.
@@ -202,30 +273,24 @@ class DistChannel:
 
     def _wait(self, transfer: _Transfer, sending: bool) -> None:
         message, start = transfer.message, time.monotonic()
-        left = self._timeout
+        ends = ([], [message]) if sending else ([message], [])
+        looks = self._watch or self._polled  # NCCL's own wait only orders the stream, and names no message
         try:
-            for work in transfer.works:
-                if self._polled and not self._completes(work, start + self._timeout):
-                    raise expired(message, sending, self._timeout)
+            if looks and not self._until(lambda: self._finished(transfer), self._timeout):
+                raise expired(*ends, self._timeout)
+            if transfer.failure:
+                raise transfer.failure
+            for work in () if self._watch else transfer.works:
                 left = start + self._timeout - time.monotonic()
                 work.wait(timedelta(seconds=max(left, 0.001)))
         except ChannelError:
             raise
         except RuntimeError as error:
             if time.monotonic() - start >= self._timeout:
-                raise expired(message, sending, self._timeout) from error
+                raise expired(*ends, self._timeout) from error
             raise self._lost(message, message.ranks[sending], error) from error
         finally:
             self.waited += time.monotonic() - start
-
-    @staticmethod
-    def _completes(work: dist.Work, deadline: float) -> bool:
-        """Wait on the host: NCCL's own wait only orders the stream, and its time-out names no message."""
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0)
-        return True
 
     @staticmethod
     def _lost(message: Message, peer: int, error: RuntimeError) -> ChannelError:
@@ -247,7 +312,7 @@ class LocalChannel:
         self.waited = 0.0
         self._expected: dict[Edge, deque[Message]] = {}
 
-    def expect(self, messages: Sequence[Message]) -> None:
+    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """See Channel.expect."""
         for message in messages:
             self._expected.setdefault(message.edge, deque()).append(message)
@@ -260,8 +325,7 @@ class LocalChannel:
         """See Channel.send."""
         wire, edge = self._wire, message.edge
         with wire.changed:
-            # Sent but not yet matched by a posted receive: at most the bound, this one included.
-            self._await(lambda: wire.sent[edge] - wire.posted[edge] < self._bound, message, sending=True)
+            self._await(lambda: self.room(message), [], [message])
             wire.queues[edge].append((message, tuple(tensors)))  # read later, as a real wire does
             wire.sent[edge] += 1
             wire.changed.notify_all()
@@ -271,7 +335,7 @@ class LocalChannel:
         wire, edge = self._wire, message.edge
         assert self._expected[edge].popleft() == message, f"{message.name} is not what was expected next"
         with wire.changed:
-            self._await(lambda: bool(wire.queues[edge]), message, sending=False)
+            self._await(lambda: self.arrived(message), [message], [])
             sent, tensors = wire.queues[edge].popleft()
             assert sent.mb == message.mb, f"{sent.name} came instead of {message.name}"
             wire.taken[edge] += 1
@@ -284,10 +348,28 @@ class LocalChannel:
         left = [m.name for expected in self._expected.values() for m in expected]
         assert not left, f"never received: {left}"
 
-    def _await(self, ready: Callable[[], bool], message: Message, sending: bool) -> None:
+    def arrived(self, message: Message) -> bool:
+        """See Channel.arrived."""
+        return bool(self._wire.queues[message.edge])
+
+    def room(self, message: Message) -> bool:
+        """See Channel.room."""
+        # Sent but not yet matched by a posted receive: at most the bound, this one included.
+        return self._wire.sent[message.edge] - self._wire.posted[message.edge] < self._bound
+
+    def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        """See Channel.wait."""
+        with self._wire.changed:
+            self._await(
+                lambda: any(map(self.arrived, receives)) or any(map(self.room, sends)), receives, sends
+            )
+
+    def _await(
+        self, ready: Callable[[], bool], receives: Sequence[Message], sends: Sequence[Message]
+    ) -> None:
         start = time.monotonic()
         if not self._wire.changed.wait_for(ready, self._timeout):
-            raise expired(message, sending, self._timeout)
+            raise expired(receives, sends, self._timeout)
         self.waited += time.monotonic() - start
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -18,9 +18,11 @@ from pipetrain.boundary import Boundary, specs_of
 from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.runtime.channel import Channel, ChannelError, Message
 from pipetrain.runtime.clock import Clock
+from pipetrain.runtime.order import Listed, Order
 from pipetrain.runtime.stage import Stage, Target
-from pipetrain.schedule.actions import COMMUNICATION, Action, Op, last_uses
+from pipetrain.schedule.actions import COMMUNICATION, Action, Op
 from pipetrain.schedule.measured import RankWindow, Timed
+from pipetrain.schedule.policy import Wait
 
 _RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 Tensors = tuple[Tensor, ...]
@@ -61,19 +63,28 @@ class StageRecord:
 
     peak_in_flight: int = 0
     peak_versions: int = 1
-    max_staleness: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)  # forwards, by the updates that they are late by
     busy_s: float = 0.0
     wait_s: float = 0.0  # blocked in its sends and receives; a drain counts for its rank's first stage
     bytes_sent: int = 0
     skipped: int = 0  # updates left out: their gradient was not finite
+
+    @property
+    def max_staleness(self) -> int:
+        """By how many updates the most late gradient was late."""
+        return max(self.staleness, default=0)
+
+    def copy(self) -> StageRecord:
+        """Return what it says now."""
+        return replace(self, staleness=dict(self.staleness))
 
 
 @dataclass(slots=True)
 class _Window:
     """The state of one run of a program."""
 
+    order: Order
     feed: Feed
-    last_uses: dict[tuple[int, int], int]
     microbatches: int
     boundaries: Boundaries
     inputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # of (stage, microbatch)
@@ -81,7 +92,20 @@ class _Window:
     to_send: dict[tuple[int, int, int], Tensors] = field(
         default_factory=dict
     )  # (stage, microbatch, to stage)
-    position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What a policy sees of the channel in a window."""
+
+    channel: Channel
+    message: Callable[[Action], Message]
+
+    def arrived(self, receive: Action) -> bool:
+        return self.channel.arrived(self.message(receive))
+
+    def room(self, send: Action) -> bool:
+        return self.channel.room(self.message(send))
 
 
 class Engine:
@@ -124,21 +148,21 @@ class Engine:
 
     def train(
         self,
-        actions: Sequence[Action],
+        order: Order,
         feed: Feed,
         microbatches: int,
         progress: Progress = lambda stage: None,
         observe: Observer | None = None,
     ) -> None:
-        """Run this rank's list for one window of batches of `microbatches` each, and drain.
+        """Run this rank's actions of one window of batches of `microbatches` each, and drain.
 
         `progress` is told of each update, `observe` of when each action ran. Raises ChannelError and
         TrainingStopped.
         """
         for stage in self._stages.values():
             stage.begin_window()
-        window = _Window(feed, last_uses(list(actions)), microbatches, self._boundaries)
-        measured = self._run(actions, window, self._execute, Op.STEP, progress)
+        window = _Window(order, feed, microbatches, self._boundaries)
+        measured = self._run(window, self._execute, Op.STEP, progress)
         self._count(measured)
         if observe:
             observe(measured)
@@ -154,31 +178,42 @@ class Engine:
         self.records = {stage: StageRecord() for stage in self._stages}
         try:
             execute = {**self._execute, Op.F: self._predict}
-            self._run(actions, _Window(feed, {}, 1, self._evaluated), execute, Op.F, progress)
+            self._run(_Window(Listed(actions), feed, 1, self._evaluated), execute, Op.F, progress)
         finally:
             self.records = trained
 
     def _run(
         self,
-        actions: Sequence[Action],
         window: _Window,
         execute: Mapping[Op, Callable[[Action, _Window], None]],
         counted: Op,
         progress: Progress,
     ) -> RankWindow:
-        began, channel = self._clock.begin(), self._channel
-        receives = (action for action in actions if action.op in _RECEIVES)
-        channel.expect([self._message(action, window) for action in receives])
+        began, channel, order = self._clock.begin(), self._channel, window.order
+
+        def message(action: Action) -> Message:
+            return self._message(action, window)
+
+        channel.expect([message(action) for action in order.receives()], order.decided)
         timed: list[Timed] = []
+        since: tuple[float, float] | None = None  # the time and the channel's waiting before a Wait
+        undecided = 0.0
         try:
-            for window.position, action in enumerate(actions):
-                if action.op in COMMUNICATION:
-                    if action.op in _RECEIVES:
+            for action in order.actions(_View(channel, message)):
+                if isinstance(action, Wait):
+                    window.feed.prepare()
+                    since = since or (time.perf_counter(), channel.waited)
+                    channel.wait([*map(message, action.receives)], [*map(message, action.sends)])
+                elif action.op in COMMUNICATION:
+                    if action.op in _RECEIVES and not since:
                         window.feed.prepare()  # before its span, which starts with the wait
-                    start, waited = time.perf_counter(), channel.waited
+                    start, waited = since or (time.perf_counter(), channel.waited)
                     execute[action.op](action, window)
                     timed.append((action, start, time.perf_counter(), channel.waited - waited))
+                    since = None
                 else:
+                    if since:
+                        undecided, since = undecided + channel.waited - since[1], None
                     start = self._clock.mark()
                     execute[action.op](action, window)
                     timed.append((action, start, self._clock.mark(), 0.0))
@@ -196,7 +231,7 @@ class Engine:
         start = time.perf_counter()
         channel.drain()
         end = time.perf_counter()
-        return self._clock.resolve(RankWindow(began, timed, (start, end), end))
+        return self._clock.resolve(RankWindow(began, timed, (start, end), end, undecided))
 
     def _count(self, window: RankWindow) -> None:
         """Add up the times of a window."""
@@ -205,7 +240,7 @@ class Engine:
                 self.records[action.stage].wait_s += blocked
             else:
                 self.records[action.stage].busy_s += end - start
-        self.records[min(self._stages)].wait_s += window.drain[1] - window.drain[0]
+        self.records[min(self._stages)].wait_s += window.drain[1] - window.drain[0] + window.undecided
 
     # Compute
 
@@ -215,7 +250,8 @@ class Engine:
         outputs = stage.forward(action.mb, self._inputs(action, window), action.version, target)
         self._hand_on(action, outputs, window)
         record.peak_in_flight = max(record.peak_in_flight, stage.in_flight)
-        record.max_staleness = max(record.max_staleness, action.mb // window.microbatches - action.version)
+        late = action.mb // window.microbatches - action.version
+        record.staleness[late] = record.staleness.get(late, 0) + 1
         limit = self._limits[action.stage].activations
         assert stage.in_flight <= limit, (
             f"{action}: {stage.in_flight} microbatches in flight, {limit} simulated"
@@ -246,7 +282,7 @@ class Engine:
     def _step(self, action: Action, window: _Window) -> None:
         stage = self._stages[action.stage]
         old, skipped = action.version - 1, stage.skipped
-        stage.step(keep=window.last_uses.get((action.stage, old), -1) > window.position)
+        stage.step(keep=window.order.needed(action.stage, old))
         record, held = self.records[action.stage], stage.weights.held
         record.skipped += stage.skipped - skipped
         record.peak_versions = max(record.peak_versions, held)
@@ -255,9 +291,8 @@ class Engine:
 
     def _release(self, action: Action, window: _Window) -> None:
         """Give up a version after its last use, unless it is the newest."""
-        key = (action.stage, action.version)
         weights = self._stages[action.stage].weights
-        if action.version < weights.newest and window.last_uses[key] == window.position:
+        if action.version < weights.newest and not window.order.needed(action.stage, action.version):
             weights.release(action.version)
 
     # Hand-over: to a neighbour on this rank at once, to another rank by the program's SEND

@@ -5,8 +5,9 @@ is late, and catches up with backwards when they come, so stages whose times var
 as long as the queue between them is neither full nor empty. The price is paid in staleness and in activations
 held, and `in_flight` bounds both.
 
-Three settings, apart: `in_flight`, the microbatches that a stage holds open; `buffer_size`, the messages under
-way on an edge; and `microbatches`, as everywhere the pieces of a batch, so a step follows so many backwards.
+Three settings, apart: `in_flight`, the microbatches that a stage holds open; `buffer_size`, the messages
+under way on an edge; and `microbatches`, as everywhere the pieces of a batch, so a step follows so many
+backwards.
 With `in_flight` 1, or on one rank, this is layer_dist.
 """
 

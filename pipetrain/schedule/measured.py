@@ -24,11 +24,12 @@ class RankWindow:
     timed: list[Timed]
     drain: tuple[float, float]
     ended: float
+    undecided: float = 0.0  # seconds that a policy waited for room before it chose a forward
 
     @property
     def waited(self) -> float:
         """Seconds that the rank was blocked: in its messages, and in the drain."""
-        return sum(blocked for *_, blocked in self.timed) + self.drain[1] - self.drain[0]
+        return sum(blocked for *_, blocked in self.timed) + self.drain[1] - self.drain[0] + self.undecided
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,14 @@ class Wait:
     receives: tuple[Action, ...] = ()
     sends: tuple[Action, ...] = ()
 
+    @property
+    def stage(self) -> int:
+        """The stage that waits."""
+        return (self.receives + self.sends)[0].stage
+
+    def __str__(self) -> str:
+        return " or ".join(map(str, self.receives + self.sends))
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -79,11 +87,19 @@ class Policy(ABC):
     def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
         """Play a window on paper: the compute-only program that the policy decides on at unit costs."""
         self.refuse(ranks, batches, microbatches)
-        return _Paper(self, ranks, batches, microbatches, unit_cost).run()
+        return play(self, ranks, batches, microbatches, unit_cost)
 
 
-class _Paper:
-    """Ranks in a time of their own, the earliest first; messages travel in no time."""
+def play(policy: Policy, ranks: int, batches: int, microbatches: int, cost: Cost) -> Program:
+    """Return the compute-only program that a policy decides on if actions take what `cost` says.
+
+    Messages travel in no time.
+    """
+    return _Play(policy, ranks, batches, microbatches, cost).run()
+
+
+class _Play:
+    """The ranks in a time of their own, the earliest first."""
 
     def __init__(self, policy: Policy, ranks: int, batches: int, microbatches: int, cost: Cost) -> None:
         self._bound = policy.buffer_size

@@ -31,6 +31,7 @@ class EpochFigures:
     eval_s: float
     busy_s: dict[int, float]
     wait_s: dict[int, float]
+    staleness: dict[int, dict[int, int]]  # of each stage: forwards, by the updates that they were late by
     records: Records
     elapsed_s: float
     ended: float
@@ -45,7 +46,8 @@ class EpochFigures:
         """Read what `asdict` and JSON made of one."""
         tallies = {key: Tally(**data[key]) for key in ("trained", "evaluated")}
         times = {key: {int(stage): s for stage, s in data[key].items()} for key in ("busy_s", "wait_s")}
-        return cls(**{**data, **tallies, **times, "records": _records(data["records"])})
+        late = {int(stage): _counts(counts) for stage, counts in data["staleness"].items()}
+        return cls(**{**data, **tallies, **times, "staleness": late, "records": _records(data["records"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,4 +82,11 @@ class Progress:
 
 
 def _records(data: Mapping[str, Any]) -> Records:
-    return {int(stage): StageRecord(**record) for stage, record in data.items()}
+    return {
+        int(stage): StageRecord(**{**record, "staleness": _counts(record["staleness"])})
+        for stage, record in data.items()
+    }
+
+
+def _counts(data: Mapping[str, int]) -> dict[int, int]:
+    return {int(key): count for key, count in data.items()}

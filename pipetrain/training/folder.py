@@ -10,7 +10,7 @@ from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.errors import ConfigError
 
 METRICS, SUMMARY, EVENTS = "metrics.csv", "summary.json", "events.out.tfevents.*"
-PROFILE_FILE, TRACE = "profile.json", "trace.json"
+PROFILE_FILE, TRACE, RAN = "profile.json", "trace.json", "ran.txt"
 
 
 def claim(folder: Path, resuming: bool = False) -> TextIO:
@@ -37,7 +37,7 @@ def claim(folder: Path, resuming: bool = False) -> TextIO:
 
 def clear(folder: Path, profile: bool = True) -> None:
     """Remove the records that a run which did not finish has left. A resumed one writes them again."""
-    names = [METRICS, TRACE] + [PROFILE_FILE] * profile
+    names = [METRICS, TRACE, RAN] + [PROFILE_FILE] * profile
     for left in [*(folder / name for name in names), *folder.glob(EVENTS)]:
         left.unlink(missing_ok=True)
 

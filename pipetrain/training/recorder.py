@@ -11,22 +11,24 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib.image
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from pipetrain.prediction import StageTimes, predict
 from pipetrain.schedule import chrome
+from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.draw import as_figure
 from pipetrain.training import stage_table
 from pipetrain.training.figures import EpochFigures
-from pipetrain.training.folder import METRICS, SUMMARY, TRACE
+from pipetrain.training.folder import METRICS, RAN, SUMMARY, TRACE
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import MOST_ACTIONS, Trace, about_trace
 
@@ -171,7 +173,10 @@ class Recorder:
         }
         measured = self._measured(figures.busy_s, figures.wait_s, figures.train_s, epochs=1)
         for stage, (seen, said) in enumerate(zip(measured, self._predicted, strict=True)):
-            scalars[f"staleness/stage{stage}"] = figures.records[stage].max_staleness
+            counts = {late: count for late, count in figures.staleness[stage].items() if count}
+            scalars[f"staleness/stage{stage}"] = max(counts, default=0)
+            scalars[f"staleness_mean/stage{stage}"] = stage_table.mean_of(counts)
+            self._write_distribution(f"staleness/stage{stage}", counts, figures)
             for suffix, times in (("", seen), ("_predicted", said)):
                 scalars[f"bubble{suffix}/stage{stage}"] = times.bubble
                 scalars[f"wait{suffix}/stage{stage}"] = times.wait
@@ -180,6 +185,14 @@ class Recorder:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, figures.epoch, walltime=figures.ended)
         self._writer.flush()
+
+    def _write_distribution(self, name: str, counts: Mapping[int, int], figures: EpochFigures) -> None:
+        """Write a histogram with a bar for each whole number."""
+        values = [value for value, count in counts.items() for _ in range(count)] or [0]
+        edges = [value - 0.5 for value in range(max(values) + 2)]
+        self._writer.add_histogram(
+            f"distribution/{name}", np.array(values), figures.epoch, bins=edges, walltime=figures.ended
+        )
 
     def _measured(
         self, busy_s: dict[int, float], wait_s: dict[int, float], train_s: float, epochs: int
@@ -204,6 +217,14 @@ class Recorder:
         number = f"{len(trace.windows)} window{'s' * (len(trace.windows) > 1)}"
         limit = "" if trace.complete else f"; it stopped there, at {MOST_ACTIONS} actions of a rank"
         log.info("trace of %s in %s%s; open it at https://ui.perfetto.dev", number, path, limit)
+
+    def programs(self, epoch: int, programs: Sequence[Program]) -> None:
+        """Write down what a policy made of an epoch (counted from 1): a program a window."""
+        parts = [
+            f"# epoch {epoch}, window {number} of {len(programs)}\n{format_program(program)}"
+            for number, program in enumerate(programs, 1)
+        ]
+        (self._folder / RAN).write_text("\n".join(parts))
 
     def close(self) -> None:
         """Write the summary and the hyper-parameters, and say how the run ended and where it lies."""
@@ -303,6 +324,8 @@ class Recorder:
             "peak_in_flight": record.peak_in_flight,
             "peak_versions": record.peak_versions,
             "max_staleness": record.max_staleness,
+            "mean_staleness": stage_table.mean_of(record.staleness),
+            "staleness": {str(late): count for late, count in sorted(record.staleness.items())},
             "busy_fraction": record.busy_s / train_s,
             "bytes_sent": record.bytes_sent,
             "skipped_updates": record.skipped,

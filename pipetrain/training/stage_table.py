@@ -30,6 +30,11 @@ def measured(
     ]
 
 
+def mean_of(counts: Mapping[int, int]) -> float:
+    """Return the mean of values that are counted."""
+    return sum(value * count for value, count in counts.items()) / (sum(counts.values()) or 1)
+
+
 NOTABLE = 1.15  # times the mean of all ranks, from which on the slowest one is pointed out
 
 

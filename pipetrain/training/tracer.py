@@ -1,8 +1,8 @@
 """What `trace=` asks for: keeps when each action of the traced windows ran, and brings it together on rank 0.
 
 Every rank knows every program, so it keeps times alone, in arrays (24 bytes an action), and sends them once,
-after the epoch in which the last traced window ran. Its clock is compared with rank 0's before and after; in
-between the offset is taken to drift evenly.
+after the epoch in which the last traced window ran. Where a policy decides, it keeps the actions too. Its
+clock is compared with rank 0's before and after; in between the offset is taken to drift evenly.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Tracer:
         self._complete = self._left == len(lengths)
         self._windows: list[tuple[int, list[int]]] = []  # (epoch, samples of each microbatch)
         self._times: list[array[float]] = []  # of each window
+        self._ran: list[list[Action]] = []  # likewise, where a policy decides
         self._began = self._compare_clocks()
 
     @property
@@ -64,7 +65,12 @@ class Tracer:
             return None
         self._left -= 1
         self._windows.append((epoch, [len(ids) for batch in batches for ids in batch]))
-        return lambda window: self._times.append(_packed(window))
+        return self._keep
+
+    def _keep(self, window: RankWindow) -> None:
+        self._times.append(_packed(window))
+        if self._run.plan.policy:
+            self._ran.append([action for action, *_ in window.timed])
 
     def collect(self) -> Trace:
         """Bring the times of all ranks together, on the clock of rank 0."""
@@ -72,19 +78,15 @@ class Tracer:
         drift = (last - first) / (ended - began)
         for times in self._times:
             _shift(times, lambda moment: moment + first + drift * (moment - began))
-        ranks: list[Any] = self._mesh.gather("the trace", (self._times, max(error, other_error)))
-        return Trace(
-            [
-                TracedWindow(epoch, samples, self._unpacked(len(samples), [times[n] for times, _ in ranks]))
-                for n, (epoch, samples) in enumerate(self._windows)
-            ],
-            self._complete,
-            max(error for _, error in ranks),
-        )
-
-    def _unpacked(self, microbatches: int, times: Sequence[array[float]]) -> list[RankWindow]:
-        program = self._run.plan.windows[microbatches // self._run.settings.microbatches].program
-        return [_unpacked(*pair) for pair in zip(times, program, strict=True)]
+        ranks: list[Any] = self._mesh.gather("the trace", (self._times, self._ran, max(error, other_error)))
+        windows = []
+        for n, (epoch, samples) in enumerate(self._windows):
+            program = self._run.plan.windows[len(samples) // self._run.settings.microbatches].program
+            if self._run.plan.policy:
+                program = [ran[n] for _, ran, _ in ranks]
+            pairs = zip((times[n] for times, *_ in ranks), program, strict=True)
+            windows.append(TracedWindow(epoch, samples, [_unpacked(*pair) for pair in pairs]))
+        return Trace(windows, self._complete, max(error for *_, error in ranks))
 
     def _compare_clocks(self) -> tuple[float, float, float]:
         """Return the present, the offset to rank 0's clock, and its error: seconds."""

@@ -20,9 +20,12 @@ from torch import Tensor
 from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
 from pipetrain.data import Split, Transform, inputs
-from pipetrain.runtime.engine import StageRecord
+from pipetrain.runtime.engine import Observer, StageRecord
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.tally import Tally
+from pipetrain.schedule.actions import Action, Op, Program
+from pipetrain.schedule.check import check
+from pipetrain.schedule.measured import RankWindow
 from pipetrain.training.assembly import make_engine, make_stages
 from pipetrain.training.feed import WindowFeed
 from pipetrain.training.figures import EpochFigures, Progress, Records
@@ -34,6 +37,10 @@ if TYPE_CHECKING:  # the recorder draws, and training alone needs no library for
     from pipetrain.training.recorder import Recorder
 
 
+Ran = list[list[Action]]
+"""What a rank did in each window of an epoch, one list a window, where a policy decided that."""
+
+
 @dataclass(frozen=True, slots=True)
 class _RankFigures:
     """What one rank knows of an epoch. Times in seconds."""
@@ -43,6 +50,7 @@ class _RankFigures:
     eval_s: float
     before: Records  # what the records said before the epoch
     records: Records
+    ran: Ran
 
 
 class Trainer:
@@ -68,6 +76,7 @@ class Trainer:
         self._progress = Progress()  # as restored, but for its history, which goes on
         self._elapsed_before = 0.0
         self._started = time.perf_counter()
+        self._ran: Ran = []
 
     def restore(self, folder: Path, manifest: Manifest) -> None:
         """Go on from a whole checkpoint, instead of from the start.
@@ -87,7 +96,7 @@ class Trainer:
             last.restore_tally(self._progress.trained)
         if manifest.pipeline == self._run.plan.pipeline:
             for index in self.stages:
-                self._engine.records[index] = replace(self._progress.records[index])
+                self._engine.records[index] = self._progress.records[index].copy()
             set_random_state(tensors, self._mesh.world.rank, self._mesh.device)
         else:
             self._progress = replace(self._progress, records={}, before={})
@@ -134,7 +143,7 @@ class Trainer:
         return asked
 
     def _records(self) -> Records:
-        return {stage: replace(record) for stage, record in self._engine.records.items()}
+        return {stage: record.copy() for stage, record in self._engine.records.items()}
 
     def _save(self, train_s: float, before: Records) -> None:
         """Start to save a checkpoint. The pipeline is drained, and all ranks do this at the same window."""
@@ -176,11 +185,11 @@ class Trainer:
         for start in range(done, len(batches), window):
             chosen = batches[start : start + window]
             self._engine.train(
-                run.plan.windows[len(chosen)].program[self._mesh.world.rank],
+                run.plan.order(len(chosen), self._mesh.world.rank),
                 WindowFeed(chosen, run.data.train.labels, images, self._mesh.device),
                 run.settings.microbatches,
                 partial(self._tick, f"epoch {epoch + 1}", len(batches) - done),
-                tracer.observer(epoch, chosen) if tracer else None,
+                partial(self._observe, tracer.observer(epoch, chosen) if tracer else None),
             )
             end = start + len(chosen)
             self._position = Position(epoch, end, update + end - done)
@@ -191,6 +200,20 @@ class Trainer:
                 if asked == "stop":
                     break
         return asked
+
+    def _observe(self, traced: Observer | None, window: RankWindow) -> None:
+        if traced:
+            traced(window)
+        if self._run.plan.policy:
+            self._ran.append([action for action, *_ in window.timed])
+
+    def _prove(self, epoch: int, programs: list[Program]) -> None:
+        """Hold what a policy has decided on against what every program must be. Raises ScheduleError."""
+        for program in programs:
+            batches = sum(action.op is Op.STEP for action in program[0])
+            check(program, batches, self._run.settings.microbatches)
+        if programs and self._recorder:
+            self._recorder.programs(epoch + 1, programs)
 
     def _tick(self, what: str, total: int, stage: int) -> None:
         if self._recorder and stage == min(self.stages):
@@ -207,9 +230,12 @@ class Trainer:
         last = self.stages.get(self._run.plan.stages - 1)
         if last is not None:
             tallies = last.take_tallies()
-        mine = _RankFigures(tallies, train_s, eval_s, before, self._records())
+        mine = _RankFigures(tallies, train_s, eval_s, before, self._records(), self._ran)
+        self._ran = []
         gathered = self._mesh.gather(f"the figures of epoch {epoch + 1}", mine)
         ranks = [figures for figures in gathered if isinstance(figures, _RankFigures)]
+        if self._mesh.world.rank == 0:
+            self._prove(epoch, [list(ran) for ran in zip(*(figures.ran for figures in ranks), strict=True)])
         trained, evaluated = next(figures.tallies for figures in ranks if figures.tallies is not None)
         epoch_figures = EpochFigures(
             epoch=epoch + 1,
@@ -220,6 +246,7 @@ class Trainer:
             eval_s=max(figures.eval_s for figures in ranks),
             busy_s=_grown(ranks, lambda record: record.busy_s),
             wait_s=_grown(ranks, lambda record: record.wait_s),
+            staleness=_occurred(ranks),
             records={stage: record for figures in ranks for stage, record in figures.records.items()},
             elapsed_s=self._elapsed(),
             ended=time.time(),
@@ -233,6 +260,18 @@ def _grown(ranks: Sequence[_RankFigures], seconds: Callable[[StageRecord], float
     """Return by how much the times of each stage have grown in an epoch."""
     return {
         stage: seconds(record) - seconds(figures.before.get(stage, StageRecord()))
+        for figures in ranks
+        for stage, record in figures.records.items()
+    }
+
+
+def _occurred(ranks: Sequence[_RankFigures]) -> dict[int, dict[int, int]]:
+    """Return how many forwards of each stage were late in an epoch, by how many updates."""
+    return {
+        stage: {
+            late: count - figures.before.get(stage, StageRecord()).staleness.get(late, 0)
+            for late, count in sorted(record.staleness.items())
+        }
         for figures in ranks
         for stage, record in figures.records.items()
     }

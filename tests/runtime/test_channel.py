@@ -77,19 +77,19 @@ def test_virtual_stages_are_told_from_ranks():
     """Stage 2 is on rank 0 again: an activation goes up the stages and down the ranks."""
     message = Message(1, 2, 0, SPECS, (1, 0))
     assert message.name == "the activation of microbatch 0"
-    assert str(expired(message, False, 60)) == (
+    assert str(expired([message], [], 60)) == (
         "rank 0 waited 60 s for the activation of microbatch 0 from rank 1"
     )
 
 
 def test_a_deadline_says_who_waits_for_what():
-    assert str(expired(up(7), False, 60)) == (
+    assert str(expired([up(7)], [], 60)) == (
         "rank 1 waited 60 s for the activation of microbatch 7 from rank 0"
     )
-    assert str(expired(down(7), False, 0.5)) == (
+    assert str(expired([down(7)], [], 0.5)) == (
         "rank 0 waited 0.5 s for the gradient of microbatch 7 from rank 1"
     )
-    assert str(expired(up(7), True, 60)) == (
+    assert str(expired([], [up(7)], 60)) == (
         "rank 0 waited 60 s for rank 1 to take the activation of microbatch 7"
     )
 
@@ -209,6 +209,29 @@ def test_two_windows_follow_each_other():
         other.result()
         first.drain()
         second.drain()
+
+
+def test_what_has_arrived_and_where_there_is_room_can_be_asked():
+    first, second = ends(1, timeout=0.2)
+    second.expect([up(0), up(1), up(2)], watched=True)
+    assert not second.arrived(up(0))
+    with pytest.raises(ChannelError) as error:
+        second.wait([up(0)], [down(5)] * 0)
+    assert str(error.value) == "rank 1 waited 0.2 s for the activation of microbatch 0 from rank 0"
+    for mb in range(2):  # one is matched by a posted receive, one is unfinished
+        assert first.room(up(mb))
+        first.send(up(mb), number(mb))
+    assert not first.room(up(2))
+    with pytest.raises(ChannelError) as error:
+        first.wait([down(3)], [up(2)])
+    assert str(error.value) == (
+        "rank 0 waited 0.2 s for the gradient of microbatch 3 from rank 1 "
+        "or for rank 1 to take the activation of microbatch 2"
+    )
+    second.wait([up(0)], [])
+    assert second.arrived(up(0))
+    second.recv(up(0))
+    first.wait([], [up(2)])
 
 
 # The distributed channel, without a wire (over one: test_worlds.py)

@@ -15,6 +15,7 @@ from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.runtime.channel import Message
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine, Limits
+from pipetrain.runtime.order import Listed
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import COMPUTE, UPDATE, Action, Op, Program, parse_program
 from pipetrain.schedule.lower import lower
@@ -127,7 +128,8 @@ class Tape:
         self.seen: list[str] = []
         self.waited = 0.0  # by its own account: 1 s for each message it gives, 2 s for room for each it takes
 
-    def expect(self, messages: Sequence[Message]) -> None:
+    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
+        assert not watched
         self.seen.append("expect " + " ".join(f"{m.src}>{m.dst}:{m.mb}" for m in messages))
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
@@ -186,7 +188,7 @@ def test_the_middle_of_three_stages_does_what_its_list_says():
     program = lower(one_f_one_b(3, 1, 2))
     made, tape = engine([0, 1, 2], [1], Limits(2, 1))
     updated: list[int] = []
-    made.train(program[1], Ones(), 2, updated.append)
+    made.train(Listed(program[1]), Ones(), 2, updated.append)
     assert tape.seen == [
         "expect 0>1:0 0>1:1 2>1:0 2>1:1",  # all of the window, in the program's order
         "recv 0>1:0",
@@ -210,7 +212,7 @@ def test_a_window_s_times_are_counted_and_handed_to_who_asks():
     program = lower(one_f_one_b(3, 1, 2))
     made, _ = engine([0, 1, 2], [1], Limits(2, 1))
     seen: list[RankWindow] = []
-    made.train(program[1], Ones(), 2, observe=seen.append)
+    made.train(Listed(program[1]), Ones(), 2, observe=seen.append)
     (window,) = seen
     assert [action for action, *_ in window.timed] == program[1]
     moments = [window.began, *(t for _, start, end, _ in window.timed for t in (start, end)), *window.drain]
@@ -227,7 +229,7 @@ def test_a_window_s_times_are_counted_and_handed_to_who_asks():
 
 def test_a_window_that_nobody_asks_about_is_counted_all_the_same():
     made, _ = engine([0, 1, 2], [1], Limits(2, 1))
-    made.train(lower(one_f_one_b(3, 1, 2))[1], Ones(), 2)
+    made.train(Listed(lower(one_f_one_b(3, 1, 2))[1]), Ones(), 2)
     assert made.records[1].wait_s >= 12.0
     assert made.records[1].busy_s > 0
 
@@ -235,7 +237,7 @@ def test_a_window_that_nobody_asks_about_is_counted_all_the_same():
 def test_neighbours_on_one_rank_hand_over_without_a_message():
     program = lower(split_on_one_rank(1, 2, 2))
     made, tape = engine([0, 0], [0, 1], Limits(1, 1))
-    made.train(program[0], Ones(), 2)
+    made.train(Listed(program[0]), Ones(), 2)
     assert tape.seen == ["expect ", "drain"]
     assert [made.records[stage].bytes_sent for stage in (0, 1)] == [0, 0]
 
@@ -244,14 +246,14 @@ def test_more_in_flight_than_was_simulated_is_an_error():
     program = lower(one_f_one_b(3, 1, 2))
     made, _ = engine([0, 1, 2], [1], Limits(1, 1))
     with pytest.raises(AssertionError, match="1F1@0: 2 microbatches in flight, 1 simulated"):
-        made.train(program[1], Ones(), 2)
+        made.train(Listed(program[1]), Ones(), 2)
 
 
 def test_more_versions_than_were_simulated_is_an_error():
     program = lower(pipedream(3, 4, 1))
     made, _ = engine([0, 1, 2], [1], Limits(2, 1))
     with pytest.raises(AssertionError, match="1STEP@1: 2 weight versions held, 1 simulated"):
-        made.train(program[1], Ones(), 1)
+        made.train(Listed(program[1]), Ones(), 1)
 
 
 def test_pipedream_keeps_what_is_still_to_be_read_and_gives_it_up_after():
@@ -259,7 +261,7 @@ def test_pipedream_keeps_what_is_still_to_be_read_and_gives_it_up_after():
     made, _ = engine([0, 1, 2], [0], Limits(3, 3))
     stage = made._stages[0]
     for window in range(2):
-        made.train(program[0], Ones(), 1)
+        made.train(Listed(program[0]), Ones(), 1)
         record = made.records[0]
         assert (record.peak_in_flight, record.peak_versions, record.max_staleness) == (3, 3, 2)
         assert (stage.weights.held, stage.in_flight, stage.weights.updates) == (1, 0, 5 * (window + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import le
 
 import pytest
 import torch
@@ -103,6 +104,15 @@ def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microb
         assert torch.equal(state[name], tensor), name
 
 
+@pytest.mark.parametrize(("ranks", "in_flight"), [(1, 8), (3, 1)])
+def test_fbp_alone_or_with_one_in_flight_is_layer_dist_bit_for_bit(ranks, in_flight):
+    words = (NORM, "microbatches=3", "window=null")
+    wanted, epochs = run_in_threads(Case("layer_dist", ranks, words))
+    state, figures = run_in_threads(Case("fbp", ranks, (*words, f"schedule.in_flight={in_flight}")))
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+    assert [(f.trained, f.evaluated) for f in figures] == [(f.trained, f.evaluated) for f in epochs]
+
+
 def test_flush_schedules_agree_with_each_other_without_batchnorm():
     states = []
     for schedule in ("layer_dist", "gpipe", "1f1b", "interleaved_1f1b"):
@@ -130,4 +140,7 @@ def test_what_was_held_is_what_was_simulated(schedule):
     plan = make_run(case).plan
     for stage, record in figures[-1].records.items():
         seen = (record.peak_in_flight, record.peak_versions, record.max_staleness)
-        assert seen == plan.peaks(stage), (schedule, stage)
+        if plan.policy:  # the timing decides, up to its bounds
+            assert all(map(le, seen, plan.peaks(stage))), (schedule, stage)
+        else:
+            assert seen == plan.peaks(stage), (schedule, stage)

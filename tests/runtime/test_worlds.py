@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.cases import SCHEDULES, Case, config
-from tests.support.jobs import compare_clocks, exchange, overfill, starve, train_cases, vanish
+from tests.support.jobs import compare_clocks, exchange, overfill, starve, train_cases, vanish, watch
 from tests.support.worlds import run_world
 
 NORM = "model._target_=tests.support.models.with_norm"
@@ -78,6 +78,15 @@ def test_the_bound_is_enforced_and_its_expiry_named():
 def test_a_dead_peer_is_named():
     error = run_world(vanish, 2)[1]
     assert error.startswith("rank 1 lost rank 0 at the activation of microbatch 7: ")
+
+
+def test_what_has_arrived_and_where_there_is_room_can_be_asked():
+    sender, receiver = run_world(watch, 2)
+    assert sender == ["rank 0 waited 1 s for rank 1 to take the activation of microbatch 9"]
+    late, *received, lost = receiver
+    assert late == "rank 1 waited 1 s for the activation of microbatch 7 from rank 0"
+    assert received == ["7.0", "8.0"]
+    assert lost.startswith("rank 1 lost rank 0 at the activation of microbatch 9: ")
 
 
 def test_clocks_are_compared_with_rank_0_s():

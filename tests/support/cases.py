@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import repeat
 from pathlib import Path
 from threading import Barrier, Thread
 from time import monotonic, sleep
@@ -24,7 +25,7 @@ from pipetrain.config import conf_dir, make_schedule
 from pipetrain.data import ImageData, Split
 from pipetrain.runtime.channel import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
-from pipetrain.schedule.actions import Op
+from pipetrain.schedule.actions import Op, Program
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.keeper import Keeper
 from pipetrain.training.run import Run, prepare
@@ -81,8 +82,8 @@ def _config(case: Case, model: str = "") -> DictConfig:
     return config([*defaults, f"schedule={case.schedule}", *case.overrides, *chosen])
 
 
-def expected(case: Case) -> reference.Outcome:
-    """Train a case by the reference."""
+def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
+    """Train a case by the reference; where a policy decided the order, by the versions that were read."""
     cfg = _config(case, case.reference_model)
     run = prepare(cfg, case.schedule, case.ranks, tiny_data(case.train_samples))
     recipe = reference.Recipe(
@@ -98,7 +99,8 @@ def expected(case: Case) -> reference.Outcome:
         label_smoothing=run.settings.label_smoothing,
         bf16=run.settings.precision == "bf16",
     )
-    return reference.train(run.build_model(), recipe, _delay(case, cfg, run))
+    delays = [_reads(program) for program in ran] or repeat(_delay(case, cfg, run))
+    return reference.train(run.build_model(), recipe, delays)
 
 
 def _delay(case: Case, cfg: DictConfig, run: Run) -> reference.Delay:
@@ -107,15 +109,27 @@ def _delay(case: Case, cfg: DictConfig, run: Run) -> reference.Delay:
         return reference.DELAYS[case.schedule](run.plan.stages, run.settings.microbatches)
     batches = max(run.plan.windows)
     program = make_schedule(cfg)(case.ranks, batches, run.settings.microbatches)
+    return _reads(program)
+
+
+def _reads(program: Program) -> reference.Delay:
     reads = {(a.stage, a.mb): a.version for actions in program for a in actions if a.op is Op.F}
     return lambda stage, mb: reads[stage, mb]
+
+
+class Epochs(list[EpochFigures]):
+    """The figures of all epochs, and the programs of all windows that a policy decided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[Program] = []
 
 
 class Listener:
     """Stands in for the recorder: keeps the figures."""
 
     def __init__(self) -> None:
-        self.epochs: list[EpochFigures] = []
+        self.epochs = Epochs()
         self.traces: list[Trace] = []
 
     def begin(self, history: Sequence[EpochFigures] = (), since: int | None = 0) -> None:
@@ -125,6 +139,9 @@ class Listener:
 
     def epoch(self, figures: EpochFigures) -> None:
         self.epochs.append(figures)
+
+    def programs(self, epoch: int, programs: Sequence[Program]) -> None:
+        self.epochs.ran.extend(programs)
 
     def trace(self, trace: Trace) -> None:
         self.traces.append(trace)
@@ -139,11 +156,9 @@ def state_of(trainer: Trainer, run: Run) -> dict[str, Tensor]:
     }
 
 
-def compare(
-    case: Case, state: dict[str, Tensor], figures: Sequence[EpochFigures], tolerance: float = 1e-12
-) -> None:
+def compare(case: Case, state: dict[str, Tensor], figures: Epochs, tolerance: float = 1e-12) -> None:
     """Hold a trained state and its figures against the reference."""
-    wanted = expected(case)
+    wanted = expected(case, figures.ran)
     assert state.keys() == wanted.state.keys(), case
     for name, tensor in wanted.state.items():
         torch.testing.assert_close(
@@ -226,7 +241,7 @@ class Saved:
 
 def run_in_threads(
     case: Case, listener: Listener | None = None, saved: Saved | None = None, source: Path | None = None
-) -> tuple[dict[str, Tensor], list[EpochFigures]]:
+) -> tuple[dict[str, Tensor], Epochs]:
     """Train a case with one thread a rank over the local channel; return the whole state and the figures.
 
     It saves as `saved` says, and goes on from the checkpoint `source`.

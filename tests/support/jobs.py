@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -110,6 +110,51 @@ def vanish(world: World, store: dist.Store) -> str:
     channel.expect([_message(7, 4)])
     try:
         channel.recv(_message(7, 4))
+    except ChannelError as error:
+        return str(error)
+    return "no error"
+
+
+def watch(world: World, store: dist.Store) -> list[str]:
+    """Both ranks look before they wait: for what comes late, for room, and for a peer that dies."""
+    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
+    channel = mesh.channel(1)
+    channel._timeout = 1.0
+    first, second, third = (_message(mb, 4) for mb in (7, 8, 9))
+    said = []
+    if world.rank == 0:
+        channel.expect([], watched=True)
+        store.wait(["late"])
+        assert channel.room(first)
+        channel.send(first, [torch.full((4,), 7.0)])
+        channel.wait([], [second])  # until that one has arrived
+        channel.send(second, [torch.full((4,), 8.0)])
+        assert not channel.room(third)  # rank 1 has taken none, so it has posted no more
+        said.append(_complaint(lambda: channel.wait([], [third])))
+        store.set("full", "1")
+        store.wait(["taken"])
+        dist.destroy_process_group()
+        return said
+    channel.expect([first, second, third], watched=True)
+    assert not channel.arrived(first)
+    said.append(_complaint(lambda: channel.wait([first], [])))
+    store.set("late", "1")
+    channel.wait([first], [])
+    assert channel.arrived(first)
+    store.wait(["full"])
+    for message in (first, second):
+        channel.wait([message], [])
+        said.append(str(channel.recv(message)[0][0].item()))
+    channel._timeout = 20.0
+    store.set("taken", "1")
+    channel.wait([third], [])
+    said.append(_complaint(lambda: channel.recv(third)))
+    return said
+
+
+def _complaint(action: Callable[[], object]) -> str:
+    try:
+        action()
     except ChannelError as error:
         return str(error)
     return "no error"

@@ -6,7 +6,7 @@ that the theory says, all at once in one pass over the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,13 +71,14 @@ class Recipe:
     bf16: bool = False  # layers under autocast, and what crosses a cut cast to bf16
 
 
-def train(model: nn.Sequential, recipe: Recipe, delay: Delay) -> Outcome:
-    """Train in one plain loop."""
+def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outcome:
+    """Train in one plain loop; each window has a delay of its own."""
     if recipe.bf16:
         for cut in recipe.cuts:
             named_layers(model)[cut - 1][1].register_forward_hook(_narrow)
     live = dict(model.named_parameters())
     optimizer = recipe.optimizer(iter(live.values()))
+    delay_of = iter(delays)
     update = 0
     outcomes = []
     for epoch in range(recipe.epochs):
@@ -86,7 +87,7 @@ def train(model: nn.Sequential, recipe: Recipe, delay: Delay) -> Outcome:
         window = recipe.window or len(batches)
         loss_sum = 0.0
         for start in range(0, len(batches), window):
-            history = [_snapshot(live)]
+            history, delay = [_snapshot(live)], next(delay_of)
             mb = 0
             for batch in batches[start : start + window]:
                 samples = sum(map(len, batch))

@@ -62,9 +62,19 @@ def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:
         eval_s=0.5,
         busy_s={0: 1.5, 1: 0.5},
         wait_s={0: 0.4, 1: 1.2},
+        staleness={0: {0: 1, 1: 3}, 1: {0: 4}},
         records={
-            0: StageRecord(2, 2, 1, busy_s=1.5 * epoch, wait_s=0.4 * epoch, bytes_sent=1000 * epoch),
-            1: StageRecord(1, 1, 0, busy_s=0.5 * epoch, wait_s=1.2 * epoch, bytes_sent=500 * epoch),
+            0: StageRecord(
+                2,
+                2,
+                {0: epoch, 1: 3 * epoch},
+                busy_s=1.5 * epoch,
+                wait_s=0.4 * epoch,
+                bytes_sent=1000 * epoch,
+            ),
+            1: StageRecord(
+                1, 1, {0: 4 * epoch}, busy_s=0.5 * epoch, wait_s=1.2 * epoch, bytes_sent=500 * epoch
+            ),
         },
         elapsed_s=3.0 * epoch,
         ended=1_000_000.0 + 3 * epoch,

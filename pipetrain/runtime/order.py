@@ -1,0 +1,89 @@
+"""What a rank does next in one window: off a list that was written before, or as a policy decides.
+
+The engine sees no difference: it takes one action after the other, and asks whether a weight version is still
+needed. A list knows that of the actions to come; a policy lets a forward read the newest weights only, so a
+version is needed as long as a microbatch that read it is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pipetrain.schedule.actions import Action, Op, last_uses
+from pipetrain.schedule.policy import Policy, View, Wait
+
+_RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+
+
+class Order(Protocol):
+    """The actions of one rank in one window. For use once."""
+
+    decided: bool
+    """Whether it looks at the channel to decide: its messages must then be watched."""
+
+    def receives(self) -> list[Action]:
+        """Return all RECVs, of each edge in order."""
+
+    def actions(self, view: View) -> Iterator[Action | Wait]:
+        """Give the actions one by one: an action is done when the next one is asked for."""
+
+    def needed(self, stage: int, version: int) -> bool:
+        """Whether an action after the one being done reads a version of a stage's weights."""
+
+
+class Listed:
+    """A program's list."""
+
+    decided = False
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._actions = actions
+        self._last_uses = last_uses(list(actions))
+        self._position = 0
+
+    def receives(self) -> list[Action]:
+        """See Order."""
+        return [action for action in self._actions if action.op in _RECEIVES]
+
+    def actions(self, view: View) -> Iterator[Action | Wait]:
+        """See Order."""
+        for position, action in enumerate(self._actions):
+            self._position = position
+            yield action
+
+    def needed(self, stage: int, version: int) -> bool:
+        """See Order."""
+        return self._last_uses.get((stage, version), -1) > self._position
+
+
+@dataclass(slots=True)
+class Decided:
+    """A policy's decisions for one stage."""
+
+    policy: Policy
+    stage: int
+    stages: int
+    batches: int
+    microbatches: int
+    decided: bool = True
+    _reads: dict[int, int] = field(default_factory=dict)  # of the open microbatches
+
+    def receives(self) -> list[Action]:
+        """See Order."""
+        ops = [Op.RECV_F] * (self.stage > 0) + [Op.RECV_B] * (self.stage < self.stages - 1)
+        return [Action(self.stage, op, mb) for op in ops for mb in range(self.batches * self.microbatches)]
+
+    def actions(self, view: View) -> Iterator[Action | Wait]:
+        """See Order."""
+        for action in self.policy.decide(self.stage, self.stages, self.batches, self.microbatches, view):
+            if isinstance(action, Action) and action.op is Op.F:
+                self._reads[action.mb] = action.version
+            elif isinstance(action, Action) and action.op in (Op.B, Op.W):
+                del self._reads[action.mb]
+            yield action
+
+    def needed(self, stage: int, version: int) -> bool:
+        """See Order."""
+        return version in self._reads.values()

@@ -1,0 +1,74 @@
+"""Tells whether a transfer is finished, without waiting for it.
+
+gloo cannot say so: a receive that has arrived is not complete until somebody waits for it. So somebody does,
+in a thread an edge, which takes the transfers in their order, does nothing but wait, and hands on whatever
+that ends with: no thread can fail in silence. All is still posted from the one thread that asks. NCCL can be
+asked itself, and has no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Condition, Thread
+from typing import Generic, Protocol, TypeVar
+
+import torch.distributed as dist
+
+LONG = timedelta(
+    days=30
+)  # the deadline is the asking thread's: a receive may be posted long before it is due
+
+
+class Watched(Protocol):
+    """A transfer: its works, and what waiting for them ended with."""
+
+    works: list[dist.Work]
+    finished: bool
+    failure: BaseException | None
+
+
+E_ = TypeVar("E_", bound=Hashable)
+
+
+class Watch(Generic[E_]):
+    """Watches the transfers of some edges, from its making until `close`."""
+
+    def __init__(self, edges: Iterable[E_]) -> None:
+        self._changed = Condition()
+        self._queues: dict[E_, SimpleQueue[Watched | None]] = {edge: SimpleQueue() for edge in edges}
+        self._threads = [
+            Thread(target=self._run, args=(queue,), daemon=True, name=f"watch of {edge}")
+            for edge, queue in self._queues.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, edge: E_, transfer: Watched) -> None:
+        """Watch one more transfer of an edge."""
+        self._queues[edge].put(transfer)
+
+    def wait(self, ready: Callable[[], bool], timeout: float) -> bool:
+        """Wait until `ready` of what transfers say, at most `timeout` seconds; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(ready, timeout)
+
+    def close(self) -> None:
+        """End the threads. All that was added must be finished."""
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, queue: SimpleQueue[Watched | None]) -> None:
+        while (transfer := queue.get()) is not None:
+            failure: BaseException | None = None
+            try:
+                for work in transfer.works:
+                    work.wait(LONG)
+            except BaseException as error:  # for the other thread to raise
+                failure = error
+            with self._changed:
+                transfer.finished, transfer.failure = True, failure
+                self._changed.notify_all()
