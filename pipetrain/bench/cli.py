@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from pipetrain.bench import memory, models, overhead, report, single, sleep
+from pipetrain.bench import jitter, memory, models, overhead, report, single, sleep
 from pipetrain.bench.figures import Row, Scale
 from pipetrain.bench.worlds import Say, WorldFailed
 from pipetrain.comparison.processes import interruptible
 
 SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
     "sleep": sleep.suite,
+    "jitter": jitter.suite,
     **{model: partial(models.suite, model) for model in models.MODELS},
     "one-process": single.suite,
     "overhead": overhead.suite,

@@ -14,7 +14,6 @@ from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import StageRecord
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.order import Listed
 from pipetrain.runtime.stage import Target
 from pipetrain.training.assembly import make_engine, make_stages
 
@@ -61,12 +60,13 @@ class Ours:
         self._windows = max(1, batches // window)
         self.batches = self._windows * window
         self.plan = plan
-        self.actions = plan.windows[window].program[mesh.world.rank]
+        self.actions = plan.windows[window].program[mesh.world.rank]  # where a policy decides: as many
         place = mesh.device
         self._feed = BatchFeed(job.samples.to(place), job.labels.to(place), job.microbatches)
         self._full_after = plan.stages if window > 2 * plan.stages else None  # updates; None: never full
         self._updates: list[float] = []
-        self._last = plan.placement[-1] == mesh.world.rank
+        self._rank = mesh.world.rank
+        self._last = plan.placement[-1] == self._rank
         stages = make_stages(plan, job.model, job.optimizer, plan.settings.rate(1), mesh)
         self._engine = make_engine(plan, stages, mesh, channel, clock)
 
@@ -79,7 +79,8 @@ class Ours:
         """See Contestant.run."""
         self._updates.clear()
         for _ in range(self._windows):
-            self._engine.train(Listed(self.actions), self._feed, self.microbatches, self._count)
+            order = self.plan.order(max(self.plan.windows), self._rank)
+            self._engine.train(order, self._feed, self.microbatches, self._count)
         if not self._last or self._full_after is None:
             return None
         full = self._updates[self._full_after :]

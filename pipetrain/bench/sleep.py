@@ -6,6 +6,7 @@ Each stage sleeps in its forward and its backward and passes on a message of 1 M
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class Nap:
     ranks: tuple[int, ...]
     microbatches: tuple[int, ...]
     pieces: int  # microbatches that an asynchronous window has, at least
+    spread: float = 0.0  # share by which times vary at random, evenly, around those
 
 
 FULL_SIZE = Nap(0.03, 0.06, (2, 4), (4, 16), 32)
@@ -70,25 +72,37 @@ class _Asleep(torch.autograd.Function):
         return given, grad.new_ones(1), None, None
 
 
+def naps(stage: int, forward_s: float, backward_s: float, spread: float) -> Iterator[tuple[float, float]]:
+    """Give the seconds of a stage's forwards and backwards, evenly spread by a share around their mean.
+
+    The same for everybody, in the same order.
+    """
+    chance = random.Random(stage)
+    while True:
+        yield tuple(s * chance.uniform(1 - spread, 1 + spread) for s in (forward_s, backward_s))  # type: ignore[misc]
+
+
 class Sleeper(nn.Module):
     """Hands on the first `features` of [n, FEATURES] after a nap, with one weight to step."""
 
-    def __init__(self, features: int, forward_s: float, backward_s: float) -> None:
+    def __init__(self, features: int, naps: Iterator[tuple[float, float]]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self._features = features
-        self._naps = forward_s, backward_s
+        self._naps = naps
 
     def forward(self, x: Tensor) -> Tensor:
         """Sleep; the backward will."""
-        y: Tensor = _Asleep.apply(x, self.weight, self._features, self._naps)  # type: ignore[no-untyped-call]
+        y: Tensor = _Asleep.apply(x, self.weight, self._features, next(self._naps))  # type: ignore[no-untyped-call]
         return y
 
 
-def sleepers(stages: int, forward_s: float, backward_s: float) -> nn.Sequential:
+def sleepers(stages: int, forward_s: float, backward_s: float, spread: float = 0.0) -> nn.Sequential:
     """Return a model of so many stages; the seconds are each stage's. The last gives scores [n, CLASSES]."""
     features = [FEATURES] * (stages - 1) + [CLASSES]
-    return nn.Sequential(*(Sleeper(count, forward_s, backward_s) for count in features))
+    return nn.Sequential(
+        *(Sleeper(count, naps(stage, forward_s, backward_s, spread)) for stage, count in enumerate(features))
+    )
 
 
 def task(nap: Nap, ranks: int, microbatches: int, slices: int = 1) -> Task:
@@ -97,6 +111,7 @@ def task(nap: Nap, ranks: int, microbatches: int, slices: int = 1) -> Task:
         "stages": ranks * slices,
         "forward_s": nap.forward_s / slices,
         "backward_s": nap.backward_s / slices,
+        "spread": nap.spread,
     }
     return Task(
         (

@@ -87,6 +87,7 @@ WHAT_IT_SHOWS = {
         "torch 1F1B, m = 4",
         "x torch GPipe",
     ],
+    "jitter": ["jitter, 2 stages", "fbp, in_flight 8, buffer_size 4: ", "x pipedream"],
     "vgg16": ["vgg16, slower stage alone", "ideal without messages", "torch DDP", "interleaved_1f1b"],
     "resnet18": ["resnet18, cut before", "pipedream, contiguous, once full"],
     "one-process": ["plain loop", "1f1b", "of bound >= 0.98"],
