@@ -183,6 +183,33 @@ class Fault(nn.Module):
             raise ValueError("this layer had enough")
 
 
+class Spoil(nn.Module):
+    """Hands on what it is given; from its forward number `at` on, its output or its gradient is nan."""
+
+    def __init__(self, at: int, gradient: bool) -> None:
+        super().__init__()
+        self._left, self._gradient = at, gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not isinstance(x, FakeTensor):
+            self._left -= 1
+            if self._left <= 0 and self._gradient:
+                x = x * 1
+                x.register_hook(lambda grad: grad * float("nan"))
+            elif self._left <= 0:
+                return x * float("nan")
+        return x
+
+
+def spoilt(layer: int, at: int, gradient: bool) -> nn.Sequential:
+    """Six layers, one of which is to blame."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict(flat=nn.Sequential(Shrink(), nn.Flatten()))
+    for number in range(1, 5):
+        spoil = [Spoil(at, gradient)] if number == layer else []
+        layers[f"layer{number}"] = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), *spoil)
+    return nn.Sequential(layers | {"head": nn.Linear(48, CLASSES)})
+
+
 def faulty(kind: str, rank: int, at: int) -> nn.Sequential:
     """Two stages' worth of layers, one of which fails on one rank. Cut it before layer 2."""
     return nn.Sequential(
