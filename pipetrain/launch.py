@@ -112,8 +112,8 @@ def follow(world: World, run: Run) -> int:
             )
         if (difference := _difference(word["words"], sys.argv[1:])) is not None:
             raise ConfigError(
-                f"rank {world.rank} was started with another command line than rank 0: {difference}; give all "
-                f"ranks the same words"
+                f"rank {world.rank} was started with another command line than rank 0: {difference}; give "
+                f"all ranks the same words"
             )
         run(Job(**word["job"]), world, PrefixStore(f"job/{done}", store))
 
