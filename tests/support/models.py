@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import OrderedDict
 
 import torch
@@ -157,7 +158,10 @@ class Infinite(nn.Module):
 
 
 class Fault(nn.Module):
-    """Hands on what it is given, until this process's rank has its forward number `at` in training."""
+    """Hands on what it is given, until this process's rank has its forward number `at` in training.
+
+    `sleep`: it does so every time, after `at` milliseconds.
+    """
 
     def __init__(self, kind: str, rank: int, at: int) -> None:
         super().__init__()
@@ -168,7 +172,9 @@ class Fault(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training and not isinstance(x, FakeTensor):
             self._done += 1
-            if self._done == self._due:
+            if self._kind == "sleep":
+                time.sleep(max(self._due, 0) / 1000)
+            elif self._done == self._due:
                 self._strike()
         return x
 
