@@ -26,7 +26,7 @@ from pipetrain.runtime.origin import (
     forward_origin,
     smallest_of_first_layer,
 )
-from pipetrain.runtime.tally import Counter, FiniteWatch, Tally, witness
+from pipetrain.runtime.tally import Counter, FiniteWatch, Tally, sums_are_finite, witness
 from pipetrain.runtime.weights import OptimizerFactory, Rate, Weights
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -270,9 +270,9 @@ class Stage:
         if self._skips or not floating:
             return
         late = floating[0].is_cuda  # its news: the weights may be others by then
-        self._watch.add(
-            partial(blame, said, str if late else origin), self.weights.updates, witness(floating)
-        )
+        if late or not sums_are_finite(floating):
+            told = partial(blame, said, str if late else origin)
+            self._watch.add(told, self.weights.updates, witness(floating))
 
     def _check_gradient(
         self, mb: int, saved: _Saved, grads: tuple[Tensor, ...], made: tuple[Tensor, ...]

@@ -248,7 +248,7 @@ def run_in_threads(
     It saves as `saved` says, and goes on from the checkpoint `source`.
     """
     manifest = None if source is None else read_whole(source)
-    runs = [make_run(case, 0 if manifest is None else manifest.position.batch) for _ in range(case.ranks)]
+    run = make_run(case, 0 if manifest is None else manifest.position.batch)
     keepers = saved.keepers(case.ranks) if saved else [None] * case.ranks
     wire, barrier, board = Wire(), Barrier(case.ranks), [None] * case.ranks
     listener, state, errors = listener or Listener(), {}, []
@@ -257,7 +257,7 @@ def run_in_threads(
     # Here, one after the other: a model's weights come from the process's one random generator.
     trainers = [
         Trainer(run, mesh, None if mesh.world.rank else listener, keeper)  # type: ignore[arg-type]
-        for run, mesh, keeper in zip(runs, meshes, keepers, strict=True)
+        for mesh, keeper in zip(meshes, keepers, strict=True)
     ]
     for trainer in trainers if manifest else ():
         trainer.restore(source, manifest)  # type: ignore[arg-type]
@@ -265,7 +265,7 @@ def run_in_threads(
     def work(rank: int) -> None:
         try:
             trainers[rank].fit()
-            state.update(state_of(trainers[rank], runs[rank]))
+            state.update(state_of(trainers[rank], run))
         except BaseException as error:
             errors.append(error)
             barrier.abort()
