@@ -311,7 +311,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(tmp_path):
     stopped = [line for line in sentences(ended) if "the loss of microbatch" in line]
     assert len(stopped) == 1
     assert re.match(
-        r"pipetrain: the loss of microbatch 0 is nan \(first at layer \d\) at stage 1, update 0: stopped b",
+        r"pipetrain: the loss of microbatch 0 is nan \(first in layer \d\) at stage 1, update 0: stopped b",
         stopped[0],
     )
     assert not (tmp_path / "run" / "summary.json").exists()
