@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -56,10 +57,11 @@ class Leader:
     def __init__(self, world: World) -> None:
         self._store = _store(world)
         self._jobs = 0
+        self._words = sys.argv[1:]  # as typed
 
     def announce(self, job: Job) -> Store | None:
         """Start a job on all ranks; return the store for its process groups."""
-        return self._say({"job": asdict(job), "code": code_fingerprint()})
+        return self._say({"job": asdict(job), "code": code_fingerprint(), "words": self._words})
 
     def end(self, status: int) -> None:
         """Let the others exit with a status."""
@@ -108,7 +110,21 @@ def follow(world: World, run: Run) -> int:
                 f"rank {world.rank} runs another pipetrain than rank 0 ({code_fingerprint()}, not {theirs}); "
                 f"install the same version on every machine"
             )
+        if (difference := _difference(word["words"], sys.argv[1:])) is not None:
+            raise ConfigError(
+                f"rank {world.rank} was started with another command line than rank 0: {difference}; give "
+                f"all ranks the same words"
+            )
         run(Job(**word["job"]), world, PrefixStore(f"job/{done}", store))
+
+
+def _difference(theirs: list[str], mine: list[str]) -> str | None:
+    """Say in which words rank 0's command line and this rank's differ, if they do."""
+    if theirs == mine:
+        return None
+    only = [("here", Counter(mine) - Counter(theirs)), ("at rank 0", Counter(theirs) - Counter(mine))]
+    said = [f"{' '.join(words.elements())} only {where}" for where, words in only if words]
+    return ", ".join(said) or f"{' '.join(mine)} here, {' '.join(theirs)} at rank 0"
 
 
 def code_fingerprint() -> str:

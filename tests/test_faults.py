@@ -6,13 +6,17 @@ import json
 import os
 import random
 import re
+import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -35,12 +39,13 @@ class Started(subprocess.Popen[str]):
 
 
 @contextmanager
-def started(folder: Path, words: Sequence[str], *, restarts: int = 0) -> Iterator[Started]:
-    """Start two ranks under torchrun; whatever is left of them at the end is killed."""
+def started(folder: Path, words: Sequence[str], *, restarts: int = 0, ranks: int = 2) -> Iterator[Started]:
+    """Start two ranks under torchrun, or one without; whatever is left of them at the end is killed."""
+    launcher = [*TORCHRUN, f"--max-restarts={restarts}"] if ranks > 1 else []
     mark = uuid.uuid4().hex
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CHECKOUT), MARK: mark}
     process = Started(
-        [sys.executable, *TORCHRUN, f"--max-restarts={restarts}", "-m", "pipetrain", *SMALL, *words],
+        [sys.executable, *launcher, "-m", "pipetrain", *SMALL, *words],
         cwd=folder,
         env={**os.environ, **variables},
         stdout=subprocess.PIPE,
@@ -73,7 +78,7 @@ def living(mark: str) -> dict[int, dict[str, str]]:
     return found
 
 
-def ended(process: Started, deadline: float = 60) -> str:
+def ended(process: Started, deadline: float = 120) -> str:
     """Wait for the end, and return what was said."""
     out, _ = process.communicate(timeout=deadline)
     return out
@@ -90,18 +95,44 @@ WHAT = {
     "error": r"rank {rank}, stage {rank}, action {rank}F\d+@\d+: ValueError: this layer had enough",
     "memory": r"rank {rank}, stage {rank}, action {rank}F\d+@\d+: RuntimeError: .*memory",
 }
+FAILURES = {"SIGKILL": 0, "exit": 1, "error": 0, "memory": 1}  # of which rank
+FAIL_AT = {kind: RANDOM.randint(50, 95) for kind in FAILURES}  # 24 microbatches an epoch
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("SIGKILL", 0), ("exit", 1), ("error", 0), ("memory", 1)])
-def test_a_rank_that_fails_ends_all_and_is_named_and_a_whole_checkpoint_is_left(kind, rank, tmp_path):
-    at = RANDOM.randint(50, 95)  # 24 microbatches an epoch
-    words = [*FAULTY, f"+model.kind={kind}", f"+model.rank={rank}", f"+model.at={at}", "epochs=4"]
-    with started(tmp_path, [*words, "run_dir=run"]) as process:
-        out = ended(process)
-        assert process.returncode != 0
-        assert living(process.mark) == {}
-    assert re.search(WHAT[kind].format(rank=rank, peer=1 - rank), said(out)), out
-    _, manifest = next(newest_first(tmp_path / "run" / CHECKPOINTS))
+@dataclass(frozen=True)
+class Ended:
+    """What is left of a run: its status, what it said, its processes that still live, its folder."""
+
+    status: int
+    out: str
+    living: int
+    run: Path
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory) -> dict[str, Ended]:
+    """A run for each way to fail; all at once, because most of their time is the start."""
+    with ExitStack() as stack:
+        runs = {}
+        for kind, rank in FAILURES.items():
+            folder = tmp_path_factory.mktemp(kind)
+            fault = [f"+model.kind={kind}", f"+model.rank={rank}", f"+model.at={FAIL_AT[kind]}"]
+            process = stack.enter_context(started(folder, [*FAULTY, *fault, "epochs=4", "run_dir=run"]))
+            runs[kind] = folder / "run", process
+        outs = {kind: ended(process) for kind, (_, process) in runs.items()}
+        return {
+            kind: Ended(process.returncode, outs[kind], len(living(process.mark)), run)
+            for kind, (run, process) in runs.items()
+        }
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_rank_that_fails_ends_all_and_is_named_and_a_whole_checkpoint_is_left(kind, failed):
+    at, rank, end = FAIL_AT[kind], FAILURES[kind], failed[kind]
+    assert end.status != 0
+    assert end.living == 0
+    assert re.search(WHAT[kind].format(rank=rank, peer=1 - rank), said(end.out)), end.out
+    _, manifest = next(newest_first(end.run / CHECKPOINTS))
     assert isinstance(manifest, Manifest)
     assert manifest.position.epoch in ((at - 1) // 24, (at - 1) // 24 - 1)  # the last may be on its way
 
@@ -163,21 +194,30 @@ def unharmed(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize(("rank", "after"), [(0, 3), (1, 7)])
-def test_killed_under_torchrun_it_comes_back_and_ends_the_same(rank, after, unharmed, tmp_path):
-    with started(tmp_path, [*LONG, "run_dir=run", "resume=auto"], restarts=3) as process:
-        await_epoch(process, after)
-        os.kill(rank_of(process, rank), signal.SIGKILL)
-        out = ended(process)
-        assert process.returncode == 0, out
-    assert "going on from" in out
-    assert same(weights(tmp_path / "run"), weights(unharmed))
-    rows = [(run / "metrics.csv").read_text().splitlines() for run in (tmp_path / "run", unharmed)]
-    mine, theirs = ([line.split(",")[:6] for line in row] for row in rows)
-    assert mine == theirs
+def rows(run: Path) -> list[list[str]]:
+    """What is in metrics.csv, but for times."""
+    return [line.split(",")[:6] for line in (run / "metrics.csv").read_text().splitlines()]
+
+
+def test_runs_at_the_same_time_end_as_one_alone_and_so_they_do_when_a_rank_is_killed(unharmed, tmp_path):
+    """Three of them: nobody touches the first; of the others rank 0 and rank 1 are killed, and come back."""
+    runs = [tmp_path / name for name in ("whole", "without_0", "without_1")]
+    with ExitStack() as stack:
+        words = [[*LONG, f"run_dir={run}", "resume=auto"] for run in runs]
+        processes = [stack.enter_context(started(tmp_path, w, restarts=3)) for w in words]
+        for rank, process in enumerate(processes[1:]):
+            await_epoch(process, 3 + rank)
+            os.kill(rank_of(process, rank), signal.SIGKILL)
+        for run, process in zip(runs, processes, strict=True):
+            out = ended(process)
+            assert process.returncode == 0, out
+            assert ("going on from" in out) == (run != runs[0])
+            assert same(weights(run), weights(unharmed))
+            assert rows(run) == rows(unharmed)
 
 
 def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(unharmed, tmp_path):
+    """Nor is what it left written over, or gone on from by another."""
     with started(tmp_path, [*LONG, "run_dir=run"]) as process:
         await_epoch(process, 2)
         os.kill(process.pid, signal.SIGTERM)  # torchrun's, which passes it on to every rank
@@ -185,32 +225,154 @@ def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(unharmed, tmp_path
     assert "got SIGTERM: saving at the end of this window, then stopping" in out
     assert "go on with: run_dir=" in out
     assert not (tmp_path / "run" / "summary.json").exists()
-    with started(tmp_path, [*LONG, "run_dir=run", "resume=auto"]) as process:
-        out = ended(process)
-        assert process.returncode == 0, out
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with ExitStack() as stack:
+        over = stack.enter_context(started(tmp_path, [*LONG, "run_dir=copy"], ranks=1))
+        goes_on = stack.enter_context(started(tmp_path, [*LONG, "run_dir=run", "resume=auto"]))
+        assert "of a run that did not finish; go on with resume=auto" in said(ended(over))
+        other = [*LONG, "run_dir=copy", "resume=auto", "seed=1"]
+        another = stack.enter_context(started(tmp_path, other, ranks=1))
+        assert "it has seed=0, and this run has seed=1" in said(ended(another))
+        assert (over.returncode, another.returncode) == (2, 2)
+        out = ended(goes_on)
+        assert goes_on.returncode == 0, out
     assert same(weights(tmp_path / "run"), weights(unharmed))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == 12
 
 
-def test_asked_to_save_it_saves_and_goes_on(tmp_path):
-    with started(tmp_path, ["epochs=12", "checkpoint.every=null", "run_dir=run"]) as process:
-        await_epoch(process, 2)
-        os.kill(rank_of(process, 1), signal.SIGUSR1)
-        end = time.monotonic() + 20
-        while not list((tmp_path / "run").glob(f"{CHECKPOINTS}/update-*/manifest.json")):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        out = ended(process)
-        assert process.returncode == 0, out
-    assert (tmp_path / "run" / "summary.json").exists()
+# One long run, with a slow stage, to which much happens
 
 
-def test_a_run_that_was_left_is_not_written_over(tmp_path):
-    with started(tmp_path, [*LONG, "run_dir=run"]) as process:
-        await_epoch(process, 2)
-    with started(tmp_path, [*LONG, "run_dir=run"]) as process:
+SLEEP_MS, SLOW_EPOCHS = 40, 7
+
+
+@dataclass(frozen=True)
+class Eventful:
+    """What was seen of the run."""
+
+    run: Path
+    out: str
+    status: int
+    intruder: str  # what a second run in its folder said
+    intruder_status: int
+    config: tuple[str, str]  # of the run, before the second one and after it
+    alone: bool  # whether the first went on when the second had ended
+    listening: list[str]  # addresses
+    asked: list[str]  # checkpoints after one was asked for
+    full: list[str]  # those that were whole when the disk was full
+    warning: str
+
+
+@pytest.fixture(scope="module")
+def eventful(tmp_path_factory) -> Eventful:
+    """A run whose rank 1 is slow: somebody starts another in its folder, asks it to save, fills its disk."""
+    folder = tmp_path_factory.mktemp("eventful")
+    run = folder / "run"
+    words = [*FAULTY, "+model.kind=sleep", "+model.rank=1", f"+model.at={SLEEP_MS}", "run_dir=run"]
+    words += [f"epochs={SLOW_EPOCHS}", "checkpoint.every=null"]
+    with started(folder, words) as process, ExitStack() as stack:
+        await_line(process, "pipetrain: ")
+        config = (run / "config.yaml").read_text()
+        second = stack.enter_context(started(folder, ["run_dir=run", "seed=1"], ranks=1))
+        await_epoch(process, 1)
+        ranks = [rank_of(process, rank) for rank in range(2)]
+        addresses = listening(ranks)
+        os.kill(ranks[1], signal.SIGUSR1)
+        asked = await_checkpoint(run)
+        full, previous = (4096, resource.RLIM_INFINITY), resource.prlimit(ranks[1], resource.RLIMIT_FSIZE)
+        resource.prlimit(ranks[1], resource.RLIMIT_FSIZE, full)  # what is larger cannot be written
+        os.kill(ranks[0], signal.SIGUSR1)
+        warning = await_line(process, "NOT saved")
+        whole = checkpoints(run)
+        resource.prlimit(ranks[1], resource.RLIMIT_FSIZE, previous)
+        intruder = ended(second)
+        alone = process.poll() is None
+        configs = config, (run / "config.yaml").read_text()
         out = ended(process)
-        assert process.returncode != 0
-    assert "holds the checkpoints of a run that did not finish; go on with resume=auto" in said(out)
-    with started(tmp_path, [*LONG, "run_dir=run", "resume=auto", "seed=1"]) as process:
-        assert "it has seed=0, and this run has seed=1" in said(ended(process))
+        return Eventful(
+            *(run, out, process.returncode, intruder, second.returncode, configs, alone, addresses, asked),
+            *(whole, warning),
+        )
+
+
+def await_line(process: Started, word: str) -> str:
+    """Read what is said until a line with a word."""
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if word in line:
+            return line
+    raise AssertionError("".join(seen))
+
+
+def checkpoints(run: Path) -> list[str]:
+    """Name the checkpoints of a run that are whole."""
+    return [path.name for path, found in newest_first(run / CHECKPOINTS) if isinstance(found, Manifest)]
+
+
+def await_checkpoint(run: Path) -> list[str]:
+    end = time.monotonic() + 20
+    while not (found := checkpoints(run)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+def listening(pids: Sequence[int]) -> list[str]:
+    """The addresses that processes listen on."""
+    found = []
+    for pid in pids:
+        links = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())
+        sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
+        for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+            lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+            for _, local, _, state, *_, inode in (line.split()[:10] for line in lines):
+                if state == "0A" and inode in sockets:
+                    words = re.findall("." * 8, local.partition(":")[0])  # each in the machine's byte order
+                    packed = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
+                    found.append(socket.inet_ntop(family, packed))
+    return found
+
+
+def test_a_folder_in_use_is_refused_in_one_sentence_and_its_run_goes_on(eventful):
+    (sentence,) = eventful.intruder.splitlines()
+    assert re.fullmatch(
+        r"pipetrain: run_dir=\S+/run is in use by a run that is going on; choose another", sentence
+    )
+    assert eventful.intruder_status == 2
+    assert eventful.alone
+    assert eventful.status == 0, eventful.out
+    assert eventful.config[0] == eventful.config[1]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are looked up as Linux shows them")
+def test_ranks_of_one_machine_listen_on_its_loopback_alone(eventful):
+    assert eventful.listening
+    assert set(eventful.listening) <= {"127.0.0.1", "::1"}
+
+
+def test_asked_to_save_it_saves_and_goes_on(eventful):
+    assert len(eventful.asked) == 1
+    assert (eventful.run / "summary.json").exists()
+
+
+def test_a_full_disk_is_named_and_the_checkpoint_before_is_left_and_the_run_goes_on(eventful):
+    assert re.search(
+        r"the checkpoint of update \d+ was NOT saved: rank 1 cannot write \S+/update-\d+\.partial: .*"
+        r"File too large.*; training goes on, and the checkpoints before it are as they were",
+        eventful.warning,
+    )
+    assert eventful.full == eventful.asked == checkpoints(eventful.run)
+    assert not list((eventful.run / CHECKPOINTS).glob("*.partial"))
+    assert eventful.status == 0, eventful.out
+
+
+def test_a_slow_stage_is_named_with_what_it_cost(eventful):
+    straggler = json.loads((eventful.run / "summary.json").read_text())["straggler"]
+    assert straggler["rank"] == 1
+    batch_s = 4 * SLEEP_MS / 1000
+    assert batch_s < straggler["batch_s"] < 2 * batch_s
+    assert straggler["mean_s"] < 0.75 * straggler["batch_s"]
+    cost_s = (straggler["batch_s"] - straggler["mean_s"]) * 6 * SLOW_EPOCHS
+    assert straggler["cost_s"] == pytest.approx(cost_s)
+    assert f"rank 1 is the straggler: {straggler['batch_s']:.4f} s a batch" in eventful.out

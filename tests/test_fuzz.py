@@ -12,7 +12,7 @@ from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.schedule.actions import ScheduleError
 from tests.support.cases import SCHEDULES, Case, run_in_threads
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "500"))
 MODELS = [
     "with_norm",
     "without_norm",

@@ -177,6 +177,38 @@ def test_a_rank_with_another_version_of_the_code_refuses(ranks, monkeypatch):
     assert ran == {1: [], 2: []}
 
 
+class Argv(list):
+    """A command line of rank 0's, another one for the others."""
+
+    def __init__(self, leader: list[str], followers: list[str]) -> None:
+        super().__init__(["pipetrain"])
+        self.words = {True: leader, False: followers}
+
+    def __getitem__(self, index):
+        return self.words[current_thread() is main_thread()] if index == slice(1, None) else "pipetrain"
+
+
+@pytest.mark.parametrize(
+    ("leader", "followers", "said"),
+    [
+        (["seed=0", "epochs=1"], ["epochs=1", "seed=1"], "seed=1 only here, seed=0 only at rank 0"),
+        (["epochs=1", "partition=[8]"], ["epochs=1"], "partition=[8] only at rank 0"),
+        (["a=1"], ["a=1", "a=1"], "a=1 only here"),
+        (["a=1", "a=2"], ["a=2", "a=1"], "a=2 a=1 here, a=1 a=2 at rank 0"),
+    ],
+)
+def test_a_rank_with_another_command_line_refuses(ranks, monkeypatch, leader, followers, said):
+    monkeypatch.setattr(sys, "argv", Argv(leader, followers))
+    statuses, ran = ranks(lambda leader: leader.announce(JOB))
+    for rank in (1, 2):
+        assert isinstance(statuses[rank], ConfigError)
+        assert str(statuses[rank]) == (
+            f"rank {rank} was started with another command line than rank 0: {said}; give all ranks the same "
+            f"words"
+        )
+    assert ran == {1: [], 2: []}
+
+
 def test_a_silent_leader_is_named_at_the_deadline(ranks, monkeypatch):
     monkeypatch.setattr(launch, "PATIENCE_S", 0.2)
     statuses, _ = ranks(lambda leader: None, size=2)

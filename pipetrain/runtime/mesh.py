@@ -7,10 +7,14 @@ collectives (an epoch's figures), so that they never meet the messages.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,6 +25,7 @@ from torch.distributed.distributed_c10d import Store
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.channel import ChannelError, DistChannel, Edge
 
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 ROUNDS = 32  # of question and answer, to compare two clocks
 
 
@@ -55,11 +60,42 @@ def shares_gpu(world: World, device: torch.device) -> bool:
     return device.type == "cuda" and world.local_size > torch.cuda.device_count()
 
 
-def prefer_loopback(world: World) -> None:
-    """Keep gloo off the network where all ranks are on this machine, unless its interface was chosen."""
-    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    if world.size == world.local_size and loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
+def choose_interface(world: World) -> None:
+    """Let gloo and NCCL listen on the network that torchrun's address is of, and on no other.
+
+    That is the loopback where all ranks are on this machine. By themselves they take what this machine's name
+    stands for, which may be a network that nothing here needs, or a loopback that the others cannot reach.
+    An interface that was chosen by hand is left as it is.
+    """
+    master = os.environ.get("MASTER_ADDR", "")
+    if world.size == world.local_size or master == "localhost" or master.startswith("127."):
+        name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    else:
+        name = _interface_towards(master) if master else None
+    if name is not None:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, name)
+
+
+def _interface_towards(host: str) -> str | None:
+    """Name the interface from which a host is reached; None where that is not known, or is the loopback.
+
+    A machine's own name often stands for its loopback there, and says nothing of the others' way to it.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: it only looks up the route
+            mine = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):  # it has no address
+                    request = struct.pack("256s", name.encode())
+                    if fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24] == mine and mine[0] != 127:
+                        return name
+    except OSError:
+        pass
+    return None
 
 
 class Mesh:
@@ -89,7 +125,7 @@ class Mesh:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if world.size > 1:
-            prefer_loopback(world)
+            choose_interface(world)
             try:
                 self._connect(store)
             except RuntimeError as error:

@@ -7,7 +7,6 @@ program: the peak of `in_flight` is what `simulate` calls its activations.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,15 @@ from torch.nn import functional
 
 from pipetrain.boundary import Value, as_tuple
 from pipetrain.numerics import Numerics
-from pipetrain.runtime.tally import Counter, FiniteWatch, Tally
+from pipetrain.runtime.origin import (
+    all_finite,
+    backward_origin,
+    blame,
+    blame_weights,
+    forward_origin,
+    smallest_of_first_layer,
+)
+from pipetrain.runtime.tally import Counter, FiniteWatch, Tally, sums_are_finite, witness
 from pipetrain.runtime.weights import OptimizerFactory, Rate, Weights
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -34,16 +41,6 @@ class StateReader(Protocol):
 
     def names(self, prefix: str) -> list[str]:
         """Return all names that begin so, without that beginning."""
-
-
-def _all_finite(tensors: tuple[Tensor, ...]) -> bool:
-    return all(bool(t.isfinite().all()) for t in tensors)
-
-
-def _blame_gradient(names: list[str], norms: list[float]) -> str:
-    """Say whose gradient is not finite: of several the last one's, where the backward met it first."""
-    bad = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
-    return f"the gradient of {bad[-1]}{f' and {len(bad) - 1} more' * (len(bad) > 1)} is not finite"
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
@@ -70,6 +67,7 @@ class _Saved:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     version: int
+    target: Target | None = None
     grads: list[Tensor] = field(default_factory=list)  # of the outputs, between I and W
 
 
@@ -113,6 +111,8 @@ class Stage:
         self._single_input = single_input
         self._copy_input = copy_input
         self._saved: dict[int, _Saved] = {}
+        self._batch: list[int] = []  # the microbatches in the gradient so far
+        self._front = smallest_of_first_layer(module)
 
     @property
     def in_flight(self) -> int:
@@ -125,36 +125,41 @@ class Stage:
         """Run microbatch `mb` over a weight version, and save what its backward needs.
 
         Returns the outputs, detached, to hand on; nothing where this is the last stage, which takes the
-        target and the loss instead. Raises TrainingStopped where that loss is not finite.
+        target and the loss instead. Raises TrainingStopped where outputs or loss are not finite.
         """
         x = tuple(self._numerics.arrange(t.detach()) for t in x)
         if self.index > 0:
             x = tuple(t.requires_grad_(t.is_floating_point()) for t in x)
         with self.weights.installed(version):
             outputs = as_tuple(self._call(x))
+        forward = partial(self._forward_origin, x, version)
         if self._loss is not None:
             assert target is not None, (
                 f"stage {self.index} is the last and needs the target of microbatch {mb}"
             )
             scores = self._scores(outputs)
             loss = self._loss(scores, target.labels)
-            if not self._skips:
-                self._watch.add(partial(self._blame_loss, mb, x, version), self.weights.updates, loss)
+            self._check(f"the loss of microbatch {mb} is {{0}}", (loss,), forward)
             if not self._skips or loss.isfinite():
                 self._trained.add(loss, scores, target.labels)
             outputs = (loss * target.share,)
-        self._saved[mb] = _Saved(x, outputs, version)
+        else:
+            self._check(f"the activation of microbatch {mb} is not finite", outputs, forward)
+        self._saved[mb] = _Saved(x, outputs, version, target)
         return () if self._loss is not None else tuple(t.detach() for t in outputs)
 
     def backward(self, mb: int, grads: tuple[Tensor, ...], version: int) -> tuple[Tensor, ...]:
         """Run the whole backward of a microbatch and add to its version's gradients.
 
         `grads` has one gradient for each floating-point output, nothing at the last stage; what is returned
-        has one for each floating-point input, nothing at the first.
+        has one for each floating-point input, nothing at the first. Raises TrainingStopped where they are
+        not finite.
         """
         saved = self._take(mb, version)
         self._differentiate(saved, grads)
-        return self._input_gradients(saved)
+        back = self._input_gradients(saved)
+        self._check_gradient(mb, saved, grads, back or self._front_gradient(version))
+        return back
 
     def backward_input(self, mb: int, grads: tuple[Tensor, ...], version: int) -> tuple[Tensor, ...]:
         """Run the half of a backward that the stage before waits for: the gradients of the inputs."""
@@ -164,23 +169,29 @@ class Stage:
         inputs = [t for t in saved.inputs if t.requires_grad]
         if inputs:
             self._differentiate(saved, grads, inputs, retain_graph=True)
-        return self._input_gradients(saved)
+        back = self._input_gradients(saved)
+        self._check_gradient(mb, saved, grads, back)
+        return back
 
     def backward_weight(self, mb: int, version: int) -> None:
         """Run the other half: add to the version's gradients. The chain through the layers is run again."""
         saved = self._take(mb, version)
-        self._differentiate(saved, tuple(saved.grads), self.weights.leaves(version))
+        grads = tuple(saved.grads)
+        self._differentiate(saved, grads, self.weights.leaves(version))
+        if not self._input_gradients(saved):
+            self._check_gradient(mb, saved, grads, self._front_gradient(version))
 
     def reduce(self) -> None:
         """Hand the batch's gradient to the optimizer. Raises TrainingStopped where it is not finite."""
         self.weights.reduce()
-        names, norms = self.weights.gradient_norms()
-        if not names:
+        gradients, mbs, self._batch = self.weights.gradients(), self._batch, []
+        if not gradients:
             return
+        numbers = witness(list(gradients.values()))
         if self._skips:
-            self._skip = not bool(norms.isfinite().all())
+            self._skip = not bool(numbers.isfinite().all())
         else:
-            self._watch.add(partial(_blame_gradient, names), self.weights.updates, norms)
+            self._watch.add(partial(blame_weights, list(gradients), mbs), self.weights.updates, numbers)
 
     def step(self, keep: bool) -> None:
         """Update the weights; `keep` the version before for actions to come."""
@@ -250,32 +261,60 @@ class Stage:
         if self._copy_input:
             x = tuple(t.clone() for t in x)
         with self._numerics.context(self._device):
-            result: Value = self._layers(x[0] if self._single_input else x)
+            result: Value = self._layers(self._value(x))
         return self._numerics.narrow(result) if self._loss is None else result
 
-    def _blame_loss(self, mb: int, x: tuple[Tensor, ...], version: int, values: list[float]) -> str:
-        """Say which loss is not finite, and where in this stage that began, if it can still be found."""
-        return f"the loss of microbatch {mb} is {values[0]}{self._origin(x, version)}"
+    def _check(self, said: str, tensors: tuple[Tensor, ...], origin: Callable[[], str]) -> None:
+        """Stop where what was made of a microbatch is not finite; `origin` then tells where that began."""
+        floating = [t.detach() for t in tensors if t.is_floating_point()]
+        if self._skips or not floating:
+            return
+        late = floating[0].is_cuda  # its news: the weights may be others by then
+        if late or not sums_are_finite(floating):
+            told = partial(blame, said, str if late else origin)
+            self._watch.add(told, self.weights.updates, witness(floating))
 
-    @torch.no_grad()
-    def _origin(self, x: tuple[Tensor, ...], version: int) -> str:
-        if self._device != "cpu":  # its news come late: the weights may be others by now
-            return ""
-        if not _all_finite(x):
-            return f" (what came from stage {self.index - 1} was not finite already)" if self.index else ""
-        value: Value = x[0] if self._single_input else x
+    def _check_gradient(
+        self, mb: int, saved: _Saved, grads: tuple[Tensor, ...], made: tuple[Tensor, ...]
+    ) -> None:
+        origin = partial(self._backward_origin, saved, grads)
+        self._check(f"the gradient of microbatch {mb} is not finite", made, origin)
+
+    def _front_gradient(self, version: int) -> tuple[Tensor, ...]:
+        """Return what to look at where no gradient leaves the stage: a small one that the others end in."""
+        grad = self._front and self.weights.leaf(version, self._front).grad
+        return () if not isinstance(grad, Tensor) else (grad,)
+
+    def _forward_origin(self, x: tuple[Tensor, ...], version: int) -> str:
+        if not all_finite(x):
+            return f"what came from {f'stage {self.index - 1}' if self.index else 'the data'}"
         with self.weights.installed(version, backward=True), self._numerics.context(self._device):
-            for name, layer in self.module.named_children():
-                value = layer(value)
-                if not _all_finite(as_tuple(value)):
-                    return f" (first at layer {name})"
-        return ""
+            return forward_origin(self._named_layers, self._value(x))
+
+    def _backward_origin(self, saved: _Saved, grads: tuple[Tensor, ...]) -> str:
+        if self._loss is None and not all_finite(grads):
+            return f"what came from stage {self.index + 1}"
+        loss = None if self._loss is None else partial(self._loss_of, saved.target)
+        with self.weights.installed(saved.version, backward=True), self._numerics.context(self._device):
+            return backward_origin(self._named_layers, self._value(saved.inputs), grads, loss)
+
+    @property
+    def _named_layers(self) -> list[tuple[str, nn.Module]]:
+        return [(name, layer) for name, layer in self.module._modules.items() if layer is not None]
+
+    def _value(self, x: tuple[Tensor, ...]) -> Value:
+        return x[0] if self._single_input else x
+
+    def _loss_of(self, target: Target | None, outputs: tuple[Tensor, ...]) -> Tensor:
+        assert self._loss is not None and target is not None
+        return self._loss(self._scores(outputs), target.labels) * target.share
 
     def _scores(self, outputs: tuple[Tensor, ...]) -> Tensor:
         return outputs[0].float() if self._numerics.autocast else outputs[0]
 
     def _take(self, mb: int, version: int) -> _Saved:
         saved = self._saved.pop(mb)
+        self._batch.append(mb)
         assert saved.version == version, f"microbatch {mb} ran forward over {saved.version}, not {version}"
         return saved
 

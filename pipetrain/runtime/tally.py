@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,24 @@ class Counter:
         values = zip((tally.loss, tally.correct), KINDS, strict=True)
         self._sums = [torch.tensor(value, dtype=kind, device=device) for value, kind in values]
         self._samples = tally.samples
+
+
+def witness(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a number a tensor: finite exactly where all of its own are. They are detached, of one device.
+
+    On a CPU their sum, for it takes a fiftieth of the time of the largest absolute number, which stands in
+    for it where finite numbers have a sum that is not.
+    """
+    if not tensors[0].is_cuda:
+        sums = torch.stack([t.sum() for t in tensors])
+        if sums.isfinite().all() or sums.numel() == sum(t.numel() for t in tensors):
+            return sums
+    return torch.stack(torch._foreach_norm(list(tensors), math.inf))
+
+
+def sums_are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether `witness` need not be asked, on a CPU: without the microseconds that it takes to ask."""
+    return all(math.isfinite(t.sum().item()) for t in tensors)
 
 
 class FiniteWatch:

@@ -15,7 +15,6 @@ engine does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -76,6 +75,10 @@ class Weights:
     def leaves(self, version: int) -> list[Tensor]:
         """Return the leaves of a version. Raises KeyError for one that is not held."""
         return list(self._versions[version].values())
+
+    def leaf(self, version: int, name: str) -> Tensor:
+        """Return one of them."""
+        return self._versions[version][name]
 
     @contextmanager
     def installed(self, version: int, backward: bool = False) -> Iterator[None]:
@@ -150,12 +153,9 @@ class Weights:
         for name, leaf in self._accumulating.items():
             self._live[name].grad, leaf.grad = leaf.grad, None
 
-    def gradient_norms(self) -> tuple[list[str], Tensor]:
-        """Return which parameters have a gathered gradient, and the largest absolute number of each's."""
-        grads = {name: p.grad for name, p in self._live.items() if p.grad is not None}
-        if not grads:
-            return [], torch.empty(0)
-        return list(grads), torch.stack(torch._foreach_norm(list(grads.values()), math.inf))
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gathered gradient of each parameter that has one."""
+        return {name: p.grad for name, p in self._live.items() if p.grad is not None}
 
     def step(self, keep: bool, skip: bool = False) -> None:
         """Make the next version from the gathered gradient; `keep` the one before it for actions to come.

@@ -48,3 +48,11 @@ def test_mean_and_deviation_are_those_of_the_training_images():
     grey = data.train.images[:, 0].double() / 255
     assert abs(data.mean[0] - float(grey.mean())) < 1e-9
     assert abs(data.std[2] - float(grey.std())) < 1e-9
+
+
+def test_the_file_and_the_package_give_the_same(monkeypatch):
+    read = digits._table()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    asked = digits._table()
+    assert (asked == read).all()
+    assert asked.shape == (1797, 65)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 
 import pytest
 import torch
 
 from pipetrain.errors import ConfigError
+from pipetrain.runtime import mesh
 from pipetrain.runtime.channel import DistChannel
-from pipetrain.runtime.mesh import Mesh, World, choose_device, prefer_loopback, shares_gpu
+from pipetrain.runtime.mesh import (
+    Mesh,
+    World,
+    _interface_towards,
+    choose_device,
+    choose_interface,
+    shares_gpu,
+)
 
 CPU = torch.device("cpu")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -69,50 +79,83 @@ def test_each_rank_has_a_gpu_of_its_machine_and_shares_where_it_must(monkeypatch
 # The interface
 
 
+BOTH = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
 @pytest.fixture
 def interface(monkeypatch):
-    """Gloo's variable: unset, and put back after the test."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    """Gloo's and NCCL's variables: unset, and put back after the test."""
+    for name in BOTH:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    return lambda: os.environ.get("GLOO_SOCKET_IFNAME")
+    return lambda: tuple(os.environ.get(name) for name in BOTH)
 
 
 def test_ranks_of_one_machine_stay_off_the_network(interface):
-    prefer_loopback(World(0, 2, 0, 2))
-    assert interface() == "lo"
+    choose_interface(World(0, 2, 0, 2))
+    assert interface() == ("lo", "lo")
 
 
-def test_ranks_of_several_machines_do_not(interface):
-    prefer_loopback(World(0, 4, 0, 2))
-    assert interface() is None
+@pytest.mark.parametrize("master", ["localhost", "127.0.0.1"])
+def test_so_do_those_that_meet_on_the_loopback(interface, monkeypatch, master):
+    monkeypatch.setenv("MASTER_ADDR", master)
+    choose_interface(World(0, 4, 0, 2))
+    assert interface() == ("lo", "lo")
+
+
+def test_ranks_of_several_machines_listen_where_torchrun_s_address_is_reached(interface, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
+    monkeypatch.setattr(mesh, "_interface_towards", {"10.0.0.7": "eth0"}.get)
+    choose_interface(World(0, 4, 0, 2))
+    assert interface() == ("eth0", "eth0")
+
+
+@pytest.mark.parametrize("master", ["", "no-such-host.invalid"])
+def test_where_that_is_not_known_the_choice_is_left_to_the_backends(interface, monkeypatch, master):
+    monkeypatch.setenv("MASTER_ADDR", master)
+    choose_interface(World(0, 4, 0, 2))
+    assert interface() == (None, None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks interfaces up as Linux does")
+def test_a_loopback_leads_to_no_other_machine():
+    assert _interface_towards("127.0.0.1") is None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documentation: nothing is sent
+        except OSError:
+            pytest.skip("there is no network")
+        mine = probe.getsockname()[0]
+    assert _interface_towards(mine) in {name for _, name in socket.if_nameindex()} - {"lo"}
 
 
 def test_a_chosen_interface_is_respected(interface, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    prefer_loopback(World(0, 2, 0, 2))
-    assert interface() == "eth7"
+    choose_interface(World(0, 2, 0, 2))
+    assert interface() == ("eth7", "lo")
 
 
-def test_a_machine_without_a_loopback_is_left_to_gloo(interface, monkeypatch):
+def test_a_machine_without_a_loopback_is_left_to_the_backends(interface, monkeypatch):
     monkeypatch.setattr("socket.if_nameindex", lambda: [(2, "eth0")])
-    prefer_loopback(World(0, 2, 0, 2))
-    assert interface() is None
+    choose_interface(World(0, 2, 0, 2))
+    assert interface() == (None, None)
 
 
 # Alone
 
 
 def test_a_world_of_one_needs_no_process_group():
-    mesh = Mesh(World(), [0, 0], [], CPU, None, 30)
+    alone = Mesh(World(), [0, 0], [], CPU, None, 30)
     assert not torch.distributed.is_initialized()
-    assert mesh.gather("anything", {"a": 1}) == [{"a": 1}]
-    assert mesh.clock_offset() == (0.0, 0.0)
-    channel = mesh.channel(2)
+    assert alone.gather("anything", {"a": 1}) == [{"a": 1}]
+    assert alone.clock_offset() == (0.0, 0.0)
+    channel = alone.channel(2)
     assert isinstance(channel, DistChannel)
     channel.expect([])
     channel.drain()
-    mesh.close()
+    alone.close()
 
 
 def test_the_backend_follows_the_device(monkeypatch, interface):

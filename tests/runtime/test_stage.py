@@ -262,22 +262,61 @@ def test_the_layer_where_a_loss_stopped_being_finite_is_named():
     nn.init.constant_(module.bad.weight, math.inf)
     final = last(module, 2)
     with pytest.raises(
-        TrainingStopped, match=r"microbatch 4 is nan \(first at layer bad\) at stage 2, update 0"
+        TrainingStopped, match=r"microbatch 4 is nan \(first in layer bad\) at stage 2, update 0"
     ):
         final.forward(4, (randn(3, 3),), 0, Target(LABELS, 1.0))
-    with pytest.raises(TrainingStopped, match="what came from stage 1 was not finite already"):
+    with pytest.raises(TrainingStopped, match="first in what came from stage 1"):
         last(nn.Linear(3, 3), 2).forward(4, (randn(3, 3) / 0,), 0, Target(LABELS, 1.0))
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_update_and_names_the_weights():
+def test_a_gradient_that_is_not_finite_stops_before_the_update_and_names_microbatch_and_layer():
     final = last(steep())
-    final.forward(0, (randn(3, 3),), 0, Target(LABELS, 1.0))
-    final.backward(0, (), 0)
+    final.forward(3, (randn(3, 3),), 0, Target(LABELS, 1.0))
     with pytest.raises(
-        TrainingStopped, match=r"the gradient of first\.bias and 1 more is not finite at stage 1, up"
+        TrainingStopped,
+        match=r"gradient of microbatch 3 is not finite \(first in layer root\) at stage 1, up",
     ):
-        final.reduce()
+        final.backward(3, (), 0)
     assert final.weights.updates == 0
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_the_first_stage_hands_no_gradient_on_and_names_what_came(halves):
+    first = stage(nn.Sequential(OrderedDict(first=nn.Linear(3, 3))), 0)
+    for mb in range(2):
+        first.forward(mb, (randn(3, 3),), 0)
+    first.backward(0, (randn(3, 3),), 0)
+    nothing = (torch.full((3, 3), math.nan).double(),)
+    if halves:
+        first.backward_input(1, nothing, 0)
+    with pytest.raises(
+        TrainingStopped, match=r"microbatch 1 is not finite \(first in what came from stage 1\)"
+    ):
+        first.backward_weight(1, 0) if halves else first.backward(1, nothing, 0)
+
+
+def test_a_gradient_that_only_the_sum_shows_names_weights_and_microbatches():
+    first = stage(nn.Linear(3, 3), 0)
+    for mb in (4, 5):
+        first.forward(mb, (randn(3, 3),), 0)
+        first.backward(mb, (randn(3, 3),), 0)
+    first.weights.leaf(0, "weight").grad[0, 0] = math.inf
+    with pytest.raises(
+        TrainingStopped, match=r"the gradient of weight, microbatches 4 to 5, is not finite at stage 0, upd"
+    ):
+        first.reduce()
+
+
+def test_an_activation_that_is_not_finite_never_leaves_its_stage():
+    module = nn.Sequential(OrderedDict(fine=nn.Linear(3, 3), bad=nn.Linear(3, 3), relu=nn.ReLU(inplace=True)))
+    nn.init.constant_(module.bad.bias, math.inf)
+    for index in range(2):
+        with pytest.raises(
+            TrainingStopped, match=r"activation of microbatch 4 is not finite \(first in layer bad\) at stage"
+        ):
+            stage(module, index).forward(4, (randn(3, 3),), 0)
+    with pytest.raises(TrainingStopped, match="first in what came from the data"):
+        stage(nn.Linear(3, 3), 0).forward(4, (randn(3, 3) / 0,), 0)
 
 
 def test_an_update_whose_gradient_is_not_finite_can_be_skipped_and_is_counted():

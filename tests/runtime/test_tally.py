@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.tally import Counter, FiniteWatch, Tally
+from pipetrain.runtime.tally import Counter, FiniteWatch, Tally, witness
 
 SCORES = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
 
@@ -61,3 +61,17 @@ def test_on_a_gpu_it_stops_when_the_loss_has_arrived():
         TrainingStopped, match="microbatch 1 is nan at stage 1, update 1: stopped 2 updates later"
     ):
         watch.check(3, wait=True)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_a_witness_tells_of_one_number_anywhere(bad, size):
+    fine = torch.randn(5)
+    for at in range(size):
+        spoilt = torch.randn(size)
+        spoilt[at] = bad
+        assert witness([fine, spoilt]).isfinite().tolist() == [True, False]
+
+
+def test_finite_numbers_whose_sum_is_not_are_no_false_alarm():
+    assert witness([torch.full((9,), 3e38), torch.full((9,), 60000.0, dtype=torch.half)]).isfinite().all()

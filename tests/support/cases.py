@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import repeat
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -33,6 +36,7 @@ from pipetrain.training.tracer import Trace
 from pipetrain.training.trainer import Trainer
 from tests.support import reference
 
+GROUPS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
 SCHEDULES = sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml"))
 
 
@@ -51,9 +55,21 @@ class Case:
 
 
 def config(overrides: Sequence[str]) -> DictConfig:
-    """Compose the configuration as the command line would."""
+    """Compose the configuration as the command line would.
+
+    By Hydra's own steps, but files are read once for each choice of groups: that is most of its time.
+    """
+    choices = [word for word in overrides if word.partition("=")[0] in GROUPS]
+    values = OverridesParser.create().parse_overrides([word for word in overrides if word not in choices])
+    cfg = deepcopy(_composed(tuple(choices)))
+    ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+    return cfg
+
+
+@lru_cache(maxsize=128)
+def _composed(choices: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
+        return compose("config", overrides=list(choices))
 
 
 def tiny_data(train: int, test: int = 11) -> ImageData:
@@ -247,7 +263,7 @@ def run_in_threads(
     It saves as `saved` says, and goes on from the checkpoint `source`.
     """
     manifest = None if source is None else read_whole(source)
-    runs = [make_run(case, 0 if manifest is None else manifest.position.batch) for _ in range(case.ranks)]
+    run = make_run(case, 0 if manifest is None else manifest.position.batch)
     keepers = saved.keepers(case.ranks) if saved else [None] * case.ranks
     wire, barrier, board = Wire(), Barrier(case.ranks), [None] * case.ranks
     listener, state, errors = listener or Listener(), {}, []
@@ -256,7 +272,7 @@ def run_in_threads(
     # Here, one after the other: a model's weights come from the process's one random generator.
     trainers = [
         Trainer(run, mesh, None if mesh.world.rank else listener, keeper)  # type: ignore[arg-type]
-        for run, mesh, keeper in zip(runs, meshes, keepers, strict=True)
+        for mesh, keeper in zip(meshes, keepers, strict=True)
     ]
     for trainer in trainers if manifest else ():
         trainer.restore(source, manifest)  # type: ignore[arg-type]
@@ -264,7 +280,7 @@ def run_in_threads(
     def work(rank: int) -> None:
         try:
             trainers[rank].fit()
-            state.update(state_of(trainers[rank], runs[rank]))
+            state.update(state_of(trainers[rank], run))
         except BaseException as error:
             errors.append(error)
             barrier.abort()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import OrderedDict
 
 import torch
@@ -157,7 +158,10 @@ class Infinite(nn.Module):
 
 
 class Fault(nn.Module):
-    """Hands on what it is given, until this process's rank has its forward number `at` in training."""
+    """Hands on what it is given, until this process's rank has its forward number `at` in training.
+
+    `sleep`: it does so every time, after `at` milliseconds.
+    """
 
     def __init__(self, kind: str, rank: int, at: int) -> None:
         super().__init__()
@@ -168,7 +172,9 @@ class Fault(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training and not isinstance(x, FakeTensor):
             self._done += 1
-            if self._done == self._due:
+            if self._kind == "sleep":
+                time.sleep(max(self._due, 0) / 1000)
+            elif self._done == self._due:
                 self._strike()
         return x
 
@@ -181,6 +187,33 @@ class Fault(nn.Module):
             torch.empty(2**60)
         else:
             raise ValueError("this layer had enough")
+
+
+class Spoil(nn.Module):
+    """Hands on what it is given; from its forward number `at` on, its output or its gradient is nan."""
+
+    def __init__(self, at: int, gradient: bool) -> None:
+        super().__init__()
+        self._left, self._gradient = at, gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not isinstance(x, FakeTensor):
+            self._left -= 1
+            if self._left <= 0 and self._gradient:
+                x = x * 1
+                x.register_hook(lambda grad: grad * float("nan"))
+            elif self._left <= 0:
+                return x * float("nan")
+        return x
+
+
+def spoilt(layer: int, at: int, gradient: bool) -> nn.Sequential:
+    """Six layers, one of which is to blame."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict(flat=nn.Sequential(Shrink(), nn.Flatten()))
+    for number in range(1, 5):
+        spoil = [Spoil(at, gradient)] if number == layer else []
+        layers[f"layer{number}"] = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), *spoil)
+    return nn.Sequential(layers | {"head": nn.Linear(48, CLASSES)})
 
 
 def faulty(kind: str, rank: int, at: int) -> nn.Sequential:

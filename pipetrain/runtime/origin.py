@@ -1,0 +1,96 @@
+"""Where numbers stopped being finite: a stage's pass of one microbatch again, layer by layer.
+
+For the last sentence of a run that stops. What is run again is what was run, over the same weights, but for
+random numbers: a layer that drew the culprit, dropout's scale for one, may not be found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.boundary import Value, as_tuple
+
+Layers = Sequence[tuple[str, nn.Module]]
+Tensors = tuple[Tensor, ...]
+Loss = Callable[[Tensors], Tensor]
+"""(outputs of the last layer) -> a scalar."""
+LOSS = "the loss"
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether every number is; integers are."""
+    return all(bool(t.isfinite().all()) for t in tensors)
+
+
+def blame(said: str, origin: Callable[[], str], numbers: list[float]) -> str:
+    """Say what of a microbatch is not finite, and where that began, if it can be found."""
+    where = origin()
+    return said.format(numbers[0]) + f" (first in {where})" * bool(where)
+
+
+def blame_weights(names: list[str], mbs: list[int], numbers: list[float]) -> str:
+    """Say whose gradient is not finite: of several the last one's, where the backward met it first."""
+    bad = [name for name, number in zip(names, numbers, strict=True) if not math.isfinite(number)]
+    of = f"microbatch {mbs[0]}" if len(mbs) == 1 else f"microbatches {min(mbs)} to {max(mbs)}"
+    return f"the gradient of {bad[-1]}{f' and {len(bad) - 1} more' * (len(bad) > 1)}, {of}, is not finite"
+
+
+def smallest_of_first_layer(module: nn.Module) -> str:
+    """Name the smallest weight that is trained in the first layer with any: a bias, or a norm's."""
+    sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
+    first = next(iter(sizes), "").partition(".")[0]
+    return min((name for name in sizes if name.partition(".")[0] == first), key=sizes.__getitem__, default="")
+
+
+@torch.no_grad()
+def forward_origin(layers: Layers, value: Value) -> str:
+    """Name the first layer whose output is not finite for this input; nothing where none is found."""
+    for name, layer in layers:
+        value = layer(value)
+        if not all_finite(as_tuple(value)):
+            return f"layer {name}"
+    return ""
+
+
+@torch.enable_grad()
+def backward_origin(layers: Layers, value: Value, grads: Tensors, loss: Loss | None) -> str:
+    """Name the first layer, from the end, whose gradients are not finite; nothing where none is found.
+
+    `grads`: of the floating-point outputs; without them where there is a `loss` to begin with.
+    """
+    passes: list[tuple[str, list[Tensor], list[Tensor], Tensors]] = []
+    for name, layer in layers:
+        inputs = tuple(_leaf(t) for t in as_tuple(value))
+        copies = tuple(t.clone() for t in inputs)  # for a layer that works in place
+        value = layer(copies[0] if isinstance(value, Tensor) else copies)
+        wanted = [t for t in (*inputs, *layer.parameters()) if t.requires_grad]
+        passes.append((name, wanted, [t for t in inputs if t.requires_grad], as_tuple(value)))
+    if loss is not None:
+        outputs = tuple(_leaf(t) for t in as_tuple(value))
+        floating = [t for t in outputs if t.requires_grad]
+        grads = _gradients([loss(outputs)], (torch.ones(()),), floating)
+        if not all_finite(grads):
+            return LOSS
+    for name, wanted, inputs_, left in reversed(passes):
+        found = _gradients([t for t in left if t.is_floating_point()], grads, wanted)
+        if not all_finite(found):
+            return f"layer {name}"
+        grads = found[: len(inputs_)]
+    return ""
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _gradients(outputs: Sequence[Tensor], grads: Tensors, wanted: Sequence[Tensor]) -> Tensors:
+    """Differentiate; zeros where no gradient arrives."""
+    pairs = [(t, g.to(t.dtype)) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
+    if not pairs or not wanted:
+        return tuple(torch.zeros_like(t) for t in wanted)
+    found = torch.autograd.grad([t for t, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted, strict=True))
