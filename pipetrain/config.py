@@ -17,10 +17,13 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
+from pipetrain.boundary import specs_of
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
+from pipetrain.runtime.codec import Codec, Codecs
 from pipetrain.runtime.rate import learning_rate
 from pipetrain.runtime.weights import OptimizerFactory, Rate
 from pipetrain.schedule.actions import Schedule
@@ -82,6 +85,7 @@ class Settings:
     checkpoint_unit: str
     checkpoint_keep: int
     resume: str | None
+    codecs: Codecs
 
     def rate(self, updates: int) -> Rate:
         """Return the learning rate over a run of so many updates."""
@@ -132,6 +136,7 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         checkpoint_unit=_one_of(cfg, "checkpoint.unit", CHECKPOINT_UNITS),
         checkpoint_keep=_at_least(cfg, "checkpoint.keep", 1),
         resume=_resume(cfg),
+        codecs=Codecs(make_codec(cfg, "forward"), make_codec(cfg, "backward")),
     )
     if settings.batch_size % settings.microbatches:
         raise ConfigError(
@@ -187,6 +192,44 @@ def _tried(cfg: DictConfig, factory: OptimizerFactory) -> OptimizerFactory:
     return factory
 
 
+def make_codec(cfg: DictConfig, direction: str) -> Codec:
+    """Return the codec of a direction, forward or backward, tried once. Raises ConfigError."""
+    key = f"codec.{direction}"
+    try:
+        node = OmegaConf.select(cfg, key)
+    except OmegaConfBaseException:
+        node = None
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        raise ConfigError(f"{key} must be a codec's name, or have a _target_: the dotted name of its class")
+    try:
+        codec = instantiate(node)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, ValueError):  # of one of its values, by the codec's own words
+            raise ConfigError(f"{key}.{_line(cause)}") from error
+        raise _not_built(key, error) from error
+    if not isinstance(codec, Codec):
+        raise ConfigError(f"{key}: {node._target_} must be a pipetrain.runtime.codec.Codec")
+    _try_codec(key, codec)
+    return codec
+
+
+def _try_codec(key: str, codec: Codec) -> None:
+    """Refuse a codec that fails, or whose messages are not of the sizes that it says."""
+    with torch.random.fork_rng([]):
+        x = torch.randn(2, 3, 4)
+    (spec,) = specs_of([x])
+    try:
+        said, wire = codec.wire_specs(spec), codec.encode(x.clone())
+        back = specs_of([codec.decode(wire, spec)])
+    except Exception as error:  # whatever somebody's own class raises
+        raise ConfigError(f"{key} cannot carry {spec}: {type(error).__name__}: {_line(error)}") from error
+    for what, specs, wanted in (("encodes", specs_of(wire), tuple(said)), ("decodes", back, (spec,))):
+        if specs != wanted:
+            made, meant = (" + ".join(map(str, some)) for some in (specs, wanted))
+            raise ConfigError(f"{key} {what} {spec} to {made}, and should to {meant}; see Codec.wire_specs")
+
+
 def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
     """Build the whole model, its weights from the seed alone: the same on every rank and any partition.
 
@@ -223,12 +266,14 @@ def _instantiate(cfg: DictConfig, group: str) -> Any:
     try:
         return instantiate(cfg[group])
     except InstantiationException as error:
-        text = re.sub(
-            r", set env var HYDRA_FULL_ERROR=1 \S+ \S+ \S+ exception\.|full_key: \S+", "", _line(error)
-        )
-        cause = _line(error.__cause__) if error.__cause__ else ""
-        why = f": {cause}" if cause not in text else ""
-        raise ConfigError(f"{group} cannot be built: {text.strip()}{why}") from error
+        raise _not_built(group, error) from error
+
+
+def _not_built(key: str, error: InstantiationException) -> ConfigError:
+    text = re.sub(r", set env var HYDRA_FULL_ERROR=1 \S+ \S+ \S+ exception\.|full_key: \S+", "", _line(error))
+    cause = _line(error.__cause__) if error.__cause__ else ""
+    why = f": {cause}" if cause not in text else ""
+    return ConfigError(f"{key} cannot be built: {text.strip()}{why}")
 
 
 def _line(error: BaseException) -> str:

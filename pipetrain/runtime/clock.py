@@ -70,7 +70,7 @@ class Clock:
                 begun, done = self._seconds(start), self._seconds(end)
                 timed.append((action, begun, done, 0.0))
         drain = tuple(max(moment, done) for moment in window.drain)
-        return RankWindow(window.began, timed, (drain[0], drain[1]), time.perf_counter())
+        return RankWindow(window.began, timed, (drain[0], drain[1]), time.perf_counter(), window.messages)
 
     def _seconds(self, event: Mark) -> float:
         return float(self._anchored + self._anchor.elapsed_time(event) / 1000)

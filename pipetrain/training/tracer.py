@@ -1,7 +1,7 @@
 """What `trace=` asks for: keeps when each action of the traced windows ran, and brings it together on rank 0.
 
-Every rank knows every program, so it keeps times alone, in arrays (24 bytes an action), and sends them once,
-after the epoch in which the last traced window ran. Its clock is compared with rank 0's before and after; in
+Every rank knows every program, so it keeps times alone, in arrays (24 bytes an action, and 16 a message), and
+sends them once, after the epoch in which the last traced window ran. Its clock is compared with rank 0's before and after; in
 between the offset is taken to drift evenly.
 """
 
@@ -70,8 +70,8 @@ class Tracer:
         """Bring the times of all ranks together, on the clock of rank 0."""
         (began, first, error), (ended, last, other_error) = self._began, self._compare_clocks()
         drift = (last - first) / (ended - began)
-        for times in self._times:
-            _shift(times, lambda moment: moment + first + drift * (moment - began))
+        for times, actions in zip(self._times, self._programs(), strict=True):
+            _shift(times, len(actions), lambda moment: moment + first + drift * (moment - began))
         ranks: list[Any] = self._mesh.gather("the trace", (self._times, max(error, other_error)))
         return Trace(
             [
@@ -107,6 +107,8 @@ def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
         "window": settings.window,
         "epoch_batches": len(run.sampler.batch_sizes),
         "buffer_size": settings.buffer_size,
+        "codec_forward": str(settings.codecs.forward),
+        "codec_backward": str(settings.codecs.backward),
         "dtype": str(settings.dtype).removeprefix("torch."),
         "precision": settings.precision,
         "memory_format": plan.numerics.memory_format,
@@ -133,17 +135,21 @@ def _packed(window: RankWindow) -> array[float]:
     times = array("d", (window.began, *window.drain, window.ended))
     for _, start, end, blocked in window.timed:
         times.extend((start, end, blocked))
+    for message in window.messages:
+        times.extend(message)
     return times
 
 
 def _unpacked(times: array[float], actions: Sequence[Action]) -> RankWindow:
     began, drained, drain_end, ended = times[:4]
-    timed = list(zip(actions, times[4::3], times[5::3], times[6::3], strict=True))
-    return RankWindow(began, timed, (drained, drain_end), ended)
+    moments, carried = times[4 : 4 + 3 * len(actions)], times[4 + 3 * len(actions) :]
+    timed = list(zip(actions, moments[::3], moments[1::3], moments[2::3], strict=True))
+    messages = list(zip(map(int, carried[::2]), carried[1::2], strict=True))
+    return RankWindow(began, timed, (drained, drain_end), ended, messages)
 
 
-def _shift(times: array[float], shifted: Callable[[float], float]) -> None:
+def _shift(times: array[float], actions: int, shifted: Callable[[float], float]) -> None:
     """Put packed times on another clock; of each action the third number is no moment but a length."""
-    for index, moment in enumerate(times):
+    for index, moment in enumerate(times[: 4 + 3 * actions]):
         if index < 4 or (index - 4) % 3 != 2:
             times[index] = shifted(moment)
