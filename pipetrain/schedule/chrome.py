@@ -11,8 +11,8 @@ Four tracks a rank, on one clock:
 
 An arrow goes from each send to its receive. Two counters a stage: microbatches in flight, and the staleness,
 in updates, of each forward. A message's `args` say its bytes on the wire and, where a codec had work, the
-milliseconds of that. `otherData` says what ran, and when each window began and ended on each rank; `read` makes
-of the file again what `write` was given, but for the moments after a message was received.
+milliseconds of that. `otherData` says what ran, and when each window began and ended on each rank; `read`
+makes of the file again what `write` was given, but for the moments after a message was received.
 """
 
 from __future__ import annotations

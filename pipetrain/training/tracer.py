@@ -1,8 +1,8 @@
 """What `trace=` asks for: keeps when each action of the traced windows ran, and brings it together on rank 0.
 
-Every rank knows every program, so it keeps times alone, in arrays (24 bytes an action, and 16 a message), and
-sends them once, after the epoch in which the last traced window ran. Its clock is compared with rank 0's before and after; in
-between the offset is taken to drift evenly.
+Every rank knows every program, so it keeps times alone, in arrays (24 bytes an action), and what its messages
+were on the wire. It sends them once, after the epoch in which the last traced window ran. Its clock is compared
+with rank 0's before and after; in between the offset is taken to drift evenly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import platform
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -23,7 +23,7 @@ from pipetrain.checkpoint.files import Position
 from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Action
-from pipetrain.schedule.measured import RankWindow, TracedWindow
+from pipetrain.schedule.measured import Carried, RankWindow, TracedWindow
 from pipetrain.training.run import Run
 
 MOST_ACTIONS = 100_000  # of a rank, counted in whole windows, of which one is always traced
@@ -51,6 +51,7 @@ class Tracer:
         self._complete = self._left == len(lengths)
         self._windows: list[tuple[int, list[int]]] = []  # (epoch, samples of each microbatch)
         self._times: list[array[float]] = []  # of each window
+        self._messages: list[list[Carried]] = []  # likewise
         self._began = self._compare_clocks()
 
     @property
@@ -64,27 +65,35 @@ class Tracer:
             return None
         self._left -= 1
         self._windows.append((epoch, [len(ids) for batch in batches for ids in batch]))
-        return lambda window: self._times.append(_packed(window))
+        return self._take
 
     def collect(self) -> Trace:
         """Bring the times of all ranks together, on the clock of rank 0."""
         (began, first, error), (ended, last, other_error) = self._began, self._compare_clocks()
         drift = (last - first) / (ended - began)
-        for times, actions in zip(self._times, self._programs(), strict=True):
-            _shift(times, len(actions), lambda moment: moment + first + drift * (moment - began))
-        ranks: list[Any] = self._mesh.gather("the trace", (self._times, max(error, other_error)))
+        for times in self._times:
+            _shift(times, lambda moment: moment + first + drift * (moment - began))
+        mine = self._times, self._messages, max(error, other_error)
+        ranks: list[Any] = self._mesh.gather("the trace", mine)
         return Trace(
             [
-                TracedWindow(epoch, samples, self._unpacked(len(samples), [times[n] for times, _ in ranks]))
+                TracedWindow(epoch, samples, self._unpacked(n, len(samples), ranks))
                 for n, (epoch, samples) in enumerate(self._windows)
             ],
             self._complete,
-            max(error for _, error in ranks),
+            max(error for *_, error in ranks),
         )
 
-    def _unpacked(self, microbatches: int, times: Sequence[array[float]]) -> list[RankWindow]:
+    def _take(self, window: RankWindow) -> None:
+        self._times.append(_packed(window))
+        self._messages.append(window.messages)
+
+    def _unpacked(self, number: int, microbatches: int, ranks: Sequence[Any]) -> list[RankWindow]:
         program = self._run.plan.windows[microbatches // self._run.settings.microbatches].program
-        return [_unpacked(*pair) for pair in zip(times, program, strict=True)]
+        return [
+            replace(_unpacked(times[number], actions), messages=messages[number])
+            for (times, messages, _), actions in zip(ranks, program, strict=True)
+        ]
 
     def _compare_clocks(self) -> tuple[float, float, float]:
         """Return the present, the offset to rank 0's clock, and its error: seconds."""
@@ -135,21 +144,17 @@ def _packed(window: RankWindow) -> array[float]:
     times = array("d", (window.began, *window.drain, window.ended))
     for _, start, end, blocked in window.timed:
         times.extend((start, end, blocked))
-    for message in window.messages:
-        times.extend(message)
     return times
 
 
 def _unpacked(times: array[float], actions: Sequence[Action]) -> RankWindow:
     began, drained, drain_end, ended = times[:4]
-    moments, carried = times[4 : 4 + 3 * len(actions)], times[4 + 3 * len(actions) :]
-    timed = list(zip(actions, moments[::3], moments[1::3], moments[2::3], strict=True))
-    messages = list(zip(map(int, carried[::2]), carried[1::2], strict=True))
-    return RankWindow(began, timed, (drained, drain_end), ended, messages)
+    timed = list(zip(actions, times[4::3], times[5::3], times[6::3], strict=True))
+    return RankWindow(began, timed, (drained, drain_end), ended)
 
 
-def _shift(times: array[float], actions: int, shifted: Callable[[float], float]) -> None:
+def _shift(times: array[float], shifted: Callable[[float], float]) -> None:
     """Put packed times on another clock; of each action the third number is no moment but a length."""
-    for index, moment in enumerate(times[: 4 + 3 * actions]):
+    for index, moment in enumerate(times):
         if index < 4 or (index - 4) % 3 != 2:
             times[index] = shifted(moment)
