@@ -281,7 +281,7 @@ def _refuse_not_finite(largest: Tensor) -> None:
 
 def _spread(step: Tensor, dimensions: int) -> Tensor:
     """Shape steps so that they multiply a tensor of so many dimensions, channel by channel."""
-    return step if dimensions < 2 else step.reshape(1, -1, *[1] * (dimensions - 2))
+    return step.reshape([1] * dimensions if dimensions < 2 else [1, -1, *[1] * (dimensions - 2)])
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

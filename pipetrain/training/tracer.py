@@ -1,8 +1,8 @@
 """What `trace=` asks for: keeps when each action of the traced windows ran, and brings it together on rank 0.
 
 Every rank knows every program, so it keeps times alone, in arrays (24 bytes an action), and what its messages
-were on the wire. It sends them once, after the epoch in which the last traced window ran. Its clock is compared
-with rank 0's before and after; in between the offset is taken to drift evenly.
+were on the wire. It sends them once, after the epoch in which the last traced window ran. Its clock is
+compared with rank 0's before and after; in between the offset is taken to drift evenly.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from torch import Tensor
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import read_whole
 from pipetrain.checkpoint.saver import Saver
+from pipetrain.cli import as_hydra
 from pipetrain.config import conf_dir, make_schedule
 from pipetrain.data import ImageData, Split
 from pipetrain.runtime.channel import LocalChannel, Wire
@@ -52,7 +53,7 @@ class Case:
 def config(overrides: Sequence[str]) -> DictConfig:
     """Compose the configuration as the command line would."""
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
+        return compose("config", overrides=as_hydra(overrides))
 
 
 def tiny_data(train: int, test: int = 11) -> ImageData:
