@@ -74,11 +74,13 @@ def make_engine(
 
 
 def slots(plan: Plan, rank: int) -> set[Slot]:
-    """Return whose residuals a rank keeps: each tensor that it sends, in each shape that it may have."""
+    """Return whose residuals a rank keeps: each tensor that it sends with error feedback, in each shape."""
+    codecs = plan.settings.codecs
     sent = [
         (edge, boundaries[max(edge)].specs if edge[0] < edge[1] else boundaries[max(edge)].gradients)
         for edge in plan.edges
         if plan.placement[edge[0]] == rank
+        and (codecs.forward if edge[0] < edge[1] else codecs.backward).error_feedback
         for boundaries in plan.boundaries.values()
     ]
     return {(edge, number, spec.shape) for edge, specs in sent for number, spec in enumerate(specs)}
