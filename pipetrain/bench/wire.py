@@ -2,9 +2,9 @@
 
 The wire is gloo's own over the loopback, behind a channel that holds each message back until it would have
 come over a link of the stated bandwidth: that takes no root, as a shaped network interface would. Each edge
-and direction is a link of its own, full duplex and without latency, which carries one message after the other:
-a message comes bytes / bandwidth seconds after its SEND, or after the arrival of the one before if that is
-later. So a message may travel while both ranks compute, and costs the processors what gloo costs them.
+and direction is a link of its own, full duplex and without latency, which carries one message after the
+other: a message comes bytes / bandwidth seconds after its SEND, or after the arrival of the one before where
+that is later. So it may travel while both ranks compute, and costs the processors what gloo costs them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _ARRIVAL = TensorSpec((1,), torch.float64)
 class SlowChannel:
     """Holds what it receives back until a wire of `bandwidth` bytes/s had carried it; see this module.
 
-    Each message says when that is, in seconds of the monotonic clock that all processes of a machine share; on
-    two machines it would mean nothing.
+    Each message says when that is, in seconds of the monotonic clock that all processes of a machine share;
+    on two machines it would mean nothing.
     """
 
     def __init__(self, channel: Channel, bandwidth: float) -> None:

@@ -95,6 +95,19 @@ def test_what_is_not_finite_is_refused_with_the_message_s_name(bad, codec):
         ends.down(torch.tensor([bad]), mb=2)
 
 
+def test_with_on_nan_skip_a_gradient_that_is_not_finite_is_refused_where_it_would_travel():
+    explode = (
+        "model._target_=tests.support.models.explode",
+        "partition=[2]",
+        "microbatches=2",
+        "on_nan=skip",
+    )
+    with pytest.raises(
+        TrainingStopped, match=r"the gradient of .* codec int8 cannot .* codec.backward=identity"
+    ):
+        run_in_threads(Case("1f1b", 2, (*explode, "codec.backward=int8", "timeout=5")))
+
+
 # Error feedback
 
 FED_BACK: list[Codec] = [TopK(0.3), TopK(0.1, "fp32"), TopKInt8(0.3), Int8(error_feedback=True), Signs(0.5)]
