@@ -356,7 +356,7 @@ def test_codecs_learn_the_digits_and_the_records_say_what_they_saved(tmp_path):
     assert ended.status == 0, ended.err
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())
     assert (summary["codec_forward"], summary["codec_backward"]) == ("int8", "topk")
-    assert summary["val_acc"] > 0.9
+    assert summary["val_acc"] > 0.85  # chance is 0.1
     stages = summary["per_stage"]
     assert [stage["raw_bytes"] for stage in stages] == [6 * 1437 * 128 * 4] * 2
     assert summary["bytes_per_epoch"] == sum(stage["bytes_sent"] for stage in stages) / 6
