@@ -6,24 +6,19 @@ Validated here, at the edge, in one sentence a mistake; trusted everywhere else.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from pipetrain.boundary import specs_of
+from pipetrain.building import build, make_codec, one_line
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
-from pipetrain.runtime.codec import Codec, Codecs
+from pipetrain.runtime.codec import Codecs
 from pipetrain.runtime.rate import learning_rate
 from pipetrain.runtime.weights import OptimizerFactory, Rate
 from pipetrain.schedule.actions import Schedule
@@ -158,7 +153,7 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
 
 def make_schedule(cfg: DictConfig) -> Schedule:
     """Return the program function that `cfg.schedule` names. Raises ConfigError."""
-    schedule: Schedule = _instantiate(cfg, "schedule")
+    schedule: Schedule = build(cfg, "schedule")
     if not callable(schedule):
         raise ConfigError("schedule must be a function; its YAML needs `_partial_: true` beside `_target_`")
     return schedule
@@ -172,10 +167,10 @@ def make_optimizer(cfg: DictConfig) -> OptimizerFactory:
     if "fused" not in cfg.optim or cfg.optim.fused is not None:
         if "fused" in cfg.optim:
             _yes_or_no(cfg, "optim.fused")
-        return _tried(cfg, _instantiate(cfg, "optim"))
+        return _tried(cfg, build(cfg, "optim"))
     cfg = cfg.copy()
     del cfg.optim.fused
-    factory = _instantiate(cfg, "optim")
+    factory = build(cfg, "optim")
     try:
         return _tried(cfg, partial(factory, fused=True))
     except ConfigError:
@@ -188,46 +183,8 @@ def _tried(cfg: DictConfig, factory: OptimizerFactory) -> OptimizerFactory:
     try:
         factory([parameter]).step()
     except Exception as error:  # whatever that class says of what it is given
-        raise ConfigError(f"optim cannot be built by {cfg.optim._target_}: {_line(error)}") from error
+        raise ConfigError(f"optim cannot be built by {cfg.optim._target_}: {one_line(error)}") from error
     return factory
-
-
-def make_codec(cfg: DictConfig, direction: str) -> Codec:
-    """Return the codec of a direction, forward or backward, tried once. Raises ConfigError."""
-    key = f"codec.{direction}"
-    try:
-        node = OmegaConf.select(cfg, key)
-    except OmegaConfBaseException:
-        node = None
-    if not isinstance(node, DictConfig) or "_target_" not in node:
-        raise ConfigError(f"{key} must be a codec's name, or have a _target_: the dotted name of its class")
-    try:
-        codec = instantiate(node)
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, ValueError):  # of one of its values, by the codec's own words
-            raise ConfigError(f"{key}.{_line(cause)}") from error
-        raise _not_built(key, error) from error
-    if not isinstance(codec, Codec):
-        raise ConfigError(f"{key}: {node._target_} must be a pipetrain.runtime.codec.Codec")
-    _try_codec(key, codec)
-    return codec
-
-
-def _try_codec(key: str, codec: Codec) -> None:
-    """Refuse a codec that fails, or whose messages are not of the sizes that it says."""
-    with torch.random.fork_rng([]):
-        x = torch.randn(2, 3, 4)
-    (spec,) = specs_of([x])
-    try:
-        said, wire = codec.wire_specs(spec), codec.encode(x.clone())
-        back = specs_of([codec.decode(wire, spec)])
-    except Exception as error:  # whatever somebody's own class raises
-        raise ConfigError(f"{key} cannot carry {spec}: {type(error).__name__}: {_line(error)}") from error
-    for what, specs, wanted in (("encodes", specs_of(wire), tuple(said)), ("decodes", back, (spec,))):
-        if specs != wanted:
-            made, meant = (" + ".join(map(str, some)) for some in (specs, wanted))
-            raise ConfigError(f"{key} {what} {spec} to {made}, and should to {meant}; see Codec.wire_specs")
 
 
 def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
@@ -236,7 +193,7 @@ def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
     Raises ConfigError where the factory fails or returns something that cannot be cut.
     """
     torch.manual_seed(seed)
-    model = _instantiate(cfg, "model")
+    model = build(cfg, "model")
     if not isinstance(model, nn.Sequential) or not len(model):
         raise ConfigError(
             f"{cfg.model._target_} must return an nn.Sequential of the layers to cut between, "
@@ -258,27 +215,6 @@ def _refuse_untrainable(model: nn.Sequential) -> None:
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("the model has no parameter to train: let one require a gradient")
-
-
-def _instantiate(cfg: DictConfig, group: str) -> Any:
-    if "_target_" not in cfg[group]:
-        raise ConfigError(f"{group} needs a _target_: the dotted name of what builds it")
-    try:
-        return instantiate(cfg[group])
-    except InstantiationException as error:
-        raise _not_built(group, error) from error
-
-
-def _not_built(key: str, error: InstantiationException) -> ConfigError:
-    text = re.sub(r", set env var HYDRA_FULL_ERROR=1 \S+ \S+ \S+ exception\.|full_key: \S+", "", _line(error))
-    cause = _line(error.__cause__) if error.__cause__ else ""
-    why = f": {cause}" if cause not in text else ""
-    return ConfigError(f"{key} cannot be built: {text.strip()}{why}")
-
-
-def _line(error: BaseException) -> str:
-    """Return an error's text as one line."""
-    return " ".join(str(error).split())
 
 
 def whole_number(cfg: DictConfig, key: str, low: int, optional: bool = False) -> int | None:
