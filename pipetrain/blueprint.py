@@ -94,6 +94,10 @@ class Plan:
                 return False
         return False
 
+    def wire_bytes(self, stage: int, size: int) -> tuple[int, int]:
+        """Return the bytes on the wire over the cut before a stage, forward and back, of `size` samples."""
+        return _wire_bytes(self.settings, self.boundaries[size][stage])
+
     def peaks(self, stage: int) -> tuple[int, int, int]:
         """Return the peaks of activations, weight versions and staleness that any window has at a stage."""
         return _peaks(self.windows, stage)
@@ -145,7 +149,7 @@ def make_plan(
     costs = prediction = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
-        pipeline = _pipeline(settings, where, windows)
+        pipeline = _pipeline(settings, where, windows, layers[full])
         cuts, costs, prediction = _cut_by_times(settings, model, layers[full], profile, pipeline)
     else:
         cuts = choose_cuts(settings.partition, layers[full], len(where))
@@ -180,9 +184,19 @@ def _peaks(windows: Mapping[int, Window], stage: int) -> tuple[int, int, int]:
     )
 
 
-def _pipeline(settings: Settings, where: list[int], windows: Mapping[int, Window]) -> Pipeline:
+def _pipeline(
+    settings: Settings, where: list[int], windows: Mapping[int, Window], layers: Sequence[Layer]
+) -> Pipeline:
     activations, versions, _ = zip(*(_peaks(windows, stage) for stage in range(len(where))), strict=True)
-    return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions)
+    wire_bytes = None
+    if not settings.codecs.plain:
+        wire_bytes = [_wire_bytes(settings, layer.output) for layer in layers]
+    return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions, wire_bytes)
+
+
+def _wire_bytes(settings: Settings, boundary: Boundary) -> tuple[int, int]:
+    codecs = settings.codecs
+    return codecs.wire_bytes(boundary.specs, True), codecs.wire_bytes(boundary.gradients, False)
 
 
 def _cut_by_times(

@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hydra
@@ -23,6 +23,8 @@ from pipetrain.errors import ConfigError
 
 # Each may be a plain value or a mapping. Hydra lets a mapping's key replace a plain value only with a plus.
 _EITHER = re.compile(r"(partition\.profile|trace\.windows)=")
+# A choice from one group for each of two places, which Hydra spells GROUP@PLACE=NAME.
+_CODEC = re.compile(r"(codec\.(?:forward|backward)=)")
 
 
 def compose(name: str, task: Callable[[DictConfig], None]) -> int:
@@ -31,7 +33,7 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
     Returns the exit status. Raises ConfigError for a command line that composes nothing.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    sys.argv[1:] = ["+" * bool(_EITHER.match(word)) + word for word in sys.argv[1:]]
+    sys.argv[1:] = as_hydra(sys.argv[1:])
     failed: list[Exception] = []
 
     def job(cfg: DictConfig) -> None:
@@ -52,6 +54,11 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
             raise failed[0] from None
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     return 0
+
+
+def as_hydra(words: Sequence[str]) -> list[str]:
+    """Return a command line's words as Hydra wants them."""
+    return [_CODEC.sub(r"codec@\1", "+" * bool(_EITHER.match(word)) + word) for word in words]
 
 
 def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
@@ -86,11 +93,12 @@ def _sentence(error: Exception) -> str:
 def _suggestion(key: str) -> str:
     files = conf_dir().glob("*/*.yaml")
     keys = {str(k) for k in OmegaConf.load(conf_dir() / "config.yaml")}
-    keys |= {name for path in files for name in (path.parent.name, *_dotted(path))}
-    close = difflib.get_close_matches(key, keys, n=1)
+    keys |= {name for path in files for name in _dotted(path)}
+    close = difflib.get_close_matches(key, keys - {key}, n=1)
     return f"; did you mean {close[0]}" if close else ""
 
 
 def _dotted(path: Path) -> list[str]:
-    """Name the keys of a group's file, as they are overridden."""
-    return [f"{path.parent.name}.{key!s}" for key in OmegaConf.load(path)]
+    """Name a group's file and its keys, as they are overridden."""
+    places = ["codec.forward", "codec.backward"] if path.parent.name == "codec" else [path.parent.name]
+    return [name for place in places for name in (place, *(f"{place}.{k!s}" for k in OmegaConf.load(path)))]

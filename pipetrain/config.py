@@ -6,21 +6,19 @@ Validated here, at the edge, in one sentence a mistake; trusted everywhere else.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
+from pipetrain.building import build, make_codec, one_line
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
+from pipetrain.runtime.codec import Codecs
 from pipetrain.runtime.rate import learning_rate
 from pipetrain.runtime.weights import OptimizerFactory, Rate
 from pipetrain.schedule.actions import Schedule
@@ -82,6 +80,7 @@ class Settings:
     checkpoint_unit: str
     checkpoint_keep: int
     resume: str | None
+    codecs: Codecs
 
     def rate(self, updates: int) -> Rate:
         """Return the learning rate over a run of so many updates."""
@@ -132,6 +131,7 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         checkpoint_unit=_one_of(cfg, "checkpoint.unit", CHECKPOINT_UNITS),
         checkpoint_keep=_at_least(cfg, "checkpoint.keep", 1),
         resume=_resume(cfg),
+        codecs=Codecs(make_codec(cfg, "forward"), make_codec(cfg, "backward")),
     )
     if settings.batch_size % settings.microbatches:
         raise ConfigError(
@@ -153,7 +153,7 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
 
 def make_schedule(cfg: DictConfig) -> Schedule:
     """Return the program function that `cfg.schedule` names. Raises ConfigError."""
-    schedule: Schedule = _instantiate(cfg, "schedule")
+    schedule: Schedule = build(cfg, "schedule")
     if not callable(schedule):
         raise ConfigError("schedule must be a function; its YAML needs `_partial_: true` beside `_target_`")
     return schedule
@@ -167,10 +167,10 @@ def make_optimizer(cfg: DictConfig) -> OptimizerFactory:
     if "fused" not in cfg.optim or cfg.optim.fused is not None:
         if "fused" in cfg.optim:
             _yes_or_no(cfg, "optim.fused")
-        return _tried(cfg, _instantiate(cfg, "optim"))
+        return _tried(cfg, build(cfg, "optim"))
     cfg = cfg.copy()
     del cfg.optim.fused
-    factory = _instantiate(cfg, "optim")
+    factory = build(cfg, "optim")
     try:
         return _tried(cfg, partial(factory, fused=True))
     except ConfigError:
@@ -183,7 +183,7 @@ def _tried(cfg: DictConfig, factory: OptimizerFactory) -> OptimizerFactory:
     try:
         factory([parameter]).step()
     except Exception as error:  # whatever that class says of what it is given
-        raise ConfigError(f"optim cannot be built by {cfg.optim._target_}: {_line(error)}") from error
+        raise ConfigError(f"optim cannot be built by {cfg.optim._target_}: {one_line(error)}") from error
     return factory
 
 
@@ -193,7 +193,7 @@ def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
     Raises ConfigError where the factory fails or returns something that cannot be cut.
     """
     torch.manual_seed(seed)
-    model = _instantiate(cfg, "model")
+    model = build(cfg, "model")
     if not isinstance(model, nn.Sequential) or not len(model):
         raise ConfigError(
             f"{cfg.model._target_} must return an nn.Sequential of the layers to cut between, "
@@ -215,25 +215,6 @@ def _refuse_untrainable(model: nn.Sequential) -> None:
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("the model has no parameter to train: let one require a gradient")
-
-
-def _instantiate(cfg: DictConfig, group: str) -> Any:
-    if "_target_" not in cfg[group]:
-        raise ConfigError(f"{group} needs a _target_: the dotted name of what builds it")
-    try:
-        return instantiate(cfg[group])
-    except InstantiationException as error:
-        text = re.sub(
-            r", set env var HYDRA_FULL_ERROR=1 \S+ \S+ \S+ exception\.|full_key: \S+", "", _line(error)
-        )
-        cause = _line(error.__cause__) if error.__cause__ else ""
-        why = f": {cause}" if cause not in text else ""
-        raise ConfigError(f"{group} cannot be built: {text.strip()}{why}") from error
-
-
-def _line(error: BaseException) -> str:
-    """Return an error's text as one line."""
-    return " ".join(str(error).split())
 
 
 def whole_number(cfg: DictConfig, key: str, low: int, optional: bool = False) -> int | None:

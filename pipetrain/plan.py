@@ -97,6 +97,8 @@ def describe(plan: Plan) -> str:
         f"batch {settings.batch_size} in {settings.microbatches} microbatches, window of {batches} batches, "
         f"buffer_size {settings.buffer_size}\n"
     )
+    if not settings.codecs.plain:
+        head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"
     picture = as_text(timeline(plan), unit_of_time="s" if plan.costs else "")
     predicted = [] if plan.prediction is None else [_predicted(plan, plan.prediction, batches)]
     return "\n".join((head, _partition(plan), *predicted, picture, _figures(plan, batches)))
@@ -107,6 +109,8 @@ def _partition(plan: Plan) -> str:
     flops = sum(layer.flops for layer in plan.layers)
     rows: list[tuple[str, ...]] = [("stage", "rank", "layers", "parameters", "work")]
     rows[0] += (f"enters, {size} samples", "bytes")
+    if not plan.settings.codecs.plain:
+        rows[0] += ("on the wire", "and back")
     if plan.prediction is not None:
         rows[0] += ("F ms", "B ms", "messages ms", "STEP ms", "batch ms", "MiB")
     for stage, rank in enumerate(plan.placement):
@@ -123,6 +127,8 @@ def _partition(plan: Plan) -> str:
                 f"{entry.nbytes:,}",
             )
         )
+        if not plan.settings.codecs.plain:
+            rows[-1] += tuple(f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size))
         if plan.prediction is not None:
             taken = plan.prediction.stages[stage]
             seconds = (taken.forward_s, taken.backward_s, taken.messages_s, taken.step_s, taken.batch_s)
@@ -180,6 +186,8 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
         "precision": settings.precision,
         "memory_format": plan.numerics.memory_format,
         "batch_size": settings.batch_size,
+        "codec.forward": str(settings.codecs.forward),
+        "codec.backward": str(settings.codecs.backward),
     }
     traced_microbatch = about["batch_size"] // about["microbatches"]
     theirs = {
@@ -188,6 +196,8 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
         "partition": about["partition"],
         "dtype": about["dtype"],
         "batch_size": traced_microbatch * settings.microbatches,  # the size of a microbatch is what counts
+        "codec.forward": about.get("codec_forward", "identity"),
+        "codec.backward": about.get("codec_backward", "identity"),
     }
     other = [f"{key}={value}".replace(" ", "") for key, value in theirs.items() if mine[key] != value]
     if other:

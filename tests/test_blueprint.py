@@ -153,6 +153,7 @@ def by_times(seconds: list[float], *overrides: str, **arguments: Any) -> Plan:
     model = arguments.pop("model", with_norm)
     entry = TensorSpec((3, *IMAGE), torch.float32)
     measured = profile_of(model(), entry, seconds, latency_s=arguments.pop("latency_s", 1))
+    measured = replace(measured, s_per_byte=arguments.pop("s_per_byte", 0.0))
     return plan("partition=profile", *overrides, model=model(), profile=measured, **arguments)
 
 
@@ -173,6 +174,16 @@ def test_a_profile_s_cuts_costs_and_rivals():
     assert list(made.prediction.choices) == ["profile", "even", "params", "flops"]
     run = simulate(made.window.program, 4, cost=made.costs)
     assert run.busy == [4 * 24, 4 * 24]
+
+
+def test_a_profile_s_messages_are_priced_as_they_are_on_the_wire():
+    seconds = [1.0] * 10
+    half = by_times(seconds, "codec.forward=half", s_per_byte=1e-3)
+    assert half.costs is not None
+    entry = half.boundaries[3][1]
+    assert half.wire_bytes(1, 3) == (entry.nbytes // 2, entry.nbytes)
+    assert half.costs(Action(0, Op.SEND_F)) == 1 + 1e-3 * entry.nbytes / 2
+    assert half.costs(Action(1, Op.SEND_B)) == 1 + 1e-3 * entry.nbytes
 
 
 def test_the_schedule_s_versions_count_against_the_limit():

@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from pipetrain.boundary import TensorSpec
 from pipetrain.cli import compose, contained
-from pipetrain.config import conf_dir
+from pipetrain.config import conf_dir, read_settings
 from pipetrain.errors import ConfigError
+from pipetrain.runtime.codec import Codecs, Half, TopKInt8
 from tests.support.cases import config
 
+SPEC = TensorSpec((2,), torch.float32)
 QUIET = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 SWEPT = ["--multirun", "hydra.sweep.dir=.", "hydra.sweep.subdir=.", *QUIET[1:]]
 
@@ -58,6 +62,28 @@ def test_nothing_is_left_behind_where_no_folder_was_wanted(command, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_codec_is_chosen_for_each_direction(command):
+    words = ("codec.forward=half", "codec.backward=topk_int8", "codec.backward.fraction=0.05")
+    status, (cfg,) = command(*words)
+    codecs = read_settings(cfg, "1f1b", 2).codecs
+    assert (status, codecs) == (0, Codecs(Half(), TopKInt8(0.05)))
+
+
+def test_a_sweep_over_codecs_is_a_job_a_codec(command):
+    status, jobs = command("codec.backward=int8,topk", "data=digits", flags=tuple(SWEPT))
+    chosen = [str(read_settings(cfg, "1f1b", 2).codecs.backward) for cfg in jobs]
+    assert (status, chosen) == (0, ["int8", "topk"])
+
+
+def test_a_codec_of_one_s_own_is_a_class_and_a_yaml(command, tmp_path):
+    (tmp_path / "codec").mkdir()
+    (tmp_path / "codec" / "signs.yaml").write_text("_target_: tests.support.codecs.Signs\nscale: 0.5\n")
+    status, (cfg,) = command("codec.backward=signs", "codec.backward.scale=2", f"--config-dir={tmp_path}")
+    codecs = read_settings(cfg, "1f1b", 2).codecs
+    assert (status, str(codecs.backward)) == (0, "Signs")
+    assert codecs.backward.decode(codecs.backward.encode(torch.tensor([3.0, -1.0])), SPEC).tolist() == [2, -2]
+
+
 def test_cfg_job_prints_and_runs_nothing(command, capsys):
     status, jobs = command("--cfg", "job", "batch_size=128", flags=())
     assert (status, jobs) == (0, [])
@@ -95,6 +121,16 @@ def test_a_failed_job_ends_the_sweep(monkeypatch):
         ("micobatches=3", "did you mean microbatches"),
         ("bufer_size=3", "did you mean buffer_size"),
         ("optim.lrr=1", "there is no optim.lrr in the configuration"),
+        (
+            "codec.backwards=int8",
+            "there is no codec.backwards in the configuration; did you mean codec.backward;",
+        ),
+        ("codec.forward.fraction=1", "there is no codec.forward.fraction in the configuration"),
+        (
+            "codec.forward=zip",
+            "Could not find 'codec/zip'; choose one of: half, identity, int8, topk, topk_int8",
+        ),
+        ("codec.forward=half,int8", "Ambiguous value"),
         ("zzz=1", "there is no zzz in the configuration; --cfg job shows all there is"),
         ("+batch_size=3", "Could not append to config. An item is already at 'batch_size'"),
         ("batch_size", "Error parsing override 'batch_size' missing EQUAL"),

@@ -42,7 +42,7 @@ def test_the_package_reads_these_files():
 
 
 def test_every_group_is_tested_here():
-    assert set(OPTIONS) == {"data", "experiment", "model", "optim", "schedule"}
+    assert set(OPTIONS) == {"codec", "data", "experiment", "model", "optim", "schedule"}
     assert TOP == ["config", "plan"]
     assert all(OPTIONS.values())
 
@@ -88,6 +88,15 @@ def test_each_data_set_can_be_asked_for(option):
     assert cfg.data.fallback in {None, *OPTIONS["data"]}
     assert cfg.data.recipe.lr_schedule in SHAPES
     assert cfg.epochs == cfg.data.recipe.epochs
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@options("codec")
+def test_each_codec_is_built_for_each_direction(option, direction):
+    codecs = read_settings(composed(f"codec@codec.{direction}={option}"), "1f1b", 2).codecs
+    other = {"forward": "backward", "backward": "forward"}[direction]
+    assert (str(getattr(codecs, direction)), str(getattr(codecs, other))) == (option, "identity")
+    assert codecs.plain == (option == "identity")
 
 
 @options("experiment")

@@ -28,7 +28,7 @@ from tests.support.cases import config
 
 SCALARS = ["stages", "partition", "microbatches", "window", "buffer_size", "timeout", "batch_size", "epochs"]
 SCALARS += ["lr_schedule", "optim.lr", "warmup", "label_smoothing", "seed", "device", "dtype", "threads"]
-SCALARS += ["memory_limit", "data.workers", "data.drop_last", "trace"]
+SCALARS += ["memory_limit", "data.workers", "data.drop_last", "trace", "codec", "codec.forward"]
 
 WORDS = st.text("abcxyz019 _-.,:/[]{}'\"=é", max_size=8)
 JUNK = st.one_of(
@@ -113,6 +113,31 @@ def test_an_unset_optimizer_follows_the_recipe_and_the_rate_its_shape():
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
+        ("codec.forward", None, "codec.forward must be a codec's name, or have a _target_"),
+        ("codec.backward", "half", "codec.backward must be a codec's name, or have a _target_"),
+        ("codec", 3, "codec.forward must be a codec's name, or have a _target_"),
+        ("codec.forward", {"_target_": "builtins.dict"}, "codec.forward: builtins.dict must be a pipetrain."),
+        ("codec.forward", {"_target_": "no.such"}, "codec.forward cannot be built: Error locating target"),
+        (
+            "codec.backward",
+            {"_target_": "pipetrain.runtime.codec.TopK", "fraction": "x"},
+            "codec.backward.fraction=x must be a number above 0 and at most 1",
+        ),
+        (
+            "codec.backward",
+            {"_target_": "tests.support.codecs.Raises"},
+            "codec.backward cannot carry float32[2, 3, 4]: ZeroDivisionError: mine",
+        ),
+        (
+            "codec.backward",
+            {"_target_": "tests.support.codecs.Lies"},
+            "codec.backward encodes float32[2, 3, 4] to float32[2, 3, 4], and should to float16[2, 3, 4]",
+        ),
+        (
+            "codec.backward",
+            {"_target_": "tests.support.codecs.Forgets"},
+            "codec.backward decodes float32[2, 3, 4] to float16[2, 3, 4], and should to float32[2, 3, 4]",
+        ),
         ("stages", 0, "stages=0 must be a whole number of at least 1 or null"),
         ("stages", True, "stages=True must be a whole number of at least 1 or null"),
         ("microbatches", 0, "microbatches=0 must be a whole number of at least 1"),

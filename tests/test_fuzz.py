@@ -53,6 +53,16 @@ POOL: dict[str, list[object]] = {
     "checkpoint.keep": [1, 0],
     "resume": ["null", "auto", 3],
     "trace": ["false", "true", 3],
+    "codec.forward": [
+        "half",
+        "int8",
+        "topk",
+        *(f"int8 codec.forward.scale={x}" for x in ("channel", "pixel")),
+    ],
+    "codec.backward": [
+        *("half", "int8", "topk_int8", "int8 codec.backward.stochastic=true"),
+        *(f"topk codec.backward.fraction={x}" for x in (0.5, 1, 0, 2, "x", "null")),
+    ],
     "data.drop_last": ["true", "false", "maybe"],
     "data.augment.flip": ["true", "false"],
     "model._target_": [f"tests.support.models.{name}" for name in MODELS],
@@ -62,7 +72,7 @@ POOL: dict[str, list[object]] = {
 @st.composite
 def cases(draw) -> Case:
     keys = draw(st.lists(st.sampled_from(sorted(POOL)), max_size=4, unique=True))
-    words = [f"{key}={draw(st.sampled_from(POOL[key]))}" for key in sorted(keys)]
+    words = [word for key in sorted(keys) for word in f"{key}={draw(st.sampled_from(POOL[key]))}".split()]
     ranks = draw(st.integers(1, 2))
     return Case(draw(st.sampled_from(SCHEDULES)), ranks, ("epochs=1", *words), train_samples=32)
 

@@ -278,6 +278,11 @@ def test_a_wrong_override_is_one_sentence_and_every_rank_ends(tmp_path):
     [
         ("schedule=foo", "Could not find 'schedule/foo'; choose one of: 1f1b"),
         ("batch_size=0", "batch_size=0 must be a whole number of at least 1"),
+        (
+            "codec.forward=zip",
+            "Could not find 'codec/zip'; choose one of: half, identity, int8",
+        ),
+        ("codec.forward._target_=builtins.dict", "must be a pipetrain.runtime.codec.Codec"),
         ("stages=40", "stages=40 needs 40 processes and there are 1"),
         ("microbatches=3", "microbatches=3 does not divide batch_size=64"),
         ("batchsize=64", "there is no batchsize in the configuration; did you mean batch_size"),
@@ -340,6 +345,32 @@ def test_multirun_is_one_run_after_another_each_in_one_folder(tmp_path):
     assert [summary["updates"] for summary in summaries] == [2, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["swept"]
     assert len(re.findall(r"^epoch 1/1: ", ended.out, re.MULTILINE)) == 2
+
+
+# Codecs
+
+
+def test_codecs_learn_the_digits_and_the_records_say_what_they_saved(tmp_path):
+    words = ["model=mlp", "data=digits", "device=cpu", "run_dir=here", "trace.windows=2"]
+    ended = start([*TWO, *words, "codec.forward=int8", "codec.backward=topk"], tmp_path)
+    assert ended.status == 0, ended.err
+    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+    assert (summary["codec_forward"], summary["codec_backward"]) == ("int8", "topk")
+    assert summary["val_acc"] > 0.85  # chance is 0.1
+    stages = summary["per_stage"]
+    assert [stage["raw_bytes"] for stage in stages] == [6 * 1437 * 128 * 4] * 2
+    assert summary["bytes_per_epoch"] == sum(stage["bytes_sent"] for stage in stages) / 6
+    assert summary["codec_s_per_epoch"] == sum(stage["codec_s"] for stage in stages) / 6 > 0
+    assert [stage["ratio"] for stage in stages] == pytest.approx([4, 4 / 0.06], rel=0.05)
+    assert re.search(r"^    0 .* 1\.1 +4\.0 +\d\.\d\d$", ended.out, re.MULTILINE)  # the stage table
+    plan = (tmp_path / "here" / "plan.txt").read_text()
+    assert "codec forward int8, backward topk\n" in plan
+    assert re.search(r"float32\[16, 128\] +8,192 +2,052 +126\n", plan)
+    traced = json.loads((tmp_path / "here" / "trace.json").read_text())
+    assert traced["otherData"]["codec_backward"] == "topk"
+    sent = [e["args"] for e in traced["traceEvents"] if e.get("cat") == "send"]
+    assert {(args["op"], args["bytes"]) for args in sent} == {("SEND_F", 2052), ("SEND_B", 126)}
+    assert all(args["codec_ms"] > 0 for args in sent)
 
 
 # Without torchrun

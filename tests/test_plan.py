@@ -102,6 +102,18 @@ def test_a_schedule_without_a_formula_says_so():
 # With a profile
 
 
+def test_codecs_and_what_they_make_of_each_cut_are_said():
+    made = planned("1f1b", 3, 4, 1, "model=mlp", "codec.forward=half", "codec.backward=topk_int8")
+    head, second, *_ = describe(made).splitlines()
+    assert "3 stages on 3 ranks" in head
+    assert second == "codec forward half, backward topk_int8"
+    rows = [re.split(r"  +", line) for line in describe(made).splitlines() if re.match(r"(stage|\d)  ", line)]
+    assert rows[0][-3:] == ["bytes", "on the wire", "and back"]
+    kept = 21  # 1 % of 16 x 128, and no fewer
+    assert [row[-2:] for row in rows[1:]] == [["-", "-"], *[["4,096", str(5 * kept + 4)]] * 2]
+    assert "wire" not in describe(planned("1f1b", 3, 4, 1, "model=mlp"))
+
+
 def test_a_profile_s_prediction_stands_beside_the_partition():
     """Six layers of 1, 1, 1, 1, 1 and 3 s, twice that backward; 4 microbatches; messages for nothing."""
     cfg = config(["data=digits", "model=mlp", "partition=profile", "stages=2"])
@@ -285,6 +297,7 @@ def test_more_microbatches_of_the_same_size_can_be_predicted(run, trace, tmp_pat
         (["model=mlp", "partition=[3]"], "16 samples a microbatch: pass partition=[1], or trace"),
         (["model=mlp", "microbatches=2"], "pass batch_size=32, or trace"),
         (["model=mlp", "dtype=float64"], "pass dtype=float32, or trace"),
+        (["model=mlp", "codec.backward=int8"], "pass codec.backward=identity, or trace"),
         (["model=mlp", "stages=3"], "pass stages=2 partition=[1], or trace"),
         (["model=mlp", "+model.width=64", "partition=[1]"], "is of another mlp, with 460,682 parameters"),
         (["model=mlp", "schedule._target_=tests.runtime.test_engine.split_pipedream"], "has no I of stage 0"),

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ import torch
 from hydra.utils import instantiate
 
 from pipetrain.bench import cli
-from pipetrain.boundary import TensorSpec
-from pipetrain.config import conf_dir
+from pipetrain.boundary import TensorSpec, specs_of
+from pipetrain.config import conf_dir, read_settings
 from pipetrain.partition.balance import choose_cuts
 from pipetrain.partition.estimate import estimate
+from pipetrain.runtime.codec import Codec
 from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.draw import as_text
@@ -30,6 +32,7 @@ from tests.support.cases import SCHEDULES, config
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS, MICROBATCHES, WINDOW = 4, 8, 128
+CODEC = re.compile(r"^\| `(\w+)`.*?\| ([\d,]+)(?: bytes)? \|", re.MULTILINE)
 
 
 def played(schedule: str, microbatches: int = MICROBATCHES) -> Simulation:
@@ -115,6 +118,29 @@ def test_its_own_model_can_be_cut():
     exec(python_blocks()[1], names)
     layers = estimate(names["my_factory"](), TensorSpec((2, 3, 32, 32), torch.float32))
     assert choose_cuts([2], layers, 2) == [2]
+
+
+def test_its_own_codec_can_be_used():
+    names = {
+        "Codec": Codec,
+        "TensorSpec": TensorSpec,
+        "Tensor": torch.Tensor,
+        "torch": torch,
+        "Sequence": Sequence,
+    }
+    exec(python_blocks()[2], names)
+    codec, x = names["Sign"](0.5), torch.tensor([3.0, -1.0])
+    spec = TensorSpec((2,), torch.float32)
+    assert specs_of(codec.encode(x)) == codec.wire_specs(spec)
+    assert codec.decode(codec.encode(x), spec).tolist() == [0.5, -0.5]
+
+
+def test_the_table_of_codecs_has_the_bytes_of_each():
+    (boundary,) = [TensorSpec((64, 128, 16, 16), torch.float32)]
+    said = {name: int(nbytes.replace(",", "")) for name, nbytes in CODEC.findall(readme())}
+    names = sorted(path.stem for path in (conf_dir() / "codec").glob("*.yaml"))
+    codecs = {name: read_settings(config([f"codec.forward={name}"]), "1f1b", 2).codecs for name in names}
+    assert said == {name: chosen.wire_bytes([boundary], forward=True) for name, chosen in codecs.items()}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from pipetrain.bench import jitter, memory, models, overhead, report, single, sleep
+from pipetrain.bench import jitter, memory, models, overhead, report, single, sleep, wire
 from pipetrain.bench.figures import Row, Scale
 from pipetrain.bench.worlds import Say, WorldFailed
 from pipetrain.comparison.processes import interruptible
@@ -21,6 +21,7 @@ SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
     "one-process": single.suite,
     "overhead": overhead.suite,
     "memory": memory.suite,
+    "wire": wire.suite,
 }
 FAILED, INTERRUPTED = 1, 130
 

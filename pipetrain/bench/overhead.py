@@ -58,8 +58,22 @@ class TimedChannel:
 
     def __init__(self, inner: Channel) -> None:
         self._inner = inner
-        self.waited = 0.0
         self.cpu_s = 0.0
+
+    @property
+    def waited(self) -> float:
+        """See Channel."""
+        return self._inner.waited
+
+    @property
+    def coded(self) -> float:
+        """See Channel."""
+        return self._inner.coded
+
+    @property
+    def carried(self) -> int:
+        """See Channel."""
+        return self._inner.carried
 
     def _timed(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         start = time.thread_time()
@@ -67,7 +81,6 @@ class TimedChannel:
             return call(*args, **kwargs)
         finally:
             self.cpu_s += time.thread_time() - start
-            self.waited = self._inner.waited
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """See Channel.expect."""

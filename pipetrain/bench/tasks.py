@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.boundary import named_layers
+from pipetrain.cli import as_hydra
 from pipetrain.config import conf_dir, make_model, make_optimizer, make_schedule, read_settings
 from pipetrain.data import IMAGE
 from pipetrain.partition.profile import Profile
@@ -66,7 +67,7 @@ def compose_task(task: Task, schedule: str) -> DictConfig:
     """Return the configuration of a task."""
     overrides = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", "device=cpu", f"schedule={schedule}"]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return compose("config", overrides=[*overrides, *task.overrides])
+        return compose("config", overrides=as_hydra([*overrides, *task.overrides]))
 
 
 def prepare(task: Task, schedule: str, ranks: int, window: int = 1, profile: Profile | None = None) -> Job:

@@ -26,6 +26,9 @@ class Pipeline:
     placement: Sequence[int]  # ranks
     activations: Sequence[int]  # peaks of what is held
     versions: Sequence[int]
+    # Bytes on the wire over a cut behind each layer, forward and back, where codecs make them others than the
+    # profiled ones. What a codec computes is not priced.
+    wire_bytes: Sequence[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,8 @@ class Predictor:
 
     def _messages(self, cut: int) -> tuple[int, int]:
         """Return the bytes that go over a cut forward and back."""
+        if self._pipeline.wire_bytes is not None:
+            return self._pipeline.wire_bytes[cut - 1]
         before = self.layers[cut - 1]
         return before.output_bytes, before.gradient_bytes
 

@@ -59,12 +59,19 @@ class Message:
 
 
 class Channel(Protocol):
-    """One rank's end of all its edges. Not for use from two threads.
+    """One rank's end of all its edges. Not for use from two threads."""
 
-    `waited`: the seconds that it has been blocked so far, waiting for other ranks.
-    """
+    @property
+    def waited(self) -> float:
+        """Seconds that it has been blocked so far, waiting for other ranks."""
 
-    waited: float
+    @property
+    def coded(self) -> float:
+        """Seconds that it has encoded and decoded so far."""
+
+    @property
+    def carried(self) -> int:
+        """Bytes that it has sent and received so far, as they were on the wire."""
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """Announce all that will be received until the next drain, in order, and post ahead to the bound.
@@ -134,7 +141,8 @@ class DistChannel:
         self._staged = staged
         self._channels_last = channels_last
         self._polled = device.type == "cuda" and not staged
-        self.waited = 0.0
+        self.waited = self.coded = 0.0
+        self.carried = 0
         self._watch: Watch[Edge] | None = None
         self._to_post: dict[Edge, deque[Message]] = {edge: deque() for edge in groups}
         self._posted: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
@@ -157,6 +165,7 @@ class DistChannel:
         wire = [self._to_wire(t) for t in tensors]
         works = [self._start(dist.isend, tensor, message.ranks[1], message) for tensor in wire]
         unfinished.append(self._watched(_Transfer(message, wire, works)))
+        self.carried += message.nbytes
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """See Channel.recv."""
@@ -164,6 +173,7 @@ class DistChannel:
         assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
         transfer = posted.popleft()
         self._wait(transfer, sending=False)
+        self.carried += message.nbytes
         self._post(message.edge)
         return tuple(self._from_wire(t) for t in transfer.tensors)
 
@@ -309,7 +319,8 @@ class LocalChannel:
         self._wire = wire
         self._bound = buffer_size
         self._timeout = timeout
-        self.waited = 0.0
+        self.waited = self.coded = 0.0
+        self.carried = 0
         self._expected: dict[Edge, deque[Message]] = {}
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
@@ -329,6 +340,7 @@ class LocalChannel:
             wire.queues[edge].append((message, tuple(tensors)))  # read later, as a real wire does
             wire.sent[edge] += 1
             wire.changed.notify_all()
+        self.carried += message.nbytes
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """See Channel.recv."""
@@ -341,6 +353,7 @@ class LocalChannel:
             wire.taken[edge] += 1
             wire.posted[edge] = wire.taken[edge] + min(self._bound, len(self._expected[edge]))
             wire.changed.notify_all()
+        self.carried += message.nbytes
         return tuple(t.clone() for t in tensors)
 
     def drain(self) -> None:

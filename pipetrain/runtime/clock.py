@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ class Clock:
                 begun, done = self._seconds(start), self._seconds(end)
                 timed.append((action, begun, done, 0.0))
         drain = tuple(max(moment, done) for moment in window.drain)
-        return RankWindow(window.began, timed, (drain[0], drain[1]), time.perf_counter(), window.undecided)
+        ended = time.perf_counter()
+        return replace(window, timed=timed, drain=(drain[0], drain[1]), ended=ended)
 
     def _seconds(self, event: Mark) -> float:
         return float(self._anchored + self._anchor.elapsed_time(event) / 1000)

@@ -21,7 +21,7 @@ from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.order import Listed, Order
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import COMMUNICATION, Action, Op
-from pipetrain.schedule.measured import RankWindow, Timed
+from pipetrain.schedule.measured import Carried, RankWindow, Timed
 from pipetrain.schedule.policy import Wait
 
 _RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
@@ -66,8 +66,10 @@ class StageRecord:
     staleness: dict[int, int] = field(default_factory=dict)  # forwards, by the updates that they are late by
     busy_s: float = 0.0
     wait_s: float = 0.0  # blocked in its sends and receives; a drain counts for its rank's first stage
-    bytes_sent: int = 0
+    bytes_sent: int = 0  # as they were on the wire
     skipped: int = 0  # updates left out: their gradient was not finite
+    raw_bytes: int = 0  # of what was sent, before it was encoded
+    codec_s: float = 0.0  # of its sends and receives: encoding and decoding
 
     @property
     def max_staleness(self) -> int:
@@ -113,6 +115,7 @@ class Engine:
 
     `placement[stage]` is a stage's rank; `boundaries[size][stage]` is what enters a stage for a microbatch
     of `size` samples, `evaluated` likewise in an evaluation; `limits[stage]` is asserted as the program runs.
+    An evaluation goes over `plain`, where what training sends is encoded.
     """
 
     def __init__(
@@ -124,9 +127,11 @@ class Engine:
         evaluated: Boundaries,
         limits: Mapping[int, Limits],
         clock: Clock,
+        plain: Channel | None = None,
     ) -> None:
         self._stages = stages
         self._channel = channel
+        self._plain = plain or channel
         self._placement = placement
         self._boundaries = boundaries
         self._evaluated = evaluated
@@ -174,13 +179,13 @@ class Engine:
 
         `progress` is told of each microbatch.
         """
-        trained = self.records
-        self.records = {stage: StageRecord() for stage in self._stages}
+        trained = self.records, self._channel
+        self.records, self._channel = {stage: StageRecord() for stage in self._stages}, self._plain
         try:
             execute = {**self._execute, Op.F: self._predict}
             self._run(_Window(Listed(actions), feed, 1, self._evaluated), execute, Op.F, progress)
         finally:
-            self.records = trained
+            self.records, self._channel = trained
 
     def _run(
         self,
@@ -196,6 +201,7 @@ class Engine:
 
         channel.expect([message(action) for action in order.receives()], order.decided)
         timed: list[Timed] = []
+        messages: list[Carried] = []
         since: tuple[float, float] | None = None  # the time and the channel's waiting before a Wait
         undecided = 0.0
         try:
@@ -208,8 +214,10 @@ class Engine:
                     if action.op in _RECEIVES and not since:
                         window.feed.prepare()  # before its span, which starts with the wait
                     start, waited = since or (time.perf_counter(), channel.waited)
+                    carried, coded = channel.carried, channel.coded
                     execute[action.op](action, window)
                     timed.append((action, start, time.perf_counter(), channel.waited - waited))
+                    messages.append((channel.carried - carried, channel.coded - coded))
                     since = None
                 else:
                     if since:
@@ -231,15 +239,21 @@ class Engine:
         start = time.perf_counter()
         channel.drain()
         end = time.perf_counter()
-        return self._clock.resolve(RankWindow(began, timed, (start, end), end, undecided))
+        ran = RankWindow(began, timed, (start, end), end, messages, undecided)
+        return self._clock.resolve(ran)
 
     def _count(self, window: RankWindow) -> None:
-        """Add up the times of a window."""
+        """Add up the times of a window, and what it sent."""
+        messages = iter(window.messages)
         for action, start, end, blocked in window.timed:
+            record = self.records[action.stage]
             if action.op in COMMUNICATION:
-                self.records[action.stage].wait_s += blocked
+                nbytes, codec_s = next(messages)
+                record.wait_s += blocked
+                record.codec_s += codec_s
+                record.bytes_sent += nbytes * (action.op not in _RECEIVES)
             else:
-                self.records[action.stage].busy_s += end - start
+                record.busy_s += end - start
         self.records[min(self._stages)].wait_s += window.drain[1] - window.drain[0] + window.undecided
 
     # Compute
@@ -350,7 +364,7 @@ class Engine:
                 f"layer returns must depend on the number of samples alone"
             )
         self._channel.send(message, tensors)
-        self.records[action.stage].bytes_sent += message.nbytes
+        self.records[action.stage].raw_bytes += message.nbytes
 
     _send_activation = _send_gradient = _send
 

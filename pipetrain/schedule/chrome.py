@@ -10,8 +10,9 @@ Four tracks a rank, on one clock:
   waits lay ready before it was needed.
 
 An arrow goes from each send to its receive. Two counters a stage: microbatches in flight, and the staleness,
-in updates, of each forward. `otherData` says what ran, and when each window began and ended on each rank;
-`read` makes of the file again what `write` was given, but for the moments after a message was received.
+in updates, of each forward. A message's `args` say its bytes on the wire and, where a codec had work, the
+milliseconds of that. `otherData` says what ran, and when each window began and ended on each rank; `read`
+makes of the file again what `write` was given, but for the moments after a message was received.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.schedule.actions import COMMUNICATION, UPDATE, Action, Op, parse_action
-from pipetrain.schedule.measured import RankWindow, TracedWindow
+from pipetrain.schedule.measured import Carried, RankWindow, TracedWindow
 
 FORMAT = "pipetrain trace 1"
 TRACKS = ["compute", "wait", "send", "receive"]
@@ -87,6 +88,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[TracedWindow]]:
                 ready = end if event["cat"] == TRACKS[_RECEIVE] else start
                 since = waited.pop(rank, ready)
                 window.timed.append((parse_action(event["name"]), since, end, ready - since))
+                if "bytes" in args:
+                    window.messages.append((args["bytes"], args.get("codec_ms", 0.0) / 1e3))
     return about, windows
 
 
@@ -107,9 +110,11 @@ def events(
         flows = {message: flow + index for index, message in enumerate(left_at)}
         flow += len(left_at)
         for rank, ran in enumerate(window.ranks):
+            messages = iter(ran.messages)
             for action, start, end, blocked in ran.timed:
                 ready = start + blocked
-                args = _args(action, number, window.samples)
+                carried = next(messages, None) if action.op in COMMUNICATION else None
+                args = _args(action, number, window.samples, carried)
                 if blocked > 0:
                     yield _span(rank, _WAIT, action, start - origin, blocked, args)
                 if action.op not in COMMUNICATION:
@@ -155,12 +160,14 @@ def message_of(action: Action) -> Message:
     return action.stage + stage, op, action.mb
 
 
-def _args(action: Action, window: int, samples: list[int]) -> dict[str, Any]:
+def _args(action: Action, window: int, samples: list[int], carried: Carried | None) -> dict[str, Any]:
     args: dict[str, Any] = {"stage": action.stage, "op": action.op, "window": window}
     if action.op not in UPDATE:
         args |= {"mb": action.mb, "samples": samples[action.mb]}
     if action.op not in COMMUNICATION:
         args |= {"version": action.version}
+    if carried is not None:
+        args |= {"bytes": carried[0]} | ({"codec_ms": round(1e3 * carried[1], 6)} if carried[1] else {})
     return args
 
 

@@ -5,7 +5,7 @@ The same shape as a simulation, so that the two can be held against each other. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipetrain.schedule.actions import Action
 
@@ -13,7 +13,11 @@ Timed = tuple[Action, float, float, float]
 """(action, start, end, blocked): of the time from start, so much went by waiting for another rank.
 
 A wait is the first thing that a SEND (for room) or a RECV (for its message) does; other actions have none.
+With a codec a SEND encodes before it waits, and counts as if it did so afterwards.
 """
+
+Carried = tuple[int, float]
+"""(bytes on the wire, seconds of encoding or decoding) of a message that was sent or received."""
 
 
 @dataclass(slots=True)
@@ -24,6 +28,7 @@ class RankWindow:
     timed: list[Timed]
     drain: tuple[float, float]
     ended: float
+    messages: list[Carried] = field(default_factory=list)  # of each SEND and RECV, in the order of `timed`
     undecided: float = 0.0  # seconds that a policy waited for room before it chose a forward
 
     @property

@@ -13,6 +13,7 @@ from pipetrain.blueprint import Plan
 from pipetrain.boundary import named_layers
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
+from pipetrain.runtime.coded import CodedChannel, Feedback, Slot
 from pipetrain.runtime.engine import Engine, Limits
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
@@ -50,14 +51,36 @@ def make_engine(
     mesh: Mesh,
     channel: Channel | None = None,
     clock: Clock | None = None,
+    feedback: Feedback | None = None,
 ) -> Engine:
-    """Make the engine that runs the plan's programs over a rank's stages; over the mesh's channel if none."""
+    """Make the engine that runs the plan's programs over a rank's stages; over the mesh's channel if none.
+
+    In training messages are encoded as the plan's codecs say, with the residuals of `feedback`.
+    """
+    codecs, channels_last = plan.settings.codecs, plan.numerics.channels_last
+    plain = coded = channel or mesh.channel(plan.settings.buffer_size, channels_last)
+    if not codecs.plain:
+        coded = CodedChannel(plain, codecs, feedback or Feedback(), channels_last)
     return Engine(
         stages,
-        channel or mesh.channel(plan.settings.buffer_size, plan.numerics.channels_last),
+        coded,
         plan.placement,
         plan.boundaries,
         plan.evaluated,
         {stage: Limits(*plan.peaks(stage)[:2]) for stage in stages},
         clock or Clock(mesh.device),
+        plain,
     )
+
+
+def slots(plan: Plan, rank: int) -> set[Slot]:
+    """Return whose residuals a rank keeps: each tensor that it sends with error feedback, in each shape."""
+    codecs = plan.settings.codecs
+    sent = [
+        (edge, boundaries[max(edge)].specs if edge[0] < edge[1] else boundaries[max(edge)].gradients)
+        for edge in plan.edges
+        if plan.placement[edge[0]] == rank
+        and (codecs.forward if edge[0] < edge[1] else codecs.backward).error_feedback
+        for boundaries in plan.boundaries.values()
+    ]
+    return {(edge, number, spec.shape) for edge, specs in sent for number, spec in enumerate(specs)}

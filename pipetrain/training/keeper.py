@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import Manifest, Position, Tensors, stage_file
 from pipetrain.checkpoint.saver import Saver, Snapshot
+from pipetrain.runtime.coded import Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
 from pipetrain.training.figures import Progress
@@ -60,13 +61,14 @@ class Keeper:
         position: Position,
         pipeline: Mapping[str, Any],
         progress: Progress,
+        residuals: Mapping[Slot, Tensor],
     ) -> None:
-        """Start to save; all ranks must call it, with the same values but their own stages."""
+        """Start to save; all ranks must call it, with the same values but their own stages and residuals."""
         rank = mesh.world.rank
         files: dict[str, dict[str, Tensor]] = {
             stage_file(index): stage.state() for index, stage in stages.items()
         }
-        files[stage_file(min(stages))] |= random_state(rank, mesh.device)
+        files[stage_file(min(stages))] |= random_state(rank, mesh.device) | residual_state(residuals)
         metadata = {"run": self.run, "update": str(position.update)}
         manifest = None
         if rank == 0:
@@ -100,3 +102,21 @@ def set_random_state(tensors: Tensors, rank: int, device: torch.device) -> None:
     torch.set_rng_state(tensors[f"random/{rank}/cpu"])
     if device.type == "cuda" and f"random/{rank}/cuda" in tensors:
         torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], device)
+
+
+def residual_state(residuals: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
+    """Return a copy, on the host, of what a rank's codecs still owe."""
+    return {
+        _path(slot): torch.empty(residual.shape, dtype=residual.dtype).copy_(residual)
+        for slot, residual in residuals.items()
+    }
+
+
+def saved_residuals(tensors: Tensors, slots: Iterable[Slot], device: torch.device) -> dict[Slot, Tensor]:
+    """Return what `residual_state` saved for these slots; what fits none of them is left out."""
+    return {slot: tensors[_path(slot)].to(device) for slot in slots if _path(slot) in tensors}
+
+
+def _path(slot: Slot) -> str:
+    (source, destination), number, shape = slot
+    return f"residual/{source}-{destination}/{number}/{'x'.join(map(str, shape))}"

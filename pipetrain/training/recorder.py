@@ -23,6 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from pipetrain.prediction import StageTimes, predict
+from pipetrain.runtime.engine import StageRecord
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.draw import as_figure
@@ -37,7 +38,7 @@ log = logging.getLogger("pipetrain")
 COLUMNS = ["epoch", "train_loss", "train_acc", "val_loss", "val_acc", "lr"]
 COLUMNS += ["samples_per_s", "epoch_s", "eval_s", "elapsed_s"]
 HYPER_PARAMETERS = ["data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size"]
-HYPER_PARAMETERS += ["lr", "epochs", "seed", "device", "data_workers"]
+HYPER_PARAMETERS += ["lr", "epochs", "seed", "device", "data_workers", "codec_forward", "codec_backward"]
 RESULTS = ["val_acc", "best_val_acc", "val_loss", "samples_per_s", "epoch_s"]
 SILENCE_S = 60.0  # off a terminal, an epoch that takes longer says how far it is this often
 
@@ -173,10 +174,13 @@ class Recorder:
         }
         measured = self._measured(figures.busy_s, figures.wait_s, figures.train_s, epochs=1)
         for stage, (seen, said) in enumerate(zip(measured, self._predicted, strict=True)):
+            record, before = figures.records[stage], self._before(stage)
             counts = {late: count for late, count in figures.staleness[stage].items() if count}
             scalars[f"staleness/stage{stage}"] = max(counts, default=0)
             scalars[f"staleness_mean/stage{stage}"] = stage_table.mean_of(counts)
             self._write_distribution(f"staleness/stage{stage}", counts, figures)
+            scalars[f"sent_mib/stage{stage}"] = (record.bytes_sent - before.bytes_sent) / 2**20
+            scalars[f"codec_s/stage{stage}"] = record.codec_s - before.codec_s
             for suffix, times in (("", seen), ("_predicted", said)):
                 scalars[f"bubble{suffix}/stage{stage}"] = times.bubble
                 scalars[f"wait{suffix}/stage{stage}"] = times.wait
@@ -193,6 +197,11 @@ class Recorder:
         self._writer.add_histogram(
             f"distribution/{name}", np.array(values), figures.epoch, bins=edges, walltime=figures.ended
         )
+
+    def _before(self, stage: int) -> StageRecord:
+        """Return what a stage had done before the newest epoch."""
+        earlier = self._history[self._since : -1]
+        return earlier[-1].records[stage] if earlier else StageRecord()
 
     def _measured(
         self, busy_s: dict[int, float], wait_s: dict[int, float], train_s: float, epochs: int
@@ -238,7 +247,7 @@ class Recorder:
         self._writer.close()
         self._rows.close()
         log.info("\n%s\n", self.table())
-        log.info("%s\n", stage_table.table(self._measured_so_far(), self._predicted))
+        log.info("%s\n", self._stage_table())
         if (straggler := self._straggler()) is not None:
             log.info("%s\n", straggler.sentence)
         log.info(
@@ -259,6 +268,10 @@ class Recorder:
         self._rows.close()
         log.info("stopped after a checkpoint; go on with: run_dir=%s resume=auto", self._folder)
 
+    def _stage_table(self) -> str:
+        sent = stage_table.sent(self._history[-1].records)
+        return stage_table.table(self._measured_so_far(), self._predicted, sent)
+
     def _straggler(self) -> stage_table.Straggler | None:
         updates = self._run.updates // self._run.settings.epochs * (len(self._history) - self._since)
         return stage_table.find_straggler(self._plan.placement, self._measured_so_far(), updates)
@@ -269,6 +282,7 @@ class Recorder:
         train_s = sum(figures.train_s for figures in self._history)
         straggler = self._straggler()
         since_s = sum(figures.train_s for figures in self._history[self._since :])
+        sent, counted = stage_table.sent(last.records), len(self._history) - self._since
         return {
             "model": settings.model,
             "data": data.name,
@@ -287,6 +301,8 @@ class Recorder:
             "batch_size": settings.batch_size,
             "microbatches": settings.microbatches,
             "buffer_size": settings.buffer_size,
+            "codec_forward": str(settings.codecs.forward),
+            "codec_backward": str(settings.codecs.backward),
             "window": settings.window,
             "data_workers": settings.workers,
             "lr": settings.lr,
@@ -303,6 +319,8 @@ class Recorder:
             "samples_per_s": sum(f.trained.samples for f in self._history) / train_s,
             "epoch_s": train_s / len(self._history),
             "total_s": last.elapsed_s,
+            "bytes_per_epoch": sum(stage.nbytes for stage in sent) / counted,
+            "codec_s_per_epoch": sum(stage.codec_s for stage in sent) / counted,
             "updates": self._run.updates,
             "straggler": None if straggler is None else asdict(straggler),
             "simulated_bubble": self._plan.window.simulation.bubble,
@@ -315,6 +333,7 @@ class Recorder:
     def _stage_summary(self, stage: int, seen: StageTimes, train_s: float) -> dict[str, Any]:
         said = self._predicted[stage]
         record = self._history[-1].records[stage]
+        sent = stage_table.sent({stage: record})[0]
         held = self._plan.layers[self._plan.slice(stage)]
         return {
             "stage": stage,
@@ -328,6 +347,9 @@ class Recorder:
             "staleness": {str(late): count for late, count in sorted(record.staleness.items())},
             "busy_fraction": record.busy_s / train_s,
             "bytes_sent": record.bytes_sent,
+            "raw_bytes": record.raw_bytes,
+            "ratio": sent.ratio,
+            "codec_s": record.codec_s,
             "skipped_updates": record.skipped,
             "bubble": seen.bubble,
             "predicted_bubble": said.bubble,

@@ -1,8 +1,9 @@
 """What `trace=` asks for: keeps when each action of the traced windows ran, and brings it together on rank 0.
 
-Every rank knows every program, so it keeps times alone, in arrays (24 bytes an action), and sends them once,
-after the epoch in which the last traced window ran. Where a policy decides, it keeps the actions too. Its
-clock is compared with rank 0's before and after; in between the offset is taken to drift evenly.
+Every rank knows every program, so it keeps times alone, in arrays (24 bytes an action), and what its messages
+were on the wire; where a policy decides, it keeps the actions too. It sends all that once, after the epoch in
+which the last traced window ran. Its clock is compared with rank 0's before and after; in between the offset
+is taken to drift evenly.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import platform
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -23,7 +24,7 @@ from pipetrain.checkpoint.files import Position
 from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Action
-from pipetrain.schedule.measured import RankWindow, TracedWindow
+from pipetrain.schedule.measured import Carried, RankWindow, TracedWindow
 from pipetrain.training.run import Run
 
 MOST_ACTIONS = 100_000  # of a rank, counted in whole windows, of which one is always traced
@@ -51,6 +52,7 @@ class Tracer:
         self._complete = self._left == len(lengths)
         self._windows: list[tuple[int, list[int]]] = []  # (epoch, samples of each microbatch)
         self._times: list[array[float]] = []  # of each window
+        self._messages: list[list[Carried]] = []  # likewise
         self._ran: list[list[Action]] = []  # likewise, where a policy decides
         self._began = self._compare_clocks()
 
@@ -65,12 +67,7 @@ class Tracer:
             return None
         self._left -= 1
         self._windows.append((epoch, [len(ids) for batch in batches for ids in batch]))
-        return self._keep
-
-    def _keep(self, window: RankWindow) -> None:
-        self._times.append(_packed(window))
-        if self._run.plan.policy:
-            self._ran.append([action for action, *_ in window.timed])
+        return self._take
 
     def collect(self) -> Trace:
         """Bring the times of all ranks together, on the clock of rank 0."""
@@ -78,15 +75,31 @@ class Tracer:
         drift = (last - first) / (ended - began)
         for times in self._times:
             _shift(times, lambda moment: moment + first + drift * (moment - began))
-        ranks: list[Any] = self._mesh.gather("the trace", (self._times, self._ran, max(error, other_error)))
-        windows = []
-        for n, (epoch, samples) in enumerate(self._windows):
-            program = self._run.plan.windows[len(samples) // self._run.settings.microbatches].program
-            if self._run.plan.policy:
-                program = [ran[n] for _, ran, _ in ranks]
-            pairs = zip((times[n] for times, *_ in ranks), program, strict=True)
-            windows.append(TracedWindow(epoch, samples, [_unpacked(*pair) for pair in pairs]))
-        return Trace(windows, self._complete, max(error for *_, error in ranks))
+        mine = self._times, self._messages, self._ran, max(error, other_error)
+        ranks: list[Any] = self._mesh.gather("the trace", mine)
+        return Trace(
+            [
+                TracedWindow(epoch, samples, self._unpacked(n, len(samples), ranks))
+                for n, (epoch, samples) in enumerate(self._windows)
+            ],
+            self._complete,
+            max(error for *_, error in ranks),
+        )
+
+    def _take(self, window: RankWindow) -> None:
+        self._times.append(_packed(window))
+        self._messages.append(window.messages)
+        if self._run.plan.policy:
+            self._ran.append([action for action, *_ in window.timed])
+
+    def _unpacked(self, number: int, microbatches: int, ranks: Sequence[Any]) -> list[RankWindow]:
+        program = self._run.plan.windows[microbatches // self._run.settings.microbatches].program
+        if self._run.plan.policy:
+            program = [ran[number] for *_, ran, _ in ranks]
+        return [
+            replace(_unpacked(times[number], actions), messages=messages[number])
+            for (times, messages, *_), actions in zip(ranks, program, strict=True)
+        ]
 
     def _compare_clocks(self) -> tuple[float, float, float]:
         """Return the present, the offset to rank 0's clock, and its error: seconds."""
@@ -109,6 +122,8 @@ def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
         "window": settings.window,
         "epoch_batches": len(run.sampler.batch_sizes),
         "buffer_size": settings.buffer_size,
+        "codec_forward": str(settings.codecs.forward),
+        "codec_backward": str(settings.codecs.backward),
         "dtype": str(settings.dtype).removeprefix("torch."),
         "precision": settings.precision,
         "memory_format": plan.numerics.memory_format,

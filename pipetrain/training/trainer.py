@@ -20,16 +20,17 @@ from torch import Tensor
 from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
 from pipetrain.data import Split, Transform, inputs
+from pipetrain.runtime.coded import Feedback
 from pipetrain.runtime.engine import Observer, StageRecord
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.tally import Tally
 from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.measured import RankWindow
-from pipetrain.training.assembly import make_engine, make_stages
+from pipetrain.training.assembly import make_engine, make_stages, slots
 from pipetrain.training.feed import WindowFeed
 from pipetrain.training.figures import EpochFigures, Progress, Records
-from pipetrain.training.keeper import Keeper, set_random_state
+from pipetrain.training.keeper import Keeper, saved_residuals, set_random_state
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Tracer
 
@@ -71,7 +72,8 @@ class Trainer:
         self.stages = make_stages(run.plan, model, run.optimizer, self._rate, mesh)
         # For dropout, on each rank its own; after the model, whose weights take the seed as it is.
         torch.manual_seed((run.settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
-        self._engine = make_engine(run.plan, self.stages, mesh)
+        self._feedback = Feedback()
+        self._engine = make_engine(run.plan, self.stages, mesh, feedback=self._feedback)
         self._position = Position()
         self._progress = Progress()  # as restored, but for its history, which goes on
         self._elapsed_before = 0.0
@@ -81,7 +83,8 @@ class Trainer:
     def restore(self, folder: Path, manifest: Manifest) -> None:
         """Go on from a whole checkpoint, instead of from the start.
 
-        The random state is a rank's and the records are a stage's: they go on where the pipeline is the same.
+        The random state is a rank's, the records are a stage's and the residuals an edge's: they go on where
+        the pipeline is the same.
         """
         tensors = Tensors(folder, list(manifest.parts))
         for stage in self.stages.values():
@@ -97,7 +100,9 @@ class Trainer:
         if manifest.pipeline == self._run.plan.pipeline:
             for index in self.stages:
                 self._engine.records[index] = self._progress.records[index].copy()
-            set_random_state(tensors, self._mesh.world.rank, self._mesh.device)
+            rank, device = self._mesh.world.rank, self._mesh.device
+            set_random_state(tensors, rank, device)
+            self._feedback.residuals = saved_residuals(tensors, slots(self._run.plan, rank), device)
         else:
             self._progress = replace(self._progress, records={}, before={})
 
@@ -159,7 +164,8 @@ class Trainer:
             records={stage: record for _, records, _ in gathered for stage, record in records.items()},
             before={stage: record for *_, records in gathered for stage, record in records.items()},
         )
-        self._keeper.save(self.stages, self._mesh, self._position, self._run.plan.pipeline, progress)
+        residuals, pipeline = self._feedback.residuals, self._run.plan.pipeline
+        self._keeper.save(self.stages, self._mesh, self._position, pipeline, progress, residuals)
 
     def _elapsed(self) -> float:
         """Seconds of the run, pauses between a stop and a resume left out."""

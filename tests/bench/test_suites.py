@@ -93,6 +93,7 @@ WHAT_IT_SHOWS = {
     "one-process": ["plain loop", "1f1b", "of bound >= 0.98"],
     "overhead": ["overhead, 1f1b, rank 1", "of it the channel", "< 150 us an action"],
     "memory": ["memory, pipedream, rank 0", "weight versions at the peak", "as simulated: 2"],
+    "wire": ["wire, 100 MB/s", "pipedream, no codec", "layer_dist, int8, topk_int8 1 % back", "s an epoch"],
 }
 
 

@@ -49,6 +49,16 @@ def test_what_a_stage_holds():
     assert predictor([0], [1], [4]).held_bytes(0, 0, 3) == 2309 + 3000 + 35 + 30
 
 
+def test_messages_are_priced_by_their_bytes_on_the_wire():
+    wire = [(10, 5), (20, 7), (0, 0)]
+    coded = Predictor(PROFILE, Pipeline(4, 2, [0, 1, 2], [3, 2, 1], [3, 2, 1], wire))
+    a_b, b_c = (1 + 0.10) + (1 + 0.05), (1 + 0.20) + (1 + 0.07)
+    assert coded.batch_s(1, 1, 2) == pytest.approx(4 * (5 + a_b + b_c) + 20)
+    assert coded.costs([1, 2])(Action(1, Op.SEND_B)) == pytest.approx(1.05)
+    assert coded.held_bytes(0, 0, 1) == 3 * 7 + 2 * 15 + 1
+    assert coded.held_bytes(1, 1, 2) == 2 * (100 + 8) + 2 * (15 + 27) + 30  # what enters it is decoded
+
+
 def test_costs_are_what_simulate_asks_for():
     costs = THREE.costs([1, 2])
 

@@ -127,6 +127,7 @@ class Tape:
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.waited = 0.0  # by its own account: 1 s for each message it gives, 2 s for room for each it takes
+        self.coded, self.carried = 0.0, 0  # 0.5 s of encoding or decoding, and half of its bytes travel
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         assert not watched
@@ -136,14 +137,20 @@ class Tape:
         assert [TensorSpec(tuple(t.shape), t.dtype) for t in tensors] == list(message.specs)
         self.seen.append(f"send {message.src}>{message.dst}:{message.mb}")
         self.waited += 2.0
+        self._count(message)
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         self.seen.append(f"recv {message.src}>{message.dst}:{message.mb}")
         self.waited += 1.0
+        self._count(message)
         return tuple(torch.ones(spec.shape, dtype=spec.dtype) for spec in message.specs)
 
     def drain(self) -> None:
         self.seen.append("drain")
+
+    def _count(self, message: Message) -> None:
+        self.coded += 0.5
+        self.carried += message.nbytes // 2
 
 
 class Ones:
@@ -204,7 +211,8 @@ def test_the_middle_of_three_stages_does_what_its_list_says():
     assert updated == [1]
     record = made.records[1]
     assert (record.peak_in_flight, record.peak_versions, record.max_staleness) == (2, 1, 0)
-    assert record.bytes_sent == 4 * 3 * 4
+    assert (record.bytes_sent, record.raw_bytes) == (4 * 3 * 4 // 2, 4 * 3 * 4)
+    assert record.codec_s == 8 * 0.5
     assert record.busy_s > 0
 
 
@@ -223,6 +231,7 @@ def test_a_window_s_times_are_counted_and_handed_to_who_asks():
     record = made.records[1]
     assert record.wait_s == pytest.approx(4 * 1.0 + 4 * 2.0, abs=1e-3)
     assert record.wait_s == window.waited
+    assert window.messages == [(6, 0.5)] * 8
     computed = sum(end - start for a, start, end, _ in window.timed if a.op in COMPUTE | UPDATE)
     assert record.busy_s == pytest.approx(computed)
 

@@ -178,6 +178,26 @@ def test_a_message_is_received_from_its_sending_on_and_waited_for_under_its_name
     assert spans["compute", "1F1@0"] == (4.0, 3.0)
 
 
+def test_messages_say_their_bytes_and_what_their_codec_took(tmp_path):
+    program = lower(gpipe(2, 1, 2))
+    (window,) = as_measured(program, Costs({(0, Op.F): 1.0, (1, Op.F): 3.0}))
+    coded = [(100, 0.0), (200, 0.0), (7, 0.25), (8, 0.125)]  # as the first rank has it: SEND_F, then RECV_B
+    window.ranks[0].messages.extend(coded)
+    window.ranks[1].messages.extend(coded)
+    write(tmp_path / "trace.json", about(program, 2), [window])
+    said = {
+        e["name"]: {key: e["args"][key] for key in ("bytes", "codec_ms") if key in e["args"]}
+        for e in events(tmp_path / "trace.json")
+        if e["ph"] == "X"
+    }
+    assert [said[name] for name in ("0SEND_F0", "0SEND_F1")] == [{"bytes": 100}, {"bytes": 200}]
+    backs = [said[name] for name in ("0RECV_B0", "0RECV_B1")]
+    assert backs == [{"bytes": 7, "codec_ms": 250.0}, {"bytes": 8, "codec_ms": 125.0}]
+    assert said["0F0@0"] == {}
+    _, (again,) = read(tmp_path / "trace.json")
+    assert [rank.messages for rank in again.ranks] == [coded, coded]
+
+
 def test_a_file_of_another_format_is_a_value_error(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps({"otherData": {"format": "2"}, "traceEvents": []}))
     with pytest.raises(ValueError, match="format is 2"):

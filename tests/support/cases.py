@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -24,6 +25,7 @@ from torch import Tensor
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import read_whole
 from pipetrain.checkpoint.saver import Saver
+from pipetrain.cli import as_hydra
 from pipetrain.config import conf_dir, make_schedule
 from pipetrain.data import ImageData, Split
 from pipetrain.runtime.channel import LocalChannel, Wire
@@ -59,8 +61,9 @@ def config(overrides: Sequence[str]) -> DictConfig:
 
     By Hydra's own steps, but files are read once for each choice of groups: that is most of its time.
     """
-    choices = [word for word in overrides if word.partition("=")[0] in GROUPS]
-    values = OverridesParser.create().parse_overrides([word for word in overrides if word not in choices])
+    words = as_hydra(overrides)
+    choices = [word for word in words if re.split("[@=]", word)[0] in GROUPS]
+    values = OverridesParser.create().parse_overrides([word for word in words if word not in choices])
     cfg = deepcopy(_composed(tuple(choices)))
     ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
     return cfg

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from pipetrain.boundary import TensorSpec
+from pipetrain.boundary import TensorSpec, specs_of
 from pipetrain.errors import ConfigError
 from pipetrain.profiling import measure, take_part
 from pipetrain.runtime.channel import ChannelError, Message
+from pipetrain.runtime.codec import Codecs
+from pipetrain.runtime.coded import CodedChannel, Feedback
 from pipetrain.runtime.mesh import Mesh, World
 from pipetrain.training.run import check_early, prepare
 from pipetrain.training.trainer import Trainer
@@ -205,3 +207,33 @@ def compare_clocks(world: World, store: dist.Store, shifts: Sequence[float]) -> 
     offset = mesh.clock_offset(lambda: time.perf_counter() + shifts[world.rank])
     mesh.close()
     return offset
+
+
+def exchange_coded(world: World, store: dist.Store, all_codecs: Sequence[Codecs]) -> int:
+    """Two ranks send each other images, channels innermost, through each pair of codecs, and check them."""
+    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    x = x.contiguous(memory_format=torch.channels_last)
+    for codecs in all_codecs:
+        channel = CodedChannel(mesh.channel(1, True), codecs, Feedback(), True)
+        ends = (0, 1), (1, 0)
+        out, back = (
+            Message(*end, 0, specs_of([x]), end) for end in (ends if world.rank == 0 else ends[::-1])
+        )
+        channel.expect([back] * 2)
+        for _ in range(2):
+            channel.send(out, [x])
+            (arrived,) = channel.recv(back)
+        channel.drain()
+        codec = codecs.backward if world.rank == 0 else codecs.forward
+        spec = specs_of([x])[0]
+        expected = Feedback()
+        slot = back.edge, 0, spec.shape
+        for _ in range(2):  # what the other rank did
+            owed = expected.owed(slot, x) if codec.error_feedback else x
+            decoded = codec.decode(codec.encode(owed), spec)
+            expected.keep(slot, owed, decoded)
+        assert torch.equal(arrived, decoded)
+        assert arrived.is_contiguous(memory_format=torch.channels_last)
+    mesh.close()
+    return len(all_codecs)

@@ -46,8 +46,10 @@ PROMISED |= {
     "epoch_s",
 }
 PROMISED |= {"total_s", "updates", "per_stage"}
+PROMISED |= {"codec_forward", "codec_backward", "bytes_per_epoch", "codec_s_per_epoch"}
 PER_STAGE = {"params", "peak_in_flight", "peak_versions", "max_staleness", "busy_fraction", "bytes_sent"}
 PER_STAGE |= {"bubble", "stage_time_s", "wait", "skipped_updates"}
+PER_STAGE |= {"raw_bytes", "ratio", "codec_s"}
 PER_STAGE |= {"predicted_bubble", "predicted_stage_time_s", "predicted_wait"}
 
 
@@ -71,9 +73,17 @@ def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:
                 busy_s=1.5 * epoch,
                 wait_s=0.4 * epoch,
                 bytes_sent=1000 * epoch,
+                raw_bytes=2000 * epoch,
+                codec_s=0.25 * epoch,
             ),
             1: StageRecord(
-                1, 1, {0: 4 * epoch}, busy_s=0.5 * epoch, wait_s=1.2 * epoch, bytes_sent=500 * epoch
+                1,
+                1,
+                {0: 4 * epoch},
+                busy_s=0.5 * epoch,
+                wait_s=1.2 * epoch,
+                bytes_sent=500 * epoch,
+                raw_bytes=500 * epoch,
             ),
         },
         elapsed_s=3.0 * epoch,
@@ -141,6 +151,12 @@ def test_the_summary_is_of_the_last_and_of_the_best_epoch(made):
     assert [stage["peak_versions"] for stage in stages] == [2, 1]
     assert [stage["max_staleness"] for stage in stages] == [1, 0]
     assert [stage["bytes_sent"] for stage in stages] == [3000, 1500]
+    assert [(stage["raw_bytes"], stage["ratio"], stage["codec_s"]) for stage in stages] == [
+        (6000, 2.0, 0.75),
+        (1500, 1.0, 0.0),
+    ]
+    assert (summary["codec_forward"], summary["codec_backward"]) == ("identity", "identity")
+    assert (summary["bytes_per_epoch"], summary["codec_s_per_epoch"]) == (1500, 0.25)
     assert [stage["busy_fraction"] for stage in stages] == [4.5 / 6, 1.5 / 6]
     assert [stage["bubble"] for stage in stages] == [1.5 / 6, 4.5 / 6]
     assert [stage["stage_time_s"] for stage in stages] == pytest.approx([4.5 / 12, 1.5 / 12])  # an update
@@ -175,6 +191,8 @@ def test_tensorboard_has_the_run(made):
     wanted |= {"bubble/stage0": [0.25, 0.25], "bubble/stage1": [0.75, 0.75]}
     wanted |= {"staleness/stage0": [1, 1], "staleness/stage1": [0, 0]}
     wanted |= {"wait/stage0": [0.2, 0.2], "wait/stage1": [0.6, 0.6]}
+    wanted |= {"sent_mib/stage0": [1000 / 2**20] * 2, "sent_mib/stage1": [500 / 2**20] * 2}  # of an epoch
+    wanted |= {"codec_s/stage0": [0.25] * 2, "codec_s/stage1": [0.0] * 2}
     wanted |= {"stage_time/stage0": [1.5 / 4] * 2, "stage_time/stage1": [0.5 / 4] * 2}  # of an update
     for stage, times in enumerate(predict(run.plan)):
         wanted |= {f"bubble_predicted/stage{stage}": [times.bubble] * 2}

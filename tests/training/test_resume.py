@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipetrain.checkpoint import files
-from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, read_whole
+from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, Tensors, read_whole
 from pipetrain.errors import ConfigError
 from pipetrain.training.resume import Source, conditions, find_source, refuse_other, with_cuts_of
 from tests.support.cases import SCHEDULES, Case, Saved, config, make_run, run_in_threads
@@ -48,6 +48,60 @@ def test_a_resumed_run_is_bit_equal_from_every_checkpoint(schedule, ranks, optim
         state, resumed = run_in_threads(case, saved=Saved(tmp_path / "again"), source=source)
         assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items()), source.name
         assert losses(resumed) == losses(epochs), source.name
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("pipedream", 3), ("interleaved_1f1b", 2)])
+def test_what_codecs_still_owe_goes_on_where_it_was(schedule, ranks, tmp_path):
+    codecs = ("codec.forward=int8", "codec.backward=topk", "codec.backward.fraction=0.1")
+    case = a_case(schedule, ranks, *codecs, "codec.forward.error_feedback=true")
+    wanted, epochs = run_in_threads(case, saved=Saved(tmp_path))
+    found = checkpoints(tmp_path)
+    for source in (found[1], found[-4]):
+        assert len(residuals(source)) >= 2 * (ranks - 1)
+        state, resumed = run_in_threads(case, saved=Saved(tmp_path / "again"), source=source)
+        assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items()), source.name
+        assert losses(resumed) == losses(epochs), source.name
+        assert sent(resumed) == sent(epochs), source.name
+
+
+def sent(epochs) -> list[tuple[int, int, int]]:
+    return [
+        (stage, record.bytes_sent, record.raw_bytes)
+        for figures in epochs
+        for stage, record in sorted(figures.records.items())
+    ]
+
+
+def residuals(source: Path) -> list[str]:
+    return Tensors(source, list(read_whole(source).parts)).names("residual/")
+
+
+def test_without_what_is_owed_a_run_ends_elsewhere(tmp_path):
+    """So the test above would notice a residual that is lost."""
+    case = a_case("1f1b", 2, "codec.backward=topk")
+    wanted, _ = run_in_threads(case, saved=Saved(tmp_path))
+    other = a_case("1f1b", 2, "codec.backward=topk", "codec.backward.error_feedback=false")
+    state, _ = run_in_threads(other, source=checkpoints(tmp_path)[1])
+    assert not all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "override", "owes"),
+    [
+        (2, "codec.backward=identity", False),
+        (2, "codec.backward=int8", False),
+        (2, "codec.forward=topk", True),
+        (2, "microbatches=1", True),
+        (3, "seed=0", True),
+        (1, "seed=0", False),
+    ],
+)
+def test_codecs_may_differ_and_a_residual_that_does_not_fit_is_left_out(ranks, override, owes, tmp_path):
+    run_in_threads(a_case("1f1b", 2, "codec.backward=topk"), saved=Saved(tmp_path))
+    other = a_case("1f1b", ranks, "codec.backward=topk", override)
+    _, resumed = run_in_threads(other, saved=Saved(tmp_path / "again"), source=checkpoints(tmp_path)[5])
+    assert len(resumed) == 3
+    assert bool(residuals(checkpoints(tmp_path / "again")[-1])) == owes
 
 
 def test_saving_changes_nothing(tmp_path):

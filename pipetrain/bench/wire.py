@@ -1,0 +1,178 @@
+"""Suite: what codecs gain over a slow wire, for the 8 MiB of a batch of 64 that cross ResNet18's middle.
+
+The wire is gloo's own over the loopback, behind a channel that holds each message back until it would have
+come over a link of the stated bandwidth: that takes no root, as a shaped network interface would. Each edge
+and direction is a link of its own, full duplex and without latency, which carries one message after the
+other: a message comes bytes / bandwidth seconds after its SEND, or after the arrival of the one before where
+that is later. So it may travel while both ranks compute, and costs the processors what gloo costs them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pipetrain.bench.figures import Row, Scale, Series, ratio
+from pipetrain.bench.ours import Ours
+from pipetrain.bench.rounds import race
+from pipetrain.bench.tasks import Task, prepare
+from pipetrain.bench.worlds import TIMEOUT_S, Say, run_world, titled
+from pipetrain.boundary import TensorSpec
+from pipetrain.runtime.channel import Channel, Edge, Message, expired
+from pipetrain.runtime.mesh import Mesh
+
+RANKS = 2
+BANDWIDTHS = (100e6, 12.5e6)  # bytes/s: of a good disk or a shared Ethernet, and of Fast Ethernet
+EPOCH = 782  # batches of 64 in CIFAR-10's 50,000 images
+# One microbatch, so that a message is the whole batch's; cut after layer2. By schedule, batches of a turn:
+# layer_dist waits for every message, the others compute while they travel.
+TASK = Task(("model=resnet18", "partition=[5]", "batch_size=64", "microbatches=1"))
+TURNS = {"layer_dist": 1, "pipedream": 5, "fbp": 5}
+SMALL = Task(("model=mlp", "partition=[1]", "batch_size=64", "microbatches=1"))
+NONE = "no codec"
+CODECS: dict[str, tuple[str, ...]] = {
+    NONE: (),
+    "half both ways": ("codec.forward=half", "codec.backward=half"),
+    "int8 both ways": ("codec.forward=int8", "codec.backward=int8"),
+    "topk 1 % back": ("codec.backward=topk",),
+    "half, topk 1 % back": ("codec.forward=half", "codec.backward=topk"),
+    "int8, topk_int8 1 % back": ("codec.forward=int8", "codec.backward=topk_int8"),
+}
+LOOKING_S = 2e-4  # between two looks at what has arrived
+_ARRIVAL = TensorSpec((1,), torch.float64)
+
+
+class SlowChannel:
+    """Holds what it receives back until a wire of `bandwidth` bytes/s had carried it; see this module.
+
+    Each message says when that is, in seconds of the monotonic clock that all processes of a machine share;
+    on two machines it would mean nothing.
+    """
+
+    def __init__(self, channel: Channel, bandwidth: float) -> None:
+        self._channel = channel
+        self._bandwidth = bandwidth
+        self._free: dict[Edge, float] = {}  # when the link will have carried all that was sent
+        self._early: dict[Edge, tuple[Tensor, ...]] = {}  # here, and still held back
+        self._held_s = 0.0
+
+    @property
+    def waited(self) -> float:
+        """See Channel."""
+        return self._channel.waited + self._held_s
+
+    @property
+    def coded(self) -> float:
+        """See Channel."""
+        return self._channel.coded
+
+    @property
+    def carried(self) -> int:
+        """See Channel."""
+        return self._channel.carried
+
+    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
+        """See Channel.expect."""
+        self._channel.expect([_stamped(message) for message in messages], watched)
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """See Channel.send."""
+        begins = max(time.monotonic(), self._free.get(message.edge, 0.0))
+        self._free[message.edge] = begins + message.nbytes / self._bandwidth
+        arrival = torch.tensor([self._free[message.edge]], dtype=torch.float64)
+        self._channel.send(_stamped(message), [*tensors, arrival])
+
+    def recv(self, message: Message) -> tuple[Tensor, ...]:
+        """See Channel.recv."""
+        *tensors, arrival = self._early.pop(message.edge, None) or self._channel.recv(_stamped(message))
+        start = time.monotonic()
+        time.sleep(max(0.0, arrival.item() - start))
+        self._held_s += time.monotonic() - start
+        return tuple(tensors)
+
+    def drain(self) -> None:
+        """See Channel.drain."""
+        self._channel.drain()
+
+    def arrived(self, message: Message) -> bool:
+        """See Channel.arrived."""
+        if message.edge not in self._early:
+            if not self._channel.arrived(_stamped(message)):
+                return False
+            self._early[message.edge] = self._channel.recv(_stamped(message))
+        return bool(time.monotonic() >= self._early[message.edge][-1].item())
+
+    def room(self, message: Message) -> bool:
+        """See Channel.room."""
+        return self._channel.room(_stamped(message))
+
+    def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        """See Channel.wait."""
+        start = time.monotonic()
+        while not any(map(self.arrived, receives)) and not any(map(self.room, sends)):
+            if time.monotonic() > start + TIMEOUT_S:
+                raise expired(receives, sends, TIMEOUT_S)
+            time.sleep(LOOKING_S)
+        self._held_s += time.monotonic() - start
+
+
+def _stamped(message: Message) -> Message:
+    return replace(message, specs=(*message.specs, _ARRIVAL))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured at one bandwidth: seconds a batch by contestant, and what each sent a batch."""
+
+    series: Series
+    mib: Mapping[str, float]
+    codec_ms: Mapping[str, float]  # of both ranks
+
+
+def suite(scale: Scale, say: Say) -> Iterator[Row]:
+    """Measure each bandwidth, and give its rows."""
+    for bandwidth in BANDWIDTHS[:1] if scale.quick else BANDWIDTHS:
+        title = f"wire, {bandwidth / 1e6:g} MB/s"
+        yield from make_rows(title, run_world(measure, RANKS, titled(say, title), bandwidth, scale)[0])
+
+
+def measure(mesh: Mesh, say: Say, bandwidth: float, scale: Scale) -> Found:
+    """Race every codec in every schedule, on one rank."""
+    task = SMALL if scale.quick else TASK
+    contestants = []
+    for schedule, batches in TURNS.items():
+        for name, codecs in CODECS.items():
+            job = prepare(task.extended(*codecs), schedule, RANKS, batches)
+            plan = job.plan
+            plain = mesh.channel(plan.settings.buffer_size, plan.numerics.channels_last)
+            channel = SlowChannel(plain, bandwidth)
+            contestants.append(Ours(f"{schedule}, {name}", job, mesh, batches, channel))
+    series = race(mesh, contestants, scale.rounds, say)
+    mine = {one.name: _sent(one, one.batches * (scale.rounds + 1)) for one in contestants}
+    ranks: list[dict[str, tuple[float, float]]] = mesh.gather("what was sent", mine)  # type: ignore[assignment]
+    mib, codec_ms = ({name: sum(of[name][i] for of in ranks) for name in mine} for i in range(2))
+    return Found(series, mib, codec_ms)
+
+
+def _sent(one: Ours, batches: int) -> tuple[float, float]:
+    """Return the MiB that a rank has sent a batch, and the milliseconds of its codecs."""
+    records = list(one.records.values())
+    nbytes, codec_s = sum(r.bytes_sent for r in records), sum(r.codec_s for r in records)
+    return nbytes / 2**20 / batches, 1e3 * codec_s / batches
+
+
+def make_rows(benchmark: str, found: Found) -> list[Row]:
+    """Hold each codec against none, by schedule. Values are seconds of an epoch of CIFAR-10."""
+    rows = []
+    for name, seconds in found.series.items():
+        if name not in found.mib:  # a time once full: an epoch has a beginning and an end
+            continue
+        none = f"{name.partition(',')[0]}, {NONE}"
+        ratios = {f"x {NONE}": ratio(found.series[none], seconds)}
+        ratios |= {"MiB a batch": found.mib[name], "codec ms a batch": found.codec_ms[name]}
+        rows.append(Row(benchmark, name, [EPOCH * s for s in seconds], "s an epoch", ratios))
+    return rows

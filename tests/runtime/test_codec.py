@@ -1,0 +1,304 @@
+"""Codecs by themselves: sizes as said, errors within the bounds that are stated, infinities refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipetrain.boundary import TensorSpec, specs_of
+from pipetrain.runtime.codec import Codec, Codecs, Half, Identity, Int8, NotFinite, TopK, TopKInt8, on_wire
+
+FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+DTYPES = [FP64, FP32, FP16, BF16]
+UNIT = {FP64: 2.0**-53, FP32: 2.0**-24, FP16: 2.0**-11, BF16: 2.0**-8}  # relative error of rounding
+TINIEST = {FP64: 5e-324, FP32: 2.0**-149, FP16: 2.0**-24, BF16: 2.0**-133}
+CODECS: list[Codec] = [
+    Identity(),
+    Half("fp16"),
+    Half("bf16"),
+    Int8(),
+    Int8(scale="channel"),
+    Int8(stochastic=True),
+    Int8(scale="channel", stochastic=True),
+    TopK(0.1, "fp16"),
+    TopK(0.3, "fp32"),
+    TopK(1.0, "fp32"),
+    TopKInt8(0.1),
+    TopKInt8(0.5, stochastic=True),
+]
+LOSSY = CODECS[1:]
+each_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda c: f"{c}-{CODECS.index(c)}")
+each_lossy = pytest.mark.parametrize("codec", LOSSY, ids=lambda c: f"{c}-{LOSSY.index(c)}")
+
+SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+
+
+def fill(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """A finite tensor of a kind; the magnitudes of `wide` go through all that the dtype has."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=FP64)
+    finfo = torch.finfo(dtype)
+    if kind == "zeros":
+        x = torch.zeros(shape, dtype=FP64)
+    elif kind == "constant":
+        x = torch.full(shape, float(torch.randn((), generator=generator)), dtype=FP64)
+    elif kind == "wide":
+        low, high = math.log2(finfo.smallest_normal) - 10, math.log2(finfo.max)
+        exponent = low + (high - low) * torch.rand(shape, generator=generator, dtype=FP64)
+        x = x.sign() * torch.exp2(exponent)
+    elif kind == "largest":
+        x = x.sign() * finfo.max
+    elif kind == "tiniest":
+        x = (3 * x).round() * TINIEST[dtype]
+    return x.clamp(finfo.min, finfo.max).to(dtype)
+
+
+@st.composite
+def tensors(draw) -> Tensor:
+    kind = draw(st.sampled_from(["normal", "zeros", "constant", "wide", "largest", "tiniest"]))
+    x = fill(kind, draw(SHAPES), draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)))
+    if x.dim() == 4 and draw(st.booleans()):
+        x = x.contiguous(memory_format=torch.channels_last)
+    elif x.dim() and draw(st.booleans()):
+        x = x.flip(0).transpose(0, -1)  # not in plain order
+    return x
+
+
+def spec_of(x: Tensor) -> TensorSpec:
+    return specs_of([x])[0]
+
+
+def through(codec: Codec, x: Tensor) -> Tensor:
+    """What arrives; checks what each codec has to keep to."""
+    before = x.clone()
+    wire = codec.encode(x)
+    assert specs_of(wire) == tuple(codec.wire_specs(spec_of(x)))
+    assert torch.equal(x, before), "the tensor was changed"
+    back = codec.decode(wire, spec_of(x))
+    assert spec_of(back) == spec_of(x)
+    assert bool(back.isfinite().all())
+    return back
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(FP64)
+
+
+hypothetically = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+def within(back: Tensor, x: Tensor, bound: Tensor | float) -> None:
+    """Hold the error against a bound; float64's own error of working it out is let through."""
+    error = (wide(back) / 2 - wide(x) / 2).abs() * 2  # halves: of float64's largest numbers, too
+    assert bool((error <= bound * (1 + 2.0**-40)).all()), (error - bound).max()
+
+
+# What every codec keeps to
+
+
+@each_codec
+@hypothetically
+@given(x=tensors())
+def test_sizes_are_as_said_zeros_stay_and_nothing_grows(codec, x):
+    torch.manual_seed(0)
+    back = through(codec, x)
+    assert bool((back[x == 0] == 0).all())
+    largest = wide(x).abs().max() if x.numel() else 0.0
+    assert bool((wide(back).abs() <= largest * (1 + 2.0**-7) + 2.0**-24).all())
+
+
+@each_lossy
+@hypothetically
+@given(x=tensors(), bad=st.sampled_from([math.inf, -math.inf, math.nan]), at=st.integers(0, 10**6))
+def test_one_infinity_or_nan_anywhere_is_refused(codec, x, bad, at):
+    if x.numel():
+        x = x.contiguous()
+        x.view(-1)[at % x.numel()] = bad
+        with pytest.raises(NotFinite, match="an infinity or NaN"):
+            codec.encode(x)
+
+
+@each_codec
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (0, 3, 2, 2), (2, 0, 4, 4)])
+def test_an_empty_tensor_arrives(codec, shape):
+    assert through(codec, torch.zeros(shape)).shape == shape
+
+
+@each_codec
+def test_a_huge_tensor_arrives(codec):
+    x = torch.randn(5, 300, 40, 40, generator=torch.Generator().manual_seed(1))
+    back = through(codec, x)
+    assert (back - x).norm() <= x.norm()
+
+
+@each_codec
+def test_codecs_are_equal_by_what_they_do(codec):
+    assert [codec == other for other in CODECS] == [codec is other for other in CODECS]
+    assert Int8() == Int8("tensor")
+    assert hash(TopK(0.1)) == hash(TopK(0.1))
+
+
+# The bounds
+
+
+@hypothetically
+@given(x=tensors(), dtype=st.sampled_from(["fp16", "bf16"]))
+def test_half_rounds_and_clamps(x, dtype):
+    back, target = through(Half(dtype), x), {"fp16": FP16, "bf16": BF16}[dtype]
+    if x.dtype.itemsize == 2:
+        assert torch.equal(back, x)
+        return
+    most = torch.finfo(target).max
+    clamped = wide(x).clamp(-most, most)
+    within(
+        back, clamped.to(back.dtype), UNIT[target] * wide(x).abs() * (1 + UNIT[FP32]) + TINIEST[target] / 2
+    )
+
+
+@hypothetically
+@given(x=tensors(), by_channel=st.booleans(), stochastic=st.booleans())
+def test_int8_is_within_half_a_step_or_one(x, by_channel, stochastic):
+    torch.manual_seed(1)
+    codec = Int8("channel" if by_channel else "tensor", stochastic)
+    back = through(codec, x)
+    if not x.numel():
+        return
+    size, over = wide(x).abs(), [d for d in range(x.dim()) if not (by_channel and x.dim() > 1 and d == 1)]
+    step = (size.amax(over, keepdim=True) if over else size) / 127
+    work = x.dtype if x.dtype.itemsize >= 4 else FP32
+    step = step.clamp(min=torch.finfo(work).smallest_normal)
+    rounding = 2 * UNIT[x.dtype] * size + TINIEST[x.dtype] + 300 * UNIT[work] * step
+    within(back, x, step * (1.0 if stochastic else 0.5) + rounding)
+
+
+def test_stochastic_rounding_is_right_on_average_and_repeats_with_the_seed():
+    x = torch.linspace(-1, 1, 101)
+    codec = Int8(stochastic=True)
+    torch.manual_seed(3)
+    many = torch.stack([through(codec, x) for _ in range(2000)])
+    torch.manual_seed(3)
+    assert torch.equal(many[0], through(codec, x))
+    deviation = 0.5 / 127 / 2000**0.5  # at most, of a mean
+    assert float((many.mean(0) - x).abs().max()) < 5 * deviation
+    assert float((many.std(0)).max()) > 0.4 / 127
+
+
+def test_a_step_a_channel_does_not_care_for_the_other_channels():
+    x = torch.stack([torch.randn(3, 5), 1000 * torch.randn(3, 5)], 1)
+    small, large = (float((through(codec, x) - x)[:, 0].abs().max()) for codec in (Int8("channel"), Int8()))
+    assert small < 0.02 < large
+
+
+@hypothetically
+@given(x=tensors(), fraction=st.sampled_from([1e-6, 0.01, 0.07, 0.5, 1.0]))
+def test_topk_carries_the_largest_and_drops_no_larger_ones(x, fraction):
+    codec = TopK(fraction, "fp32")
+    places, values = codec.encode(x)
+    n = x.numel()
+    kept = math.ceil(round(fraction * n, 9)) if n else 0
+    assert (places.dtype, len(places), len(values)) == (torch.int32, kept, kept)
+    assert len(set(places.tolist())) == kept
+    back, flat = through(codec, x), x.reshape(-1)
+    dropped = torch.ones(n, dtype=torch.bool)
+    dropped[places.long()] = False
+    assert bool((back.reshape(-1)[dropped] == 0).all())
+    if kept:
+        least = flat[~dropped].abs().min()
+        assert bool((flat[dropped].abs() <= least).all())
+        narrow = FP32 if x.dtype == FP64 else x.dtype
+        most = torch.finfo(narrow).max
+        assert torch.equal(
+            back.reshape(-1)[~dropped], flat[~dropped].clamp(-most, most).to(narrow).to(x.dtype)
+        )
+    lost = wide(flat[dropped]) / torch.finfo(x.dtype).max
+    whole = wide(flat) / torch.finfo(x.dtype).max
+    assert float((lost**2).sum()) <= (1 - fraction) * float((whole**2).sum()) * (1 + 1e-9) + 1e-300
+
+
+@hypothetically
+@given(x=tensors(), fraction=st.sampled_from([0.01, 0.3, 1.0]))
+def test_topk_int8_is_int8_of_what_topk_carries(x, fraction):
+    places, numbers, step = TopKInt8(fraction).encode(x)
+    assert (places.dtype, numbers.dtype, step.shape) == (torch.int32, torch.int8, (1,))
+    kept = x.reshape(-1)[places.long()]
+    back = through(TopKInt8(fraction), x).reshape(-1)[places.long()]
+    assert torch.equal(back, through(Int8(), kept))
+
+
+def test_a_fraction_is_what_is_written():
+    """0.07 of 100 is 7.000000000000001 in floating point, and 8 would travel."""
+    places, _ = TopK(0.07).wire_specs(TensorSpec((100,), FP32))
+    assert places.shape == (7,)
+
+
+def test_places_beyond_int32_are_int64():
+    places, values = TopK(0.001).wire_specs(TensorSpec((2**16, 2**16), FP32))
+    assert (places.dtype, values.dtype) == (torch.int64, FP16)
+    assert TopK(0.001).wire_specs(TensorSpec((2**31 - 1,), FP32))[0].dtype == torch.int32
+
+
+def test_a_place_over_65504_is_exact():
+    """In half precision it would not be: that is how the record's top-k overflowed."""
+    x = torch.zeros(100_003)
+    x[[70_001, 99_999]] = torch.tensor([1.0, -2.0])
+    assert torch.equal(through(TopK(2 / 100_003), x), x)
+
+
+# Bytes
+
+
+MIB8 = TensorSpec((64, 128, 16, 16), FP32)
+
+
+@pytest.mark.parametrize(
+    ("codec", "nbytes"),
+    [
+        (Identity(), 2**23),
+        (Half(), 2**22),
+        (Int8(), 2**21 + 4),
+        (Int8("channel"), 2**21 + 4 * 128),
+        (TopK(0.01), 6 * 20_972),
+        (TopK(0.01, "fp32"), 8 * 20_972),
+        (TopKInt8(0.01), 5 * 20_972 + 4),
+    ],
+    ids=str,
+)
+def test_the_bytes_of_resnet18_s_boundary(codec, nbytes):
+    assert Codecs(backward=codec).wire_bytes([MIB8], forward=False) == nbytes
+    assert Codecs(backward=codec).wire_bytes([MIB8], forward=True) == 2**23
+
+
+@each_codec
+def test_whole_numbers_and_truth_values_travel_as_they_are(codec):
+    for dtype in (torch.int64, torch.uint8, torch.bool):
+        assert on_wire(codec, TensorSpec((3,), dtype)) == (TensorSpec((3,), dtype),)
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Half("fp8"), "dtype=fp8 is unknown; choose one of fp16, bf16"),
+        (lambda: Int8("row"), "scale=row is unknown; choose one of tensor, channel"),
+        (lambda: Int8(stochastic="yes"), "stochastic=yes must be true or false"),
+        (lambda: TopK(values="bf16"), "values=bf16 is unknown; choose one of fp16, fp32"),
+        (lambda: TopKInt8(error_feedback=1), "error_feedback=1 must be true or false"),
+        *(
+            (lambda kind=kind, f=f: kind(f), f"fraction={f} must be a number above 0 and at most 1")
+            for kind in (TopK, TopKInt8)
+            for f in (0, 2, -0.1, "x", None, True, math.nan)
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused(make: Callable[[], Codec], says):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        make()
+    assert str(error.value) == says

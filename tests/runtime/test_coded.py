@@ -1,0 +1,241 @@
+"""Messages over a channel that encodes: what arrives, what is kept back, what it counts; and training."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipetrain.boundary import TensorSpec, specs_of
+from pipetrain.errors import TrainingStopped
+from pipetrain.runtime.channel import LocalChannel, Message, Wire
+from pipetrain.runtime.codec import Codec, Codecs, Half, Identity, Int8, TopK, TopKInt8
+from pipetrain.runtime.coded import CodedChannel, Feedback
+from tests.support.cases import Case, Listener, run_in_threads
+from tests.support.codecs import Signs
+from tests.support.jobs import exchange_coded, train_cases
+from tests.support.worlds import run_world
+
+
+class Ends:
+    """Both ends of stage 0 on rank 0 and stage 1 on rank 1, in one thread: nothing is waited for."""
+
+    def __init__(self, codecs: Codecs, channels_last: bool = False) -> None:
+        wire = Wire()
+        self.feedback = Feedback()
+        self.ends = [
+            CodedChannel(LocalChannel(wire, 2, 5), codecs, feedback, channels_last)
+            for feedback in (self.feedback, Feedback())
+        ]
+
+    def up(self, *tensors: Tensor, mb: int = 0) -> tuple[Tensor, ...]:
+        """Send an activation and return what arrives."""
+        message = Message(0, 1, mb, specs_of(tensors), (0, 1))
+        self.ends[1].expect([message])
+        self.ends[0].send(message, tensors)
+        return self.ends[1].recv(message)
+
+    def down(self, *tensors: Tensor, mb: int = 0) -> tuple[Tensor, ...]:
+        """Likewise a gradient."""
+        message = Message(1, 0, mb, specs_of(tensors), (1, 0))
+        self.ends[0].expect([message])
+        self.ends[1].send(message, tensors)
+        return self.ends[0].recv(message)
+
+
+def test_each_direction_has_its_own_codec():
+    ends = Ends(Codecs(Half("bf16"), TopK(0.5, error_feedback=False)))
+    x = torch.tensor([1.0, 1 / 3, -8.0, 0.125])
+    assert torch.equal(ends.up(x)[0], x.bfloat16().float())
+    assert ends.down(x)[0].tolist() == [1.0, 0.0, -8.0, 0.0]
+    assert torch.equal(Ends(Codecs(backward=Int8())).up(x)[0], x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("codec", [Half(), Int8("channel"), TopK(0.5), TopKInt8(0.5)], ids=str)
+def test_a_message_arrives_in_its_own_dtype_and_layout_and_whole_numbers_as_they_are(codec, dtype):
+    x = torch.randn(2, 3, 4, 5).to(dtype).contiguous(memory_format=torch.channels_last)
+    index, mask = torch.arange(7), torch.tensor([True, False])
+    arrived = Ends(Codecs(forward=codec), channels_last=True).up(index, x, mask)
+    assert specs_of(arrived) == specs_of([index, x, mask])
+    assert torch.equal(arrived[0], index)
+    assert torch.equal(arrived[2], mask)
+    assert arrived[1].is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(arrived[1][arrived[1] != 0], x[arrived[1] != 0], rtol=0.05, atol=0.05)
+    assert Ends(Codecs(forward=codec)).up(x)[0].is_contiguous() or not isinstance(codec, TopK)
+
+
+def test_what_was_carried_is_counted_and_the_time_of_codecs_is_no_wait():
+    ends = Ends(Codecs(forward=Int8()))
+    ends.up(torch.randn(100))
+    assert [end.carried for end in ends.ends] == [104, 104]
+    assert all(end.coded > 0 for end in ends.ends)
+    coded = [end.coded for end in ends.ends]
+    ends.down(torch.randn(100))
+    assert [end.carried for end in ends.ends] == [504, 504]
+    assert [end.coded for end in ends.ends] == coded  # the identity is free
+    assert all(end.waited < 0.1 for end in ends.ends)
+
+
+@pytest.mark.parametrize(("bad", "codec"), [(math.inf, TopK()), (math.nan, Int8()), (-math.inf, Half())])
+def test_what_is_not_finite_is_refused_with_the_message_s_name(bad, codec):
+    ends = Ends(Codecs(codec, codec))
+    with pytest.raises(TrainingStopped) as error:
+        ends.up(torch.tensor([1.0, bad]), mb=7)
+    assert str(error.value) == (
+        f"the activation of microbatch 7 from stage 0 to stage 1 has an infinity or NaN, which codec {codec} "
+        f"cannot carry; try a lower optim.lr, or a warmup, or codec.forward=identity, with which on_nan=skip "
+        f"can leave such an update out"
+    )
+    with pytest.raises(TrainingStopped, match=r"the gradient of microbatch 2 .* or codec.backward=identity"):
+        ends.down(torch.tensor([bad]), mb=2)
+
+
+def test_with_on_nan_skip_a_gradient_that_is_not_finite_is_refused_where_it_would_travel():
+    explode = (
+        "model._target_=tests.support.models.explode",
+        "partition=[2]",
+        "microbatches=2",
+        "on_nan=skip",
+    )
+    with pytest.raises(
+        TrainingStopped, match=r"the gradient of .* codec int8 cannot .* codec.backward=identity"
+    ):
+        run_in_threads(Case("1f1b", 2, (*explode, "codec.backward=int8", "timeout=5")))
+
+
+# Error feedback
+
+FED_BACK: list[Codec] = [TopK(0.3), TopK(0.1, "fp32"), TopKInt8(0.3), Int8(error_feedback=True), Signs(0.5)]
+numbers = st.lists(st.lists(st.integers(-1000, 1000), min_size=6, max_size=6), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("codec", FED_BACK, ids=str)
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@given(sent=numbers)
+def test_what_arrives_adds_up_to_what_was_meant_but_for_the_residual(codec, sent):
+    ends = Ends(Codecs(forward=codec))
+    xs = [torch.tensor(x, dtype=torch.float64) / 8 for x in sent]
+    arrived = [ends.up(x)[0] for x in xs]
+    (residual,) = ends.feedback.residuals.values()
+    torch.testing.assert_close(sum(arrived) + residual, sum(xs), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_sum_holds_in_every_dtype_and_the_residual_of_16_bits_is_kept_in_32(dtype):
+    """Whole numbers up to 8: all sums are exact, so nothing is lost on the way."""
+    generator = torch.Generator().manual_seed(0)
+    ends = Ends(Codecs(forward=TopK(0.25)))
+    xs = [torch.randint(-2, 3, (4, 8), generator=generator).to(dtype) for _ in range(30)]
+    arrived = [ends.up(x)[0].float() for x in xs]
+    (residual,) = ends.feedback.residuals.values()
+    assert residual.dtype == torch.float32
+    assert torch.equal(sum(arrived) + residual, sum(x.float() for x in xs))
+
+
+def test_a_small_number_comes_through_in_the_end():
+    x = torch.tensor([1.0, 0.3, 0.2])
+    with_it, without = Ends(Codecs(TopK(0.3, "fp32"))), Ends(Codecs(TopK(0.3, "fp32", error_feedback=False)))
+    total = sum(with_it.up(x)[0] for _ in range(60)) / 60
+    torch.testing.assert_close(total, x, rtol=0, atol=0.05)
+    assert torch.equal(sum(without.up(x)[0] for _ in range(60)), torch.tensor([60.0, 0, 0]))
+
+
+def test_residuals_are_of_an_edge_a_tensor_and_a_shape():
+    ends = Ends(Codecs(TopK(0.5), TopK(0.5)))
+    ends.up(torch.tensor([4.0, 1.0]), torch.tensor([2.0, 8.0]))
+    ends.up(torch.tensor([4.0, 1.0, 2.0, 8.0]), torch.zeros(0))
+    ends.down(torch.tensor([16.0, 3.0]))
+    kept = {slot: residual.tolist() for slot, residual in ends.feedback.residuals.items()}
+    assert kept == {
+        ((0, 1), 0, (2,)): [0.0, 1.0],
+        ((0, 1), 1, (2,)): [2.0, 0.0],
+        ((0, 1), 0, (4,)): [0.0, 1.0, 2.0, 0.0],
+        ((0, 1), 1, (0,)): [],
+    }
+
+
+# Training
+
+PLAIN = "model._target_=tests.support.models.without_norm"
+SAME = (
+    "codec.forward._target_=tests.support.codecs.Same",
+    "codec.backward._target_=tests.support.codecs.Same",
+)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "interleaved_1f1b"])
+def test_a_coded_channel_that_changes_nothing_trains_as_none_to_the_last_bit(schedule):
+    """And the identity in both directions is no coded channel at all, so it is none."""
+    overrides = (PLAIN, "microbatches=2", "dtype=float32", "epochs=2")
+    wanted, epochs = run_in_threads(Case(schedule, 2, overrides))
+    state, figures = run_in_threads(Case(schedule, 2, (*overrides, *SAME)))
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+    assert [(f.trained, f.evaluated) for f in figures] == [(f.trained, f.evaluated) for f in epochs]
+    plain, coded = (
+        {stage: (r.bytes_sent, r.raw_bytes) for stage, r in f[-1].records.items()} for f in (epochs, figures)
+    )
+    assert coded == plain
+    assert all(record.codec_s > 0 for record in figures[-1].records.values())
+    assert all(record.codec_s == 0 for record in epochs[-1].records.values())
+
+
+def test_an_evaluation_is_not_encoded():
+    """Otherwise stage 1 would be evaluated on a hundredth of its activations."""
+    case = Case("gpipe", 2, (PLAIN, "microbatches=2", "epochs=1", "optim.lr=1e-9", "codec.forward=topk"))
+    _, (figures,) = run_in_threads(case)
+    plain = Case("gpipe", 2, (PLAIN, "microbatches=2", "epochs=1", "optim.lr=1e-9"))
+    _, (wanted,) = run_in_threads(plain)
+    assert figures.evaluated.loss == pytest.approx(wanted.evaluated.loss, rel=1e-6)
+    assert abs(figures.trained.loss / wanted.trained.loss - 1) > 1e-4
+
+
+def test_bytes_of_training_are_those_of_the_codecs():
+    overrides = (PLAIN, "microbatches=2", "epochs=1", "codec.forward=half", "codec.backward=int8")
+    _, (figures,) = run_in_threads(Case("1f1b", 2, overrides))
+    (raw_up, up), (raw_down, down) = ((r.raw_bytes, r.bytes_sent) for _, r in sorted(figures.records.items()))
+    assert raw_up == 4 * up  # float64 to 16 bits
+    assert raw_down == 8 * (
+        down - 8 * 2 * 8
+    )  # to 8 bits, and 8 messages of 2 tensors with a step of 8 bytes each
+    assert all(record.codec_s > 0 for record in figures.records.values())
+
+
+def test_a_trace_has_the_bytes_and_the_time_of_each_message():
+    overrides = (PLAIN, "microbatches=2", "epochs=1", "trace=true", "codec.backward=half")
+    listener = Listener()
+    _, (figures,) = run_in_threads(Case("1f1b", 2, overrides), listener)
+    (trace,) = listener.traces
+    sent = [0, 0]
+    for window in trace.windows:
+        for rank, ran in enumerate(window.ranks):
+            talk = [action for action, *_ in ran.timed if "SEND" in action.op or "RECV" in action.op]
+            assert len(ran.messages) == len(talk)
+            for action, (nbytes, codec_s) in zip(talk, ran.messages, strict=True):
+                assert (codec_s > 0) == action.op.endswith("B")
+                sent[rank] += nbytes * ("SEND" in action.op)
+    assert sent == [figures.records[stage].bytes_sent for stage in (0, 1)]
+
+
+# Over real processes
+
+
+def test_codecs_over_gloo():
+    codecs = [Codecs(Half(), TopKInt8(0.2)), Codecs(Int8("channel"), TopK(0.1)), Codecs(Identity(), Int8())]
+    assert run_world(exchange_coded, 2, codecs, deadline=60) == [len(codecs)] * 2
+
+
+def test_training_over_gloo_with_a_codec_that_changes_nothing_equals_the_reference():
+    case = Case("pipedream", 2, (PLAIN, "microbatches=2", "epochs=2", *SAME))
+    assert run_world(train_cases, 2, [case], deadline=60) == [1, 1]
+
+
+def test_the_spec_of_a_tensor_is_all_that_its_size_depends_on():
+    spec = TensorSpec((3, 5), torch.float32)
+    for codec in FED_BACK:
+        for x in (torch.zeros(3, 5), torch.randn(3, 5)):
+            assert specs_of(codec.encode(x)) == tuple(codec.wire_specs(spec))
