@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.comparison import cli, plots, table
+from pipetrain.comparison import cli, request
+from pipetrain.comparison.methods import of_schedule
 from pipetrain.comparison.runs import Spec, quoted, torchrun
 from tests.comparison.support import compare, started
 
@@ -39,7 +40,7 @@ def test_it_makes_every_run_and_leaves_tables_and_pictures(out, capsys):
     assert said.startswith("[1/4] layer_dist seed 0 ... 97.8 % in 0.")
     assert (out / "table.md").read_text() in said
     assert f"written to {out}: table.md, table.csv, runs.csv, accuracy_epoch.png" in said
-    for name in (*table.FILES, *plots.FILES):
+    for name in cli.FILES:
         assert (out / name).stat().st_size > 0
 
 
@@ -88,7 +89,7 @@ def test_a_run_without_whole_records_has_failed(out, capsys, monkeypatch, what):
 def test_all_failed_still_writes_everything(out, monkeypatch):
     misbehave(monkeypatch, layer_dist="fail", pipedream="fail")
     assert compare(*TWO, "--out", str(out), *DIGITS) == 1
-    assert all((out / name).stat().st_size for name in (*table.FILES, *plots.FILES))
+    assert all((out / name).stat().st_size for name in cli.FILES)
 
 
 def test_a_done_run_of_other_overrides_is_not_overwritten(out, capsys):
@@ -167,6 +168,7 @@ def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out, number):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
+        ([], "there is nothing to compare: give --schedules, --method or --experiment"),
         (["--schedules", "gpipe", "1f2b"], "--schedules: there is no 1f2b; choose from 1f1b, "),
         (["--schedules", "gpipe", "gpipe"], "--schedules: gpipe stands there twice"),
         (["--schedules", "gpipe", "--seeds", "1", "1"], "--seeds: 1 stands there twice"),
@@ -193,7 +195,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("arguments", [[], ["--schedules"], ["--schedules", "gpipe", "--seeds"]])
+@pytest.mark.parametrize("arguments", [["--schedules"], ["--schedules", "gpipe", "--seeds"]])
 def test_an_empty_list_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         compare(*arguments)
@@ -231,8 +233,7 @@ def test_models_are_rows_of_one_table(out):
 
 
 def test_a_run_is_started_as_a_user_would():
-    options = cli.parser().parse_args(["--schedules", "gpipe"])
-    (spec,) = cli.read_specs(options, ("stages=3", "epochs=2"))
+    (spec,) = request.read(["--schedules", "gpipe", "--", "stages=3", "epochs=2"])[1].specs
     assert torchrun(spec, Path("/a b/c"))[1:] == [
         *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "-m", "pipetrain"),
         *("checkpoint.every=null", "stages=3", "epochs=2", "schedule=gpipe", "seed=0", "run_dir='/a b/c'"),
@@ -252,5 +253,5 @@ def test_the_comparison_never_imports_torch():
 
 
 def test_the_name_of_a_run():
-    spec = Spec("1f1b", 2, "vgg16", ("epochs=1",), 2)
+    spec = Spec(of_schedule("1f1b"), 2, "vgg16", ("epochs=1",), 2)
     assert (spec.name, spec.title) == ("vgg16-1f1b-seed2", "vgg16 1f1b seed 2")

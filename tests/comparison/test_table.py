@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipetrain.comparison.methods import of_schedule
 from pipetrain.comparison.runs import Outcome, Spec
 from pipetrain.comparison.table import COLUMNS, duration, make_rows, write
 
@@ -19,11 +20,18 @@ GOLDEN = Path(__file__).with_name("golden_table.md")
 
 
 def outcome(schedule: str, seed: int, **summary: Any) -> Outcome:
-    spec = Spec(schedule, seed, "vgg16", (), 2)
+    spec = Spec(of_schedule(schedule), seed, "vgg16", (), 2)
     if not summary:
         return Outcome(spec, 1.0, failure="status 1")
     alike = {"model": "vgg16", "data": "cifar10", "device": "2 x 2080ti", "lr": 0.01, "batch_size": 64}
-    alike |= {"data_workers": 0, "buffer_size": 2, "epochs": 90, "updates": 70380, "samples_per_s": 320.0}
+    alike |= {
+        "data_workers": 0,
+        "buffer_size": 2,
+        "epochs": 90,
+        "updates": 70380,
+        "samples_per_s": 320.0,
+        "total_s": 1e4,
+    }
     return Outcome(spec, 1.0, {**alike, **summary})
 
 

@@ -1,0 +1,205 @@
+"""The report: one HTML file that shows what a comparison found, to be looked at, passed on and printed.
+
+It holds everything that it shows, so that it reads the same from a mail, a browser without a network or a
+CI artifact, and has no script. What was compared may be unfinished or may have failed: each part says what
+there is. All that comes from outside (names, overrides, a run's last words) is escaped where it enters the
+page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from string import Template
+
+from pipetrain.comparison import charts, record, sections, table
+from pipetrain.comparison.request import Request
+from pipetrain.comparison.runs import Outcome, Runs
+from pipetrain.comparison.sections import card, grid, section
+from pipetrain.comparison.table import Row, duration, mean
+from pipetrain.comparison.timelines import timelines
+from pipetrain.comparison.verdict import verdict
+
+FILE = "report.html"
+TEMPLATE = Path(__file__).with_name(FILE)
+
+
+def write(asked: Request, outcomes: Sequence[Outcome], runs: Runs, typed: str) -> None:
+    """Write report.html beside the table. `typed`: the arguments of the command that made it."""
+    (asked.out / FILE).write_text(page(asked, outcomes, runs, typed))
+
+
+def page(asked: Request, outcomes: Sequence[Outcome], runs: Runs, typed: str) -> str:
+    """Return the report as HTML."""
+    rows = table.make_rows(outcomes)
+    failed = sum(outcome.summary is None for outcome in outcomes)
+    said = verdict(rows, failed, len(asked.specs) - len(outcomes), len(asked.specs))
+    parts = [
+        *([sections.failures(outcomes, runs)] if failed else []),
+        section("Results", _results(rows, outcomes)),
+        *([section("Beside the record", _beside(rows, asked))] if _record(asked) else []),
+        *_models(outcomes, _styles(asked)),
+        _timelines(asked),
+        section("How each method ran", sections.ran(outcomes)),
+        section("Every run", sections.every_run(asked, outcomes, runs)),
+        section("Settings", sections.settings(asked, outcomes)),
+        section("To make it again", sections.reproduce(asked, outcomes, typed)),
+    ]
+    return Template(TEMPLATE.read_text()).substitute(
+        title=escape(_title(asked)),
+        facts="".join(f"<span>{escape(fact)}</span> " for fact in _facts(asked, outcomes)),
+        verdict="\n".join(f"<p>{escape(sentence)}</p>" for sentence in said or ["No run was made."]),
+        sections="\n".join(filter(None, parts)),
+        date=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+    )
+
+
+def _title(asked: Request) -> str:
+    if asked.experiment:
+        return asked.experiment.title
+    names = list(dict.fromkeys(spec.method.name for spec in asked.specs))
+    return " against ".join(names) if len(names) < 4 else f"{len(names)} methods compared"
+
+
+def _facts(asked: Request, outcomes: Sequence[Outcome]) -> list[str]:
+    done = [outcome.summary for outcome in outcomes if outcome.summary]
+    seeds = sorted({spec.seed for spec in asked.specs})
+    facts = [", ".join(dict.fromkeys(f"{s['model']} on {s['data']}" for s in done))]
+    facts += [", ".join(dict.fromkeys(f"{s['epochs']} epochs" for s in done))]
+    facts += [f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"]
+    facts += [", ".join(dict.fromkeys(str(s["device"]) for s in done))]
+    dates = sorted(date[:10] for outcome in outcomes if (date := outcome.made.get("date")))
+    facts += [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
+    return [fact for fact in facts if fact]
+
+
+def _styles(asked: Request) -> dict[str, int]:
+    """Give each method a number, which is a colour and a marker."""
+    return {name: n for n, name in enumerate(dict.fromkeys(spec.method.name for spec in asked.specs))}
+
+
+def _results(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
+    text = [name in table.TEXT for name in table.COLUMNS]
+    lines = [[table.cells(row)[name] for name in table.COLUMNS] for row in rows]
+    notes = [table.meaning(outcomes), *table.remarks(outcomes)] if outcomes else []
+    return grid("Results of each method", [list(table.COLUMNS)], lines, text) + "".join(
+        f'<p class="small">{escape(note)}</p>' for note in notes
+    )
+
+
+def _record(asked: Request) -> record.Record | None:
+    return asked.experiment.record if asked.experiment else None
+
+
+def _beside(rows: Sequence[Row], asked: Request) -> str:
+    reported = _record(asked)
+    assert reported is not None
+    found = record.pairs(rows, reported)
+    head = [*record.OURS, *record.THEIRS]
+    # The method leads: it stays in view where a phone has to scroll.
+    order = [1, 0, *range(2, len(head))]
+    lines = [[line[i] for i in order] for line in record.cells(found)]
+    head = [head[i] for i in order]
+    text = [name in ("method", "model", "device", "notes") for name in head]
+    groups = [("ours", len(record.OURS)), ("the record", len(record.THEIRS))]
+    notes = "".join(
+        f'<li value="{number}">{escape(note)}</li>' for number, note in record.notes(found, reported)
+    )
+    return (
+        grid("Our figures beside the record's", [head], lines, text, groups)
+        + f'<div class="small"><p class="small">The record: {escape(reported.source)}. A dash: not reported. '
+        "speedup: over the first row of the model on the same side. Its times are of other machines; what is "
+        f"known to be wrong with it:</p><ol>{notes}</ol></div>"
+    )
+
+
+def _models(outcomes: Sequence[Outcome], styles: dict[str, int]) -> list[str]:
+    """Return a section of charts for each model that has a finished run."""
+    found = []
+    for model in dict.fromkeys(outcome.spec.model for outcome in outcomes):
+        done = [o for o in outcomes if o.spec.model == model and o.summary]
+        groups = {name: mine for name in styles if (mine := [o for o in done if o.spec.method.name == name])}
+        if groups:
+            name, data = done[0].model, (done[0].summary or {})["data"]
+            found.append(section(f"{name} on {data}", _charts(f"{name} on {data}", groups, styles)))
+    return found
+
+
+def _charts(where: str, groups: dict[str, list[Outcome]], styles: dict[str, int]) -> str:
+    by_epoch = [_curve(name, styles[name], mine, "epoch") for name, mine in groups.items()]
+    by_time = [_curve(name, styles[name], mine, "elapsed_s") for name, mine in groups.items()]
+    last = {curve.name: f"{curve.mean[-1]:.2f} %" for curve in by_epoch}
+    told = "; ".join(f"{name} {value}" for name, value in last.items())
+    several = max(map(len, groups.values())) > 1
+    band = " Line: mean of the seeds; band: from least to most." if several else ""
+    pictures = (
+        (by_epoch, "epoch", "Accuracy by epoch", True),
+        (by_time, "seconds since the start, evaluation included", "Accuracy by time", False),
+    )
+    shown = [
+        card(
+            f"<figure><h3>{title}</h3>"
+            + charts.accuracy(curves, label, f"{title}, {where}. After the last epoch: {told}", whole)
+            + f"<figcaption>Test accuracy in %, on an axis stretched towards 100.{band}</figcaption></figure>"
+        )
+        for curves, label, title, whole in pictures
+    ]
+    bars = card(charts.bars(_seconds(groups, styles), "Seconds per epoch", ("method", "training + rest")))
+    sent = _bytes(groups, styles)
+    if sent:
+        bars += card(charts.bars(sent, "Bytes per epoch", ("method", "on the wire")))
+    shown_styles = {name: styles[name] for name in groups}
+    return charts.legend(shown_styles, last) + f'<div class="pair">{"".join(shown)}{bars}</div>'
+
+
+def _curve(name: str, style: int, outcomes: Sequence[Outcome], key: str) -> charts.Curve:
+    """Join a method's seeds. Where one has fewer epochs than another, up to there."""
+    length = min(len(outcome.curves["val_acc"]) for outcome in outcomes)
+    by_epoch = [[100 * o.curves["val_acc"][i] for o in outcomes] for i in range(length)]
+    return charts.Curve(
+        name,
+        style,
+        [sum(o.curves[key][i] for o in outcomes) / len(outcomes) for i in range(length)],
+        [sum(values) / len(values) for values in by_epoch],
+        [min(values) for values in by_epoch],
+        [max(values) for values in by_epoch],
+    )
+
+
+def _seconds(groups: dict[str, list[Outcome]], styles: dict[str, int]) -> list[charts.Bar]:
+    bars = []
+    for name, mine in groups.items():
+        done = [outcome.summary or {} for outcome in mine]
+        train = mean([s["epoch_s"] for s in done]) or 0.0
+        rest = max(0.0, (mean([s["total_s"] / s["epochs"] for s in done]) or 0.0) - train)
+        bars.append(charts.Bar(name, styles[name], (train, rest), f"{duration(train)} + {duration(rest)}"))
+    return bars
+
+
+def _bytes(groups: dict[str, list[Outcome]], styles: dict[str, int]) -> list[charts.Bar]:
+    sent = {
+        name: mean([(outcome.summary or {}).get("bytes_per_epoch") for outcome in mine])
+        for name, mine in groups.items()
+    }
+    return [
+        charts.Bar(name, styles[name], (value,), table.size(value))
+        for name, value in sent.items()
+        if value is not None
+    ]
+
+
+def _timelines(asked: Request) -> str:
+    drawn = timelines(asked.specs)
+    figures = "".join(
+        card(
+            f"<figure><h3>{escape(', '.join(one.methods))}</h3>"
+            f'<div class="scroll plain" tabindex="0" role="region" aria-label="Timeline">{one.svg}</div>'
+            f"<figcaption>{escape(one.words)}</figcaption></figure>"
+        )
+        for one in drawn
+    )
+    what = "A short window on paper, a forward as the unit of time, a backward twice that, messages free."
+    what += " Of a schedule that decides while it runs, an example."
+    return section("Timelines", f'<p class="small">{what}</p>{figures}') if drawn else ""
