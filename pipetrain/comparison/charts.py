@@ -15,7 +15,7 @@ from math import ceil, floor, log10
 from pipetrain.comparison.plots import OFFSET, TICKS
 
 WIDTH, HEIGHT = 520, 320
-LEFT, RIGHT, TOP, BOTTOM = 44, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 50, 14, 14, 46
 STYLES = 7
 MARKS = 8  # markers a curve, about
 MARKERS = (  # paths around the origin, as in the PNGs: circle, square, triangles, diamond, plus, cross
@@ -94,7 +94,7 @@ def _accuracy_ticks(z0: float, z1: float) -> list[float]:
     chosen = inside if len(inside) > 2 else _ticks(low, high, False)
     kept: list[float] = []
     for tick in chosen:  # leave out what would be written over its neighbour
-        if not kept or (_stretched(tick) - _stretched(kept[-1])) / (z1 - z0) > 0.055:
+        if not kept or (_stretched(tick) - _stretched(kept[-1])) / (z1 - z0) > 0.075:
             kept.append(tick)
     return kept
 
@@ -120,7 +120,7 @@ def _y_axis(ticks: Sequence[float], up: Callable[[float], float]) -> str:
 def _x_axis(ticks: Sequence[float], across: Callable[[float], float], label: str) -> str:
     base = HEIGHT - BOTTOM
     marks = "".join(
-        f'<text class="tick" x="{across(x):.1f}" y="{base + 17}" text-anchor="middle">{x:g}</text>'
+        f'<text class="tick" x="{across(x):.1f}" y="{base + 19}" text-anchor="middle">{x:g}</text>'
         for x in ticks
     )
     name = f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">'
@@ -147,7 +147,9 @@ def _line(curve: Curve, across: Callable[[float], float], up: Callable[[float], 
         for x, y in shown
     )
     title = f"<title>{escape(curve.name)}: {curve.mean[-1]:.2f} %</title>"
-    return f'<g>{title}<path class="line {style}" stroke-width="{2 + below}" d="M{path}"/>{marks}</g>'
+    return (
+        f'<g>{title}<path class="line {style}" stroke-width="{2 + 0.7 * below:.1f}" d="M{path}"/>{marks}</g>'
+    )
 
 
 def bars(rows: Sequence[Bar], caption: str, head: tuple[str, str]) -> str:
@@ -161,7 +163,7 @@ def bars(rows: Sequence[Bar], caption: str, head: tuple[str, str]) -> str:
             for i, part in enumerate(row.parts)
         )
         lines.append(
-            f'<tr><th scope="row">{marker(row.style)} {escape(row.name)}</th>'
+            f'<tr><th scope="row">{marker(row.style)}&nbsp;{escape(row.name)}</th>'
             f'<td><span class="track" aria-hidden="true">{spans}</span></td><td>{escape(row.label)}</td></tr>'
         )
     titles = f'<th scope="col">{escape(head[0])}</th><td></td><th scope="col">{escape(head[1])}</th>'
@@ -174,7 +176,7 @@ def bars(rows: Sequence[Bar], caption: str, head: tuple[str, str]) -> str:
 def legend(names: Mapping[str, int], notes: Mapping[str, str]) -> str:
     """Return the methods with their markers, and a note to each."""
     items = "".join(
-        f"<li>{marker(style)} {escape(name)} <b>{escape(notes.get(name, ''))}</b></li>"
+        f"<li>{marker(style)}&nbsp;{escape(name)} <b>{escape(notes.get(name, ''))}</b></li>"
         for name, style in names.items()
     )
     return f'<ul class="legend">{items}</ul>'

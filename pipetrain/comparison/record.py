@@ -43,9 +43,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One of our rows and one of the record's, with the record's own speed-up. Either may be missing."""
+    """One of our rows and one of the record's, where it has one, with the record's own speed-up."""
 
-    ours: Row | None
+    ours: Row
     theirs: RecordRow | None
     speedup: float | None
 
@@ -101,14 +101,15 @@ def _speedup(row: RecordRow, record: Record) -> float | None:
 
 def cells(found: Sequence[Pair]) -> list[list[str]]:
     """Return the lines of the table that has both: the columns OURS and THEIRS. Missing is a dash."""
-    lines, last = [], None
+    lines: list[list[str]] = []
+    last: Row | None = None
     for pair in found:
         ours = [""] * len(OURS)
-        if pair.ours is not None and pair.ours is not last:
-            row = pair.ours
+        row = pair.ours
+        if row is not last:
             ours = [row.model, row.method, dash(row.acc, "{:.2f}"), plus_minus(row.last_acc, row.last_dev)]
             ours += [dash(row.eachtime, duration), dash(row.speedup, "{:.2f}x")]
-        last = pair.ours
+        last = row
         lines.append(ours + _theirs(pair))
     return lines
 

@@ -8,7 +8,7 @@ page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -23,6 +23,14 @@ from pipetrain.comparison.timelines import timelines
 from pipetrain.comparison.verdict import verdict
 
 FILE = "report.html"
+RESULTS = {
+    "last_acc": "last acc, %",
+    "best_acc": "best acc, %",
+    "train_s": "training, s",
+    "whole_s": "whole, s",
+}
+RESULTS |= {"speedup": "speed-up", "bytes": "bytes", "bytes_ratio": "bytes ratio", "codec_s": "codec, s"}
+RESULTS |= {"seeds": "seeds"}
 TEMPLATE = Path(__file__).with_name(FILE)
 
 
@@ -37,8 +45,8 @@ def page(asked: Request, outcomes: Sequence[Outcome], runs: Runs, typed: str) ->
     failed = sum(outcome.summary is None for outcome in outcomes)
     said = verdict(rows, failed, len(asked.specs) - len(outcomes), len(asked.specs))
     parts = [
-        *([sections.failures(outcomes, runs)] if failed else []),
         section("Results", _results(rows, outcomes)),
+        *([sections.failures(outcomes, runs)] if failed else []),
         *([section("Beside the record", _beside(rows, asked))] if _record(asked) else []),
         *_models(outcomes, _styles(asked)),
         _timelines(asked),
@@ -81,12 +89,31 @@ def _styles(asked: Request) -> dict[str, int]:
 
 
 def _results(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
-    text = [name in table.TEXT for name in table.COLUMNS]
-    lines = [[table.cells(row)[name] for name in table.COLUMNS] for row in rows]
-    notes = [table.meaning(outcomes), *table.remarks(outcomes)] if outcomes else []
-    return grid("Results of each method", [list(table.COLUMNS)], lines, text) + "".join(
-        f'<p class="small">{escape(note)}</p>' for note in notes
+    """Return what is to be trusted first, then what the record's columns say."""
+    if not rows:
+        return "<p>No run was made.</p>"
+    notes = [table.meaning(outcomes), *table.remarks(outcomes)]
+    return (
+        grid("Results", ["method", *RESULTS.values()], _blocks(rows, _result))
+        + "<h3>In the record's columns</h3>"
+        + grid("In the record's columns", table.RECORD, _blocks(rows, _as_recorded), table.TEXT)
+        + "".join(f'<p class="small">{escape(note)}</p>' for note in notes)
     )
+
+
+def _blocks(rows: Sequence[Row], line: Callable[[Row], list[str]]) -> list[tuple[str, list[list[str]]]]:
+    """Return the lines of the rows by model."""
+    models = dict.fromkeys(row.model for row in rows)
+    return [(model, [line(row) for row in rows if row.model == model]) for model in models]
+
+
+def _result(row: Row) -> list[str]:
+    cells = table.cells(row) | ({} if row.finished else {"last_acc": "failed"})
+    return [row.method, *(cells[name] for name in RESULTS)]
+
+
+def _as_recorded(row: Row) -> list[str]:
+    return [table.cells(row)[name] for name in table.RECORD]
 
 
 def _record(asked: Request) -> record.Record | None:
@@ -97,21 +124,20 @@ def _beside(rows: Sequence[Row], asked: Request) -> str:
     reported = _record(asked)
     assert reported is not None
     found = record.pairs(rows, reported)
-    head = [*record.OURS, *record.THEIRS]
-    # The method leads: it stays in view where a phone has to scroll.
-    order = [1, 0, *range(2, len(head))]
-    lines = [[line[i] for i in order] for line in record.cells(found)]
-    head = [head[i] for i in order]
-    text = [name in ("method", "model", "device", "notes") for name in head]
-    groups = [("ours", len(record.OURS)), ("the record", len(record.THEIRS))]
+    head = [*record.OURS[1:], *record.THEIRS]
+    blocks = [
+        (model, [line[1:] for line in record.cells([pair for pair in found if pair.ours.model == model])])
+        for model in dict.fromkeys(row.model for row in rows)
+    ]
+    over = [("ours", len(record.OURS) - 1), ("the record", len(record.THEIRS))]
     notes = "".join(
         f'<li value="{number}">{escape(note)}</li>' for number, note in record.notes(found, reported)
     )
     return (
-        grid("Our figures beside the record's", [head], lines, text, groups)
-        + f'<div class="small"><p class="small">The record: {escape(reported.source)}. A dash: not reported. '
-        "speedup: over the first row of the model on the same side. Its times are of other machines; what is "
-        f"known to be wrong with it:</p><ol>{notes}</ol></div>"
+        grid("Our figures beside the record's", head, blocks, ("method", "model", "device", "notes"), over)
+        + f'<div class="small">The record: {escape(reported.source)}. A dash: not reported. speedup: over '
+        "the first row of the model on the same side. Its times are of other machines; what is known to be "
+        f"wrong with it: <ol>{notes}</ol></div>"
     )
 
 
@@ -195,7 +221,7 @@ def _timelines(asked: Request) -> str:
     figures = "".join(
         card(
             f"<figure><h3>{escape(', '.join(one.methods))}</h3>"
-            f'<div class="scroll plain" tabindex="0" role="region" aria-label="Timeline">{one.svg}</div>'
+            f"{sections.scrolled('Timeline', one.svg)}"
             f"<figcaption>{escape(one.words)}</figcaption></figure>"
         )
         for one in drawn

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 from typing import Any
+from urllib.parse import quote
 
 from pipetrain.comparison.request import Request
-from pipetrain.comparison.runs import Outcome, Runs, torchrun
+from pipetrain.comparison.runs import Outcome, Runs, Spec, torchrun
 from pipetrain.comparison.table import dash, duration
 
 RAN: tuple[str, ...] = (
     "method",
-    "model",
     "partition",
     "microbatches",
     "window",
@@ -37,44 +37,49 @@ def card(body: str) -> str:
 
 def grid(
     name: str,
-    head: Sequence[Sequence[str]],
-    lines: Sequence[Sequence[str]],
-    text: Sequence[bool],
-    groups: Sequence[tuple[str, int]] = (),
+    head: Sequence[str],
+    blocks: Sequence[tuple[str, Sequence[Sequence[str]]]],
+    text: Collection[str] = (),
+    over: Sequence[tuple[str, int]] = (),
 ) -> str:
     """Return a table that scrolls by itself where the page is too narrow; its first column stays in view.
 
-    `text`: which columns hold words. `groups`: headings over so many columns each, a rule before each but the
-    first.
+    `blocks`: lines under a heading each, which is left out where there is only one. `text`: the columns that
+    hold words. `over`: headings over so many columns each, with a rule before all but the first.
     """
-    edges = {sum(count for _, count in groups[:i]) for i in range(1, len(groups))}
-    kinds = [" ".join(["text"] * word + ["edge"] * (i in edges)) for i, word in enumerate(text)]
-    classes = [f' class="{kind}"' if kind else "" for kind in kinds]
-    over = "".join(
+    edges = {sum(count for _, count in over[:i]) for i in range(1, len(over))}
+    kinds = [" ".join(["text"] * (c in text) + ["edge"] * (i in edges)) for i, c in enumerate(head)]
+    groups = "".join(
         f'<th scope="colgroup" colspan="{count}" class="group{" edge" * (i > 0)}">{escape(title)}</th>'
-        for i, (title, count) in enumerate(groups)
+        for i, (title, count) in enumerate(over)
     )
-    top = f"<tr>{over}</tr>" if groups else ""
-    top += "".join(
-        "<tr>"
-        + "".join(f'<th scope="col"{k}>{escape(c)}</th>' for k, c in zip(classes, h, strict=True))
-        + "</tr>"
-        for h in head
+    names = "".join(
+        f'<th scope="col" class="{kind}">{escape(c)}</th>' for kind, c in zip(kinds, head, strict=True)
     )
-    body = "".join(
-        f'<tr><th scope="row">{escape(line[0])}</th>'
-        + "".join(_cell(cell, k) for cell, k in zip(line[1:], classes[1:], strict=True))
-        + "</tr>"
-        for line in lines
-    )
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}"><table>'
-        f"<thead>{top}</thead><tbody>{body}</tbody></table></div>"
-    )
+    top = (f"<tr>{groups}</tr>" if groups else "") + f"<tr>{names}</tr>"
+    bodies = ""
+    for title, lines in blocks:
+        block = (
+            f'<tr><th scope="rowgroup" colspan="{len(head)}" class="block"><span>{escape(title)}</span></th>'
+        )
+        block = f"{block}</tr>" if len(blocks) > 1 else ""
+        bodies += f"<tbody>{block}{''.join(_line(line, kinds) for line in lines)}</tbody>"
+    return scrolled(name, f"<table><thead>{top}</thead>{bodies}</table>")
+
+
+def scrolled(name: str, body: str) -> str:
+    """Return HTML in a box that scrolls sideways, also by the keyboard."""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">{body}</div>'
+
+
+def _line(line: Sequence[str], kinds: Sequence[str]) -> str:
+    cells = "".join(_cell(escape(cell), kind) for cell, kind in zip(line[1:], kinds[1:], strict=True))
+    return f'<tr><th scope="row">{escape(line[0])}</th>{cells}</tr>'
 
 
 def _cell(cell: str, kind: str) -> str:
-    return f'<td class="bad">{cell}</td>' if cell == "failed" else f"<td{kind}>{escape(cell)}</td>"
+    special = {"failed": "bad", "-": "none"}.get(cell, "")
+    return f'<td class="{f"{kind} {special}".strip()}">{cell}</td>'
 
 
 def failures(outcomes: Sequence[Outcome], runs: Runs) -> str:
@@ -94,15 +99,15 @@ def failures(outcomes: Sequence[Outcome], runs: Runs) -> str:
 
 def ran(outcomes: Sequence[Outcome]) -> str:
     """Return how the first finished run of each model and method ran: figures by stage, first to last."""
-    first: dict[tuple[str, str], Outcome] = {}
+    blocks: dict[str, dict[str, list[str]]] = {}
     for outcome in outcomes:
         if outcome.summary:
-            first.setdefault((outcome.model, outcome.spec.method.name), outcome)
-    lines = [_ran(outcome.spec.method.name, outcome.summary or {}) for outcome in first.values()]
-    if not lines:
+            name = outcome.spec.method.name
+            blocks.setdefault(outcome.model, {}).setdefault(name, _ran(name, outcome.summary))
+    if not blocks:
         return "<p>No run finished.</p>"
-    text = [name in ("method", "model", "codec forward", "codec backward") for name in RAN]
-    return grid("How each method ran", [RAN], lines, text) + (
+    lines = [(model, list(methods.values())) for model, methods in blocks.items()]
+    return grid("How each method ran", RAN, lines, ("method", "codec forward", "codec backward")) + (
         '<p class="small">Of the first seed. partition: the first layer of each stage but the first. By '
         "stage, first to last: in flight, the most microbatches held; versions, the most weight versions; "
         "staleness, updates that a gradient was late by; computing, the share of training in which it "
@@ -124,7 +129,7 @@ def _ran(method: str, summary: dict[str, Any]) -> list[str]:
     window = "an epoch" if summary.get("window", 0) is None else one("window")
     return [
         method,
-        *map(one, ("model", "partition", "microbatches")),
+        *map(one, ("partition", "microbatches")),
         window,
         *map(one, ("updates", "codec_forward", "codec_backward")),
         each("peak_in_flight", "{}"),
@@ -139,40 +144,38 @@ def _ran(method: str, summary: dict[str, Any]) -> list[str]:
 def every_run(asked: Request, outcomes: Sequence[Outcome], runs: Runs) -> str:
     """Return a line for each run that was asked for, with links to what it left beside the report."""
     made = {outcome.spec: outcome for outcome in outcomes}
-    head = "".join(
-        f'<th scope="col"{" class=text" * (i in (0, 1, 6, 7))}>{c}</th>' for i, c in enumerate(RUN)
-    )
-    body = "".join(_run_line(spec.title, spec.name, made.get(spec)) for spec in asked.specs)
+    words = ("run", "state", "started", "records")
+    head = "".join(f'<th scope="col" class="{"text" * (name in words)}">{name}</th>' for name in RUN)
+    body = "".join(_run_line(spec, made.get(spec)) for spec in asked.specs)
     commands = "\n\n".join(shlex.join(_command(spec, asked)) for spec in asked.specs)
     return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Every run"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-        "<details><summary>The command of each run</summary>"
-        f"<pre tabindex=0>{escape(commands)}</pre></details>"
+        scrolled("Every run", f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        + "<details><summary>The command of each run</summary>"
+        f'<pre tabindex="0">{escape(commands)}</pre></details>'
     )
 
 
-def _command(spec: Any, asked: Request) -> list[str]:
+def _command(spec: Spec, asked: Request) -> list[str]:
     return ["python", *torchrun(spec, asked.out / "runs" / spec.name)[1:]]
 
 
-def _run_line(title: str, name: str, outcome: Outcome | None) -> str:
+def _run_line(spec: Spec, outcome: Outcome | None) -> str:
     summary = outcome.summary if outcome else None
     state = "not made yet" if outcome is None else "failed" if summary is None else "done"
     links = "-"
     if outcome:
-        links = f'<a href="runs/{escape(name)}.log">output</a>'
-        links += f' <a href="runs/{escape(name)}/">folder</a>' if summary else ""
+        links = f'<a href="runs/{quote(spec.name)}.log">output</a>'
+        links += f' <a href="runs/{quote(spec.name)}/">folder</a>' if summary else ""
+    last, best, seconds = ((summary or {}).get(key) for key in ("val_acc", "best_val_acc", "epoch_s"))
     cells = [
-        f'<th scope="row">{escape(title)}</th>',
-        f'<td class="{"bad" if state == "failed" else "text"}">{state}</td>',
+        _cell(state, "text"),
+        *(_cell(dash(None if v is None else 100 * v, "{:.2f}"), "") for v in (last, best)),
+        _cell(dash(seconds, "{:.2f}"), ""),
+        _cell(dash(outcome.wall_s if outcome else None, duration), ""),
+        _cell(escape(outcome.made.get("date", "-")) if outcome else "-", "text"),
+        _cell(links, "text"),
     ]
-    figures = [summary.get(key) if summary else None for key in ("val_acc", "best_val_acc", "epoch_s")]
-    cells += [f"<td>{dash(None if v is None else 100 * v, '{:.2f}')}</td>" for v in figures[:2]]
-    cells += [f"<td>{dash(figures[2], '{:.2f}')}</td>"]
-    cells += [f"<td>{dash(outcome.wall_s if outcome else None, duration)}</td>"]
-    cells += [f'<td class="text">{escape(outcome.made.get("date", "-") if outcome else "-")}</td>']
-    return f'<tr>{"".join(cells)}<td class="text">{links}</td></tr>'
+    return f'<tr><th scope="row">{escape(spec.title)}</th>{"".join(cells)}</tr>'
 
 
 def settings(asked: Request, outcomes: Sequence[Outcome]) -> str:
@@ -205,12 +208,12 @@ def _list(items: Sequence[tuple[str, str]], tag: str) -> str:
 def reproduce(asked: Request, outcomes: Sequence[Outcome], typed: str) -> str:
     """Return the command that made this, and that makes it again."""
     command = f"python scripts/compare.py {typed}"
-    again = f"{command} --fresh"
+    again, logs = f"{command} --fresh", str(asked.out / "runs")
     revisions = dict.fromkeys(filter(None, (outcome.made.get("pipetrain", "") for outcome in outcomes)))
     at = f" at revision {', '.join(map(escape, revisions))}" if revisions else ""
     return (
-        f"<p>In a checkout of pipetrain{at}:</p><pre tabindex=0>{escape(command)}</pre>"
+        f'<p>In a checkout of pipetrain{at}:</p><pre tabindex="0">{escape(command)}</pre>'
         f"<p>It keeps the runs that are done. To make all of them again: <code>{escape(again)}</code>. "
         "The curves of all runs, epoch by epoch:</p>"
-        f"<pre tabindex=0>tensorboard --logdir {escape(shlex.quote(str(asked.out / 'runs')))}</pre>"
+        f'<pre tabindex="0">tensorboard --logdir {escape(shlex.quote(logs))}</pre>'
     )

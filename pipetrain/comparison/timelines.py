@@ -51,9 +51,8 @@ def timelines(specs: Sequence[Spec]) -> list[Timeline]:
         drawn.setdefault(key, ([], simulation))[0].insert(0, spec.method.name)
     found = []
     for number, ((_, ranks, batches, m, _), (methods, simulation)) in enumerate(reversed(drawn.items())):
-        words = f"{ranks} ranks, {batches} batches of {m} microbatch{'es' * (m > 1)}, "
-        words += f"bubble {simulation.bubble:.1%}"
-        title = f"Timeline of {', '.join(methods)}: {words}"
+        words = f"{batches} batches of {m} microbatch{'es' * (m > 1)}"
+        title = f"{', '.join(methods)}: {words} on {ranks} ranks, bubble {simulation.bubble:.1%}"
         found.append(Timeline(tuple(methods), _svg(simulation, f"t{number}", title), words))
     return found
 

@@ -49,7 +49,8 @@ def _speed(where: str, first: Row, fastest: Row) -> str:
         return f"On {where} no method was faster than {first.method}."
     if gain <= TIE:
         return f"On {where} no method was faster than {first.method} by more than five percent."
-    return f"On {where} {fastest.method} was the fastest: {1 + gain:.2f} times {first.method} ({times})."
+    factor = f"{1 + gain:.2f} times as fast as {first.method}"
+    return f"On {where} {fastest.method} was the fastest: {factor} ({times})."
 
 
 def _accuracy(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
