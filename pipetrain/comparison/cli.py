@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from pipetrain.comparison import plots, record, report, request, table
 from pipetrain.comparison.processes import interruptible
@@ -58,7 +59,8 @@ def compare(asked: Request, fresh: bool, command: Command, typed: str) -> int:
                 flush=True,
             )
             if done:
-                write(asked, outcomes, runs, typed)
+                with suppress(KeyboardInterrupt):
+                    write(asked, outcomes, runs, typed)
             return INTERRUPTED
     print(f"\n{text}\nwritten to {out}: {', '.join(FILES)}")
     failed = [outcome.spec.title for outcome in outcomes if outcome.summary is None]

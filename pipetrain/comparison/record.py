@@ -18,6 +18,7 @@ PRINTED = ("method", "dataset", "model", "device", "lr", "batch_size", "data_wor
 NUMBERS = ("epoch", "acc", "eachtime")
 OURS = ("model", "method", "acc", "last_acc", "eachtime", "speedup")
 THEIRS = ("method", "model", "device", "epoch", "acc", "eachtime", "speedup", "notes")
+TEXT = ("method", "model", "device", "notes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +139,7 @@ def markdown(rows: Sequence[Row], record: Record) -> str:
     """Return ours beside the record as a Markdown table with its footnotes."""
     found = pairs(rows, record)
     head = [*OURS, *(f"record: {name}" for name in THEIRS)]
-    text = [name in ("method", "model", "device", "notes") for name in (*OURS, *THEIRS)]
-    table = aligned([head, *cells(found)], [not one for one in text])
+    table = aligned([head, *cells(found)], [name not in TEXT for name in (*OURS, *THEIRS)])
     lines = [f"Beside the record: {record.source}. A dash: not reported. speedup: over its own first row."]
     lines += [f"[{number}] {fault}" for number, fault in notes(found, record)]
     return f"{table}\n" + "\n".join(lines) + "\n"

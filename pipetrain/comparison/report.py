@@ -23,14 +23,17 @@ from pipetrain.comparison.timelines import timelines
 from pipetrain.comparison.verdict import verdict
 
 FILE = "report.html"
-RESULTS = {
-    "last_acc": "last acc, %",
-    "best_acc": "best acc, %",
-    "train_s": "training, s",
-    "whole_s": "whole, s",
-}
-RESULTS |= {"speedup": "speed-up", "bytes": "bytes", "bytes_ratio": "bytes ratio", "codec_s": "codec, s"}
-RESULTS |= {"seeds": "seeds"}
+RESULTS = (
+    "last_acc",
+    "speedup",
+    "best_acc",
+    "train_s",
+    "whole_s",
+    "bytes",
+    "bytes_ratio",
+    "codec_s",
+    "seeds",
+)
 TEMPLATE = Path(__file__).with_name(FILE)
 
 
@@ -94,7 +97,7 @@ def _results(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
         return "<p>No run was made.</p>"
     notes = [table.meaning(outcomes), *table.remarks(outcomes)]
     return (
-        grid("Results", ["method", *RESULTS.values()], _blocks(rows, _result))
+        grid("Results", ["method", *RESULTS], _blocks(rows, _result), ("method",))
         + "<h3>In the record's columns</h3>"
         + grid("In the record's columns", table.RECORD, _blocks(rows, _as_recorded), table.TEXT)
         + "".join(f'<p class="small">{escape(note)}</p>' for note in notes)
@@ -124,21 +127,28 @@ def _beside(rows: Sequence[Row], asked: Request) -> str:
     reported = _record(asked)
     assert reported is not None
     found = record.pairs(rows, reported)
-    head = [*record.OURS[1:], *record.THEIRS]
+    ours, theirs = record.OURS[1:], record.THEIRS[:-1]  # the model is a heading, notes stand at the name
     blocks = [
-        (model, [line[1:] for line in record.cells([pair for pair in found if pair.ours.model == model])])
+        (model, [_with_notes(line) for line in record.cells([p for p in found if p.ours.model == model])])
         for model in dict.fromkeys(row.model for row in rows)
     ]
-    over = [("ours", len(record.OURS) - 1), ("the record", len(record.THEIRS))]
+    over = [("ours", len(ours)), ("the record", len(theirs))]
     notes = "".join(
         f'<li value="{number}">{escape(note)}</li>' for number, note in record.notes(found, reported)
     )
     return (
-        grid("Our figures beside the record's", head, blocks, ("method", "model", "device", "notes"), over)
+        grid("Our figures beside the record's", [*ours, *theirs], blocks, record.TEXT, over)
         + f'<div class="small">The record: {escape(reported.source)}. A dash: not reported. speedup: over '
         "the first row of the model on the same side. Its times are of other machines; what is known to be "
         f"wrong with it: <ol>{notes}</ol></div>"
     )
+
+
+def _with_notes(line: list[str]) -> list[str]:
+    """Take a line's model away, and set its footnotes behind the record's name of the method."""
+    _, *cells, footnotes = line
+    name = len(record.OURS) - 1
+    return [*cells[:name], f"{cells[name]} {footnotes}".strip(), *cells[name + 1 :]]
 
 
 def _models(outcomes: Sequence[Outcome], styles: dict[str, int]) -> list[str]:

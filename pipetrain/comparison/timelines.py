@@ -17,7 +17,6 @@ from typing import Any
 
 import matplotlib
 from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import instantiate
 
 from pipetrain.comparison.request import conf_dir
@@ -43,14 +42,18 @@ class Timeline:
 def timelines(specs: Sequence[Spec]) -> list[Timeline]:
     """Draw a short window of each schedule; methods that differ in something else share a drawing."""
     drawn: dict[tuple[Any, ...], tuple[list[str], Any]] = {}
-    for spec in {spec.method.name: spec for spec in reversed(specs)}.values():
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.method.name in seen:
+            continue
+        seen.add(spec.method.name)
         try:
             key, simulation = _played(spec)
         except Exception:  # whatever overrides that nobody has checked can do to a schedule
             continue
-        drawn.setdefault(key, ([], simulation))[0].insert(0, spec.method.name)
+        drawn.setdefault(key, ([], simulation))[0].append(spec.method.name)
     found = []
-    for number, ((_, ranks, batches, m, _), (methods, simulation)) in enumerate(reversed(drawn.items())):
+    for number, ((_, ranks, batches, m, _), (methods, simulation)) in enumerate(drawn.items()):
         words = f"{batches} batches of {m} microbatch{'es' * (m > 1)}"
         title = f"{', '.join(methods)}: {words} on {ranks} ranks, bubble {simulation.bubble:.1%}"
         found.append(Timeline(tuple(methods), _svg(simulation, f"t{number}", title), words))
@@ -59,7 +62,6 @@ def timelines(specs: Sequence[Spec]) -> list[Timeline]:
 
 def _played(spec: Spec) -> tuple[tuple[Any, ...], Any]:
     """Return what makes the drawing what it is, and the simulation to draw."""
-    GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("config", overrides=spec.arguments)
     m, bound = int(cfg.microbatches), int(cfg.buffer_size)

@@ -31,13 +31,13 @@ def verdict(rows: Sequence[Row], failed: int, missing: int, total: int) -> list[
 
 def _of_model(rows: Sequence[Row]) -> str:
     first, done = rows[0], [row for row in rows if row.eachtime is not None]
-    where = f"{first.model or 'the model'}{f' on {done[0].dataset}' if done else ''}"
+    where = f"{first.model or 'The model'}{f' on {done[0].dataset}' if done else ''}"
     if not done:
-        return f"No run of {where} finished."
+        return f"{where}: no run finished."
     if first.eachtime is None:
-        return f"On {where} no run of {first.method} finished, so there is nothing to measure the others by."
+        return f"{where}: no run of {first.method} finished, so there is nothing to measure the others by."
     if len(done) == 1:
-        return f"On {where} only {first.method} finished; there is nothing to compare it with."
+        return f"{where}: only {first.method} finished; there is nothing to compare it with."
     fastest = min(done, key=lambda row: row.eachtime or 0.0)
     return " ".join([_speed(where, first, fastest), *_accuracy(first, fastest, done), *_bytes(first, done)])
 
@@ -46,11 +46,11 @@ def _speed(where: str, first: Row, fastest: Row) -> str:
     times = f"{duration(fastest.eachtime or 0)} against {duration(first.eachtime or 0)} an epoch of training"
     gain = (fastest.speedup or 1.0) - 1
     if fastest is first:
-        return f"On {where} no method was faster than {first.method}."
+        return f"{where}: no method was faster than {first.method}."
     if gain <= TIE:
-        return f"On {where} no method was faster than {first.method} by more than five percent."
+        return f"{where}: no method was faster than {first.method} by more than five percent."
     factor = f"{1 + gain:.2f} times as fast as {first.method}"
-    return f"On {where} {fastest.method} was the fastest: {factor} ({times})."
+    return f"{where}: {fastest.method} was the fastest, {factor} ({times})."
 
 
 def _accuracy(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:

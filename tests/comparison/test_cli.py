@@ -25,6 +25,19 @@ DIGITS = ("--", "model=vgg16", "data=digits")
 
 
 @pytest.fixture
+def drawn() -> None:
+    """For a test that looks at the pictures."""
+
+
+@pytest.fixture(autouse=True)
+def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the pictures out, which take longer than everything else here."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(cli.plots, "write", lambda *_: None)
+        monkeypatch.setattr(cli.report, "write", lambda *_: None)
+
+
+@pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
@@ -33,7 +46,7 @@ def misbehave(monkeypatch: pytest.MonkeyPatch, **schedules: str) -> None:
     monkeypatch.setenv("FAKE", json.dumps(schedules))
 
 
-def test_it_makes_every_run_and_leaves_tables_and_pictures(out, capsys):
+def test_it_makes_every_run_and_leaves_tables_and_pictures(out, drawn, capsys):
     assert compare(*TWO, "--out", str(out), *DIGITS) == 0
     assert started(out) == ALL
     said = capsys.readouterr().out
@@ -86,7 +99,7 @@ def test_a_run_without_whole_records_has_failed(out, capsys, monkeypatch, what):
     assert "| failed |" in rows[2]
 
 
-def test_all_failed_still_writes_everything(out, monkeypatch):
+def test_all_failed_still_writes_everything(out, drawn, monkeypatch):
     misbehave(monkeypatch, layer_dist="fail", pipedream="fail")
     assert compare(*TWO, "--out", str(out), *DIGITS) == 1
     assert all((out / name).stat().st_size for name in cli.FILES)
@@ -156,6 +169,8 @@ def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out, number):
     assert process.returncode == 130
     assert f"interrupted\n2 of 4 runs are kept in {out}; the same command goes on there" in said
     assert not any(map(alive, pids))
+    report = (out / "report.html").read_text()
+    assert "The comparison is not finished: 2 of 4 runs are not made yet." in report
     assert compare(*TWO, "--out", str(out), *DIGITS) == 0
     assert started(out) == [
         "layer_dist-seed0",
@@ -184,6 +199,22 @@ def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out, number):
             ["--schedules", "gpipe", "--", "--multirun"],
             "after -- come overrides such as epochs=5; got --multirun",
         ),
+        (["--method", "mine"], "--method: there is no mine; say what it is: 'mine: schedule=...'"),
+        (["--method", "mine: schedule=gpipe codec"], "--method mine: codec is no override, such as"),
+        (["--method", "mine: optim.lr=1"], "--method mine: a method needs one schedule=NAME among"),
+        (["--method", "mine: schedule=gpipe seed=1"], "--method mine: seed is not the method's to say;"),
+        (["--method", "+: schedule=gpipe"], "--method +: a method needs a name with letters or digits"),
+        (["--method", "mine: schedule=1f2b"], "method mine: there is no 1f2b; choose from 1f1b, "),
+        (
+            ["--method", "a b: schedule=gpipe", "--method", "a+b: schedule=gpipe"],
+            "the methods a b and a+b would share the folder a_b; rename one",
+        ),
+        (
+            ["--method", "slow: schedule=gpipe optim.lr=0.1", "optim.lr=1"],
+            "optim.lr is set by the method slow; leave optim.lr=1 out of the overrides",
+        ),
+        (["--experiment", "nothing"], "--experiment: there is no nothing; choose from xdypipe, or FILE.yaml"),
+        (["--experiment", "no/such.yaml"], "--experiment: no/such.yaml cannot be read: No such file"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_starts(
@@ -230,6 +261,17 @@ def test_models_are_rows_of_one_table(out):
         ("layer_dist", "resnet18", "1.00x"),
         ("pipedream", "resnet18", "1.90x"),
     ]
+
+
+def test_overrides_may_stand_anywhere_and_a_method_of_one_s_own_is_a_row(out, capsys):
+    words = ["data=digits", "--method", "slow + steady: schedule=gpipe optim.lr=0.001", "epochs=4"]
+    assert compare("--schedules", "gpipe", *words, "--out", str(out), "--", "batch_size=32") == 0
+    assert started(out) == ["gpipe-seed0", "slow_steady-seed0"]
+    mark = json.loads((out / "runs" / "slow_steady-seed0" / "compare.json").read_text())
+    own = ["schedule=gpipe", "optim.lr=0.001"]
+    assert mark["overrides"] == ["data=digits", "epochs=4", "batch_size=32", *own, "seed=0"]
+    assert {"date", "machine", "python", "torch", "pipetrain"} <= set(mark["made"])
+    assert "| slow + steady | digits" in capsys.readouterr().out
 
 
 def test_a_run_is_started_as_a_user_would():
