@@ -17,6 +17,7 @@ from hydra.utils import instantiate
 
 from pipetrain.bench import cli
 from pipetrain.boundary import TensorSpec
+from pipetrain.comparison import request
 from pipetrain.config import conf_dir
 from pipetrain.partition.balance import choose_cuts
 from pipetrain.partition.estimate import estimate
@@ -90,6 +91,13 @@ def test_every_plan_command_runs(command, tmp_path):
 @pytest.mark.parametrize("command", [c for c in commands() if "scripts/bench.py" in c])
 def test_every_benchmark_command_can_be_read(command):
     cli.parser().parse_args(shlex.split(command)[2:])
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if "scripts/compare.py" in c])
+def test_every_comparison_can_be_read(command):
+    if "xdypipe" in command and "fbp" not in SCHEDULES:
+        pytest.skip("this checkout has no fbp")
+    assert request.read(shlex.split(command)[2:])[1].specs
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if "scripts/gpu_check.py" in c])

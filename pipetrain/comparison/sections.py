@@ -18,10 +18,11 @@ RAN: tuple[str, ...] = (
     "microbatches",
     "window",
     "updates",
-    "codec forward",
-    "codec backward",
+    "codecs",
+    "in flight",
+    "versions",
 )
-RAN += ("in flight", "versions", "staleness: mean", "most", "computing", "parameters")
+RAN += ("mean staleness", "most", "computing", "parameters")
 RUN = ("run", "state", "last acc", "best acc", "s an epoch", "whole run", "started", "records")
 
 
@@ -107,9 +108,10 @@ def ran(outcomes: Sequence[Outcome]) -> str:
     if not blocks:
         return "<p>No run finished.</p>"
     lines = [(model, list(methods.values())) for model, methods in blocks.items()]
-    return grid("How each method ran", RAN, lines, ("method", "codec forward", "codec backward")) + (
-        '<p class="small">Of the first seed. partition: the first layer of each stage but the first. By '
-        "stage, first to last: in flight, the most microbatches held; versions, the most weight versions; "
+    return grid("How each method ran", RAN, lines, ("method", "codecs")) + (
+        '<p class="small">Of the first seed. partition: the first layer of each stage but the first. '
+        "codecs: of activations | of gradients. By stage, first to last: in flight, the most microbatches "
+        "held; versions, the most weight versions; "
         "staleness, updates that a gradient was late by; computing, the share of training in which it "
         "computed.</p>"
     )
@@ -126,12 +128,14 @@ def _ran(method: str, summary: dict[str, Any]) -> list[str]:
         value = summary.get(key)
         return "-" if value is None else str(value)
 
+    codecs = summary.get("codec_forward"), summary.get("codec_backward")
     window = "an epoch" if summary.get("window", 0) is None else one("window")
     return [
         method,
         *map(one, ("partition", "microbatches")),
         window,
-        *map(one, ("updates", "codec_forward", "codec_backward")),
+        one("updates"),
+        " | ".join(str(codec) for codec in codecs) if any(codecs) else "-",
         each("peak_in_flight", "{}"),
         each("peak_versions", "{}"),
         each("mean_staleness", "{:.2f}"),
