@@ -6,6 +6,6 @@ it would take memory and cores from the runs that it times.
 
 Asked: `methods` and `experiment` are what can be asked for, `request` reads the command line. Done: `runs`
 starts and keeps runs, `processes` ends them whole, `machine` says what they ran on, `cli` goes through
-them. Shown: `table`, `record` beside it, `plots`, and `report`, which puts `verdict`, `charts`, `timelines`
-and `sections` on one page.
+them. Shown: `table`, `record` beside it (in `text`'s hand), `plots`, and `report`, which puts `verdict`,
+`charts`, `timelines` and `sections` on one page.
 """

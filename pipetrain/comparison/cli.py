@@ -14,6 +14,7 @@ from pipetrain.comparison import plots, record, report, request, table
 from pipetrain.comparison.processes import interruptible
 from pipetrain.comparison.request import Request
 from pipetrain.comparison.runs import Command, Outcome, Runs, torchrun
+from pipetrain.comparison.text import duration
 from pipetrain.errors import ConfigError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
@@ -86,9 +87,9 @@ def say(outcome: Outcome, runs: Runs) -> None:
     """End the run's line; where it failed, with its own last words and where there are more."""
     if outcome.summary is not None:
         kept = ", kept from before" if outcome.kept else ""
-        print(f"{100 * outcome.summary['best_val_acc']:.1f} % in {table.duration(outcome.wall_s)}{kept}")
+        print(f"{100 * outcome.summary['best_val_acc']:.1f} % in {duration(outcome.wall_s)}{kept}")
         return
-    print(f"FAILED ({outcome.failure}) after {table.duration(outcome.wall_s)}")
+    print(f"FAILED ({outcome.failure}) after {duration(outcome.wall_s)}")
     for line in runs.last_words(outcome.spec):
         print(f"    {line}")
     print(f"    its output: {runs.log(outcome.spec)}", flush=True)

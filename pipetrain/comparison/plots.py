@@ -115,7 +115,7 @@ def _accuracy(panels: dict[str, list[Group]], styles: dict[str, Style], key: str
                 markeredgecolor="white",
                 markeredgewidth=0.6,
                 linewidth=1.8 + 0.8 * halo,
-                label=f"{group.method}  {mean[-1]:.2f} %",
+                label=f"{_plain(group.method)}  {mean[-1]:.2f} %",
             )
             lowest, highest = min(lowest, curves.min()), max(highest, curves.max())
         _stretch(one, lowest, highest)
@@ -136,6 +136,11 @@ def _accuracy(panels: dict[str, list[Group]], styles: dict[str, Style], key: str
 def _title(title: str, groups: Sequence[Group]) -> str:
     n = max(len(group.outcomes) for group in groups)
     return f"{title}: mean of {n} seeds, band from least to most" if n > 1 else f"{title}, one seed"
+
+
+def _plain(name: str) -> str:
+    """Keep matplotlib from reading mathematics into a name."""
+    return name.replace("$", r"\$")
 
 
 def _stretch(axes: Axes, lowest: float, highest: float) -> None:
@@ -178,7 +183,7 @@ def _throughput(panels: dict[str, list[Group]], styles: dict[str, Style]) -> Fig
                 fontsize=9.5,
                 color=INK,
             )
-        one.set_yticks(range(len(groups)), [group.method for group in groups], fontsize=9.5)
+        one.set_yticks(range(len(groups)), [_plain(group.method) for group in groups], fontsize=9.5)
         one.tick_params(axis="y", length=0)
         one.set_ylim(len(groups) - 0.45, -0.55)
         one.set_xlim(0, longest * 1.13)

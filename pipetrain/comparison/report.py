@@ -18,7 +18,8 @@ from pipetrain.comparison import charts, record, sections, table
 from pipetrain.comparison.request import Request
 from pipetrain.comparison.runs import Outcome, Runs
 from pipetrain.comparison.sections import card, grid, section
-from pipetrain.comparison.table import Row, duration, mean
+from pipetrain.comparison.table import Row, mean
+from pipetrain.comparison.text import duration, size
 from pipetrain.comparison.timelines import timelines
 from pipetrain.comparison.verdict import verdict
 
@@ -220,7 +221,7 @@ def _bytes(groups: dict[str, list[Outcome]], styles: dict[str, int]) -> list[cha
         for name, mine in groups.items()
     }
     return [
-        charts.Bar(name, styles[name], (value,), table.size(value))
+        charts.Bar(name, styles[name], (value,), size(value))
         for name, value in sent.items()
         if value is not None
     ]

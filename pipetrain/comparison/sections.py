@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from pipetrain.comparison.request import Request
 from pipetrain.comparison.runs import Outcome, Runs, Spec, torchrun
-from pipetrain.comparison.table import dash, duration
+from pipetrain.comparison.text import dash, duration
 
 RAN: tuple[str, ...] = (
     "method",
@@ -141,7 +141,7 @@ def _ran(method: str, summary: dict[str, Any]) -> list[str]:
         each("mean_staleness", "{:.2f}"),
         each("max_staleness", "{}"),
         each("busy_fraction", "{:.0%}"),
-        each("params", "{:,}"),
+        " | ".join(f"{stage['params'] / 1e6:.2f}M" for stage in stages if "params" in stage) or "-",
     ]
 
 
@@ -211,13 +211,13 @@ def _list(items: Sequence[tuple[str, str]], tag: str) -> str:
 
 def reproduce(asked: Request, outcomes: Sequence[Outcome], typed: str) -> str:
     """Return the command that made this, and that makes it again."""
-    command = f"python scripts/compare.py {typed}"
-    again, logs = f"{command} --fresh", str(asked.out / "runs")
     revisions = dict.fromkeys(filter(None, (outcome.made.get("pipetrain", "") for outcome in outcomes)))
     at = f" at revision {', '.join(map(escape, revisions))}" if revisions else ""
+    logs = shlex.quote(str(asked.out / "runs"))
     return (
-        f'<p>In a checkout of pipetrain{at}:</p><pre tabindex="0">{escape(command)}</pre>'
-        f"<p>It keeps the runs that are done. To make all of them again: <code>{escape(again)}</code>. "
-        "The curves of all runs, epoch by epoch:</p>"
-        f'<pre tabindex="0">tensorboard --logdir {escape(shlex.quote(logs))}</pre>'
+        f"<p>In a checkout of pipetrain{at}:</p>"
+        f'<pre class="wrap">{escape(f"python scripts/compare.py {typed}")}</pre>'
+        "<p>It keeps the runs that are done; with <code>--fresh</code> as its first word it makes them all "
+        "again. The curves of all runs, epoch by epoch:</p>"
+        f'<pre class="wrap">{escape(f"tensorboard --logdir {logs}")}</pre>'
     )

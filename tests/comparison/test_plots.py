@@ -23,6 +23,7 @@ CASES = {
     "one epoch": [outcome("gpipe", 0, [0.1])],
     "all right and all wrong": [outcome("gpipe", 0, [0.0, 1.0, 1.0]), outcome("1f1b", 0, [1.0, 1.0, 1.0])],
     "two models": [outcome("gpipe", 0, [0.5, 0.6], model) for model in ("vgg16", "resnet18")],
+    "odd names": [outcome(name, 0, [0.5, 0.6]) for name in (r"$\frac$", "50 % & <b>", "a$")],
     "many schedules": [outcome(f"s{i}", 0, [0.5, 0.6]) for i in range(9)],
     "none finished": [Outcome(Spec(of_schedule("gpipe"), 0, None, (), 2), 1.0, failure="status 1")],
 }

@@ -10,7 +10,8 @@ import pytest
 
 from pipetrain.comparison.methods import of_schedule
 from pipetrain.comparison.runs import Outcome, Spec
-from pipetrain.comparison.table import COLUMNS, duration, make_rows, size, write
+from pipetrain.comparison.table import COLUMNS, make_rows, write
+from pipetrain.comparison.text import duration, size
 
 RECORD = (
     "method | dataset | model | device | lr | batch_size | data_worker | buffer_size | epoch | acc | eachtime"
