@@ -201,7 +201,7 @@ def settings(asked: Request, outcomes: Sequence[Outcome]) -> str:
     machine = [(key, "; ".join(values)) for key, values in facts.items() if key != "date"]
     left = card("<h3>Overrides</h3>" + _list(items, "code"))
     right = card("<h3>Made on</h3>" + _list(machine or [("machine", "unknown")], "span"))
-    return f'<div class="pair">{left}{right}</div>'
+    return f'<div class="pair words">{left}{right}</div>'
 
 
 def _list(items: Sequence[tuple[str, str]], tag: str) -> str:

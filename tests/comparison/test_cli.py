@@ -290,7 +290,11 @@ def test_hydra_reads_a_quoted_path_as_it_was(path):
 
 
 def test_the_comparison_never_imports_torch():
-    code = "import sys, pipetrain.comparison.cli; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from pipetrain.comparison import cli, request, timelines; "
+        "drawn = timelines.timelines(request.read(['--schedules', *request.names('schedule')])[1].specs); "
+        "sys.exit('torch' in sys.modules or len(drawn) != len(request.names('schedule')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
