@@ -17,7 +17,6 @@ from hydra.utils import instantiate
 
 from pipetrain.bench import cli
 from pipetrain.boundary import TensorSpec
-from pipetrain.comparison import request
 from pipetrain.config import conf_dir
 from pipetrain.partition.balance import choose_cuts
 from pipetrain.partition.estimate import estimate
@@ -26,6 +25,7 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import Simulation, simulate
+from tests.comparison.support import asked
 from tests.gpu import cli as gpu
 from tests.support.cases import SCHEDULES, config
 
@@ -97,7 +97,7 @@ def test_every_benchmark_command_can_be_read(command):
 def test_every_comparison_can_be_read(command):
     if "xdypipe" in command and "fbp" not in SCHEDULES:
         pytest.skip("this checkout has no fbp")
-    assert request.read(shlex.split(command)[2:])[1].specs
+    assert asked(*shlex.split(command)[2:])
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if "scripts/gpu_check.py" in c])

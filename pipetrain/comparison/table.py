@@ -232,7 +232,8 @@ def meaning(outcomes: Sequence[Outcome]) -> str:
         "eachtime: mean time of an epoch's training, without evaluation. last_acc: mean test accuracy after "
         f"the last epoch. best_acc: mean of each seed's best. {deviation}. train_s: eachtime in seconds; "
         "whole_s: with evaluation and all else. bytes: on the wire in an epoch's training; "
-        "bytes_ratio: to those of the model's first row. codec_s: seconds of an epoch in codecs. "
+        "bytes_ratio: to those of the model's first row. codec_s: seconds of an epoch in codecs, all "
+        "stages together. "
         "speedup: eachtime of the model's first row over that of the row."
     )
 

@@ -17,13 +17,14 @@ from pipetrain.comparison.record import markdown, pairs
 from pipetrain.comparison.runs import Spec
 from pipetrain.comparison.table import make_rows
 from pipetrain.errors import ConfigError
+from tests.comparison.support import asked
 from tests.comparison.test_table import outcome
 
 STATIC = ["--method", "layer_dist", "--method", "pipedream", "--method", "pipedream_2bw"]
 
 
 def specs(*arguments: str) -> list[Spec]:
-    return request.read(["--experiment", "xdypipe", *arguments])[1].specs
+    return asked("--experiment", "xdypipe", *arguments)
 
 
 def config(spec: Spec) -> Any:
@@ -39,12 +40,12 @@ def there(method: Method) -> bool:
 
 
 def test_the_experiment_is_the_issue_s():
-    asked = experiment.load("xdypipe")
-    assert [method.name for method in asked.methods] == [
+    found = experiment.load("xdypipe")
+    assert [method.name for method in found.methods] == [
         *("layer_dist", "pipedream", "pipedream_2bw"),
         *("fbp", "fbp + topk", "fbp + int8", "fbp + topk + int8"),
     ]
-    assert (list(asked.models), asked.nproc, len(asked.seeds)) == (["vgg16", "resnet18"], 2, 3)
+    assert (list(found.models), found.nproc, len(found.seeds)) == (["vgg16", "resnet18"], 2, 3)
 
 
 @pytest.mark.parametrize("method", experiment.load("xdypipe").methods, ids=lambda method: method.name)
