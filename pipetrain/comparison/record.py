@@ -136,11 +136,26 @@ def notes(found: Sequence[Pair], record: Record) -> list[tuple[int, str]]:
     return [(number, record.faults[number - 1]) for number in used]
 
 
+def remarks(found: Sequence[Pair]) -> list[str]:
+    """Say where the two sides are not of the same data set: a sentence, or nothing."""
+    ours = {pair.ours.dataset for pair in found if pair.theirs and pair.ours.dataset}
+    theirs = {
+        pair.theirs.printed["dataset"] for pair in found if pair.theirs and "dataset" in pair.theirs.printed
+    }
+    if not ours or not theirs or ours == theirs:
+        return []
+    both = f"ours are of {', '.join(sorted(ours))}, the record's of {', '.join(sorted(theirs))}"
+    return [f"Accuracies and times are not to be compared: {both}."]
+
+
 def markdown(rows: Sequence[Row], record: Record) -> str:
-    """Return ours beside the record as a Markdown table with its footnotes."""
+    """Return ours beside the record as a Markdown table with footnotes; nothing where it has none of ours."""
     found = pairs(rows, record)
+    if not any(pair.theirs for pair in found):
+        return ""
     head = [*OURS, *(f"record: {name}" for name in THEIRS)]
     table = aligned([head, *cells(found)], [name not in TEXT for name in (*OURS, *THEIRS)])
     lines = [f"Beside the record: {record.source}. A dash: not reported. speedup: over its own first row."]
+    lines += remarks(found)
     lines += [f"[{number}] {fault}" for number, fault in notes(found, record)]
     return f"{table}\n" + "\n".join(lines) + "\n"

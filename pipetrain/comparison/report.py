@@ -51,7 +51,7 @@ def page(asked: Request, outcomes: Sequence[Outcome], runs: Runs, typed: str) ->
     parts = [
         section("Results", _results(rows, outcomes)),
         *([sections.failures(outcomes, runs)] if failed else []),
-        *([section("Beside the record", _beside(rows, asked))] if _record(asked) else []),
+        _beside(rows, asked),
         *_models(outcomes, _styles(asked)),
         _timelines(asked),
         section("How each method ran", sections.ran(outcomes)),
@@ -120,14 +120,12 @@ def _as_recorded(row: Row) -> list[str]:
     return [table.cells(row)[name] for name in table.RECORD]
 
 
-def _record(asked: Request) -> record.Record | None:
-    return asked.experiment.record if asked.experiment else None
-
-
 def _beside(rows: Sequence[Row], asked: Request) -> str:
-    reported = _record(asked)
-    assert reported is not None
-    found = record.pairs(rows, reported)
+    """Return our rows beside the record's; nothing where it has none of ours."""
+    reported = asked.experiment.record if asked.experiment else None
+    found = record.pairs(rows, reported) if reported else []
+    if reported is None or not any(pair.theirs for pair in found):
+        return ""
     ours, theirs = record.OURS[1:], record.THEIRS[:-1]  # the model is a heading, notes stand at the name
     blocks = [
         (model, [_with_notes(line) for line in record.cells([p for p in found if p.ours.model == model])])
@@ -137,11 +135,13 @@ def _beside(rows: Sequence[Row], asked: Request) -> str:
     notes = "".join(
         f'<li value="{number}">{escape(note)}</li>' for number, note in record.notes(found, reported)
     )
-    return (
+    return section(
+        "Beside the record",
         grid("Our figures beside the record's", [*ours, *theirs], blocks, record.TEXT, over)
         + f'<div class="small">The record: {escape(reported.source)}. A dash: not reported. speedup: over '
         "the first row of the model on the same side. Its times are of other machines; what is known to be "
         f"wrong with it: <ol>{notes}</ol></div>"
+        + "".join(f'<p class="small">{escape(remark)}</p>' for remark in record.remarks(found)),
     )
 
 

@@ -22,7 +22,7 @@ RAN: tuple[str, ...] = (
     "in flight",
     "versions",
 )
-RAN += ("mean staleness", "most", "computing", "parameters")
+RAN += ("staleness", "at most", "computing", "parameters")
 RUN = ("run", "state", "last acc", "best acc", "s an epoch", "whole run", "started", "records")
 
 
@@ -111,8 +111,8 @@ def ran(outcomes: Sequence[Outcome]) -> str:
     return grid("How each method ran", RAN, lines, ("method", "codecs")) + (
         '<p class="small">Of the first seed. partition: the first layer of each stage but the first. '
         "codecs: of activations | of gradients. By stage, first to last: in flight, the most microbatches "
-        "held; versions, the most weight versions; "
-        "staleness, updates that a gradient was late by; computing, the share of training in which it "
+        "held; versions, the most weight versions; staleness, the updates that gradients were late by, in "
+        "the mean and at most; computing, the share of training in which it "
         "computed.</p>"
     )
 

@@ -122,6 +122,16 @@ def test_the_record_stands_beside_with_its_own_speedup_and_its_faults():
     assert "ours quantized, 8 bit" in text
     assert "[4] labelled ResNet18, but an epoch of 12 s beside 1m15s says" in text
     assert "without weight stashing" not in text  # of a row that is not shown
+    assert markdown(make_rows(outcomes[2:]), reported) == ""
+
+
+def test_a_record_of_other_data_is_not_passed_off_as_comparable():
+    done = {"best_val_acc": 0.9, "val_acc": 0.9, "best_epoch": 1, "epoch_s": 5.0}
+    reported = experiment.load("xdypipe").record
+    assert reported is not None
+    text = markdown(make_rows([outcome("layer_dist", 0, **done, data="digits")]), reported)
+    assert "not to be compared: ours are of digits, the record's of cifar10." in text
+    assert "not to be compared" not in markdown(make_rows([outcome("layer_dist", 0, **done)]), reported)
 
 
 @pytest.mark.parametrize(
