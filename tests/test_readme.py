@@ -27,6 +27,7 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import Simulation, simulate
+from tests.comparison.support import asked
 from tests.gpu import cli as gpu
 from tests.support.cases import SCHEDULES, config
 
@@ -93,6 +94,13 @@ def test_every_plan_command_runs(command, tmp_path):
 @pytest.mark.parametrize("command", [c for c in commands() if "scripts/bench.py" in c])
 def test_every_benchmark_command_can_be_read(command):
     cli.parser().parse_args(shlex.split(command)[2:])
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if "scripts/compare.py" in c])
+def test_every_comparison_can_be_read(command):
+    if "xdypipe" in command and "fbp" not in SCHEDULES:
+        pytest.skip("this checkout has no fbp")
+    assert asked(*shlex.split(command)[2:])
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if "scripts/gpu_check.py" in c])

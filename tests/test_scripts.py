@@ -226,11 +226,32 @@ def test_testing_stops_at_the_first_tool_that_fails(checkout, start, tool, steps
 
 
 def test_ci_tests_without_a_terminal(checkout):
+    checkout.program("chromium", "#!/bin/bash\n")
     checkout.program("python3", '#!/bin/bash\n[[ $1 == -P ]] || { echo "$CI $*" >>"$NOTES"; cat; }\n')
     assert checkout.run(".ci/run").returncode == 0
     calls = checkout.calls()
     assert any("-m pipetrain experiment=quickstart" in call for call in calls)
     assert calls[-1] == "true -m pytest"
+
+
+@pytest.mark.parametrize(("status", "warned"), [(0, False), (100, True)])
+def test_ci_installs_a_browser_where_there_is_none_and_goes_on_where_it_cannot(
+    checkout, tmp_path, status, warned
+):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for program in Path("/usr/bin").iterdir():
+        if "chrom" not in program.name:
+            (tools / program.name).symlink_to(program)
+    checkout.installed().program("apt-get", f'#!/bin/bash\necho "apt-get $*" >>"$NOTES"\nexit {status}\n')
+    checkout.program("sudo", '#!/bin/bash\nshift\nexec "$@"\n')
+    done = checkout.run(".ci/run", PATH=f"{checkout.bin}:{tools}")
+    assert done.returncode == 0
+    calls = checkout.calls()
+    install = "apt-get install -yq --no-install-recommends chromium fonts-dejavu-core"
+    assert calls[: 2 - warned] == ["apt-get update -q", install][: 2 - warned]
+    assert calls[-1] == "OMP=1 -m pytest"
+    assert ("nobody looks at the report" in done.stderr) == warned
 
 
 @pytest.mark.parametrize("name", CONFIG)

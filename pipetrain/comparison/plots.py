@@ -1,7 +1,7 @@
 """The comparison as pictures: accuracy against epochs and against seconds, and throughput.
 
 Accuracy is drawn on an axis that stretches towards 100 %, because the differences that matter lie within the
-last points. A schedule has one colour and one marker in all pictures. Curves over epochs may coincide, where
+last points. A method has one colour and one marker in all pictures. Curves over epochs may coincide, where
 schedules do the same sums: the lower ones are wider. Matplotlib is used through its objects, without pyplot's
 global state.
 """
@@ -37,22 +37,22 @@ TICKS = (0, 20, 40, 60, 70, 80, 85, 90, 92, 94, 95, 96, 97, 98, 99, 99.5, 100)
 
 
 class Style(NamedTuple):
-    """How a schedule is drawn."""
+    """How a method is drawn."""
 
     colour: str
     marker: str
 
 
 class Group(NamedTuple):
-    """The finished runs of one model and schedule."""
+    """The finished runs of one model and method."""
 
-    schedule: str
+    method: str
     outcomes: list[Outcome]
 
 
 def write(out: Path, outcomes: Sequence[Outcome]) -> None:
     """Write the three pictures. Runs that failed are not in them."""
-    schedules = dict.fromkeys(outcome.spec.schedule for outcome in outcomes)
+    schedules = dict.fromkeys(outcome.spec.method.name for outcome in outcomes)
     styles = dict(zip(schedules, map(Style._make, cycle(zip(COLOURS, MARKERS, strict=True))), strict=False))
     panels = _panels(outcomes)
     _accuracy(panels, styles, "epoch", "epoch").savefig(out / FILES[0])
@@ -63,18 +63,18 @@ def write(out: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def _panels(outcomes: Sequence[Outcome]) -> dict[str, list[Group]]:
-    """Sort the finished runs by what a panel shows (a model and its data set), then by schedule."""
+    """Sort the finished runs by what a panel shows (a model and its data set), then by method."""
     panels: dict[str, dict[str, Group]] = {}
     for outcome in outcomes:
         if outcome.summary is not None:
             title = f"{outcome.model} on {outcome.summary['data']}"
             groups = panels.setdefault(title, {})
-            groups.setdefault(outcome.spec.schedule, Group(outcome.spec.schedule, [])).outcomes.append(
+            groups.setdefault(outcome.spec.method.name, Group(outcome.spec.method.name, [])).outcomes.append(
                 outcome
             )
-    order = list(dict.fromkeys(outcome.spec.schedule for outcome in outcomes))
+    order = list(dict.fromkeys(outcome.spec.method.name for outcome in outcomes))
     return {
-        title: sorted(groups.values(), key=lambda group: order.index(group.schedule))
+        title: sorted(groups.values(), key=lambda group: order.index(group.method))
         for title, groups in panels.items()
     }
 
@@ -102,7 +102,7 @@ def _accuracy(panels: dict[str, list[Group]], styles: dict[str, Style], key: str
             halo = below if key == "epoch" else 0
             curves = np.array([outcome.curves["val_acc"] for outcome in group.outcomes]) * 100
             x = np.array([outcome.curves[key] for outcome in group.outcomes]).mean(axis=0)
-            style = styles[group.schedule]
+            style = styles[group.method]
             one.fill_between(x, curves.min(axis=0), curves.max(axis=0), color=style.colour, alpha=0.16, lw=0)
             mean = curves.mean(axis=0)
             one.plot(
@@ -115,7 +115,7 @@ def _accuracy(panels: dict[str, list[Group]], styles: dict[str, Style], key: str
                 markeredgecolor="white",
                 markeredgewidth=0.6,
                 linewidth=1.8 + 0.8 * halo,
-                label=f"{group.schedule}  {mean[-1]:.2f} %",
+                label=f"{_plain(group.method)}  {mean[-1]:.2f} %",
             )
             lowest, highest = min(lowest, curves.min()), max(highest, curves.max())
         _stretch(one, lowest, highest)
@@ -136,6 +136,11 @@ def _accuracy(panels: dict[str, list[Group]], styles: dict[str, Style], key: str
 def _title(title: str, groups: Sequence[Group]) -> str:
     n = max(len(group.outcomes) for group in groups)
     return f"{title}: mean of {n} seeds, band from least to most" if n > 1 else f"{title}, one seed"
+
+
+def _plain(name: str) -> str:
+    """Keep matplotlib from reading mathematics into a name."""
+    return name.replace("$", r"\$")
 
 
 def _stretch(axes: Axes, lowest: float, highest: float) -> None:
@@ -166,7 +171,7 @@ def _throughput(panels: dict[str, list[Group]], styles: dict[str, Style]) -> Fig
         longest = max(map(max, speeds))
         for place, (group, values) in enumerate(zip(groups, speeds, strict=True)):
             mean = fmean(values)
-            one.barh(place, mean, height=0.66, color=styles[group.schedule].colour)
+            one.barh(place, mean, height=0.66, color=styles[group.method].colour)
             if len(values) > 1:
                 one.plot([min(values), max(values)], [place, place], color=INK, linewidth=1.4)
                 one.plot(values, [place] * len(values), "|", color=INK, markersize=9, markeredgewidth=1.4)
@@ -178,7 +183,7 @@ def _throughput(panels: dict[str, list[Group]], styles: dict[str, Style]) -> Fig
                 fontsize=9.5,
                 color=INK,
             )
-        one.set_yticks(range(len(groups)), [group.schedule for group in groups], fontsize=9.5)
+        one.set_yticks(range(len(groups)), [_plain(group.method) for group in groups], fontsize=9.5)
         one.tick_params(axis="y", length=0)
         one.set_ylim(len(groups) - 0.45, -0.55)
         one.set_xlim(0, longest * 1.13)

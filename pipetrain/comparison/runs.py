@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import pipetrain
+from pipetrain.comparison import machine
+from pipetrain.comparison.methods import Method
 from pipetrain.comparison.processes import run
 from pipetrain.errors import ConfigError
 
@@ -47,7 +49,7 @@ TORCHRUN_S_REPORT = re.compile(r"^E\d{4} .*torch/distributed/elastic/")
 class Spec:
     """One run to be made."""
 
-    schedule: str
+    method: Method
     seed: int
     model: str | None  # None: whatever the overrides say
     overrides: tuple[str, ...]
@@ -56,18 +58,18 @@ class Spec:
     @property
     def name(self) -> str:
         """Name the run's folder."""
-        return "-".join([*([self.model] if self.model else []), self.schedule, f"seed{self.seed}"])
+        return "-".join([*([self.model] if self.model else []), self.method.slug, f"seed{self.seed}"])
 
     @property
     def title(self) -> str:
         """Name the run to a reader."""
-        return " ".join([*([self.model] if self.model else []), self.schedule, f"seed {self.seed}"])
+        return " ".join([*([self.model] if self.model else []), self.method.name, f"seed {self.seed}"])
 
     @property
     def arguments(self) -> list[str]:
         """Return all overrides but the folder."""
         model = [f"model={self.model}"] if self.model else []
-        return [*self.overrides, *model, f"schedule={self.schedule}", f"seed={self.seed}"]
+        return [*self.overrides, *model, *self.method.overrides, f"seed={self.seed}"]
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -85,6 +87,7 @@ class Outcome:
     curves: dict[str, list[float]] = field(default_factory=dict)  # columns of metrics.csv
     failure: str = ""
     kept: bool = False
+    made: dict[str, str] = field(default_factory=dict)  # when, and on what
 
     @property
     def model(self) -> str:
@@ -161,7 +164,8 @@ class Runs:
         if mark is None or not _same(mark, spec) or not self._is_whole(spec):
             return None
         summary, curves = read_records(self._folder / spec.name)
-        return Outcome(spec, mark.get("wall_s", summary["total_s"]), summary, curves, kept=True)
+        wall_s, made = mark.get("wall_s", summary["total_s"]), mark.get("made", {})
+        return Outcome(spec, wall_s, summary, curves, kept=True, made=made)
 
     def start(self, spec: Spec, lock: int) -> Outcome:
         """Make the run, from nothing."""
@@ -169,7 +173,7 @@ class Runs:
         folder, log = self._folder / spec.name, self.log(spec)
         folder.mkdir()
         _write(folder, spec.identity)
-        begin = time.perf_counter()
+        begin, made = time.perf_counter(), machine.describe()
         status = run(self._command(spec, folder), log, _environment(spec.nproc), keep_open=[lock])
         wall_s = time.perf_counter() - begin
         failure = f"status {status}" if status else ""
@@ -180,9 +184,9 @@ class Runs:
                 failure = str(error)
         if failure:
             _write(folder, {**spec.identity, "failed": failure})
-            return Outcome(spec, wall_s, failure=failure)
-        _write(folder, {**spec.identity, "wall_s": round(wall_s, 1)})
-        return Outcome(spec, wall_s, summary, curves)
+            return Outcome(spec, wall_s, failure=failure, made=made)
+        _write(folder, {**spec.identity, "wall_s": round(wall_s, 1), "made": made})
+        return Outcome(spec, wall_s, summary, curves, made=made)
 
     def forget(self, spec: Spec) -> None:
         """Remove a run and its output."""

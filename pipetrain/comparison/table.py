@@ -9,15 +9,40 @@ means over the seeds with their deviation.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from pipetrain.comparison.runs import Outcome
+from pipetrain.comparison.text import aligned, dash, duration, plus_minus, size
 
 FILES = ("table.md", "table.csv", "runs.csv")
+RECORD: tuple[str, ...] = (
+    "method",
+    "dataset",
+    "model",
+    "device",
+    "lr",
+    "batch_size",
+    "data_worker",
+    "buffer_size",
+)
+RECORD += ("epoch", "acc", "eachtime")
+COLUMNS: tuple[str, ...] = (
+    *RECORD,
+    "seeds",
+    "last_acc",
+    "best_acc",
+    "train_s",
+    "whole_s",
+    "bytes",
+    "bytes_ratio",
+    "codec_s",
+)
+COLUMNS += ("speedup",)
+TEXT = ("method", "dataset", "model", "device")
 FAIR = ("data", "device", "lr", "batch_size", "data_workers", "epochs", "updates")  # alike in every row
 
 
@@ -26,7 +51,8 @@ class Row:
     """A method's line. Accuracies in percent, times in seconds; None where there is nothing to say.
 
     `epoch` and `acc` are those of the run with the best accuracy; what ends in `_mean` or `_dev`, and
-    `eachtime`, is over all finished runs.
+    `eachtime` and all after it, is over all finished runs. `whole_s`: an epoch with its evaluation.
+    `bytes_epoch`: on the wire, of all stages, in training. `bytes_ratio`, `speedup`: against the first row.
     """
 
     method: str
@@ -44,39 +70,44 @@ class Row:
     last_dev: float | None
     acc_mean: float | None
     acc_dev: float | None
+    train_dev: float | None
+    whole_s: float | None
+    bytes_epoch: float | None
+    bytes_ratio: float | None
+    codec_s: float | None
     speedup: float | None
     finished: int
     runs: int
 
 
-COLUMNS = tuple(field.name for field in fields(Row))[:-2]
-
-
 def make_rows(outcomes: Sequence[Outcome]) -> list[Row]:
-    """Return a row for each model and schedule, models apart, both in the order in which they come."""
+    """Return a row for each model and method, models apart, both in the order in which they come."""
     models = list(dict.fromkeys(outcome.spec.model for outcome in outcomes))
-    schedules = list(dict.fromkeys(outcome.spec.schedule for outcome in outcomes))
+    methods = list(dict.fromkeys(outcome.spec.method.name for outcome in outcomes))
     rows: list[Row] = []
     for model in models:
         of_model = [outcome for outcome in outcomes if outcome.spec.model == model]
         first: Row | None = None
-        for schedule in schedules:
-            row = _row([outcome for outcome in of_model if outcome.spec.schedule == schedule], first)
-            first = first or row
-            rows.append(row)
+        for method in methods:
+            mine = [outcome for outcome in of_model if outcome.spec.method.name == method]
+            if mine:  # a comparison that was interrupted may not have come to it
+                row = _row(mine, first)
+                first = first or row
+                rows.append(row)
     return rows
 
 
 def _row(outcomes: Sequence[Outcome], first: Row | None) -> Row:
-    """Make the row of one model and schedule; `first` is the model's first, None where it is this one."""
+    """Make the row of one model and method; `first` is the model's first, None where it is this one."""
     done = [outcome.summary for outcome in outcomes if outcome.summary is not None]
     best = max(done, key=lambda summary: summary["best_val_acc"], default=None)
     bests = [100 * summary["best_val_acc"] for summary in done]
     lasts = [100 * summary["val_acc"] for summary in done]
-    epoch_s = fmean(summary["epoch_s"] for summary in done) if done else None
-    against = first.eachtime if first else epoch_s
+    times = [summary["epoch_s"] for summary in done]
+    epoch_s, sent = mean(times), mean([summary.get("bytes_per_epoch") for summary in done])
+    against, sent_first = (first.eachtime, first.bytes_epoch) if first else (epoch_s, sent)
     return Row(
-        method=outcomes[0].spec.schedule,
+        method=outcomes[0].spec.method.name,
         dataset=_distinct(done, "data"),
         model=_distinct(done, "model") or outcomes[0].model,
         device=_distinct(done, "device"),
@@ -87,14 +118,30 @@ def _row(outcomes: Sequence[Outcome], first: Row | None) -> Row:
         epoch=best["best_epoch"] if best else None,
         acc=max(bests, default=None),
         eachtime=epoch_s,
-        last_acc=fmean(lasts) if done else None,
-        last_dev=stdev(lasts) if len(done) > 1 else None,
-        acc_mean=fmean(bests) if done else None,
-        acc_dev=stdev(bests) if len(done) > 1 else None,
+        last_acc=mean(lasts),
+        last_dev=deviation(lasts),
+        acc_mean=mean(bests),
+        acc_dev=deviation(bests),
+        train_dev=deviation(times),
+        whole_s=mean([summary["total_s"] / summary["epochs"] for summary in done]),
+        bytes_epoch=sent,
+        bytes_ratio=sent / sent_first if sent is not None and sent_first else None,
+        codec_s=mean([summary.get("codec_s_per_epoch") for summary in done]),
         speedup=against / epoch_s if against and epoch_s else None,
         finished=len(done),
         runs=len(outcomes),
     )
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean, or None where there is no value or one is not known."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Return the sample deviation, or None of less than two values."""
+    return stdev(values) if len(values) > 1 else None
 
 
 def _distinct(summaries: Sequence[dict[str, Any]], key: str) -> str:
@@ -102,18 +149,15 @@ def _distinct(summaries: Sequence[dict[str, Any]], key: str) -> str:
     return "; ".join(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
 
 
-def write(out: Path, outcomes: Sequence[Outcome]) -> str:
-    """Write table.md, table.csv and runs.csv; return the Markdown."""
+def write(out: Path, outcomes: Sequence[Outcome], beside: str = "") -> str:
+    """Write table.md, with what is to stand `beside`, table.csv and runs.csv; return the Markdown."""
     rows = make_rows(outcomes)
-    text = markdown(rows) + "\n" + caption(outcomes)
+    text = markdown(rows) + "\n" + caption(outcomes) + (f"\n{beside}" if beside else "")
     (out / "table.md").write_text(text)
-    _write_csv(out / "table.csv", [{name: getattr(row, name) for name in _names()} for row in rows])
+    names = [field.name for field in fields(Row)]
+    _write_csv(out / "table.csv", [{name: getattr(row, name) for name in names} for row in rows])
     _write_csv(out / "runs.csv", [_run(outcome) for outcome in outcomes])
     return text
-
-
-def _names() -> list[str]:
-    return [field.name for field in fields(Row)]
 
 
 def _run(outcome: Outcome) -> dict[str, Any]:
@@ -122,7 +166,8 @@ def _run(outcome: Outcome) -> dict[str, Any]:
     head: dict[str, Any] = {
         "run": spec.name,
         "state": "failed" if outcome.failure else "done",
-        "schedule": spec.schedule,
+        "method": spec.method.name,
+        "schedule": spec.method.schedule,
     }
     head |= {"seed": spec.seed, "nproc": spec.nproc, "wall_s": round(outcome.wall_s, 1)}
     for key, value in summary.items():
@@ -142,61 +187,60 @@ def _write_csv(path: Path, lines: Sequence[dict[str, Any]]) -> None:
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in line.items()})
 
 
+def cells(row: Row) -> dict[str, str]:
+    """Return a row as it is printed, by column. A dash where there is nothing to say."""
+    record = {name: str(getattr(row, name)) or "-" for name in RECORD[:8]}
+    return record | {
+        "epoch": dash(row.epoch, "{}"),
+        "acc": "failed" if row.acc is None else f"{row.acc:.2f}",
+        "eachtime": dash(row.eachtime, duration),
+        "seeds": str(row.runs) if row.finished == row.runs else f"{row.finished} of {row.runs}",
+        "last_acc": plus_minus(row.last_acc, row.last_dev),
+        "best_acc": plus_minus(row.acc_mean, row.acc_dev),
+        "train_s": plus_minus(row.eachtime, row.train_dev),
+        "whole_s": dash(row.whole_s, "{:.2f}"),
+        "bytes": dash(row.bytes_epoch, size),
+        "bytes_ratio": dash(row.bytes_ratio, "{:.3f}"),
+        "codec_s": dash(row.codec_s, "{:.2f}"),
+        "speedup": dash(row.speedup, "{:.2f}x"),
+    }
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """Return the rows as a Markdown table, its columns aligned for a terminal too."""
-    cells = [list(COLUMNS)] + [[_cell(row, name) for name in COLUMNS] for row in rows]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    numbers = [name not in ("method", "dataset", "model", "device") for name in COLUMNS]
-    adjust: list[Callable[[str, int], str]] = [str.rjust if number else str.ljust for number in numbers]
-    lines = [
-        "| " + " | ".join(a(c, w) for a, c, w in zip(adjust, line, widths, strict=True)) + " |"
-        for line in cells
-    ]
-    rule = ["-" * (w - 1) + ":" if number else "-" * w for number, w in zip(numbers, widths, strict=True)]
-    return "\n".join([lines[0], "| " + " | ".join(rule) + " |", *lines[1:]]) + "\n"
-
-
-def _cell(row: Row, name: str) -> str:
-    value = getattr(row, name)
-    if name == "acc" and value is None:
-        return "failed"
-    if value is None:
-        return "-"
-    if name == "eachtime":
-        return duration(value)
-    if name == "speedup":
-        return f"{value:.2f}x"
-    return f"{value:.2f}" if isinstance(value, float) else str(value) or "-"
-
-
-def duration(seconds: float) -> str:
-    """Write seconds as `8.3s`, `21s`, `2m36s` or `1h02m`."""
-    if round(seconds, 1) < 10:
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    lines = [list(COLUMNS)] + [[cells(row)[name] for name in COLUMNS] for row in rows]
+    return aligned(lines, [name not in TEXT for name in COLUMNS])
 
 
 def caption(outcomes: Sequence[Outcome]) -> str:
     """Say what the table's numbers are made of, and what is not alike in rows that are compared."""
+    return "\n".join([meaning(outcomes), *remarks(outcomes)]) + "\n"
+
+
+def meaning(outcomes: Sequence[Outcome]) -> str:
+    """Say what the columns are, in sentences."""
     seeds = list(dict.fromkeys(outcome.spec.seed for outcome in outcomes))
     n = len(seeds)
-    over = f"n = {n} seeds ({', '.join(map(str, seeds))})" if n > 1 else f"n = 1 seed ({seeds[0]})"
+    over = f"n = {n} seeds ({', '.join(map(str, seeds))})" if n > 1 else f"n = {n} seed ({seeds[0]})"
     deviation = (
-        "last_dev and acc_dev: sample deviations, sqrt(sum((x - mean)^2) / (n - 1))"
+        "±: sample deviation over the seeds, sqrt(sum((x - mean)^2) / (n - 1))"
         if n > 1
         else "One run has no deviation"
     )
-    lines = [
+    return (
         f"{over}. epoch and acc: the best epoch of all seeds, counted from 1, and its test accuracy in %. "
         "eachtime: mean time of an epoch's training, without evaluation. last_acc: mean test accuracy after "
-        f"the last epoch. acc_mean: mean of each seed's best. {deviation}. "
-        "speedup: eachtime of the model's first row over that of the row.",
-    ]
+        f"the last epoch. best_acc: mean of each seed's best. {deviation}. train_s: eachtime in seconds; "
+        "whole_s: with evaluation and all else. bytes: on the wire in an epoch's training; "
+        "bytes_ratio: to those of the model's first row. codec_s: seconds of an epoch in codecs, all "
+        "stages together. "
+        "speedup: eachtime of the model's first row over that of the row."
+    )
+
+
+def remarks(outcomes: Sequence[Outcome]) -> list[str]:
+    """Say what failed, and what is not alike in rows that are compared: a sentence each."""
+    lines = []
     unfinished = [row for row in make_rows(outcomes) if row.finished < row.runs]
     if unfinished:
         words = (
@@ -204,9 +248,7 @@ def caption(outcomes: Sequence[Outcome]) -> str:
             for row in unfinished
         )
         lines.append(f"Failed runs, left out of the means: {', '.join(words)}.")
-    for difference in _differences(outcomes):
-        lines.append(f"Not alike in all rows: {difference}.")
-    return "\n".join(lines) + "\n"
+    return lines + [f"Not alike in all rows: {difference}." for difference in _differences(outcomes)]
 
 
 def _differences(outcomes: Sequence[Outcome]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pipetrain.comparison import cli
+from pipetrain.comparison import cli, request
 from pipetrain.comparison.runs import Spec
 
 FAKE = Path(__file__).with_name("fake.py")
@@ -17,6 +17,11 @@ def command(spec: Spec, folder: Path) -> list[str]:
 
 def compare(*arguments: str) -> int:
     return cli.main(arguments, command)
+
+
+def asked(*arguments: str) -> list[Spec]:
+    """The runs that a command line asks for."""
+    return request.read(arguments)[1].specs
 
 
 def started(out: Path) -> list[str]:

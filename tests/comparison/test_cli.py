@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.comparison import cli, plots, table
+from pipetrain.comparison import cli, request
+from pipetrain.comparison.methods import of_schedule
 from pipetrain.comparison.runs import Spec, quoted, torchrun
 from tests.comparison.support import compare, started
 
@@ -21,6 +22,19 @@ ROOT = Path(__file__).parents[2]
 TWO = ("--schedules", "layer_dist", "pipedream", "--seeds", "0", "1")
 ALL = ["layer_dist-seed0", "pipedream-seed0", "layer_dist-seed1", "pipedream-seed1"]
 DIGITS = ("--", "model=vgg16", "data=digits")
+
+
+@pytest.fixture
+def drawn() -> None:
+    """For a test that looks at the pictures."""
+
+
+@pytest.fixture(autouse=True)
+def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the pictures out, which take longer than everything else here."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(cli.plots, "write", lambda *_: None)
+        monkeypatch.setattr(cli.report, "write", lambda *_: None)
 
 
 @pytest.fixture
@@ -32,14 +46,14 @@ def misbehave(monkeypatch: pytest.MonkeyPatch, **schedules: str) -> None:
     monkeypatch.setenv("FAKE", json.dumps(schedules))
 
 
-def test_it_makes_every_run_and_leaves_tables_and_pictures(out, capsys):
+def test_it_makes_every_run_and_leaves_tables_and_pictures(out, drawn, capsys):
     assert compare(*TWO, "--out", str(out), *DIGITS) == 0
     assert started(out) == ALL
     said = capsys.readouterr().out
     assert said.startswith("[1/4] layer_dist seed 0 ... 97.8 % in 0.")
     assert (out / "table.md").read_text() in said
     assert f"written to {out}: table.md, table.csv, runs.csv, accuracy_epoch.png" in said
-    for name in (*table.FILES, *plots.FILES):
+    for name in cli.FILES:
         assert (out / name).stat().st_size > 0
 
 
@@ -85,10 +99,10 @@ def test_a_run_without_whole_records_has_failed(out, capsys, monkeypatch, what):
     assert "| failed |" in rows[2]
 
 
-def test_all_failed_still_writes_everything(out, monkeypatch):
+def test_all_failed_still_writes_everything(out, drawn, monkeypatch):
     misbehave(monkeypatch, layer_dist="fail", pipedream="fail")
     assert compare(*TWO, "--out", str(out), *DIGITS) == 1
-    assert all((out / name).stat().st_size for name in (*table.FILES, *plots.FILES))
+    assert all((out / name).stat().st_size for name in cli.FILES)
 
 
 def test_a_done_run_of_other_overrides_is_not_overwritten(out, capsys):
@@ -155,6 +169,8 @@ def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out, number):
     assert process.returncode == 130
     assert f"interrupted\n2 of 4 runs are kept in {out}; the same command goes on there" in said
     assert not any(map(alive, pids))
+    report = (out / "report.html").read_text()
+    assert "The comparison is not finished: 2 of 4 runs are not made yet." in report
     assert compare(*TWO, "--out", str(out), *DIGITS) == 0
     assert started(out) == [
         "layer_dist-seed0",
@@ -167,6 +183,7 @@ def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out, number):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
+        ([], "there is nothing to compare: give --schedules, --method or --experiment"),
         (["--schedules", "gpipe", "1f2b"], "--schedules: there is no 1f2b; choose from 1f1b, "),
         (["--schedules", "gpipe", "gpipe"], "--schedules: gpipe stands there twice"),
         (["--schedules", "gpipe", "--seeds", "1", "1"], "--seeds: 1 stands there twice"),
@@ -182,6 +199,22 @@ def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out, number):
             ["--schedules", "gpipe", "--", "--multirun"],
             "after -- come overrides such as epochs=5; got --multirun",
         ),
+        (["--method", "mine"], "--method: there is no mine; say what it is: 'mine: schedule=...'"),
+        (["--method", "mine: schedule=gpipe codec"], "--method mine: codec is no override, such as"),
+        (["--method", "mine: optim.lr=1"], "--method mine: a method needs one schedule=NAME among"),
+        (["--method", "mine: schedule=gpipe seed=1"], "--method mine: seed is not the method's to say;"),
+        (["--method", "+: schedule=gpipe"], "--method +: a method needs a name with letters or digits"),
+        (["--method", "mine: schedule=1f2b"], "method mine: there is no 1f2b; choose from 1f1b, "),
+        (
+            ["--method", "a b: schedule=gpipe", "--method", "a+b: schedule=gpipe"],
+            "the methods a b and a+b would share the folder a_b; rename one",
+        ),
+        (
+            ["--method", "slow: schedule=gpipe optim.lr=0.1", "optim.lr=1"],
+            "optim.lr is set by the method slow; leave optim.lr=1 out of the overrides",
+        ),
+        (["--experiment", "nothing"], "--experiment: there is no nothing; choose from xdypipe, or FILE.yaml"),
+        (["--experiment", "no/such.yaml"], "--experiment: no/such.yaml cannot be read: No such file"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_starts(
@@ -193,7 +226,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("arguments", [[], ["--schedules"], ["--schedules", "gpipe", "--seeds"]])
+@pytest.mark.parametrize("arguments", [["--schedules"], ["--schedules", "gpipe", "--seeds"]])
 def test_an_empty_list_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         compare(*arguments)
@@ -230,9 +263,19 @@ def test_models_are_rows_of_one_table(out):
     ]
 
 
+def test_overrides_may_stand_anywhere_and_a_method_of_one_s_own_is_a_row(out, capsys):
+    words = ["data=digits", "--method", "slow + steady: schedule=gpipe optim.lr=0.001", "epochs=4"]
+    assert compare("--schedules", "gpipe", *words, "--out", str(out), "--", "batch_size=32") == 0
+    assert started(out) == ["gpipe-seed0", "slow_steady-seed0"]
+    mark = json.loads((out / "runs" / "slow_steady-seed0" / "compare.json").read_text())
+    own = ["schedule=gpipe", "optim.lr=0.001"]
+    assert mark["overrides"] == ["data=digits", "epochs=4", "batch_size=32", *own, "seed=0"]
+    assert {"date", "machine", "python", "torch", "pipetrain"} <= set(mark["made"])
+    assert "| slow + steady | digits" in capsys.readouterr().out
+
+
 def test_a_run_is_started_as_a_user_would():
-    options = cli.parser().parse_args(["--schedules", "gpipe"])
-    (spec,) = cli.read_specs(options, ("stages=3", "epochs=2"))
+    (spec,) = request.read(["--schedules", "gpipe", "--", "stages=3", "epochs=2"])[1].specs
     assert torchrun(spec, Path("/a b/c"))[1:] == [
         *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "-m", "pipetrain"),
         *("checkpoint.every=null", "stages=3", "epochs=2", "schedule=gpipe", "seed=0", "run_dir='/a b/c'"),
@@ -247,10 +290,14 @@ def test_hydra_reads_a_quoted_path_as_it_was(path):
 
 
 def test_the_comparison_never_imports_torch():
-    code = "import sys, pipetrain.comparison.cli; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from pipetrain.comparison import cli, request, timelines; "
+        "drawn = timelines.timelines(request.read(['--schedules', *request.names('schedule')])[1].specs); "
+        "sys.exit('torch' in sys.modules or len(drawn) != len(request.names('schedule')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_the_name_of_a_run():
-    spec = Spec("1f1b", 2, "vgg16", ("epochs=1",), 2)
+    spec = Spec(of_schedule("1f1b"), 2, "vgg16", ("epochs=1",), 2)
     assert (spec.name, spec.title) == ("vgg16-1f1b-seed2", "vgg16 1f1b seed 2")

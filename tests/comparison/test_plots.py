@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pipetrain.comparison import plots
+from pipetrain.comparison.methods import of_schedule
 from pipetrain.comparison.runs import Outcome, Spec
 
 
@@ -14,7 +15,7 @@ def outcome(schedule: str, seed: int, accuracies: list[float], model: str = "vgg
     summary = {"model": model, "data": "digits", "samples_per_s": 100.0 + seed}
     epochs = [float(epoch) for epoch in range(1, len(accuracies) + 1)]
     curves = {"epoch": epochs, "val_acc": accuracies, "elapsed_s": [10 * epoch for epoch in epochs]}
-    return Outcome(Spec(schedule, seed, model, (), 2), 1.0, summary, curves)
+    return Outcome(Spec(of_schedule(schedule), seed, model, (), 2), 1.0, summary, curves)
 
 
 CASES = {
@@ -22,8 +23,9 @@ CASES = {
     "one epoch": [outcome("gpipe", 0, [0.1])],
     "all right and all wrong": [outcome("gpipe", 0, [0.0, 1.0, 1.0]), outcome("1f1b", 0, [1.0, 1.0, 1.0])],
     "two models": [outcome("gpipe", 0, [0.5, 0.6], model) for model in ("vgg16", "resnet18")],
+    "odd names": [outcome(name, 0, [0.5, 0.6]) for name in (r"$\frac$", "50 % & <b>", "a$")],
     "many schedules": [outcome(f"s{i}", 0, [0.5, 0.6]) for i in range(9)],
-    "none finished": [Outcome(Spec("gpipe", 0, None, (), 2), 1.0, failure="status 1")],
+    "none finished": [Outcome(Spec(of_schedule("gpipe"), 0, None, (), 2), 1.0, failure="status 1")],
 }
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from pipetrain.comparison.methods import of_schedule
 from pipetrain.comparison.runs import Outcome, Spec
-from pipetrain.comparison.table import COLUMNS, duration, make_rows, write
+from pipetrain.comparison.table import COLUMNS, make_rows, write
+from pipetrain.comparison.text import duration, size
 
 RECORD = (
     "method | dataset | model | device | lr | batch_size | data_worker | buffer_size | epoch | acc | eachtime"
@@ -19,11 +21,18 @@ GOLDEN = Path(__file__).with_name("golden_table.md")
 
 
 def outcome(schedule: str, seed: int, **summary: Any) -> Outcome:
-    spec = Spec(schedule, seed, "vgg16", (), 2)
+    spec = Spec(of_schedule(schedule), seed, "vgg16", (), 2)
     if not summary:
         return Outcome(spec, 1.0, failure="status 1")
     alike = {"model": "vgg16", "data": "cifar10", "device": "2 x 2080ti", "lr": 0.01, "batch_size": 64}
-    alike |= {"data_workers": 0, "buffer_size": 2, "epochs": 90, "updates": 70380, "samples_per_s": 320.0}
+    alike |= {
+        "data_workers": 0,
+        "buffer_size": 2,
+        "epochs": 90,
+        "updates": 70380,
+        "samples_per_s": 320.0,
+        "total_s": 1e4,
+    }
     return Outcome(spec, 1.0, {**alike, **summary})
 
 
@@ -52,7 +61,8 @@ def test_the_csv_holds_plain_numbers(tmp_path):
     write(tmp_path, three_methods())
     with (tmp_path / "table.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == [*COLUMNS, "finished", "runs"]
+    assert list(rows[0])[:11] == list(COLUMNS[:11])
+    assert (rows[0]["last_acc"], rows[0]["last_dev"], rows[0]["bytes_epoch"]) == ("90", "1", "")
     assert rows[0]["acc"] == "91"
     assert rows[0]["eachtime"] == "156"
     assert rows[1]["speedup"] == "2"
@@ -83,6 +93,26 @@ def test_unlike_conditions_are_said(tmp_path):
     assert "Not alike in all rows: lr (vgg16: 0.01; 0.1).\n" in text
     assert "n = 1 seed (0)." in text
     assert "One run has no deviation." in text
+
+
+def test_bytes_and_codecs_where_the_runs_say_them(tmp_path):
+    done = {"best_val_acc": 0.9, "val_acc": 0.9, "best_epoch": 1, "epoch_s": 5.0}
+    plain = outcome("fbp", 0, **done, bytes_per_epoch=1.64e9, codec_s_per_epoch=0.0)
+    small = outcome("fbp + int8", 0, **done, bytes_per_epoch=0.41e9, codec_s_per_epoch=1.5)
+    old = outcome("gpipe", 0, **done)
+    lines = [line.split(" | ") for line in write(tmp_path, [plain, small, old]).splitlines()[2:5]]
+    assert [[cell.strip() for cell in line[16:19]] for line in lines] == [
+        ["1.64 GB", "1.000", "0.00"],
+        ["410 MB", "0.250", "1.50"],
+        ["-", "-", "-"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (3.07e6, "3.07 MB"), (999.6e6, "1 GB"), (2e3, "2 kB")]
+)
+def test_bytes_are_written_to_three_places(nbytes, text):
+    assert size(nbytes) == text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""What a comparison found, in plain words: which method is fastest, what that costs, and whether it is noise.
+
+Computed from the same rows as the table, by rules that are said with the figures: a time within five
+percent is a tie, and a difference of accuracies is noise as long as Welch's 95 % interval holds zero. With
+one seed nothing is said of noise, because nothing is known of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+from pipetrain.comparison.table import Row
+from pipetrain.comparison.text import duration
+
+TIE = 0.05
+# Student's t, two-sided 95 %, for 1 to 10 degrees of freedom; then by the next lower entry.
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+T95_BEYOND = ((15, 2.13), (20, 2.09), (30, 2.04))
+
+
+def verdict(rows: Sequence[Row], failed: int, missing: int, total: int) -> list[str]:
+    """Return a paragraph for each model, then what is missing: runs that failed, or are not made yet."""
+    models = list(dict.fromkeys(row.model for row in rows))
+    said = [_of_model([row for row in rows if row.model == model]) for model in models]
+    if failed:
+        said.append(f"{failed} of {total} runs failed, so what stands here is of the others.")
+    if missing:
+        said.append(f"The comparison is not finished: {missing} of {total} runs are not made yet.")
+    return said
+
+
+def _of_model(rows: Sequence[Row]) -> str:
+    first, done = rows[0], [row for row in rows if row.eachtime is not None]
+    where = f"{first.model or 'The model'}{f' on {done[0].dataset}' if done else ''}"
+    if not done:
+        return f"{where}: no run finished."
+    if first.eachtime is None:
+        return f"{where}: no run of {first.method} finished, so there is nothing to measure the others by."
+    if len(done) == 1:
+        return f"{where}: only {first.method} finished; there is nothing to compare it with."
+    fastest = min(done, key=lambda row: row.eachtime or 0.0)
+    return " ".join([_speed(where, first, fastest), *_accuracy(first, fastest, done), *_bytes(first, done)])
+
+
+def _speed(where: str, first: Row, fastest: Row) -> str:
+    times = f"{duration(fastest.eachtime or 0)} against {duration(first.eachtime or 0)} an epoch of training"
+    gain = (fastest.speedup or 1.0) - 1
+    if fastest is first:
+        return f"{where}: no method was faster than {first.method}."
+    if gain <= TIE:
+        return f"{where}: no method was faster than {first.method} by more than five percent."
+    factor = f"{1 + gain:.2f} times as fast as {first.method}"
+    return f"{where}: {fastest.method} was the fastest, {factor} ({times})."
+
+
+def _accuracy(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
+    """Say what the fastest costs, and which is the most accurate."""
+    best = max(done, key=lambda row: row.last_acc or 0.0)
+    said = []
+    if fastest is not first:
+        said.append(
+            f"After the last epoch it stands at {fastest.last_acc:.2f} %, {difference(fastest, first)}."
+        )
+    if best not in (fastest, first):
+        said.append(
+            f"The most accurate, {best.method}, has {best.last_acc:.2f} %, {difference(best, first)}."
+        )
+    return said
+
+
+def difference(row: Row, first: Row) -> str:
+    """Say how a row's last accuracy differs from another's, and whether that may be noise."""
+    assert row.last_acc is not None
+    assert first.last_acc is not None
+    points = row.last_acc - first.last_acc
+    direction = "above" if points > 0 else "below"
+    said = f"{abs(points):.2f} points {direction} {first.method}" if points else f"the same as {first.method}"
+    margin = noise(row, first)
+    if margin is None:
+        return f"{said} (one seed each: no saying what of it is noise)"
+    if abs(points) <= margin:
+        return f"{said}, which is within the noise (±{margin:.2f} at 95 %)"
+    return f"{said}, which is more than noise (±{margin:.2f} at 95 %)"
+
+
+def noise(a: Row, b: Row) -> float | None:
+    """Return half of Welch's 95 % interval of the difference of two rows' last accuracies, in points.
+
+    None where a row has one seed. Welch 1947; the degrees of freedom after Satterthwaite 1946, rounded down.
+    """
+    if a.last_dev is None or b.last_dev is None:
+        return None
+    va, vb = a.last_dev**2 / a.finished, b.last_dev**2 / b.finished
+    if va + vb == 0:
+        return 0.0
+    freedom = int((va + vb) ** 2 / (va**2 / (a.finished - 1) + vb**2 / (b.finished - 1)) + 1e-9)
+    beyond = next((t for n, t in reversed(T95_BEYOND) if freedom >= n), T95[-1])
+    return sqrt(va + vb) * (T95[freedom - 1] if freedom <= len(T95) else beyond)
+
+
+def _bytes(first: Row, done: Sequence[Row]) -> list[str]:
+    least = min(done, key=lambda row: row.bytes_ratio if row.bytes_ratio is not None else 1.0)
+    if least.bytes_ratio is None or least.bytes_ratio > 1 - TIE:
+        return []
+    return [f"{least.method} sent the least: {least.bytes_ratio:.1%} of the bytes of {first.method}."]

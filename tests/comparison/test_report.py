@@ -1,0 +1,192 @@
+"""The report: whole in itself, true to its comparison, safe, and well laid out in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from pipetrain.comparison import charts, plots, report
+from pipetrain.comparison.timelines import timelines
+from tests.comparison import browser
+from tests.comparison.support import compare
+from tests.comparison.test_experiment import specs
+
+EVIL = "<script>alert(1)</script> & $x$ \"'"
+LONG = "a-method-whose-name-is-longer-than-a-phone-is-wide-and-has-no-place-to-break-it"
+VOID = {"meta", "br", "img"}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A comparison beside the record in which a run failed, one with odd names, and one that only failed."""
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "write", lambda *_: None)
+        for name, status, fails, words in [
+            ("whole", 1, {"gpipe:1": "fail"}, [*EXPERIMENT, "--seeds", "0", "1"]),
+            (
+                "odd",
+                0,
+                {},
+                ["--method", f"{EVIL}: schedule=gpipe", "--method", f"{LONG}: schedule=pipedream"],
+            ),
+            ("failed", 1, {"gpipe": "fail"}, ["--schedules", "gpipe"]),
+        ]:
+            out = tmp_path_factory.mktemp(name)
+            patch.setenv("FAKE", json.dumps(fails))
+            assert compare(*words, "--out", str(out)) == status
+            made[name] = out / report.FILE
+    return made
+
+
+EXPERIMENT = ["--experiment", "xdypipe", "--schedules", "layer_dist", "gpipe", "pipedream"]
+EXPERIMENT += ["--method", "pipedream + int8: schedule=pipedream codec.backward=int8", "epochs=12"]
+NAMES = ["whole", "odd", "failed"]
+
+
+class Reader(HTMLParser):
+    """Collects what a page is made of, and notices a tag that is never closed."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_asks_nothing_of_anyone(pages, name):
+    page = pages[name].read_text()
+    assert not re.search(r"https?:|//[a-z]|@import|xlink", page)
+    for tag, attributes in Reader(pages[name]).tags:
+        assert tag not in {"script", "link", "iframe", "object", "embed", "base", "form"}
+        assert not any(key.startswith("on") for key in attributes)
+        assert (attributes.get("src") or "data:").startswith("data:")
+        target = attributes.get("href") or "#"
+        assert target.startswith("#") if tag == "use" else target.startswith(("#", "runs/"))
+    assert not re.search(r"url\((?!#)", page)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_sound_html_that_a_screen_reader_can_read(pages, name):
+    read = Reader(pages[name])
+    assert read.open == []
+    counted = Counter(tag for tag, _ in read.tags)
+    assert counted["h1"] == counted["main"] == 1
+    ids = [attributes["id"] for _, attributes in read.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    page = pages[name].read_text()
+    for target in re.findall(r'(?:href="#|url\(#)([^")]+)', page):
+        assert target in ids
+    for tag, attributes in read.tags:
+        assert tag != "th" or attributes["scope"] in {"col", "row", "colgroup", "rowgroup"}
+        assert tag != "svg" or attributes.get("role") == "img" or attributes.get("aria-hidden") == "true"
+        assert tag != "img" or attributes.get("alt")
+    for picture in re.findall(r'<svg[^>]*role="img".*?</svg>', page, re.DOTALL):
+        assert re.match(r"<svg[^>]*><title>[^<]{20,}</title>", picture)
+
+
+def test_names_are_text_and_never_markup(pages):
+    page = pages["odd"].read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; $x$" in page
+    assert EVIL in Reader(pages["odd"]).text
+
+
+def test_it_says_what_was_found_and_how_to_find_it_again(pages):
+    text = Reader(pages["whole"]).text
+    assert "vgg16 on cifar10: pipedream was the fastest, 1.89 times as fast as layer_dist" in text
+    assert "2 of 16 runs failed" in text
+    assert "batch_size=0 must be a whole number of at least 1" in text
+    assert "labelled ResNet18" not in text  # a fault of a row that is not shown
+    assert "its last accuracy was not reported" in text
+    assert "partition=[7]" in text
+    assert f"python scripts/compare.py {' '.join(EXPERIMENT[:3])}" in text
+    for heading in ("Results", "Beside the record", "Timelines", "Every run", "Settings", "To make it again"):
+        assert f"<h2>{heading}</h2>" in pages["whole"].read_text()
+    assert pages["whole"].read_text().count('class="chart"') == 4  # by epoch and by time, of two models
+
+
+def test_where_nothing_finished_it_says_so_and_shows_what_was_meant(pages):
+    text, page = Reader(pages["failed"]).text, pages["failed"].read_text()
+    assert "no run finished" in text
+    assert "Its last words:" in text
+    assert 'class="timeline"' in page
+    assert 'class="chart"' not in page
+
+
+def test_methods_of_one_schedule_share_a_timeline():
+    drawn = timelines(
+        specs(
+            "--schedules", "layer_dist", "pipedream", "--method", "slow: schedule=layer_dist optim.momentum=0"
+        )
+    )
+    assert [one.methods for one in drawn] == [("layer_dist", "slow"), ("pipedream",)]
+    assert drawn[0].words == "8 batches of 1 microbatch"
+    assert "bubble 50.0%" in drawn[0].svg
+
+
+def test_what_cannot_be_drawn_is_left_out():
+    assert timelines(specs("--method", "odd: schedule=gpipe no.such=1")) == []
+
+
+@pytest.mark.parametrize(
+    ("y", "ticks"),
+    [([10.0, 97.0], 6), ([90.0, 90.0], 1), ([100.0, 100.0], 1), ([0.0, 100.0], 5), ([97.51, 97.56], 3)],
+)
+def test_an_axis_has_a_few_ticks_that_are_apart(y, ticks):
+    picture = charts.accuracy([charts.Curve("a", 0, [1, 2], y, y, y)], "epoch", "A title of the chart", True)
+    places = [float(p) for p in re.findall(r'class="tick" x="44" y="([\d.]+)"', picture)]
+    assert ticks <= len(places) <= 12
+    assert all(0 < p < charts.HEIGHT for p in places)
+    assert min(np.abs(np.diff(sorted(places))), default=99) > 15
+    assert "nan" not in picture
+
+
+@browser.needed
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_sticks_out_at_any_width(pages, name):
+    said = browser.widths(pages[name], 390, 768, 1280)
+    for wide, taken, out in json.loads(said.output):
+        assert (taken, out) == (wide, [])
+    assert said.console == []
+
+
+@browser.needed
+def test_a_browser_shows_it_light_and_dark_without_a_complaint(pages, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_bytes(pages["whole"].read_bytes())
+    brightness = []
+    for scheme in (1, 0):
+        picture = tmp_path / f"{scheme}.png"
+        options = [f"--screenshot={picture}", "--window-size=800,1200"]
+        said = browser.run(page, *options, f"--blink-settings=preferredColorScheme={scheme}")
+        assert said.console == []
+        pixels = matplotlib.image.imread(picture)[:, :, :3]
+        assert np.ptp(pixels) > 0.7
+        brightness.append(float(np.median(pixels)))
+    assert brightness[0] > 0.9
+    assert brightness[1] < 0.2

@@ -1,0 +1,89 @@
+"""The verdict: what it says of figures whose meaning is plain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipetrain.comparison.runs import Outcome
+from pipetrain.comparison.table import Row, make_rows
+from pipetrain.comparison.verdict import noise, verdict
+from tests.comparison.test_table import outcome
+
+
+def runs(method: str, epoch_s: float, *accuracies: float, **more: float) -> list[Outcome]:
+    return [
+        outcome(method, seed, best_val_acc=a, val_acc=a, best_epoch=1, epoch_s=epoch_s, **more)
+        for seed, a in enumerate(accuracies)
+    ]
+
+
+def said(*groups: list[Outcome]) -> str:
+    return " ".join(verdict(make_rows([o for group in groups for o in group]), 0, 0, 6))
+
+
+def test_faster_and_within_the_noise():
+    first, fast = runs("layer_dist", 20, 0.90, 0.91, 0.92), runs("fbp", 10, 0.90, 0.905, 0.91)
+    assert said(first, fast) == (
+        "vgg16 on cifar10: fbp was the fastest, 2.00 times as fast as layer_dist (10s against 20s an epoch "
+        "of training). After the last epoch it stands at 90.50 %, 0.50 points below layer_dist, which is "
+        "within the noise (±2.78 at 95 %)."
+    )
+
+
+def test_faster_and_worse_and_another_is_better():
+    first, fast = runs("layer_dist", 20, 0.90, 0.901), runs("fbp", 10, 0.80, 0.801)
+    best = runs("1f1b", 15, 0.95, 0.951)
+    text = said(first, fast, best)
+    assert "10.00 points below layer_dist, which is more than noise (±0.30 at 95 %)." in text
+    assert "The most accurate, 1f1b, has 95.05 %, 5.00 points above layer_dist, which is more" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (20.0, "no method was faster than layer_dist."),
+        (19.5, "no method was faster than layer_dist by more than five percent."),
+    ],
+)
+def test_a_tie_is_called_one(seconds, words):
+    assert words in said(runs("layer_dist", 20, 0.9), runs("fbp", seconds, 0.9))
+
+
+def test_one_seed_says_nothing_of_noise():
+    text = said(runs("layer_dist", 20, 0.9), runs("fbp", 10, 0.8))
+    assert "10.00 points below layer_dist (one seed each: no saying what of it is noise)." in text
+
+
+def test_who_sent_the_least_is_named():
+    first = runs("layer_dist", 20, 0.9, bytes_per_epoch=4e8)
+    text = said(first, runs("fbp + int8", 10, 0.9, bytes_per_epoch=1e8))
+    assert "fbp + int8 sent the least: 25.0% of the bytes of layer_dist." in text
+
+
+def test_what_is_missing_is_said():
+    failed = [outcome("layer_dist", 0)]
+    assert "vgg16: no run finished." in said(failed)
+    text = said(failed, runs("fbp", 10, 0.9))
+    assert "no run of layer_dist finished, so there is nothing to measure the others by." in text
+    assert "only fbp finished" in said(runs("fbp", 10, 0.9), [outcome("gpipe", 0)])
+    rows = make_rows(failed)
+    assert verdict(rows, 1, 2, 6)[1:] == [
+        "1 of 6 runs failed, so what stands here is of the others.",
+        "The comparison is not finished: 2 of 6 runs are not made yet.",
+    ]
+
+
+def row(deviation: float | None, n: int) -> Row:
+    (made,) = make_rows(runs("a", 1.0, 0.9))
+    return replace(made, last_dev=deviation, finished=n)
+
+
+def test_welch_s_interval():
+    # Equal deviations and numbers: n1 + n2 - 2 degrees of freedom. t(4) = 2.776, t(1) = 12.71, t(58) > t(30).
+    assert noise(row(1.0, 3), row(1.0, 3)) == pytest.approx(2.78 * (2 / 3) ** 0.5)
+    assert noise(row(1.0, 30), row(1.0, 30)) == pytest.approx(2.04 * (2 / 30) ** 0.5)
+    assert noise(row(1.0, 2), row(0.0, 5)) == pytest.approx(12.71 * 0.5**0.5)
+    assert noise(row(0.0, 3), row(0.0, 3)) == 0
+    assert noise(row(None, 1), row(1.0, 3)) is None
