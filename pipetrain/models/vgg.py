@@ -13,42 +13,46 @@ from collections import OrderedDict
 
 from torch import nn
 
-WIDTHS = (64, 128, 256, 512, 512)
-"""Channels of the five blocks."""
+WIDTHS = (1, 2, 4, 8, 8)
+"""Channels of the five blocks, in widths."""
 
 
-def vgg11(num_classes: int = 10) -> nn.Sequential:
+def vgg11(num_classes: int = 10, width: int = 64) -> nn.Sequential:
     """VGG11 with BatchNorm: images (n, 3, 32, 32) to logits (n, num_classes), in 9 layers."""
-    return _vgg((1, 1, 2, 2, 2), num_classes)
+    return _vgg((1, 1, 2, 2, 2), num_classes, width)
 
 
-def vgg13(num_classes: int = 10) -> nn.Sequential:
+def vgg13(num_classes: int = 10, width: int = 64) -> nn.Sequential:
     """VGG13 with BatchNorm: images (n, 3, 32, 32) to logits (n, num_classes), in 11 layers."""
-    return _vgg((2, 2, 2, 2, 2), num_classes)
+    return _vgg((2, 2, 2, 2, 2), num_classes, width)
 
 
-def vgg16(num_classes: int = 10) -> nn.Sequential:
+def vgg16(num_classes: int = 10, width: int = 64) -> nn.Sequential:
     """VGG16 with BatchNorm: images (n, 3, 32, 32) to logits (n, num_classes), in 14 layers."""
-    return _vgg((2, 2, 3, 3, 3), num_classes)
+    return _vgg((2, 2, 3, 3, 3), num_classes, width)
 
 
-def vgg19(num_classes: int = 10) -> nn.Sequential:
+def vgg19(num_classes: int = 10, width: int = 64) -> nn.Sequential:
     """VGG19 with BatchNorm: images (n, 3, 32, 32) to logits (n, num_classes), in 17 layers."""
-    return _vgg((2, 2, 4, 4, 4), num_classes)
+    return _vgg((2, 2, 4, 4, 4), num_classes, width)
 
 
-def _vgg(depths: tuple[int, ...], num_classes: int) -> nn.Sequential:
-    """Stack `depths[i]` convolutions in block i, then the head.
+def _vgg(depths: tuple[int, ...], num_classes: int, width: int) -> nn.Sequential:
+    """Stack `depths[i]` convolutions in block i, then the head; `width`: channels of the first block.
+
+    Raises ValueError.
 
     Source: Simonyan and Zisserman, "Very deep convolutional networks", 2015, table 1, with BatchNorm and the
     one linear layer that is usual for CIFAR-10.
     """
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise ValueError(f"width={width} must be a whole number of at least 1")
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     channels = 3
-    for block, (depth, width) in enumerate(zip(depths, WIDTHS, strict=True), start=1):
+    for block, (depth, times) in enumerate(zip(depths, WIDTHS, strict=True), start=1):
         for index in range(1, depth + 1):
-            layers[f"conv{block}_{index}"] = _convolution(channels, width, pool=index == depth)
-            channels = width
+            layers[f"conv{block}_{index}"] = _convolution(channels, times * width, pool=index == depth)
+            channels = times * width
     layers["head"] = nn.Sequential(OrderedDict(flatten=nn.Flatten(), linear=nn.Linear(channels, num_classes)))
     model = nn.Sequential(layers)
     _initialise(model)

@@ -140,3 +140,15 @@ def test_mlp_of_another_shape():
 def test_mlp_that_cannot_be_is_refused(depth, width):
     with pytest.raises(ConfigError, match=r"model\.depth"):
         models.mlp(depth=depth, width=width)
+
+
+def test_a_narrower_vgg_has_the_same_layers():
+    narrow, wide = models.vgg16(width=16), build("vgg16")
+    assert [name for name, _ in narrow.named_children()] == [name for name, _ in wide.named_children()]
+    assert narrow.conv4_2.conv.weight.shape == (128, 128, 3, 3)
+
+
+@pytest.mark.parametrize("width", [0, -1, 1.5, "x", None, True])
+def test_a_width_that_cannot_be_is_refused(width):
+    with pytest.raises(ValueError, match=f"width={width} must be a whole number of at least 1"):
+        models.vgg16(width=width)
