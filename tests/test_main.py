@@ -385,3 +385,6 @@ def test_one_process_trains_alone(tmp_path):
     assert (summary["stages"], summary["partition"], summary["updates"]) == (1, [], 2)
     assert [stage["bytes_sent"] for stage in summary["per_stage"]] == [0]
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    again = start([*ONE, *words, "resume=auto"], tmp_path)  # as where a rank is killed at its very end
+    assert (again.status, again.err) == (0, "")
+    assert again.out.endswith("here holds a finished run: nothing is left to do\n")
