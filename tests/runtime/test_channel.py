@@ -1,17 +1,11 @@
-"""Messages in one process: their order, their bound, their deadline; and what a message is called."""
+"""What a message is called, and the distributed channel without a wire."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from threading import Thread
-from typing import Any
-
-import pytest
 import torch
 
 from pipetrain.boundary import TensorSpec
-from pipetrain.runtime.channel import ChannelError, DistChannel, LocalChannel, Message, Wire, expired
+from pipetrain.runtime.channel import DistChannel, Message, expired
 
 SPECS = (TensorSpec((2,), torch.float32),)
 
@@ -24,41 +18,6 @@ def up(mb: int) -> Message:
 def down(mb: int) -> Message:
     """A gradient, the other way."""
     return Message(1, 0, mb, SPECS, (1, 0))
-
-
-def ends(buffer_size: int, timeout: float = 20) -> tuple[LocalChannel, LocalChannel]:
-    wire = Wire()
-    return LocalChannel(wire, buffer_size, timeout), LocalChannel(wire, buffer_size, timeout)
-
-
-def number(mb: int) -> list[torch.Tensor]:
-    return [torch.full((2,), float(mb))]
-
-
-class Other:
-    """Does something in another thread, and gives what came of it."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._result: Any = None
-
-        def run() -> None:
-            try:
-                self._result = work()
-            except BaseException as error:
-                self._result = error
-
-        self._thread = Thread(target=run, daemon=True)
-        self._thread.start()
-
-    def ends_within(self, seconds: float) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def result(self) -> Any:
-        assert self.ends_within(20), "the other thread hangs"
-        if isinstance(self._result, BaseException):
-            raise self._result
-        return self._result
 
 
 # What a message is
@@ -92,146 +51,6 @@ def test_a_deadline_says_who_waits_for_what():
     assert str(expired([], [up(7)], 60)) == (
         "rank 0 waited 60 s for rank 1 to take the activation of microbatch 7"
     )
-
-
-# The local channel
-
-
-@pytest.mark.parametrize("buffer_size", [1, 2, 5])
-def test_messages_come_in_order_and_are_not_mixed_with_those_of_the_other_edge(buffer_size):
-    first, second = ends(buffer_size)
-    first.expect([down(mb) for mb in range(20)])
-    second.expect([up(mb) for mb in range(20)])
-
-    def there() -> list[float]:
-        seen = []
-        for mb in range(20):
-            (tensor,) = second.recv(up(mb))
-            second.send(down(mb), [-tensor])
-            seen.append(tensor[0].item())
-        second.drain()
-        return seen
-
-    other = Other(there)
-    backs = []
-    for mb in range(20):
-        first.send(up(mb), number(mb))
-        if mb:
-            backs.append(first.recv(down(mb - 1))[0][1].item())
-    backs.append(first.recv(down(19))[0][1].item())
-    first.drain()
-    assert other.result() == [float(mb) for mb in range(20)]
-    assert backs == [-float(mb) for mb in range(20)]
-
-
-@pytest.mark.parametrize("buffer_size", [1, 3])
-def test_sends_do_not_wait_up_to_the_bound_and_do_beyond_it(buffer_size):
-    """Nothing is expected yet, so each send is unfinished: the bound is theirs alone."""
-    first, second = ends(buffer_size)
-    for mb in range(buffer_size):
-        first.send(up(mb), number(mb))  # returns: there is nobody to wait for
-    other = Other(lambda: first.send(up(buffer_size), number(buffer_size)))
-    assert not other.ends_within(0.2)
-    second.expect([up(mb) for mb in range(buffer_size + 1)])  # posts its receives
-    other.result()
-    assert [second.recv(up(mb))[0][0].item() for mb in range(buffer_size + 1)] == list(range(buffer_size + 1))
-    second.drain()
-
-
-def test_posted_receives_and_unfinished_sends_are_bounded_each():
-    """As `simulate` has it: buffer_size posted ahead, and as many sends not yet matched."""
-    first, second = ends(2)
-    second.expect([up(mb) for mb in range(9)])
-    other = Other(lambda: [first.send(up(mb), number(mb)) for mb in range(9)])
-    assert not other.ends_within(0.2)
-    assert len(second._wire.queues[0, 1]) == 4
-    second.recv(up(0))
-    deadline = time.monotonic() + 10
-    while len(second._wire.queues[0, 1]) < 4 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert second._wire.sent[0, 1] == 5  # one taken, one more sent
-    for mb in range(1, 9):
-        second.recv(up(mb))
-    other.result()
-
-
-def test_a_message_that_does_not_come_is_named_at_the_deadline():
-    _, second = ends(1, timeout=0.2)
-    second.expect([up(7)])
-    start = time.monotonic()
-    with pytest.raises(ChannelError) as error:
-        second.recv(up(7))
-    assert 0.2 <= time.monotonic() - start < 10
-    assert str(error.value) == "rank 1 waited 0.2 s for the activation of microbatch 7 from rank 0"
-
-
-def test_a_message_that_nobody_takes_is_named_at_the_deadline():
-    first, _ = ends(1, timeout=0.2)
-    first.send(up(0), number(0))
-    with pytest.raises(ChannelError) as error:
-        first.send(up(1), number(1))
-    assert str(error.value) == "rank 0 waited 0.2 s for rank 1 to take the activation of microbatch 1"
-
-
-def test_what_arrives_is_read_late_as_on_a_real_wire_and_is_the_receiver_s_own():
-    first, second = ends(1)
-    second.expect([up(0)])
-    sent = torch.zeros(2)
-    first.send(up(0), [sent])
-    sent.fill_(5)  # whoever writes into what he sent is found out
-    (received,) = second.recv(up(0))
-    assert received.tolist() == [5, 5]
-    received.fill_(9)
-    assert sent.tolist() == [5, 5]
-
-
-def test_drain_proves_that_all_was_received():
-    _, second = ends(2)
-    second.expect([up(3), up(4)])
-    with pytest.raises(AssertionError, match=r"never received: .*microbatch 3.*microbatch 4"):
-        second.drain()
-
-
-def test_a_message_out_of_turn_is_refused():
-    first, second = ends(2)
-    second.expect([up(0), up(1)])
-    first.send(up(0), number(0))
-    with pytest.raises(AssertionError, match="the activation of microbatch 1 is not what was expected next"):
-        second.recv(up(1))
-
-
-def test_two_windows_follow_each_other():
-    first, second = ends(1)
-    for _ in range(2):
-        second.expect([up(0), up(1)])
-        other = Other(lambda: [first.send(up(mb), number(mb)) for mb in range(2)])
-        assert [second.recv(up(mb))[0][0].item() for mb in range(2)] == [0.0, 1.0]
-        other.result()
-        first.drain()
-        second.drain()
-
-
-def test_what_has_arrived_and_where_there_is_room_can_be_asked():
-    first, second = ends(1, timeout=0.2)
-    second.expect([up(0), up(1), up(2)], watched=True)
-    assert not second.arrived(up(0))
-    with pytest.raises(ChannelError) as error:
-        second.wait([up(0)], [down(5)] * 0)
-    assert str(error.value) == "rank 1 waited 0.2 s for the activation of microbatch 0 from rank 0"
-    for mb in range(2):  # one is matched by a posted receive, one is unfinished
-        assert first.room(up(mb))
-        first.send(up(mb), number(mb))
-    assert not first.room(up(2))
-    with pytest.raises(ChannelError) as error:
-        first.wait([down(3)], [up(2)])
-    assert str(error.value) == (
-        "rank 0 waited 0.2 s for the gradient of microbatch 3 from rank 1 "
-        "or for rank 1 to take the activation of microbatch 2"
-    )
-    second.wait([up(0)], [])
-    assert second.arrived(up(0))
-    second.recv(up(0))
-    first.wait([], [up(2)])
 
 
 # The distributed channel, without a wire (over one: test_worlds.py)

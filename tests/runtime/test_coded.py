@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pipetrain.boundary import TensorSpec, specs_of
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.channel import LocalChannel, Message, Wire
+from pipetrain.runtime.channel import Message
 from pipetrain.runtime.codec import Codec, Codecs, Half, Identity, Int8, TopK, TopKInt8
 from pipetrain.runtime.coded import CodedChannel, Feedback
+from pipetrain.runtime.local import LocalChannel, Wire
 from tests.support.cases import Case, Listener, run_in_threads
 from tests.support.codecs import Signs
 from tests.support.jobs import exchange_coded, train_cases

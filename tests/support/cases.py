@@ -28,7 +28,7 @@ from pipetrain.checkpoint.saver import Saver
 from pipetrain.cli import as_hydra
 from pipetrain.config import conf_dir, make_schedule
 from pipetrain.data import ImageData, Split
-from pipetrain.runtime.channel import LocalChannel, Wire
+from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import Op, Program
 from pipetrain.training.figures import EpochFigures

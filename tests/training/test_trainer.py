@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipetrain.runtime.channel import LocalChannel, Wire
+from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.training.run import Run
 from pipetrain.training.trainer import Trainer

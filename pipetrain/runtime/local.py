@@ -1,0 +1,100 @@
+"""Messages between threads of one process, with the bounds of a real channel.
+
+For tests, and for trying a schedule without processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from threading import Condition
+
+from torch import Tensor
+
+from pipetrain.runtime.channel import Edge, Message, expired
+
+
+class LocalChannel:
+    """One rank's end: see Channel. Make one `Wire` and give it to the channel of every rank."""
+
+    def __init__(self, wire: Wire, buffer_size: int, timeout: float) -> None:
+        self._wire = wire
+        self._bound = buffer_size
+        self._timeout = timeout
+        self.waited = self.coded = 0.0
+        self.carried = 0
+        self._expected: dict[Edge, deque[Message]] = {}
+
+    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
+        """See Channel.expect."""
+        for message in messages:
+            self._expected.setdefault(message.edge, deque()).append(message)
+        with self._wire.changed:
+            for edge, expected in self._expected.items():
+                self._wire.posted[edge] = self._wire.taken[edge] + min(self._bound, len(expected))
+            self._wire.changed.notify_all()
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """See Channel.send."""
+        wire, edge = self._wire, message.edge
+        with wire.changed:
+            self._await(lambda: self.room(message), [], [message])
+            wire.queues[edge].append((message, tuple(tensors)))  # read later, as a real wire does
+            wire.sent[edge] += 1
+            wire.changed.notify_all()
+        self.carried += message.nbytes
+
+    def recv(self, message: Message) -> tuple[Tensor, ...]:
+        """See Channel.recv."""
+        wire, edge = self._wire, message.edge
+        assert self._expected[edge].popleft() == message, f"{message.name} is not what was expected next"
+        with wire.changed:
+            self._await(lambda: self.arrived(message), [message], [])
+            sent, tensors = wire.queues[edge].popleft()
+            assert sent.mb == message.mb, f"{sent.name} came instead of {message.name}"
+            wire.taken[edge] += 1
+            wire.posted[edge] = wire.taken[edge] + min(self._bound, len(self._expected[edge]))
+            wire.changed.notify_all()
+        self.carried += message.nbytes
+        return tuple(t.clone() for t in tensors)
+
+    def drain(self) -> None:
+        """See Channel.drain."""
+        left = [m.name for expected in self._expected.values() for m in expected]
+        assert not left, f"never received: {left}"
+
+    def arrived(self, message: Message) -> bool:
+        """See Channel.arrived."""
+        return bool(self._wire.queues[message.edge])
+
+    def room(self, message: Message) -> bool:
+        """See Channel.room."""
+        # Sent but not yet matched by a posted receive: at most the bound, this one included.
+        return self._wire.sent[message.edge] - self._wire.posted[message.edge] < self._bound
+
+    def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        """See Channel.wait."""
+        with self._wire.changed:
+            self._await(
+                lambda: any(map(self.arrived, receives)) or any(map(self.room, sends)), receives, sends
+            )
+
+    def _await(
+        self, ready: Callable[[], bool], receives: Sequence[Message], sends: Sequence[Message]
+    ) -> None:
+        start = time.monotonic()
+        if not self._wire.changed.wait_for(ready, self._timeout):
+            raise expired(receives, sends, self._timeout)
+        self.waited += time.monotonic() - start
+
+
+class Wire:
+    """What the local channels of one process share: a queue and its counts for each edge."""
+
+    def __init__(self) -> None:
+        self.changed = Condition()
+        self.queues: defaultdict[Edge, deque[tuple[Message, tuple[Tensor, ...]]]] = defaultdict(deque)
+        self.sent: Counter[Edge] = Counter()
+        self.posted: Counter[Edge] = Counter()
+        self.taken: Counter[Edge] = Counter()
