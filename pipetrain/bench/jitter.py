@@ -57,9 +57,7 @@ def _lateness(contestants: list[Ours]) -> dict[str, float]:
     found = {}
     for one in contestants:
         (record,) = one.records.values()
-        found[one.name] = sum(late * n for late, n in record.staleness.items()) / sum(
-            record.staleness.values()
-        )
+        found[one.name] = record.mean_staleness
     return found
 
 

@@ -57,6 +57,11 @@ class Limits:
     versions: int
 
 
+def mean_of(counts: Mapping[int, int]) -> float:
+    """Return the mean of values that are counted."""
+    return sum(value * count for value, count in counts.items()) / (sum(counts.values()) or 1)
+
+
 @dataclass(slots=True)
 class StageRecord:
     """What one stage did in training: peaks and sums over all windows. Times in seconds."""
@@ -75,6 +80,16 @@ class StageRecord:
     def max_staleness(self) -> int:
         """By how many updates the most late gradient was late."""
         return max(self.staleness, default=0)
+
+    @property
+    def mean_staleness(self) -> float:
+        """By how many updates gradients were late on average."""
+        return mean_of(self.staleness)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as large it would have been without codecs; None where it sent nothing."""
+        return self.raw_bytes / self.bytes_sent if self.bytes_sent else None
 
     def copy(self) -> StageRecord:
         """Return what it says now."""

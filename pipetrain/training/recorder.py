@@ -23,7 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from pipetrain.prediction import StageTimes, predict
-from pipetrain.runtime.engine import StageRecord
+from pipetrain.runtime.engine import StageRecord, mean_of
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.draw import as_figure
@@ -177,7 +177,7 @@ class Recorder:
             record, before = figures.records[stage], self._before(stage)
             counts = {late: count for late, count in figures.staleness[stage].items() if count}
             scalars[f"staleness/stage{stage}"] = max(counts, default=0)
-            scalars[f"staleness_mean/stage{stage}"] = stage_table.mean_of(counts)
+            scalars[f"staleness_mean/stage{stage}"] = mean_of(counts)
             self._write_distribution(f"staleness/stage{stage}", counts, figures)
             scalars[f"sent_mib/stage{stage}"] = (record.bytes_sent - before.bytes_sent) / 2**20
             scalars[f"codec_s/stage{stage}"] = record.codec_s - before.codec_s
@@ -247,7 +247,9 @@ class Recorder:
         self._writer.close()
         self._rows.close()
         log.info("\n%s\n", self.table())
-        log.info("%s\n", self._stage_table())
+        log.info(
+            "%s\n", stage_table.table(self._measured_so_far(), self._predicted, self._history[-1].records)
+        )
         if (straggler := self._straggler()) is not None:
             log.info("%s\n", straggler.sentence)
         log.info(
@@ -268,10 +270,6 @@ class Recorder:
         self._rows.close()
         log.info("stopped after a checkpoint; go on with: run_dir=%s resume=auto", self._folder)
 
-    def _stage_table(self) -> str:
-        sent = stage_table.sent(self._history[-1].records)
-        return stage_table.table(self._measured_so_far(), self._predicted, sent)
-
     def _straggler(self) -> stage_table.Straggler | None:
         updates = self._run.updates // self._run.settings.epochs * (len(self._history) - self._since)
         return stage_table.find_straggler(self._plan.placement, self._measured_so_far(), updates)
@@ -282,7 +280,7 @@ class Recorder:
         train_s = sum(figures.train_s for figures in self._history)
         straggler = self._straggler()
         since_s = sum(figures.train_s for figures in self._history[self._since :])
-        sent, counted = stage_table.sent(last.records), len(self._history) - self._since
+        records, counted = last.records.values(), len(self._history) - self._since
         return {
             "model": settings.model,
             "data": data.name,
@@ -319,8 +317,8 @@ class Recorder:
             "samples_per_s": sum(f.trained.samples for f in self._history) / train_s,
             "epoch_s": train_s / len(self._history),
             "total_s": last.elapsed_s,
-            "bytes_per_epoch": sum(stage.nbytes for stage in sent) / counted,
-            "codec_s_per_epoch": sum(stage.codec_s for stage in sent) / counted,
+            "bytes_per_epoch": sum(record.bytes_sent for record in records) / counted,
+            "codec_s_per_epoch": sum(record.codec_s for record in records) / counted,
             "updates": self._run.updates,
             "straggler": None if straggler is None else asdict(straggler),
             "simulated_bubble": self._plan.window.simulation.bubble,
@@ -333,7 +331,6 @@ class Recorder:
     def _stage_summary(self, stage: int, seen: StageTimes, train_s: float) -> dict[str, Any]:
         said = self._predicted[stage]
         record = self._history[-1].records[stage]
-        sent = stage_table.sent({stage: record})[0]
         held = self._plan.layers[self._plan.slice(stage)]
         return {
             "stage": stage,
@@ -343,12 +340,12 @@ class Recorder:
             "peak_in_flight": record.peak_in_flight,
             "peak_versions": record.peak_versions,
             "max_staleness": record.max_staleness,
-            "mean_staleness": stage_table.mean_of(record.staleness),
+            "mean_staleness": record.mean_staleness,
             "staleness": {str(late): count for late, count in sorted(record.staleness.items())},
             "busy_fraction": record.busy_s / train_s,
             "bytes_sent": record.bytes_sent,
             "raw_bytes": record.raw_bytes,
-            "ratio": sent.ratio,
+            "ratio": record.ratio,
             "codec_s": record.codec_s,
             "skipped_updates": record.skipped,
             "bubble": seen.bubble,

@@ -31,30 +31,6 @@ def measured(
     ]
 
 
-def mean_of(counts: Mapping[int, int]) -> float:
-    """Return the mean of values that are counted."""
-    return sum(value * count for value, count in counts.items()) / (sum(counts.values()) or 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What a stage sent in training: bytes on the wire, bytes before encoding, and seconds of its codecs."""
-
-    nbytes: int
-    raw_bytes: int
-    codec_s: float
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times as large it would have been without codecs; None where it sent nothing."""
-        return self.raw_bytes / self.nbytes if self.nbytes else None
-
-
-def sent(records: Mapping[int, StageRecord]) -> list[Sent]:
-    """Return what each stage sent, by stage."""
-    return [Sent(r.bytes_sent, r.raw_bytes, r.codec_s) for _, r in sorted(records.items())]
-
-
 NOTABLE = 1.15  # times the mean of all ranks, from which on the slowest one is pointed out
 
 
@@ -88,15 +64,18 @@ def find_straggler(placement: Sequence[int], run: Sequence[StageTimes], updates:
     return Straggler(by_rank.index(slowest), slowest, mean_s, (slowest - mean_s) * updates)
 
 
-def table(run: Sequence[StageTimes], plan: Sequence[StageTimes], sent: Sequence[Sent]) -> str:
-    """Return a row a stage: measured, what the plan said, and what it sent."""
-    lines = ["stage  bubble  (plan)  seconds a batch  (plan)    wait  (plan)  MiB sent  ratio  codec s"]
-    for stage, (seen, said, wire) in enumerate(zip(run, plan, sent, strict=True)):
-        ratio = "-" if wire.ratio is None else f"{wire.ratio:.1f}"
+def table(run: Sequence[StageTimes], plan: Sequence[StageTimes], records: Mapping[int, StageRecord]) -> str:
+    """Return a row a stage: measured, what the plan said, how late its gradients were, and what it sent."""
+    lines = ["stage  bubble  (plan)  seconds a batch  (plan)    wait  (plan)  updates late  (most)"]
+    lines[0] += "  MiB sent  ratio  codec s"
+    for stage, (seen, said) in enumerate(zip(run, plan, strict=True)):
+        record = records[stage]
+        ratio = "-" if record.ratio is None else f"{record.ratio:.1f}"
         lines.append(
             f"{stage:5d}  {seen.bubble:6.1%}  {said.bubble:6.1%}  {_seconds(seen.stage_time_s):>15}  "
             f"{_seconds(said.stage_time_s):>6}  {seen.wait:6.1%}  {said.wait:6.1%}  "
-            f"{wire.nbytes / 2**20:8.1f}  {ratio:>5}  {wire.codec_s:7.2f}"
+            f"{record.mean_staleness:12.2f}  {record.max_staleness:6d}  "
+            f"{record.bytes_sent / 2**20:8.1f}  {ratio:>5}  {record.codec_s:7.2f}"
         )
     return "\n".join(lines)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipetrain.prediction import StageTimes
-from pipetrain.training.stage_table import Sent, find_straggler, measured, table
+from pipetrain.runtime.engine import StageRecord
+from pipetrain.training.stage_table import find_straggler, measured, table
 
 
 def test_bubble_and_wait_are_the_rank_s_and_seconds_the_stage_s():
@@ -38,9 +39,12 @@ def test_even_ranks_have_no_straggler_and_slices_of_a_rank_count_together():
 def test_the_table_has_a_row_a_stage_and_a_dash_for_what_is_not_known():
     seen = [StageTimes(0.305, 0.3966, 0.3), StageTimes(0.15, 0.4839, 0.14)]
     said = [StageTimes(0.231, None, 0.231), StageTimes(0.19, 0.5, 0.19)]
-    wire = [Sent(2**20, 4 * 2**20, 1.25), Sent(0, 0, 0.0)]
-    assert table(seen, said, wire).splitlines() == [
-        "stage  bubble  (plan)  seconds a batch  (plan)    wait  (plan)  MiB sent  ratio  codec s",
-        "    0   30.5%   23.1%           0.3966       -   30.0%   23.1%       1.0    4.0     1.25",
-        "    1   15.0%   19.0%           0.4839  0.5000   14.0%   19.0%       0.0      -     0.00",
+    sent = StageRecord(staleness={0: 1, 2: 3}, bytes_sent=2**20, raw_bytes=4 * 2**20, codec_s=1.25)
+    assert table(seen, said, {0: sent, 1: StageRecord()}).splitlines() == [
+        "stage  bubble  (plan)  seconds a batch  (plan)    wait  (plan)  updates late  (most)  "
+        "MiB sent  ratio  codec s",
+        "    0   30.5%   23.1%           0.3966       -   30.0%   23.1%          1.50       2  "
+        "     1.0    4.0     1.25",
+        "    1   15.0%   19.0%           0.4839  0.5000   14.0%   19.0%          0.00       0  "
+        "     0.0      -     0.00",
     ]
