@@ -116,7 +116,7 @@ def test_a_suite_through_the_command_line(suite, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["sleeep"], "there is no sleeep; choose from sleep, vgg16"),
+        (["sleeep"], "there is no sleeep; choose from sleep, jitter"),
         (["--rounds", "0"], "must be 1 or more; got 0"),
     ],
 )
