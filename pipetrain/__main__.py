@@ -34,8 +34,9 @@ from pipetrain.profiling import measure, take_part, verdict
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
 from pipetrain.training.folder import PROFILE_FILE, SUMMARY, claim, clear, rename_after
+from pipetrain.training.history import Machine
 from pipetrain.training.keeper import Keeper
-from pipetrain.training.recorder import Machine, Recorder
+from pipetrain.training.recorder import Recorder
 from pipetrain.training.resume import (
     AUTO,
     Source,

@@ -12,8 +12,8 @@ from torch import Tensor
 from pipetrain.bench.tasks import Job
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
-from pipetrain.runtime.engine import StageRecord
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.record import StageRecord
 from pipetrain.runtime.stage import Target
 from pipetrain.training.assembly import make_engine, make_stages
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.runtime.channel import Channel, ChannelError, Message
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.order import Listed, Order
+from pipetrain.runtime.record import StageRecord, count
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import COMMUNICATION, Action, Op
 from pipetrain.schedule.measured import Carried, RankWindow, Timed
@@ -55,45 +56,6 @@ class Limits:
 
     activations: int
     versions: int
-
-
-def mean_of(counts: Mapping[int, int]) -> float:
-    """Return the mean of values that are counted."""
-    return sum(value * count for value, count in counts.items()) / (sum(counts.values()) or 1)
-
-
-@dataclass(slots=True)
-class StageRecord:
-    """What one stage did in training: peaks and sums over all windows. Times in seconds."""
-
-    peak_in_flight: int = 0
-    peak_versions: int = 1
-    staleness: dict[int, int] = field(default_factory=dict)  # forwards, by the updates that they are late by
-    busy_s: float = 0.0
-    wait_s: float = 0.0  # blocked in its sends and receives; a drain counts for its rank's first stage
-    bytes_sent: int = 0  # as they were on the wire
-    skipped: int = 0  # updates left out: their gradient was not finite
-    raw_bytes: int = 0  # of what was sent, before it was encoded
-    codec_s: float = 0.0  # of its sends and receives: encoding and decoding
-
-    @property
-    def max_staleness(self) -> int:
-        """By how many updates the most late gradient was late."""
-        return max(self.staleness, default=0)
-
-    @property
-    def mean_staleness(self) -> float:
-        """By how many updates gradients were late on average."""
-        return mean_of(self.staleness)
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times as large it would have been without codecs; None where it sent nothing."""
-        return self.raw_bytes / self.bytes_sent if self.bytes_sent else None
-
-    def copy(self) -> StageRecord:
-        """Return what it says now."""
-        return replace(self, staleness=dict(self.staleness))
 
 
 @dataclass(slots=True)
@@ -183,7 +145,7 @@ class Engine:
             stage.begin_window()
         window = _Window(order, feed, microbatches, self._boundaries)
         measured = self._run(window, self._execute, Op.STEP, progress)
-        self._count(measured)
+        count(self.records, measured)
         if observe:
             observe(measured)
 
@@ -256,20 +218,6 @@ class Engine:
         end = time.perf_counter()
         ran = RankWindow(began, timed, (start, end), end, messages, undecided)
         return self._clock.resolve(ran)
-
-    def _count(self, window: RankWindow) -> None:
-        """Add up the times of a window, and what it sent."""
-        messages = iter(window.messages)
-        for action, start, end, blocked in window.timed:
-            record = self.records[action.stage]
-            if action.op in COMMUNICATION:
-                nbytes, codec_s = next(messages)
-                record.wait_s += blocked
-                record.codec_s += codec_s
-                record.bytes_sent += nbytes * (action.op not in _RECEIVES)
-            else:
-                record.busy_s += end - start
-        self.records[min(self._stages)].wait_s += window.drain[1] - window.drain[0] + window.undecided
 
     # Compute
 

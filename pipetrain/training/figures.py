@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipetrain.runtime.engine import StageRecord
+from pipetrain.runtime.record import StageRecord
 from pipetrain.runtime.tally import Tally
 
 Records = dict[int, StageRecord]

@@ -12,7 +12,6 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from pipetrain.prediction import StageTimes, predict
-from pipetrain.runtime.engine import StageRecord, mean_of
+from pipetrain.runtime.record import mean_of
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.draw import as_figure
-from pipetrain.training import stage_table
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.folder import METRICS, RAN, SUMMARY, TRACE
+from pipetrain.training.history import History, Machine
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import MOST_ACTIONS, Trace, about_trace
 
@@ -43,15 +41,6 @@ RESULTS = ["val_acc", "best_val_acc", "val_loss", "samples_per_s", "epoch_s"]
 SILENCE_S = 60.0  # off a terminal, an epoch that takes longer says how far it is this often
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What a run runs on, for its records. `device` names the hardware, such as `2 x cpu`."""
-
-    device: str
-    threads: int  # of each process
-    allocator: str
-
-
 class Recorder:
     """Writes metrics.csv, summary.json, TensorBoard events and the progress of one run into its folder."""
 
@@ -60,9 +49,7 @@ class Recorder:
         self._run = run
         self._plan = run.plan
         self._machine = machine
-        self._predicted = predict(run.plan)
-        self._history: list[EpochFigures] = []
-        self._since = 0
+        self._history = History(run)
         self._spoke = time.perf_counter()
         self._done = 0
         self._bar: Any = None
@@ -113,7 +100,7 @@ class Recorder:
 
         The stages' times count from epoch number `since` on (from 0); None: from the next one.
         """
-        self._since = len(history) if since is None else since
+        self._history.since = len(history) if since is None else since
         for figures in history:
             self._write(figures)
         self._spoke = time.perf_counter()
@@ -152,7 +139,7 @@ class Recorder:
         )
 
     def _write(self, figures: EpochFigures) -> None:
-        self._history.append(figures)
+        self._history.epochs.append(figures)
         self._write_row(figures)
         self._write_scalars(figures)
 
@@ -172,9 +159,9 @@ class Recorder:
             "speed/learning_rate": figures.lr,
             "speed/samples_per_s": figures.samples_per_s,
         }
-        measured = self._measured(figures.busy_s, figures.wait_s, figures.train_s, epochs=1)
-        for stage, (seen, said) in enumerate(zip(measured, self._predicted, strict=True)):
-            record, before = figures.records[stage], self._before(stage)
+        measured = self._history.measured_last()
+        for stage, (seen, said) in enumerate(zip(measured, self._history.predicted, strict=True)):
+            record, before = figures.records[stage], self._history.before(stage)
             counts = {late: count for late, count in figures.staleness[stage].items() if count}
             scalars[f"staleness/stage{stage}"] = max(counts, default=0)
             scalars[f"staleness_mean/stage{stage}"] = mean_of(counts)
@@ -198,27 +185,6 @@ class Recorder:
             f"distribution/{name}", np.array(values), figures.epoch, bins=edges, walltime=figures.ended
         )
 
-    def _before(self, stage: int) -> StageRecord:
-        """Return what a stage had done before the newest epoch."""
-        earlier = self._history[self._since : -1]
-        return earlier[-1].records[stage] if earlier else StageRecord()
-
-    def _measured(
-        self, busy_s: dict[int, float], wait_s: dict[int, float], train_s: float, epochs: int
-    ) -> list[StageTimes]:
-        updates = epochs * self._run.updates // self._run.settings.epochs
-        return stage_table.measured(self._plan.placement, busy_s, wait_s, train_s, updates)
-
-    def _measured_so_far(self) -> list[StageTimes]:
-        """Return the stages' times over all epochs done."""
-        records = self._history[-1].records
-        return self._measured(
-            {stage: record.busy_s for stage, record in records.items()},
-            {stage: record.wait_s for stage, record in records.items()},
-            sum(figures.train_s for figures in self._history[self._since :]),
-            len(self._history) - self._since,
-        )
-
     def trace(self, trace: Trace) -> None:
         """Write the traced windows down, with what is to be known to replay them."""
         path = self._folder / TRACE
@@ -237,7 +203,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write the summary and the hyper-parameters, and say how the run ended and where it lies."""
-        summary = self._summary()
+        summary = self._history.summary(self._machine)
         (self._folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         self._writer.add_hparams(
             {key: summary[key] for key in HYPER_PARAMETERS},
@@ -246,11 +212,9 @@ class Recorder:
         )
         self._writer.close()
         self._rows.close()
-        log.info("\n%s\n", self.table())
-        log.info(
-            "%s\n", stage_table.table(self._measured_so_far(), self._predicted, self._history[-1].records)
-        )
-        if (straggler := self._straggler()) is not None:
+        log.info("\n%s\n", self._history.table())
+        log.info("%s\n", self._history.stage_table())
+        if (straggler := self._history.straggler) is not None:
             log.info("%s\n", straggler.sentence)
         log.info(
             "%s on %s: val acc %.2f %% (best %.2f %%, epoch %d) in %.0f s",
@@ -269,104 +233,3 @@ class Recorder:
         self._writer.close()
         self._rows.close()
         log.info("stopped after a checkpoint; go on with: run_dir=%s resume=auto", self._folder)
-
-    def _straggler(self) -> stage_table.Straggler | None:
-        updates = self._run.updates // self._run.settings.epochs * (len(self._history) - self._since)
-        return stage_table.find_straggler(self._plan.placement, self._measured_so_far(), updates)
-
-    def _summary(self) -> dict[str, Any]:
-        settings, data, last = self._run.settings, self._run.data, self._history[-1]
-        best = max(self._history, key=lambda figures: figures.evaluated.accuracy)
-        train_s = sum(figures.train_s for figures in self._history)
-        straggler = self._straggler()
-        since_s = sum(figures.train_s for figures in self._history[self._since :])
-        records, counted = last.records.values(), len(self._history) - self._since
-        return {
-            "model": settings.model,
-            "data": data.name,
-            "data_note": data.note,
-            "schedule": settings.schedule,
-            "stages": settings.ranks,
-            "virtual_stages": self._plan.stages // settings.ranks,
-            "partition": self._plan.cuts,
-            "device": self._machine.device,
-            "threads": self._machine.threads,
-            "allocator": self._machine.allocator,
-            "dtype": str(settings.dtype).removeprefix("torch."),
-            "precision": settings.precision,
-            "memory_format": self._plan.numerics.memory_format,
-            "compile": settings.compile,
-            "batch_size": settings.batch_size,
-            "microbatches": settings.microbatches,
-            "buffer_size": settings.buffer_size,
-            "codec_forward": str(settings.codecs.forward),
-            "codec_backward": str(settings.codecs.backward),
-            "window": settings.window,
-            "data_workers": settings.workers,
-            "lr": settings.lr,
-            "epochs": len(self._history),
-            "seed": settings.seed,
-            "train_samples": len(data.train),
-            "test_samples": len(data.test),
-            "val_acc": last.evaluated.accuracy,
-            "best_val_acc": best.evaluated.accuracy,
-            "best_epoch": best.epoch,
-            "val_loss": last.evaluated.mean_loss,
-            "train_loss": last.trained.mean_loss,
-            "train_acc": last.trained.accuracy,
-            "samples_per_s": sum(f.trained.samples for f in self._history) / train_s,
-            "epoch_s": train_s / len(self._history),
-            "total_s": last.elapsed_s,
-            "bytes_per_epoch": sum(record.bytes_sent for record in records) / counted,
-            "codec_s_per_epoch": sum(record.codec_s for record in records) / counted,
-            "updates": self._run.updates,
-            "straggler": None if straggler is None else asdict(straggler),
-            "simulated_bubble": self._plan.window.simulation.bubble,
-            "per_stage": [
-                self._stage_summary(stage, seen, since_s)
-                for stage, seen in enumerate(self._measured_so_far())
-            ],
-        }
-
-    def _stage_summary(self, stage: int, seen: StageTimes, train_s: float) -> dict[str, Any]:
-        said = self._predicted[stage]
-        record = self._history[-1].records[stage]
-        held = self._plan.layers[self._plan.slice(stage)]
-        return {
-            "stage": stage,
-            "rank": self._plan.placement[stage],
-            "layers": len(held),
-            "params": sum(layer.params for layer in held),
-            "peak_in_flight": record.peak_in_flight,
-            "peak_versions": record.peak_versions,
-            "max_staleness": record.max_staleness,
-            "mean_staleness": record.mean_staleness,
-            "staleness": {str(late): count for late, count in sorted(record.staleness.items())},
-            "busy_fraction": record.busy_s / train_s,
-            "bytes_sent": record.bytes_sent,
-            "raw_bytes": record.raw_bytes,
-            "ratio": record.ratio,
-            "codec_s": record.codec_s,
-            "skipped_updates": record.skipped,
-            "bubble": seen.bubble,
-            "predicted_bubble": said.bubble,
-            "stage_time_s": seen.stage_time_s,
-            "predicted_stage_time_s": said.stage_time_s,
-            "wait": seen.wait,
-            "predicted_wait": said.wait,
-        }
-
-    def table(self) -> str:
-        """Return the epochs as a table: all of them, or the last ones and the best of many."""
-        best = max(self._history, key=lambda figures: figures.evaluated.accuracy)
-        shown = self._history if len(self._history) <= 40 else [best, *self._history[-20:]]
-        lines = ["epoch  train loss  train acc  val loss  val acc  samples/s  seconds"]
-        for figures in shown:
-            trained, evaluated = figures.trained, figures.evaluated
-            lines.append(
-                f"{figures.epoch:5d}  {trained.mean_loss:10.4f}  {trained.accuracy:9.2%}  "
-                f"{evaluated.mean_loss:8.4f}  {evaluated.accuracy:7.2%}  "
-                f"{figures.samples_per_s:9.1f}  {figures.train_s:7.1f}"
-                + ("  best" if figures is best else "")
-            )
-        return "\n".join(lines)

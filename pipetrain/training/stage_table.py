@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from pipetrain.prediction import StageTimes
-from pipetrain.runtime.engine import StageRecord
+from pipetrain.runtime.record import StageRecord
 
 
 def measured(

@@ -21,8 +21,9 @@ from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
 from pipetrain.data import Split, Transform, inputs
 from pipetrain.runtime.coded import Feedback
-from pipetrain.runtime.engine import Observer, StageRecord
+from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.record import StageRecord
 from pipetrain.runtime.tally import Tally
 from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check

@@ -18,17 +18,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipetrain.cli import contained
 from pipetrain.prediction import predict
-from pipetrain.runtime.engine import StageRecord
-from pipetrain.runtime.tally import Tally
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.costs import Costs
 from pipetrain.training import recorder as module
-from pipetrain.training.figures import EpochFigures
-from pipetrain.training.recorder import COLUMNS, Machine, Recorder
+from pipetrain.training.history import Machine
+from pipetrain.training.recorder import COLUMNS, Recorder
 from pipetrain.training.run import Run, prepare
 from pipetrain.training.tracer import Trace
 from tests.support.cases import config, tiny_data
+from tests.support.figures import figures
 from tests.support.traces import as_measured
 
 MACHINE = Machine("2 x cpu", threads=1, allocator="the system's allocator")
@@ -51,44 +50,6 @@ PER_STAGE = {"params", "peak_in_flight", "peak_versions", "max_staleness", "busy
 PER_STAGE |= {"bubble", "stage_time_s", "wait", "skipped_updates"}
 PER_STAGE |= {"raw_bytes", "ratio", "codec_s"}
 PER_STAGE |= {"predicted_bubble", "predicted_stage_time_s", "predicted_wait"}
-
-
-def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:
-    """40 training samples in `train_s` seconds; of 10 test samples `correct` are right."""
-    return EpochFigures(
-        epoch=epoch,
-        trained=Tally(loss=80.0 / epoch, correct=10 * min(epoch, 4), samples=40),
-        evaluated=Tally(loss=30.0, correct=correct, samples=10),
-        lr=0.1 / epoch,
-        train_s=train_s,
-        eval_s=0.5,
-        busy_s={0: 1.5, 1: 0.5},
-        wait_s={0: 0.4, 1: 1.2},
-        staleness={0: {0: 1, 1: 3}, 1: {0: 4}},
-        records={
-            0: StageRecord(
-                2,
-                2,
-                {0: epoch, 1: 3 * epoch},
-                busy_s=1.5 * epoch,
-                wait_s=0.4 * epoch,
-                bytes_sent=1000 * epoch,
-                raw_bytes=2000 * epoch,
-                codec_s=0.25 * epoch,
-            ),
-            1: StageRecord(
-                1,
-                1,
-                {0: 4 * epoch},
-                busy_s=0.5 * epoch,
-                wait_s=1.2 * epoch,
-                bytes_sent=500 * epoch,
-                raw_bytes=500 * epoch,
-            ),
-        },
-        elapsed_s=3.0 * epoch,
-        ended=1_000_000.0 + 3 * epoch,
-    )
 
 
 @pytest.fixture
@@ -296,39 +257,6 @@ def test_a_trace_is_written_and_said_once(made, caplog, complete):
     assert about["partition"] == [4]
     assert [[action for action, *_ in rank.timed] for rank in window.ranks] == program
     recorder.epoch(figures(1))
-    recorder.close()
-
-
-# The table
-
-
-def rows(recorder: Recorder) -> list[list[str]]:
-    return [line.split() for line in recorder.table().splitlines()[1:]]
-
-
-def test_a_table_has_every_epoch_of_a_few(made):
-    recorder, _, _ = made
-    for epoch, correct in ((1, 5), (2, 9), (3, 6)):
-        recorder.epoch(figures(epoch, correct))
-    assert [row[0] for row in rows(recorder)] == ["1", "2", "3"]
-    assert [row[-1] for row in rows(recorder)] == ["2.0", "best", "2.0"]
-    assert rows(recorder)[1][:5] == ["2", "1.0000", "50.00%", "3.0000", "90.00%"]
-    widths = {len(line.removesuffix("  best")) for line in recorder.table().splitlines()}
-    assert len(widths) == 1
-    recorder.close()
-
-
-@pytest.mark.parametrize("epochs", [40, 41, 100])
-def test_a_table_of_many_has_the_last_ones_and_the_best(made, epochs):
-    recorder, _, _ = made
-    for epoch in range(1, epochs + 1):
-        recorder._history.append(figures(epoch, correct=9 if epoch == 3 else 5))
-    shown = [int(row[0]) for row in rows(recorder)]
-    if epochs <= 40:
-        assert shown == list(range(1, epochs + 1))
-    else:
-        assert shown == [3, *range(epochs - 19, epochs + 1)]
-    assert [row[0] for row in rows(recorder) if row[-1] == "best"] == ["3"]
     recorder.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipetrain.prediction import StageTimes
-from pipetrain.runtime.engine import StageRecord
+from pipetrain.runtime.record import StageRecord
 from pipetrain.training.stage_table import find_straggler, measured, table
 
 

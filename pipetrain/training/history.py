@@ -1,0 +1,179 @@
+"""What a run has been so far, epoch by epoch, and what is to be said of it: the tables, and summary.json."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipetrain.prediction import StageTimes, predict
+from pipetrain.runtime.record import StageRecord
+from pipetrain.training import stage_table
+from pipetrain.training.figures import EpochFigures
+from pipetrain.training.run import Run
+
+MOST_ROWS = 40  # of the table of epochs
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a run runs on, for its records. `device` names the hardware, such as `2 x cpu`."""
+
+    device: str
+    threads: int  # of each process
+    allocator: str
+
+
+class History:
+    """The finished epochs of a run. The stages' times count from epoch number `since` on (from 0)."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._plan = run.plan
+        self.predicted = predict(run.plan)
+        self.epochs: list[EpochFigures] = []
+        self.since = 0
+
+    @property
+    def last(self) -> EpochFigures:
+        """The newest epoch."""
+        return self.epochs[-1]
+
+    @property
+    def best(self) -> EpochFigures:
+        """The first of the most accurate ones."""
+        return max(self.epochs, key=lambda figures: figures.evaluated.accuracy)
+
+    def before(self, stage: int) -> StageRecord:
+        """Return what a stage had done before the newest epoch."""
+        earlier = self.epochs[self.since : -1]
+        return earlier[-1].records[stage] if earlier else StageRecord()
+
+    def measured_last(self) -> list[StageTimes]:
+        """Return the stages' times over the newest epoch."""
+        return self._measured(self.last.busy_s, self.last.wait_s, self.last.train_s, epochs=1)
+
+    def measured(self) -> list[StageTimes]:
+        """Return the stages' times over all epochs that count."""
+        records = self.last.records
+        return self._measured(
+            {stage: record.busy_s for stage, record in records.items()},
+            {stage: record.wait_s for stage, record in records.items()},
+            self._train_s,
+            self._counted,
+        )
+
+    def _measured(
+        self, busy_s: dict[int, float], wait_s: dict[int, float], train_s: float, epochs: int
+    ) -> list[StageTimes]:
+        updates = epochs * self._run.updates // self._run.settings.epochs
+        return stage_table.measured(self._plan.placement, busy_s, wait_s, train_s, updates)
+
+    @property
+    def _counted(self) -> int:
+        return len(self.epochs) - self.since
+
+    @property
+    def _train_s(self) -> float:
+        return sum(figures.train_s for figures in self.epochs[self.since :])
+
+    @property
+    def straggler(self) -> stage_table.Straggler | None:
+        """The rank that holds the others up, if one does."""
+        updates = self._run.updates // self._run.settings.epochs * self._counted
+        return stage_table.find_straggler(self._plan.placement, self.measured(), updates)
+
+    def stage_table(self) -> str:
+        """Return a row a stage: its times beside the plan's, and what it sent."""
+        return stage_table.table(self.measured(), self.predicted, self.last.records)
+
+    def table(self) -> str:
+        """Return the epochs as a table: all of them, or the last ones and the best of many."""
+        best = self.best
+        shown = self.epochs if len(self.epochs) <= MOST_ROWS else [best, *self.epochs[-MOST_ROWS // 2 :]]
+        lines = ["epoch  train loss  train acc  val loss  val acc  samples/s  seconds"]
+        for figures in shown:
+            trained, evaluated = figures.trained, figures.evaluated
+            lines.append(
+                f"{figures.epoch:5d}  {trained.mean_loss:10.4f}  {trained.accuracy:9.2%}  "
+                f"{evaluated.mean_loss:8.4f}  {evaluated.accuracy:7.2%}  "
+                f"{figures.samples_per_s:9.1f}  {figures.train_s:7.1f}"
+                + ("  best" if figures is best else "")
+            )
+        return "\n".join(lines)
+
+    def summary(self, machine: Machine) -> dict[str, Any]:
+        """Return what summary.json says."""
+        settings, data, last, best = self._run.settings, self._run.data, self.last, self.best
+        train_s = sum(figures.train_s for figures in self.epochs)
+        straggler, records = self.straggler, last.records.values()
+        return {
+            "model": settings.model,
+            "data": data.name,
+            "data_note": data.note,
+            "schedule": settings.schedule,
+            "stages": settings.ranks,
+            "virtual_stages": self._plan.stages // settings.ranks,
+            "partition": self._plan.cuts,
+            "device": machine.device,
+            "threads": machine.threads,
+            "allocator": machine.allocator,
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "precision": settings.precision,
+            "memory_format": self._plan.numerics.memory_format,
+            "compile": settings.compile,
+            "batch_size": settings.batch_size,
+            "microbatches": settings.microbatches,
+            "buffer_size": settings.buffer_size,
+            "codec_forward": str(settings.codecs.forward),
+            "codec_backward": str(settings.codecs.backward),
+            "window": settings.window,
+            "data_workers": settings.workers,
+            "lr": settings.lr,
+            "epochs": len(self.epochs),
+            "seed": settings.seed,
+            "train_samples": len(data.train),
+            "test_samples": len(data.test),
+            "val_acc": last.evaluated.accuracy,
+            "best_val_acc": best.evaluated.accuracy,
+            "best_epoch": best.epoch,
+            "val_loss": last.evaluated.mean_loss,
+            "train_loss": last.trained.mean_loss,
+            "train_acc": last.trained.accuracy,
+            "samples_per_s": sum(f.trained.samples for f in self.epochs) / train_s,
+            "epoch_s": train_s / len(self.epochs),
+            "total_s": last.elapsed_s,
+            "bytes_per_epoch": sum(record.bytes_sent for record in records) / self._counted,
+            "codec_s_per_epoch": sum(record.codec_s for record in records) / self._counted,
+            "updates": self._run.updates,
+            "straggler": None if straggler is None else asdict(straggler),
+            "simulated_bubble": self._plan.window.simulation.bubble,
+            "per_stage": [self._stage_summary(stage, seen) for stage, seen in enumerate(self.measured())],
+        }
+
+    def _stage_summary(self, stage: int, seen: StageTimes) -> dict[str, Any]:
+        said = self.predicted[stage]
+        record = self.last.records[stage]
+        held = self._plan.layers[self._plan.slice(stage)]
+        return {
+            "stage": stage,
+            "rank": self._plan.placement[stage],
+            "layers": len(held),
+            "params": sum(layer.params for layer in held),
+            "peak_in_flight": record.peak_in_flight,
+            "peak_versions": record.peak_versions,
+            "max_staleness": record.max_staleness,
+            "mean_staleness": record.mean_staleness,
+            "staleness": {str(late): count for late, count in sorted(record.staleness.items())},
+            "busy_fraction": record.busy_s / self._train_s,
+            "bytes_sent": record.bytes_sent,
+            "raw_bytes": record.raw_bytes,
+            "ratio": record.ratio,
+            "codec_s": record.codec_s,
+            "skipped_updates": record.skipped,
+            "bubble": seen.bubble,
+            "predicted_bubble": said.bubble,
+            "stage_time_s": seen.stage_time_s,
+            "predicted_stage_time_s": said.stage_time_s,
+            "wait": seen.wait,
+            "predicted_wait": said.wait,
+        }
