@@ -113,7 +113,9 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
         run = prepare(cfg, schedule, world.size, data, profile, done_batches(source))
         terms = conditions(cfg, run)
         if source is not None:
-            refuse_other(source, terms, run.settings.epochs)
+            # The newest checkpoint of a rank that was killed at its very end may have all epochs done.
+            ending = cfg.resume == AUTO and source.manifest.pipeline == run.plan.pipeline
+            refuse_other(source, terms, run.settings.epochs, ending)
             clear(Path(cfg.run_dir), profile=False)
             log.info("pipetrain: going on from %s, after update %d", folder, source.manifest.position.update)
         if profile is not None:

@@ -388,3 +388,9 @@ def test_one_process_trains_alone(tmp_path):
     again = start([*ONE, *words, "resume=auto"], tmp_path)  # as where a rank is killed at its very end
     assert (again.status, again.err) == (0, "")
     assert again.out.endswith("here holds a finished run: nothing is left to do\n")
+    metrics = (tmp_path / "here" / "metrics.csv").read_text()
+    (tmp_path / "here" / "summary.json").unlink()  # as where it was killed between its checkpoint and its end
+    ending = start([*ONE, *words, "resume=auto"], tmp_path)
+    assert (ending.status, ending.err) == (0, "")
+    assert (tmp_path / "here" / "metrics.csv").read_text() == metrics
+    assert json.loads((tmp_path / "here" / "summary.json").read_text()) == summary

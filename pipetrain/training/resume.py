@@ -122,8 +122,11 @@ def conditions(cfg: DictConfig, run: Run) -> dict[str, Any]:
     }
 
 
-def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int) -> None:
-    """Refuse a checkpoint of another model, data set or order of samples. Raises ConfigError."""
+def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int, ending: bool = False) -> None:
+    """Refuse a checkpoint of another model, data set or order of samples. Raises ConfigError.
+
+    One with all `epochs` done is refused too, unless this run is `ending` that one: it only lacks its records.
+    """
     theirs = source.manifest.conditions
     for key in {**theirs, **mine}:
         if mine.get(key) != theirs.get(key):
@@ -133,7 +136,7 @@ def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int) -> None:
                 f"trained with, or train anew"
             )
     done = source.manifest.position.epoch
-    if done >= epochs:
+    if done > epochs or (done == epochs and not ending):
         raise ConfigError(f"{source.folder} has all of its {done} epochs done; give epochs= more to go on")
 
 
