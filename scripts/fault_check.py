@@ -94,8 +94,9 @@ def train(run_dir: Path, words: Sequence[str], rank: int = 0, kill_after: float 
         if kill_after:
             time.sleep(kill_after)
             for pid in pids(mark, str(rank)):
-                os.kill(pid, signal.SIGKILL)
-                hit = True
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGKILL)
+                    hit = True
         return process.wait(DEADLINE_S), hit
     except subprocess.TimeoutExpired:
         return -1, hit

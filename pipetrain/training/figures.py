@@ -35,6 +35,7 @@ class EpochFigures:
     records: Records
     elapsed_s: float
     ended: float
+    share: float = 1.0  # of its batches, those that `busy_s`, `wait_s`, `staleness` and the records count
 
     @property
     def samples_per_s(self) -> float:

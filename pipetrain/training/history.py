@@ -50,7 +50,8 @@ class History:
 
     def measured_last(self) -> list[StageTimes]:
         """Return the stages' times over the newest epoch."""
-        return self._measured(self.last.busy_s, self.last.wait_s, self.last.train_s, epochs=1)
+        last = self.last
+        return self._measured(last.busy_s, last.wait_s, last.train_s * last.share, last.share)
 
     def measured(self) -> list[StageTimes]:
         """Return the stages' times over all epochs that count."""
@@ -63,23 +64,23 @@ class History:
         )
 
     def _measured(
-        self, busy_s: dict[int, float], wait_s: dict[int, float], train_s: float, epochs: int
+        self, busy_s: dict[int, float], wait_s: dict[int, float], train_s: float, epochs: float
     ) -> list[StageTimes]:
-        updates = epochs * self._run.updates // self._run.settings.epochs
+        updates = round(epochs * self._run.updates / self._run.settings.epochs)
         return stage_table.measured(self._plan.placement, busy_s, wait_s, train_s, updates)
 
     @property
-    def _counted(self) -> int:
-        return len(self.epochs) - self.since
+    def _counted(self) -> float:
+        return sum(figures.share for figures in self.epochs[self.since :])
 
     @property
     def _train_s(self) -> float:
-        return sum(figures.train_s for figures in self.epochs[self.since :])
+        return sum(figures.train_s * figures.share for figures in self.epochs[self.since :])
 
     @property
     def straggler(self) -> stage_table.Straggler | None:
         """The rank that holds the others up, if one does."""
-        updates = self._run.updates // self._run.settings.epochs * self._counted
+        updates = round(self._run.updates / self._run.settings.epochs * self._counted)
         return stage_table.find_straggler(self._plan.placement, self.measured(), updates)
 
     def stage_table(self) -> str:

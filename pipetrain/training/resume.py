@@ -125,7 +125,7 @@ def conditions(cfg: DictConfig, run: Run) -> dict[str, Any]:
 def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int, ending: bool = False) -> None:
     """Refuse a checkpoint of another model, data set or order of samples. Raises ConfigError.
 
-    One with all `epochs` done is refused too, unless this run is `ending` that one: it only lacks its records.
+    One with all `epochs` done is refused too, unless this run is `ending` that one, which lacks its records.
     """
     theirs = source.manifest.conditions
     for key in {**theirs, **mine}:

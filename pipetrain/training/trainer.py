@@ -80,6 +80,7 @@ class Trainer:
         self._elapsed_before = 0.0
         self._started = time.perf_counter()
         self._ran: Ran = []
+        self._uncounted = 0  # batches of this epoch that the records know nothing of
 
     def restore(self, folder: Path, manifest: Manifest) -> None:
         """Go on from a whole checkpoint, instead of from the start.
@@ -106,6 +107,7 @@ class Trainer:
             self._feedback.residuals = saved_residuals(tensors, slots(self._run.plan, rank), device)
         else:
             self._progress = replace(self._progress, records={}, before={})
+            self._uncounted = manifest.position.batch
 
     def fit(self) -> bool:
         """Train for all epochs, evaluating after each. Raises ChannelError and TrainingStopped.
@@ -257,7 +259,9 @@ class Trainer:
             records={stage: record for figures in ranks for stage, record in figures.records.items()},
             elapsed_s=self._elapsed(),
             ended=time.time(),
+            share=1 - self._uncounted / len(self._run.sampler.batch_sizes),
         )
+        self._uncounted = 0
         self._progress.history.append(epoch_figures)
         if self._recorder:
             self._recorder.epoch(epoch_figures)

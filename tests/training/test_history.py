@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from pipetrain.training.history import History
+from pipetrain.training.history import History, Machine
 from tests.support.cases import Case, make_run
 from tests.support.figures import figures
 
@@ -45,3 +47,12 @@ def test_what_counts_begins_after_a_resume_on_another_partition():
     history.since = 1
     assert [times.stage_time_s for times in history.measured()] == pytest.approx([3.0 / 4, 1.0 / 4])
     assert history.before(0).busy_s == 0.0
+
+
+def test_half_an_epoch_counts_for_a_half():
+    """As after a resume on another partition in the middle of it: 2 of 4 batches, 1 of 2 s."""
+    history = History(RUN)
+    history.epochs = [replace(figures(1), share=0.5)]
+    for times in (history.measured()[0], history.measured_last()[0]):
+        assert (times.stage_time_s, times.wait) == (pytest.approx(1.5 / 2), pytest.approx(0.4 / 1.0))
+    assert history.summary(Machine("2 x cpu", 1, "none"))["bytes_per_epoch"] == 3000.0
