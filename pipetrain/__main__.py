@@ -33,7 +33,16 @@ from pipetrain.plan import describe
 from pipetrain.profiling import measure, take_part, verdict
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
-from pipetrain.training.folder import PROFILE_FILE, SUMMARY, claim, clear, rename_after
+from pipetrain.training.folder import (
+    METRICS,
+    PROFILE_FILE,
+    RAN,
+    TRACE,
+    claim,
+    clear,
+    is_finished,
+    rename_after,
+)
 from pipetrain.training.history import Machine
 from pipetrain.training.keeper import Keeper
 from pipetrain.training.recorder import Recorder
@@ -88,8 +97,8 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
     cfg = contained(cfg, run_dir)
     draft = check_early(cfg, schedule, world.size)
     choose_device(world, cfg.device)
-    if cfg.resume == AUTO and (run_dir / SUMMARY).exists():  # as after a rank that was killed at its very end
-        log.info("pipetrain: run_dir=%s holds a finished run: nothing is left to do", run_dir)
+    if cfg.resume == AUTO and is_finished(run_dir, None if leader.remembered() else cfg):
+        log.info("pipetrain: run_dir=%s holds this run, finished: nothing is left to do", run_dir)
         return
     with claim(run_dir, resuming=cfg.resume is not None):
         source = find_source(cfg.resume, run_dir) if cfg.resume is not None else None
@@ -116,7 +125,10 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
             # The newest checkpoint of a rank that was killed at its very end may have all epochs done.
             ending = cfg.resume == AUTO and source.manifest.pipeline == run.plan.pipeline
             refuse_other(source, terms, run.settings.epochs, ending)
-            clear(Path(cfg.run_dir), profile=False)
+            clear(
+                Path(cfg.run_dir),
+                [METRICS] if source.manifest.position.epoch == run.settings.epochs else [METRICS, TRACE, RAN],
+            )
             log.info("pipetrain: going on from %s, after update %d", folder, source.manifest.position.update)
         if profile is not None:
             job = replace(job, profile=profile.to_json())

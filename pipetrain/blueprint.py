@@ -27,7 +27,7 @@ from pipetrain.schedule.actions import Program, Schedule, ScheduleError, placeme
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.lower import edges, lower
-from pipetrain.schedule.policy import Bounds, Policy
+from pipetrain.schedule.policy import Bounds, Policy, play
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import Simulation, simulate
 
@@ -237,8 +237,11 @@ def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
     Of a policy, the program that it decides on at even times; what it is bound to is its own word.
     """
     try:
-        compute = schedule(settings.ranks, batches, settings.microbatches)
-        compute = [list(actions) for actions in compute]
+        size = settings.ranks, batches, settings.microbatches
+        if isinstance(schedule, Policy):
+            compute = play(schedule, *size, buffer_size=settings.buffer_size)
+        else:
+            compute = [list(actions) for actions in schedule(*size)]
     except ScheduleError:
         raise
     except (

@@ -24,7 +24,7 @@ from pipetrain.errors import ConfigError
 # Each may be a plain value or a mapping. Hydra lets a mapping's key replace a plain value only with a plus.
 _EITHER = re.compile(r"(partition\.profile|trace\.windows)=")
 # A choice from one group for each of two places, which Hydra spells GROUP@PLACE=NAME.
-_CODEC = re.compile(r"(codec\.(?:forward|backward)=)")
+_CODEC = re.compile(r"^([+~]*)(codec\.(?:forward|backward)=)")
 
 
 def compose(name: str, task: Callable[[DictConfig], None]) -> int:
@@ -58,7 +58,7 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
 
 def as_hydra(words: Sequence[str]) -> list[str]:
     """Return a command line's words as Hydra wants them."""
-    return [_CODEC.sub(r"codec@\1", "+" * bool(_EITHER.match(word)) + word) for word in words]
+    return [_CODEC.sub(r"\1codec@\2", "+" * bool(_EITHER.match(word)) + word) for word in words]
 
 
 def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:

@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from pipetrain.boundary import TensorSpec
-from pipetrain.cli import compose, contained
+from pipetrain.cli import as_hydra, compose, contained
 from pipetrain.config import conf_dir, read_settings
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.codec import Codecs, Half, TopKInt8
@@ -67,6 +67,11 @@ def test_a_codec_is_chosen_for_each_direction(command):
     status, (cfg,) = command(*words)
     codecs = read_settings(cfg, "1f1b", 2).codecs
     assert (status, codecs) == (0, Codecs(Half(), TopKInt8(0.05)))
+
+
+def test_hydra_s_own_spelling_and_values_that_speak_of_codecs_are_left_alone():
+    words = ["codec@codec.forward=int8", "run_dir='runs/codec.forward=int8'", "~codec.backward=topk"]
+    assert as_hydra(words) == [*words[:2], "~codec@codec.backward=topk"]
 
 
 def test_a_sweep_over_codecs_is_a_job_a_codec(command):

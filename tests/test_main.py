@@ -387,7 +387,10 @@ def test_one_process_trains_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
     again = start([*ONE, *words, "resume=auto"], tmp_path)  # as where a rank is killed at its very end
     assert (again.status, again.err) == (0, "")
-    assert again.out.endswith("here holds a finished run: nothing is left to do\n")
+    assert again.out.endswith("here holds this run, finished: nothing is left to do\n")
+    more = start([*ONE, *words, "resume=auto", "epochs=2"], tmp_path)
+    assert (more.status, len(sentences(more))) == (2, 1)
+    assert "here holds a finished run; choose another, or remove it" in more.err
     metrics = (tmp_path / "here" / "metrics.csv").read_text()
     (tmp_path / "here" / "summary.json").unlink()  # as where it was killed between its checkpoint and its end
     ending = start([*ONE, *words, "resume=auto"], tmp_path)

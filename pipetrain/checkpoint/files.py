@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 CHECKPOINTS, MANIFEST, BEST, PARTIAL = "checkpoints", "manifest.json", "best", ".partial"
-VERSION = 1
+VERSION = 2
 _BLOCK = 2**22  # bytes
 
 

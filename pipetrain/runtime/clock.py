@@ -72,7 +72,8 @@ class Clock:
                 timed.append((action, begun, done, 0.0))
         drain = tuple(max(moment, done) for moment in window.drain)
         ended = time.perf_counter()
-        return replace(window, timed=timed, drain=(drain[0], drain[1]), ended=ended)
+        # What the host waited before it chose, the device may have computed.
+        return replace(window, timed=timed, drain=(drain[0], drain[1]), ended=ended, undecided=0.0)
 
     def _seconds(self, event: Mark) -> float:
         return float(self._anchored + self._anchor.elapsed_time(event) / 1000)

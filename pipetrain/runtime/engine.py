@@ -180,7 +180,7 @@ class Engine:
         timed: list[Timed] = []
         messages: list[Carried] = []
         since: tuple[float, float] | None = None  # the time and the channel's waiting before a Wait
-        undecided = 0.0
+        undecided, action = 0.0, None
         try:
             for action in order.actions(_View(channel, message)):
                 if isinstance(action, Wait):
@@ -207,10 +207,12 @@ class Engine:
         except (TrainingStopped, AssertionError):
             raise
         except ChannelError as error:
-            raise ChannelError(f"{error}; stage {action.stage} was at {action}") from error
+            where = f"stage {action.stage} was at {action}" if action else "nothing was done yet"
+            raise ChannelError(f"{error}; {where}") from error
         except Exception as error:  # of a layer, or for want of memory
+            stage = action.stage if action else min(self._stages)
             raise ActionFailed(
-                f"rank {self._placement[action.stage]}, stage {action.stage}, action {action}: "
+                f"rank {self._placement[stage]}, stage {stage}, action {action}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         start = time.perf_counter()

@@ -26,6 +26,8 @@ from pipetrain.errors import ConfigError
 from pipetrain.runtime.channel import ChannelError, DistChannel, Edge
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+LOOPBACK = 127  # its addresses begin so
+ELSEWHERE = "192.0.2.1"  # of RFC 5737: of no network, so what leads there leads everywhere
 ROUNDS = 32  # of question and answer, to compare two clocks
 
 
@@ -73,29 +75,35 @@ def choose_interface(world: World) -> None:
     else:
         name = _interface_towards(master) if master else None
     if name is not None:
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, name)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without that, a prefix
 
 
 def _interface_towards(host: str) -> str | None:
-    """Name the interface from which a host is reached; None where that is not known, or is the loopback.
+    """Name the interface from which a host is reached; None where that is not known.
 
-    A machine's own name often stands for its loopback there, and says nothing of the others' way to it.
+    A machine's own name often stands for its loopback there, and says nothing of the others' way to it: the
+    interface is then that of the way to everybody else.
     """
     if sys.platform != "linux":
         return None
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only looks up the route
-            mine = socket.inet_aton(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
-                with suppress(OSError):  # it has no address
-                    request = struct.pack("256s", name.encode())
-                    if fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24] == mine and mine[0] != 127:
-                        return name
-    except OSError:
-        pass
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        mine = _own_address(host)
+        if mine[0] == LOOPBACK:
+            mine = _own_address(ELSEWHERE)
+        for _, name in socket.if_nameindex() if mine[0] != LOOPBACK else ():
+            with suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode())
+                if fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24] == mine:
+                    return name
     return None
+
+
+def _own_address(host: str) -> bytes:
+    """Return this machine's address on the way to a host. Raises OSError. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return socket.inet_aton(probe.getsockname()[0])
 
 
 class Mesh:

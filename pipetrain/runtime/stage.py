@@ -144,7 +144,8 @@ class Stage:
                 self._trained.add(loss, scores, target.labels)
             outputs = (loss * target.share,)
         else:
-            self._check(f"the activation of microbatch {mb} is not finite", outputs, forward)
+            made = tuple(t for t in outputs if t.requires_grad)  # others, as a mask of -inf, are not trained
+            self._check(f"the activation of microbatch {mb} is not finite", made, forward)
         self._saved[mb] = _Saved(x, outputs, version, target)
         return () if self._loss is not None else tuple(t.detach() for t in outputs)
 

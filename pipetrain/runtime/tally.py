@@ -34,13 +34,13 @@ class Tally:
 
     @property
     def mean_loss(self) -> float:
-        """The loss over a sample."""
-        return self.loss / self.samples
+        """The loss over a sample; NaN where none was counted, as where each one's was not finite."""
+        return self.loss / self.samples if self.samples else math.nan
 
     @property
     def accuracy(self) -> float:
-        """The share of samples whose highest score is their label."""
-        return self.correct / self.samples
+        """The share of samples whose highest score is their label; likewise."""
+        return self.correct / self.samples if self.samples else math.nan
 
 
 class Counter:

@@ -26,7 +26,6 @@ class ForwardBackward(Policy):
     """Backward first; a forward while fewer than `in_flight` microbatches are open and there is room."""
 
     in_flight: int
-    buffer_size: int
 
     def decide(
         self, stage: int, stages: int, batches: int, microbatches: int, view: View
@@ -39,6 +38,7 @@ class ForwardBackward(Policy):
             gradient = Action(stage, Op.RECV_B, backwards)
             activation, onward = Action(stage, Op.RECV_F, forwards), Action(stage, Op.SEND_F, forwards)
             may_go_ahead = forwards < total and len(reads) < self.in_flight
+            here = may_go_ahead and (first or view.arrived(activation))  # asked once: it may change
             if reads and (last or view.arrived(gradient)):
                 if not last:
                     yield gradient
@@ -50,7 +50,7 @@ class ForwardBackward(Policy):
                     newest += 1
                     yield Action(stage, Op.REDUCE, version=newest)
                     yield Action(stage, Op.STEP, version=newest)
-            elif may_go_ahead and (first or view.arrived(activation)) and (last or view.room(onward)):
+            elif here and (last or view.room(onward)):
                 if not first:
                     yield activation
                 reads.append(newest)
@@ -59,9 +59,8 @@ class ForwardBackward(Policy):
                     yield onward
                 forwards += 1
             else:
-                missing = may_go_ahead and not first and not view.arrived(activation)
-                receives = (gradient,) * bool(reads) + (activation,) * missing
-                yield Wait(receives, (onward,) * (may_go_ahead and not missing))
+                receives = (gradient,) * bool(reads) + (activation,) * (may_go_ahead and not here)
+                yield Wait(receives, (onward,) * here)
 
     def bounds(self, stage: int, stages: int, batches: int, microbatches: int) -> Bounds:
         """See Policy. A forward follows all but `in_flight - 1` of the backwards before it."""
@@ -72,6 +71,6 @@ class ForwardBackward(Policy):
     def refuse(self, ranks: int, batches: int, microbatches: int) -> None:
         """See Policy."""
         counts = {"ranks": ranks, "batches": batches, "microbatches": microbatches}
-        for name, count in {**counts, "in_flight": self.in_flight, "buffer_size": self.buffer_size}.items():
+        for name, count in {**counts, "in_flight": self.in_flight}.items():
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ScheduleError(f"schedule fbp needs {name} >= 1; got {name}={count}")

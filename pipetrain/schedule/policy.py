@@ -64,9 +64,6 @@ class View(Protocol):
 class Policy(ABC):
     """Decides what a rank does next. One stage a rank."""
 
-    buffer_size: int
-    """Messages under way on an edge, for the play on paper: as `simulate` and the channels have it."""
-
     @abstractmethod
     def decide(
         self, stage: int, stages: int, batches: int, microbatches: int, view: View
@@ -86,23 +83,33 @@ class Policy(ABC):
 
     def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
         """Play a window on paper: the compute-only program that the policy decides on at unit costs."""
-        self.refuse(ranks, batches, microbatches)
-        return play(self, ranks, batches, microbatches, unit_cost)
+        return play(self, ranks, batches, microbatches)
 
 
-def play(policy: Policy, ranks: int, batches: int, microbatches: int, cost: Cost) -> Program:
+def play(
+    policy: Policy,
+    ranks: int,
+    batches: int,
+    microbatches: int,
+    *,
+    buffer_size: int = 2,
+    cost: Cost = unit_cost,
+) -> Program:
     """Return the compute-only program that a policy decides on if actions take what `cost` says.
 
-    Messages travel in no time.
+    `buffer_size` bounds each edge as in `simulate`; messages travel in no time. Raises ScheduleError.
     """
-    return _Play(policy, ranks, batches, microbatches, cost).run()
+    policy.refuse(ranks, batches, microbatches)
+    return _Play(policy, ranks, batches, microbatches, buffer_size, cost).run()
 
 
 class _Play:
     """The ranks in a time of their own, the earliest first."""
 
-    def __init__(self, policy: Policy, ranks: int, batches: int, microbatches: int, cost: Cost) -> None:
-        self._bound = policy.buffer_size
+    def __init__(
+        self, policy: Policy, ranks: int, batches: int, microbatches: int, buffer_size: int, cost: Cost
+    ) -> None:
+        self._bound = buffer_size
         self._cost = cost
         self._sent: Counter[tuple[Op, int]] = Counter()
         self._taken: Counter[tuple[Op, int]] = Counter()

@@ -64,6 +64,8 @@ class Progress:
     elapsed_s: float = 0.0
     records: Records = field(default_factory=dict)
     before: Records = field(default_factory=dict)
+    since: int = 0  # the epoch (from 0) from which on the records count
+    uncounted: int = 0  # batches of the epoch that is not over that they do not
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
@@ -79,6 +81,8 @@ class Progress:
             elapsed_s=data["elapsed_s"],
             records=_records(data["records"]),
             before=_records(data["before"]),
+            since=data["since"],
+            uncounted=data["uncounted"],
         )
 
 

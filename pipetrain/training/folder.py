@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
+
+from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.errors import ConfigError
 
-METRICS, SUMMARY, EVENTS = "metrics.csv", "summary.json", "events.out.tfevents.*"
+METRICS, SUMMARY, CONFIG, EVENTS = "metrics.csv", "summary.json", "config.yaml", "events.out.tfevents.*"
 PROFILE_FILE, TRACE, RAN = "profile.json", "trace.json", "ran.txt"
 
 
@@ -35,11 +38,26 @@ def claim(folder: Path, resuming: bool = False) -> TextIO:
     return lock
 
 
-def clear(folder: Path, profile: bool = True) -> None:
-    """Remove the records that a run which did not finish has left. A resumed one writes them again."""
-    names = [METRICS, TRACE, RAN] + [PROFILE_FILE] * profile
+def clear(folder: Path, names: Sequence[str] = (METRICS, TRACE, RAN, PROFILE_FILE)) -> None:
+    """Remove the records that a run which did not finish has left, and TensorBoard's.
+
+    `names`: of those that a resumed one writes again.
+    """
     for left in [*(folder / name for name in names), *folder.glob(EVENTS)]:
         left.unlink(missing_ok=True)
+
+
+def is_finished(folder: Path, cfg: DictConfig | None) -> bool:
+    """Whether a folder holds a finished run: of this configuration but for `resume`, unless that is None."""
+    if cfg is None or not (folder / SUMMARY).exists():
+        return (folder / SUMMARY).exists()
+    try:
+        theirs = OmegaConf.to_container(OmegaConf.load(folder / CONFIG))
+    except Exception:  # whatever it is, it is not this configuration
+        return False
+    mine = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(mine, dict)
+    return isinstance(theirs, dict) and {**mine, "resume": None} == {**theirs, "resume": None}
 
 
 def rename_after(folder: Path, asked: str, used: str) -> Path:

@@ -60,7 +60,7 @@ class History:
             {stage: record.busy_s for stage, record in records.items()},
             {stage: record.wait_s for stage, record in records.items()},
             self._train_s,
-            self._counted,
+            self.counted,
         )
 
     def _measured(
@@ -70,7 +70,8 @@ class History:
         return stage_table.measured(self._plan.placement, busy_s, wait_s, train_s, updates)
 
     @property
-    def _counted(self) -> float:
+    def counted(self) -> float:
+        """How many epochs the records count."""
         return sum(figures.share for figures in self.epochs[self.since :])
 
     @property
@@ -80,7 +81,7 @@ class History:
     @property
     def straggler(self) -> stage_table.Straggler | None:
         """The rank that holds the others up, if one does."""
-        updates = round(self._run.updates / self._run.settings.epochs * self._counted)
+        updates = round(self._run.updates / self._run.settings.epochs * self.counted)
         return stage_table.find_straggler(self._plan.placement, self.measured(), updates)
 
     def stage_table(self) -> str:
@@ -143,8 +144,8 @@ class History:
             "samples_per_s": sum(f.trained.samples for f in self.epochs) / train_s,
             "epoch_s": train_s / len(self.epochs),
             "total_s": last.elapsed_s,
-            "bytes_per_epoch": sum(record.bytes_sent for record in records) / self._counted,
-            "codec_s_per_epoch": sum(record.codec_s for record in records) / self._counted,
+            "bytes_per_epoch": sum(record.bytes_sent for record in records) / self.counted,
+            "codec_s_per_epoch": sum(record.codec_s for record in records) / self.counted,
             "updates": self._run.updates,
             "straggler": None if straggler is None else asdict(straggler),
             "simulated_bubble": self._plan.window.simulation.bubble,

@@ -26,7 +26,7 @@ from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.draw import as_figure
 from pipetrain.training.figures import EpochFigures
-from pipetrain.training.folder import METRICS, RAN, SUMMARY, TRACE
+from pipetrain.training.folder import CONFIG, METRICS, RAN, SUMMARY, TRACE
 from pipetrain.training.history import History, Machine
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import MOST_ACTIONS, Trace, about_trace
@@ -62,7 +62,7 @@ class Recorder:
 
     def _introduce(self, config: str) -> None:
         """Write down, and say, what is about to run, on which data and by which plan."""
-        (self._folder / "config.yaml").write_text(config)
+        (self._folder / CONFIG).write_text(config)
         self._writer.add_text("config", f"```yaml\n{config}```")
         self._writer.add_text("data", f"{self._run.data.name}. {self._run.data.note}".strip())
         picture = self._folder / "timeline.png"
@@ -95,12 +95,12 @@ class Recorder:
             *(settings.epochs, self._run.updates, settings.seed, self._folder),
         )
 
-    def begin(self, history: Sequence[EpochFigures] = (), since: int | None = 0) -> None:
+    def begin(self, history: Sequence[EpochFigures] = (), since: int = 0) -> None:
         """Write the epochs that are done down again, as if this process had trained them, and go on.
 
-        The stages' times count from epoch number `since` on (from 0); None: from the next one.
+        The stages' times count from epoch number `since` on (from 0).
         """
-        self._history.since = len(history) if since is None else since
+        self._history.since = since
         for figures in history:
             self._write(figures)
         self._spoke = time.perf_counter()
@@ -159,8 +159,9 @@ class Recorder:
             "speed/learning_rate": figures.lr,
             "speed/samples_per_s": figures.samples_per_s,
         }
-        measured = self._history.measured_last()
-        for stage, (seen, said) in enumerate(zip(measured, self._history.predicted, strict=True)):
+        # An epoch that was trained by another pipeline says nothing of these stages.
+        measured = self._history.measured_last() if self._history.counted else []
+        for stage, (seen, said) in enumerate(zip(measured, self._history.predicted, strict=False)):
             record, before = figures.records[stage], self._history.before(stage)
             counts = {late: count for late, count in figures.staleness[stage].items() if count}
             scalars[f"staleness/stage{stage}"] = max(counts, default=0)
@@ -204,7 +205,6 @@ class Recorder:
     def close(self) -> None:
         """Write the summary and the hyper-parameters, and say how the run ended and where it lies."""
         summary = self._history.summary(self._machine)
-        (self._folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         self._writer.add_hparams(
             {key: summary[key] for key in HYPER_PARAMETERS},
             {f"result/{key}": summary[key] for key in RESULTS},
@@ -225,6 +225,10 @@ class Recorder:
             log.info("%s", self._run.data.note)
         log.info("run folder: %s", self._folder)
         log.info("look at it: tensorboard --logdir %s", self._folder)
+        # Whole or not at all, and last: it says that the run is finished.
+        new = self._folder / f"{SUMMARY}.new"
+        new.write_text(json.dumps(summary, indent=2) + "\n")
+        new.replace(self._folder / SUMMARY)
 
     def stop(self) -> None:
         """End without a summary, for a run that was asked to stop."""

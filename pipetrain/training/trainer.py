@@ -80,7 +80,6 @@ class Trainer:
         self._elapsed_before = 0.0
         self._started = time.perf_counter()
         self._ran: Ran = []
-        self._uncounted = 0  # batches of this epoch that the records know nothing of
 
     def restore(self, folder: Path, manifest: Manifest) -> None:
         """Go on from a whole checkpoint, instead of from the start.
@@ -106,8 +105,9 @@ class Trainer:
             set_random_state(tensors, rank, device)
             self._feedback.residuals = saved_residuals(tensors, slots(self._run.plan, rank), device)
         else:
-            self._progress = replace(self._progress, records={}, before={})
-            self._uncounted = manifest.position.batch
+            since = len(self._progress.history)
+            uncounted = manifest.position.batch
+            self._progress = replace(self._progress, records={}, before={}, since=since, uncounted=uncounted)
 
     def fit(self) -> bool:
         """Train for all epochs, evaluating after each. Raises ChannelError and TrainingStopped.
@@ -118,7 +118,7 @@ class Trainer:
         settings = self._run.settings
         tracer = Tracer(self._run, self._mesh, self._position) if settings.trace else None
         if self._recorder:
-            self._recorder.begin(self._progress.history, since=0 if self._progress.records else None)
+            self._recorder.begin(self._progress.history, self._progress.since)
         with self._keeper.listening() if self._keeper else nullcontext():
             for epoch in range(self._position.epoch, settings.epochs):
                 asked = self._epoch(epoch, tracer)
@@ -142,7 +142,7 @@ class Trainer:
         trained = time.perf_counter()
         self.evaluate(epoch)
         self._report(epoch, trained - start, time.perf_counter() - trained, before)
-        self._progress = Progress(self._progress.history)
+        self._progress = Progress(self._progress.history, since=self._progress.since)
         self._position = Position(epoch + 1, 0, self._position.update)
         if self._keeper and (
             self._keeper.due(self._position, epoch + 1 == self._run.settings.epochs) or asked
@@ -161,6 +161,8 @@ class Trainer:
         gathered: list[Any] = self._mesh.gather("what is known of the epoch", mine)
         progress = Progress(
             history=self._progress.history,
+            since=self._progress.since,
+            uncounted=self._progress.uncounted,
             trained=next(tally for tally, *_ in gathered if tally is not None),
             train_s=train_s,
             elapsed_s=self._elapsed(),
@@ -259,9 +261,8 @@ class Trainer:
             records={stage: record for figures in ranks for stage, record in figures.records.items()},
             elapsed_s=self._elapsed(),
             ended=time.time(),
-            share=1 - self._uncounted / len(self._run.sampler.batch_sizes),
+            share=1 - self._progress.uncounted / len(self._run.sampler.batch_sizes),
         )
-        self._uncounted = 0
         self._progress.history.append(epoch_figures)
         if self._recorder:
             self._recorder.epoch(epoch_figures)

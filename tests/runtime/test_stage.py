@@ -319,6 +319,18 @@ def test_an_activation_that_is_not_finite_never_leaves_its_stage():
         stage(nn.Linear(3, 3), 0).forward(4, (randn(3, 3) / 0,), 0)
 
 
+class Masked(nn.Linear):
+    """Hands a mask on beside what it computes."""
+
+    def forward(self, x):
+        return super().forward(x), torch.full((3, 3), -math.inf, dtype=x.dtype).triu(1)
+
+
+def test_a_mask_may_have_infinities():
+    (_, mask) = stage(Masked(3, 3), 0).forward(4, (randn(3, 3),), 0)
+    assert mask.isinf().any()
+
+
 def test_an_update_whose_gradient_is_not_finite_can_be_skipped_and_is_counted():
     final = last(steep(), skip_not_finite=True)
     before = [p.clone() for p in final.module.parameters()]

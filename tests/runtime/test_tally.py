@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import pytest
@@ -22,6 +23,12 @@ def test_a_tally_weighs_by_samples_and_is_taken_once():
     assert tally.mean_loss == (3 * 2.0 + 6.0) / 4
     assert tally.accuracy == 0.5
     assert counter.take() == Tally()
+
+
+def test_of_nothing_there_is_no_mean():
+    """As of an epoch in which every loss was skipped."""
+    assert math.isnan(Tally().mean_loss)
+    assert math.isnan(Tally().accuracy)
 
 
 def blame(mb: int):

@@ -19,7 +19,7 @@ from pipetrain.schedule.simulate import Cost, simulate, unit_cost
 def picture(
     in_flight: int, ranks: int, batches: int, cost: Cost = unit_cost, buffer_size: int = 2
 ) -> list[str]:
-    program = play(ForwardBackward(in_flight, buffer_size), ranks, batches, 1, cost)
+    program = play(ForwardBackward(in_flight), ranks, batches, 1, buffer_size=buffer_size, cost=cost)
     return [" ".join(f"{a.op}{a.mb}" for a in actions if a.op is not Op.STEP) for actions in program]
 
 
@@ -41,11 +41,11 @@ def test_no_forward_without_room_for_what_it_makes() -> None:
 @pytest.mark.parametrize("ranks", range(1, 6))
 def test_with_one_in_flight_it_is_layer_dist(ranks: int) -> None:
     for batches, m in [(1, 1), (3, 1), (2, 4)]:
-        assert ForwardBackward(1, 2)(ranks, batches, m) == layer_dist(ranks, batches, m)
+        assert ForwardBackward(1)(ranks, batches, m) == layer_dist(ranks, batches, m)
 
 
 def test_one_stage_alone_is_layer_dist() -> None:
-    assert ForwardBackward(8, 2)(1, 3, 4) == layer_dist(1, 3, 4)
+    assert ForwardBackward(8)(1, 3, 4) == layer_dist(1, 3, 4)
 
 
 @settings(max_examples=200, deadline=None)
@@ -61,8 +61,17 @@ def test_whatever_the_timing_it_is_sound_ends_and_keeps_its_bounds(
     ranks: int, batches: int, m: int, in_flight: int, buffer_size: int, seed: int
 ) -> None:
     chance = random.Random(seed)
-    policy = ForwardBackward(in_flight, buffer_size)
-    program = lower(play(policy, ranks, batches, m, lambda action: chance.choice([0, 1, 1, 3, 20])))
+    policy = ForwardBackward(in_flight)
+    program = lower(
+        play(
+            policy,
+            ranks,
+            batches,
+            m,
+            buffer_size=buffer_size,
+            cost=lambda action: chance.choice([0, 1, 1, 3, 20]),
+        )
+    )
     check(program, batches, m)
     run = simulate(program, m, buffer_size=buffer_size)
     for stage in range(ranks):
@@ -75,12 +84,12 @@ def test_whatever_the_timing_it_is_sound_ends_and_keeps_its_bounds(
 def test_the_bounds_are_reached() -> None:
     """A last stage that is slow at first lets the first one go ahead as far as it may."""
     for in_flight, m in product((2, 3, 5), (1, 2, 4)):
-        policy = ForwardBackward(in_flight, 8)
+        policy = ForwardBackward(in_flight)
 
         def cost(action: Action) -> float:
             return 1000.0 if action.stage == 1 and action.mb == 0 else 1.0
 
-        run = simulate(lower(play(policy, 2, 12, m, cost)), m, buffer_size=8)
+        run = simulate(lower(play(policy, 2, 12, m, buffer_size=8, cost=cost)), m, buffer_size=8)
         bounds = policy.bounds(0, 2, 12, m)
         assert (run.activations[0], run.staleness[0]) == (bounds.activations, bounds.staleness)
 
@@ -96,7 +105,7 @@ def test_it_gains_where_times_vary() -> None:
         return taken.get((action.stage, str(action.op), action.mb), 0.0)
 
     static = simulate(lower(pipedream(4, 64, 1)), 1, cost=cost).makespan
-    decided = simulate(lower(play(ForwardBackward(8, 2), 4, 64, 1, cost)), 1, cost=cost).makespan
+    decided = simulate(lower(play(ForwardBackward(8), 4, 64, 1, cost=cost)), 1, cost=cost).makespan
     assert decided < 0.95 * static
 
 
@@ -108,7 +117,7 @@ def test_what_it_waits_for() -> None:
         def room(self, send: Action) -> bool:
             return False
 
-    first, middle = (ForwardBackward(2, 1).decide(stage, 3, 4, 1, Nothing()) for stage in (0, 1))
+    first, middle = (ForwardBackward(2).decide(stage, 3, 4, 1, Nothing()) for stage in (0, 1))
     assert str(next(first)) == "0SEND_F0"
     assert next(middle) == Wait((Action(1, Op.RECV_F, 0),))
 
@@ -116,4 +125,21 @@ def test_what_it_waits_for() -> None:
 @pytest.mark.parametrize("in_flight", [0, -1, 1.5, "x", None, True])
 def test_settings_that_cannot_work_are_refused(in_flight: object) -> None:
     with pytest.raises(ScheduleError, match=f"schedule fbp needs in_flight >= 1; got in_flight={in_flight}"):
-        ForwardBackward(in_flight, 2)(2, 1, 1)  # type: ignore[arg-type]
+        ForwardBackward(in_flight)(2, 1, 1)  # type: ignore[arg-type]
+
+
+def test_a_message_that_comes_between_two_looks_is_no_trouble() -> None:
+    """A view that sees nothing once, then everything: the last stage has nothing to send on."""
+
+    class Changing:
+        asked = 0
+
+        def arrived(self, receive: Action) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+        def room(self, send: Action) -> bool:
+            return True
+
+    decided = ForwardBackward(2).decide(1, 2, 1, 1, Changing())
+    assert [str(next(decided)) for _ in range(3)] == ["1RECV_F0", "1RECV_F0", "1F0@0"]

@@ -174,6 +174,24 @@ def test_tensorboard_has_the_run(made):
     assert {tag for tag in tags["scalars"] if tag.startswith("result/")} >= {"result/val_acc"}
 
 
+def test_epochs_of_another_pipeline_say_nothing_of_these_stages(tmp_path):
+    """One that was trained on two stages, and one on three."""
+    words = ["data=digits", "model._target_=tests.support.models.with_norm", "schedule=1f1b", "epochs=2"]
+    cfg = contained(config([*words, "microbatches=3", "batch_size=12"]), tmp_path)
+    recorder = Recorder(tmp_path, cfg, prepare(cfg, "1f1b", 3, tiny_data(44)), MACHINE)
+    recorder.begin([figures(1)], since=1)
+    now = figures(2)
+    of_three = {
+        name: {**getattr(now, name), 2: getattr(now, name)[1]} for name in ("busy_s", "wait_s", "staleness")
+    }
+    recorder.epoch(replace(now, records={**now.records, 2: now.records[1]}, **of_three))
+    recorder.close()
+    seen = events(tmp_path)
+    assert [scalar.step for scalar in seen.Scalars("accuracy/val")] == [1, 2]
+    assert [scalar.step for scalar in seen.Scalars("bubble/stage2")] == [2]
+    assert len(json.loads((tmp_path / "summary.json").read_text())["per_stage"]) == 3
+
+
 def test_the_folder_says_what_ran_before_the_first_epoch(made):
     recorder, _, folder = made
     written = yaml.safe_load((folder / "config.yaml").read_text())
