@@ -99,6 +99,8 @@ def _suggestion(key: str) -> str:
 
 
 def _dotted(path: Path) -> list[str]:
-    """Name a group's file and its keys, as they are overridden."""
-    places = ["codec.forward", "codec.backward"] if path.parent.name == "codec" else [path.parent.name]
-    return [name for place in places for name in (place, *(f"{place}.{k!s}" for k in OmegaConf.load(path)))]
+    """Name the keys of a group's file, as they are overridden."""
+    group, content = path.parent.name, OmegaConf.load(path)
+    if "@package _global_" in path.read_text():  # it sets keys of the top, and may have a group's below them
+        content = content.get(group, {})
+    return [f"{group}.{key!s}" for key in content]
