@@ -99,8 +99,10 @@ def _suggestion(key: str) -> str:
 
 
 def _dotted(path: Path) -> list[str]:
-    """Name the keys of a group's file, as they are overridden."""
-    group, content = path.parent.name, OmegaConf.load(path)
+    """Name a group's file and its keys, as they are overridden."""
+    group, content = path.parent.name, OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict)
     if "@package _global_" in path.read_text():  # it sets keys of the top, and may have a group's below them
-        content = content.get(group, {})
-    return [f"{group}.{key!s}" for key in content]
+        content = content.get(group) or {}
+    places = ["codec.forward", "codec.backward"] if group == "codec" else [group]
+    return [name for place in places for name in (place, *(f"{place}.{key!s}" for key in content))]
