@@ -9,7 +9,7 @@ means over the seeds with their deviation.
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
@@ -43,7 +43,10 @@ COLUMNS: tuple[str, ...] = (
 )
 COLUMNS += ("speedup",)
 TEXT = ("method", "dataset", "model", "device")
-FAIR = ("data", "device", "lr", "batch_size", "data_workers", "epochs", "updates")  # alike in every row
+# What should be alike in all runs of a model: keys of summary.json, and of what a run was made on, in words.
+FAIR: tuple[str, ...] = ("data", "device", "lr", "batch_size", "data_workers", "epochs", "updates")
+FAIR += ("threads", "precision", "memory_format")
+MADE = {"machine": "machine", "torch": "torch version", "pipetrain": "pipetrain revision"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +85,31 @@ class Row:
 
 def make_rows(outcomes: Sequence[Outcome]) -> list[Row]:
     """Return a row for each model and method, models apart, both in the order in which they come."""
-    models = list(dict.fromkeys(outcome.spec.model for outcome in outcomes))
     methods = list(dict.fromkeys(outcome.spec.method.name for outcome in outcomes))
     rows: list[Row] = []
-    for model in models:
-        of_model = [outcome for outcome in outcomes if outcome.spec.model == model]
+    for model, of_model in _by_model(outcomes):
         first: Row | None = None
         for method in methods:
             mine = [outcome for outcome in of_model if outcome.spec.method.name == method]
             if mine:  # a comparison that was interrupted may not have come to it
-                row = _row(mine, first)
+                row = _row(model, mine, first)
                 first = first or row
                 rows.append(row)
     return rows
 
 
-def _row(outcomes: Sequence[Outcome], first: Row | None) -> Row:
+def _by_model(outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
+    """Return the outcomes of each model under its name, which a run that failed may not know by itself."""
+    groups: dict[str | None, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(outcome.spec.model, []).append(outcome)
+    return [
+        (next((outcome.model for outcome in group if outcome.summary), model or ""), group)
+        for model, group in groups.items()
+    ]
+
+
+def _row(model: str, outcomes: Sequence[Outcome], first: Row | None) -> Row:
     """Make the row of one model and method; `first` is the model's first, None where it is this one."""
     done = [outcome.summary for outcome in outcomes if outcome.summary is not None]
     best = max(done, key=lambda summary: summary["best_val_acc"], default=None)
@@ -109,7 +121,7 @@ def _row(outcomes: Sequence[Outcome], first: Row | None) -> Row:
     return Row(
         method=outcomes[0].spec.method.name,
         dataset=_distinct(done, "data"),
-        model=_distinct(done, "model") or outcomes[0].model,
+        model=model,
         device=_distinct(done, "device"),
         lr=_distinct(done, "lr"),
         batch_size=_distinct(done, "batch_size"),
@@ -144,9 +156,14 @@ def deviation(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
 
 
-def _distinct(summaries: Sequence[dict[str, Any]], key: str) -> str:
-    values = (summary[key] for summary in summaries)
-    return "; ".join(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
+def _distinct(summaries: Sequence[Mapping[str, Any]], key: str) -> str:
+    return "; ".join(_values(summaries, key))
+
+
+def _values(facts: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    """Return the values of a key, each once; what an older run did not say is unknown."""
+    values = (one.get(key, "unknown") for one in facts)
+    return list(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
 
 
 def write(out: Path, outcomes: Sequence[Outcome], beside: str = "") -> str:
@@ -213,7 +230,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def caption(outcomes: Sequence[Outcome]) -> str:
-    """Say what the table's numbers are made of, and what is not alike in rows that are compared."""
+    """Say what the table's numbers are made of, and what is not alike in runs that are compared."""
     return "\n".join([meaning(outcomes), *remarks(outcomes)]) + "\n"
 
 
@@ -239,7 +256,7 @@ def meaning(outcomes: Sequence[Outcome]) -> str:
 
 
 def remarks(outcomes: Sequence[Outcome]) -> list[str]:
-    """Say what failed, and what is not alike in rows that are compared: a sentence each."""
+    """Say what failed, and what is not alike in runs that are compared: a sentence each."""
     lines = []
     unfinished = [row for row in make_rows(outcomes) if row.finished < row.runs]
     if unfinished:
@@ -248,16 +265,15 @@ def remarks(outcomes: Sequence[Outcome]) -> list[str]:
             for row in unfinished
         )
         lines.append(f"Failed runs, left out of the means: {', '.join(words)}.")
-    return lines + [f"Not alike in all rows: {difference}." for difference in _differences(outcomes)]
+    return lines + [f"Not alike in all runs: {difference}." for difference in _differences(outcomes)]
 
 
 def _differences(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return what should be the same for every schedule of a model, and is not."""
+    """Return what should be the same for every run of a model, and is not."""
     found = []
-    for model in dict.fromkeys(outcome.spec.model for outcome in outcomes):
-        done = [o.summary for o in outcomes if o.spec.model == model and o.summary is not None]
-        for key in FAIR:
-            values = _distinct(done, key)
-            if ";" in values:
-                found.append(f"{key} ({model + ': ' if model else ''}{values})")
+    for model, group in _by_model(outcomes):
+        done = [outcome for outcome in group if outcome.summary is not None]
+        values = {key: _values([outcome.summary or {} for outcome in done], key) for key in FAIR}
+        values |= {name: _values([outcome.made for outcome in done], key) for key, name in MADE.items()}
+        found += [f"{name} ({model}: {'; '.join(each)})" for name, each in values.items() if len(each) > 1]
     return found

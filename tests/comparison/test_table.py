@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from pipetrain.comparison.methods import of_schedule
 from pipetrain.comparison.runs import Outcome, Spec
-from pipetrain.comparison.table import COLUMNS, make_rows, write
+from pipetrain.comparison.table import COLUMNS, make_rows, remarks, write
 from pipetrain.comparison.text import duration, size
 
 RECORD = (
@@ -18,6 +19,7 @@ RECORD = (
 )
 
 GOLDEN = Path(__file__).with_name("golden_table.md")
+DONE: dict[str, Any] = {"best_val_acc": 0.9, "val_acc": 0.9, "best_epoch": 1, "epoch_s": 5.0}
 
 
 def outcome(schedule: str, seed: int, **summary: Any) -> Outcome:
@@ -80,26 +82,48 @@ def test_the_csv_holds_plain_numbers(tmp_path):
 
 
 def test_nothing_is_faster_than_a_first_row_that_failed():
-    done = outcome("gpipe", 0, best_val_acc=0.9, val_acc=0.9, best_epoch=1, epoch_s=5.0)
-    rows = make_rows([outcome("layer_dist", 0), done])
+    rows = make_rows([outcome("layer_dist", 0), outcome("gpipe", 0, **DONE)])
     assert [row.speedup for row in rows] == [None, None]
 
 
 def test_unlike_conditions_are_said(tmp_path):
-    a = outcome("layer_dist", 0, best_val_acc=0.9, val_acc=0.9, best_epoch=1, epoch_s=5.0)
-    b = outcome("gpipe", 0, best_val_acc=0.9, val_acc=0.9, best_epoch=1, epoch_s=5.0, data="digits", lr=0.1)
+    a = outcome("layer_dist", 0, **DONE)
+    b = outcome("gpipe", 0, **DONE, data="digits", lr=0.1)
     text = write(tmp_path, [a, b])
-    assert "Not alike in all rows: data (vgg16: cifar10; digits).\n" in text
-    assert "Not alike in all rows: lr (vgg16: 0.01; 0.1).\n" in text
+    assert "Not alike in all runs: data (vgg16: cifar10; digits).\n" in text
+    assert "Not alike in all runs: lr (vgg16: 0.01; 0.1).\n" in text
     assert "n = 1 seed (0)." in text
     assert "One run has no deviation." in text
 
 
+def test_runs_of_other_machines_revisions_or_numerics_are_not_averaged_in_silence():
+    here = {"date": "2026-01-01", "machine": "A, 2 cores", "torch": "2.12", "pipetrain": "0123456789"}
+    there = here | {"date": "2026-02-01", "machine": "B, 8 cores", "pipetrain": "abcdef0123"}
+    a, b = (outcome("gpipe", seed, **DONE, threads=1, precision="fp32") for seed in (0, 1))
+    assert remarks([replace(a, made=here), replace(b, made=here | {"date": "2026-02-01"})]) == []
+    assert remarks([replace(a, made=here), replace(b, made=there)]) == [
+        "Not alike in all runs: machine (vgg16: A, 2 cores; B, 8 cores).",
+        "Not alike in all runs: pipetrain revision (vgg16: 0123456789; abcdef0123).",
+    ]
+    assert remarks([a, outcome("gpipe", 1, **DONE, threads=4)]) == [
+        "Not alike in all runs: threads (vgg16: 1; 4).",
+        "Not alike in all runs: precision (vgg16: fp32; unknown).",
+    ]
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_failed_row_is_of_the_model_of_the_others_where_only_an_override_names_it(failed):
+    outcomes = [outcome(method, 0, **DONE) for method in ("layer_dist", "gpipe", "fbp")]
+    outcomes[failed] = outcome(outcomes[failed].spec.method.name, 0)
+    unnamed = [replace(each, spec=replace(each.spec, model=None)) for each in outcomes]
+    assert [row.model for row in make_rows(unnamed)] == ["vgg16"] * 3
+    assert make_rows([unnamed[failed]])[0].model == ""
+
+
 def test_bytes_and_codecs_where_the_runs_say_them(tmp_path):
-    done = {"best_val_acc": 0.9, "val_acc": 0.9, "best_epoch": 1, "epoch_s": 5.0}
-    plain = outcome("fbp", 0, **done, bytes_per_epoch=1.64e9, codec_s_per_epoch=0.0)
-    small = outcome("fbp + int8", 0, **done, bytes_per_epoch=0.41e9, codec_s_per_epoch=1.5)
-    old = outcome("gpipe", 0, **done)
+    plain = outcome("fbp", 0, **DONE, bytes_per_epoch=1.64e9, codec_s_per_epoch=0.0)
+    small = outcome("fbp + int8", 0, **DONE, bytes_per_epoch=0.41e9, codec_s_per_epoch=1.5)
+    old = outcome("gpipe", 0, **DONE)
     lines = [line.split(" | ") for line in write(tmp_path, [plain, small, old]).splitlines()[2:5]]
     assert [[cell.strip() for cell in line[16:19]] for line in lines] == [
         ["1.64 GB", "1.000", "0.00"],
