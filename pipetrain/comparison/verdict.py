@@ -2,7 +2,7 @@
 
 Computed from the same rows as the table, by rules that are said with the figures: a time within five
 percent is a tie, and a difference of accuracies is noise as long as Welch's 95 % interval holds zero. With
-one seed nothing is said of noise, because nothing is known of it.
+one seed, or seeds that all came out the same, nothing is said of noise, because nothing is known of it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _speed(where: str, first: Row, fastest: Row) -> str:
     if fastest is first:
         return f"{where}: no method was faster than {first.method}."
     if gain <= TIE:
-        return f"{where}: no method was faster than {first.method} by more than five percent."
+        tie = f"no method was faster than {first.method} by more than five percent"
+        return f"{where}: {tie}; the fastest was {fastest.method}."
     factor = f"{1 + gain:.2f} times as fast as {first.method}"
     return f"{where}: {fastest.method} was the fastest, {factor} ({times})."
 
@@ -60,7 +61,8 @@ def _accuracy(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
     said = []
     if fastest is not first:
         said.append(
-            f"After the last epoch it stands at {fastest.last_acc:.2f} %, {difference(fastest, first)}."
+            f"After the last epoch {fastest.method} stands at {fastest.last_acc:.2f} %, "
+            f"{difference(fastest, first)}."
         )
     if best not in (fastest, first):
         said.append(
@@ -78,7 +80,7 @@ def difference(row: Row, first: Row) -> str:
     said = f"{abs(points):.2f} points {direction} {first.method}" if points else f"the same as {first.method}"
     margin = noise(row, first)
     if margin is None:
-        return f"{said} (one seed each: no saying what of it is noise)"
+        return f"{said} (too few seeds to say what of it is noise)"
     if abs(points) <= margin:
         return f"{said}, which is within the noise (±{margin:.2f} at 95 %)"
     return f"{said}, which is more than noise (±{margin:.2f} at 95 %)"
@@ -87,13 +89,14 @@ def difference(row: Row, first: Row) -> str:
 def noise(a: Row, b: Row) -> float | None:
     """Return half of Welch's 95 % interval of the difference of two rows' last accuracies, in points.
 
-    None where a row has one seed. Welch 1947; the degrees of freedom after Satterthwaite 1946, rounded down.
+    None where a row has one seed, or all seeds of both came out the same, which says nothing of the next one.
+    Welch 1947; the degrees of freedom after Satterthwaite 1946, rounded down.
     """
     if a.last_dev is None or b.last_dev is None:
         return None
     va, vb = a.last_dev**2 / a.finished, b.last_dev**2 / b.finished
     if va + vb == 0:
-        return 0.0
+        return None
     freedom = int((va + vb) ** 2 / (va**2 / (a.finished - 1) + vb**2 / (b.finished - 1)) + 1e-9)
     beyond = next((t for n, t in reversed(T95_BEYOND) if freedom >= n), T95[-1])
     return sqrt(va + vb) * (T95[freedom - 1] if freedom <= len(T95) else beyond)

@@ -27,7 +27,7 @@ def test_faster_and_within_the_noise():
     first, fast = runs("layer_dist", 20, 0.90, 0.91, 0.92), runs("fbp", 10, 0.90, 0.905, 0.91)
     assert said(first, fast) == (
         "vgg16 on cifar10: fbp was the fastest, 2.00 times as fast as layer_dist (10s against 20s an epoch "
-        "of training). After the last epoch it stands at 90.50 %, 0.50 points below layer_dist, which is "
+        "of training). After the last epoch fbp stands at 90.50 %, 0.50 points below layer_dist, which is "
         "within the noise (±2.78 at 95 %)."
     )
 
@@ -41,19 +41,41 @@ def test_faster_and_worse_and_another_is_better():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "text"),
     [
-        (20.0, "no method was faster than layer_dist."),
-        (19.5, "no method was faster than layer_dist by more than five percent."),
+        (20.0, "vgg16 on cifar10: no method was faster than layer_dist."),
+        (
+            19.5,
+            "vgg16 on cifar10: no method was faster than layer_dist by more than five percent; the fastest "
+            "was fbp. After the last epoch fbp stands at 85.00 %, 5.00 points below layer_dist (too few "
+            "seeds to say what of it is noise).",
+        ),
     ],
 )
-def test_a_tie_is_called_one(seconds, words):
-    assert words in said(runs("layer_dist", 20, 0.9), runs("fbp", seconds, 0.9))
+def test_a_tie_is_called_one_and_whose_accuracy_it_is_is_said(seconds, text):
+    assert said(runs("layer_dist", 20, 0.9), runs("fbp", seconds, 0.85)) == text
 
 
-def test_one_seed_says_nothing_of_noise():
-    text = said(runs("layer_dist", 20, 0.9), runs("fbp", 10, 0.8))
-    assert "10.00 points below layer_dist (one seed each: no saying what of it is noise)." in text
+@pytest.mark.parametrize("accuracies", [[0.8], [0.8, 0.8]])
+@pytest.mark.parametrize("others", [[0.9], [0.9, 0.9], [0.9, 0.9, 0.9]])
+def test_one_seed_or_equal_ones_say_nothing_of_noise(others, accuracies):
+    text = said(runs("layer_dist", 20, *others), runs("fbp", 10, *accuracies))
+    assert "10.00 points below layer_dist (too few seeds to say what of it is noise)." in text
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_failed_method_is_of_the_same_model_where_only_an_override_names_it(failed):
+    groups = [runs(method, 10, 0.9) for method in ("layer_dist", "gpipe", "fbp")]
+    groups[failed] = [outcome(groups[failed][0].spec.method.name, 0)]
+    for group in groups:
+        group[0] = replace(group[0], spec=replace(group[0].spec, model=None))
+    assert (
+        said(*groups)
+        == (
+            "vgg16 on cifar10: no run of layer_dist finished, so there is nothing to measure the others by.",
+            "vgg16 on cifar10: no method was faster than layer_dist.",
+        )[failed]
+    )
 
 
 def test_who_sent_the_least_is_named():
@@ -85,5 +107,5 @@ def test_welch_s_interval():
     assert noise(row(1.0, 3), row(1.0, 3)) == pytest.approx(2.78 * (2 / 3) ** 0.5)
     assert noise(row(1.0, 30), row(1.0, 30)) == pytest.approx(2.04 * (2 / 30) ** 0.5)
     assert noise(row(1.0, 2), row(0.0, 5)) == pytest.approx(12.71 * 0.5**0.5)
-    assert noise(row(0.0, 3), row(0.0, 3)) == 0
+    assert noise(row(0.0, 3), row(0.0, 3)) is None
     assert noise(row(None, 1), row(1.0, 3)) is None
