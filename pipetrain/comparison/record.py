@@ -1,8 +1,8 @@
 """Somebody else's figures for the same methods, and the table that has them beside ours.
 
 A record is shown as it was reported, with what is known to be wrong with it in footnotes. Absolute times
-are of other machines, so what is to be compared is the ratio: a speed-up is over the first row of the same
-side.
+are of other machines, so what is to be compared is the ratio, to the same method on both sides: a speed-up of
+ours is over our first row of the model, one of the record's over what it has beside that row.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from pipetrain.errors import ConfigError
 PRINTED = ("method", "dataset", "model", "device", "lr", "batch_size", "data_worker", "buffer_size")
 NUMBERS = ("epoch", "acc", "eachtime")
 OURS = ("model", "method", "acc", "last_acc", "eachtime", "speedup")
-THEIRS = ("method", "model", "device", "epoch", "acc", "eachtime", "speedup", "notes")
+AS_PRINTED = ("method", "model", "device", "data_worker", "buffer_size")
+THEIRS = (*AS_PRINTED, "epoch", "acc", "eachtime", "speedup", "notes")
 TEXT = ("method", "model", "device", "notes")
+LEGEND = (
+    "A dash: not reported, or no time to measure by. speedup: over our first row of the model; the record's "
+    "over what it has beside that row."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +96,14 @@ def pairs(rows: Sequence[Row], record: Record) -> list[Pair]:
     found = []
     for row in rows:
         theirs = [one for one in record.rows if one.beside == (row.model, row.method)]
-        found += [Pair(row, one, _speedup(one, record)) for one in theirs] or [Pair(row, None, None)]
+        first = next(one for one in rows if one.model == row.model)
+        base = next((one for one in record.rows if one.beside == (first.model, first.method)), None)
+        found += [Pair(row, one, _speedup(one, base)) for one in theirs] or [Pair(row, None, None)]
     return found
 
 
-def _speedup(row: RecordRow, record: Record) -> float | None:
-    """Compare with the record's first row of the model, where both have a time."""
-    first = next(one for one in record.rows if one.beside[0] == row.beside[0])
-    return first.eachtime / row.eachtime if first.eachtime and row.eachtime else None
+def _speedup(row: RecordRow, base: RecordRow | None) -> float | None:
+    return base.eachtime / row.eachtime if base and base.eachtime and row.eachtime else None
 
 
 def cells(found: Sequence[Pair]) -> list[list[str]]:
@@ -121,7 +126,7 @@ def _theirs(pair: Pair) -> list[str]:
     if row is None:
         return ["-"] * (len(THEIRS) - 1) + [""]
     return [
-        *(row.printed.get(key, "-") for key in ("method", "model", "device")),
+        *(row.printed.get(key, "-") for key in AS_PRINTED),
         dash(row.epoch, "{:.0f}"),
         dash(row.acc, "{:.2f}"),
         dash(row.eachtime, duration),
@@ -155,7 +160,7 @@ def markdown(rows: Sequence[Row], record: Record) -> str:
         return ""
     head = [*OURS, *(f"record: {name}" for name in THEIRS)]
     table = aligned([head, *cells(found)], [name not in TEXT for name in (*OURS, *THEIRS)])
-    lines = [f"Beside the record: {record.source}. A dash: not reported. speedup: over its own first row."]
+    lines = [f"Beside the record: {record.source}. {LEGEND}"]
     lines += remarks(found)
     lines += [f"[{number}] {fault}" for number, fault in notes(found, record)]
     return f"{table}\n" + "\n".join(lines) + "\n"

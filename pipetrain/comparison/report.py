@@ -138,9 +138,8 @@ def _beside(rows: Sequence[Row], asked: Request) -> str:
     return section(
         "Beside the record",
         grid("Our figures beside the record's", [*ours, *theirs], blocks, record.TEXT, over)
-        + f'<div class="small">The record: {escape(reported.source)}. A dash: not reported. speedup: over '
-        "the first row of the model on the same side. Its times are of other machines; what is known to be "
-        f"wrong with it: <ol>{notes}</ol></div>"
+        + f'<div class="small">The record: {escape(reported.source)}. {escape(record.LEGEND)} Its times '
+        f"are of other machines; what is known to be wrong with it: <ol>{notes}</ol></div>"
         + "".join(f'<p class="small">{escape(remark)}</p>' for remark in record.remarks(found)),
     )
 
