@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import hydra
@@ -20,11 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.config import conf_dir
 from pipetrain.errors import ConfigError
-
-# Each may be a plain value or a mapping. Hydra lets a mapping's key replace a plain value only with a plus.
-_EITHER = re.compile(r"(partition\.profile|trace\.windows)=")
-# A choice from one group for each of two places, which Hydra spells GROUP@PLACE=NAME.
-_CODEC = re.compile(r"^([+~]*)(codec\.(?:forward|backward)=)")
+from pipetrain.overrides import as_hydra as as_hydra
 
 
 def compose(name: str, task: Callable[[DictConfig], None]) -> int:
@@ -54,11 +50,6 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
             raise failed[0] from None
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     return 0
-
-
-def as_hydra(words: Sequence[str]) -> list[str]:
-    """Return a command line's words as Hydra wants them."""
-    return [_CODEC.sub(r"\1codec@\2", "+" * bool(_EITHER.match(word)) + word) for word in words]
 
 
 def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:

@@ -2,7 +2,8 @@
 
 A method's own configuration says its schedule, microbatches and ranks, so this needs no run: it shows what
 was meant also where nothing finished. Where the schedule decides while it runs, it is played at the same
-unit costs, as an example. What cannot be drawn is left out: the report has to come out all the same.
+unit costs, as an example. What cannot be drawn is left out here, and named in the report, which has to come
+out all the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hydra.utils import instantiate
 
 from pipetrain.comparison.request import conf_dir
 from pipetrain.comparison.runs import Spec
+from pipetrain.overrides import as_hydra
 from pipetrain.schedule.draw import as_figure
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import simulate
@@ -63,7 +65,7 @@ def timelines(specs: Sequence[Spec]) -> list[Timeline]:
 def _played(spec: Spec) -> tuple[tuple[Any, ...], Any]:
     """Return what makes the drawing what it is, and the simulation to draw."""
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        cfg = compose("config", overrides=spec.arguments)
+        cfg = compose("config", overrides=as_hydra(spec.arguments))
     m, bound = int(cfg.microbatches), int(cfg.buffer_size)
     batches = max(2, -(-MICROBATCHES // m))
     program = lower(instantiate(cfg.schedule)(spec.nproc, batches, m))
