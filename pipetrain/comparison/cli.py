@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None, command: Command = torchrun) ->
     try:
         options, asked = request.read(arguments)
         with interruptible():
-            return compare(asked, options.fresh, command, shlex.join(arguments))
+            typed = shlex.join(word for word in arguments if word != "--fresh")
+            return compare(asked, options.fresh, command, typed)
     except ConfigError as error:
         print(f"compare: {error}", file=sys.stderr)
         return REFUSED
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None, command: Command = torchrun) ->
 def compare(asked: Request, fresh: bool, command: Command, typed: str) -> int:
     """Make the runs that are not done, and write the tables, plots and report of all. Return the exit status.
 
-    `typed`: the arguments, to be shown to who wants to make it again.
+    `typed`: the arguments, to be shown to who wants to make it again; without `--fresh`, which would remove
+    what is there.
     """
     runs, specs, out = Runs(asked.out, command), asked.specs, asked.out
     with runs.claimed() as lock:

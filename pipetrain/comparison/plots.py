@@ -20,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from pipetrain.comparison.runs import Outcome
+from pipetrain.comparison.runs import Outcome, columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,8 +100,8 @@ def _accuracy(panels: dict[str, list[Group]], styles: dict[str, Style], key: str
         lowest, highest = 100.0, 0.0
         for below, group in zip(reversed(range(len(groups))), groups, strict=True):
             halo = below if key == "epoch" else 0
-            curves = np.array([outcome.curves["val_acc"] for outcome in group.outcomes]) * 100
-            x = np.array([outcome.curves[key] for outcome in group.outcomes]).mean(axis=0)
+            curves = np.array(columns(group.outcomes, "val_acc")) * 100
+            x = np.array(columns(group.outcomes, key)).mean(axis=0)
             style = styles[group.method]
             one.fill_between(x, curves.min(axis=0), curves.max(axis=0), color=style.colour, alpha=0.16, lw=0)
             mean = curves.mean(axis=0)

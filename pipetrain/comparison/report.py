@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from string import Template
 
 from pipetrain.comparison import charts, record, sections, table
 from pipetrain.comparison.request import Request
-from pipetrain.comparison.runs import Outcome, Runs
+from pipetrain.comparison.runs import Outcome, Runs, columns
 from pipetrain.comparison.sections import card, grid, section
 from pipetrain.comparison.table import Row, mean
 from pipetrain.comparison.text import duration, size
@@ -191,14 +192,14 @@ def _charts(where: str, groups: dict[str, list[Outcome]], styles: dict[str, int]
 
 
 def _curve(name: str, style: int, outcomes: Sequence[Outcome], key: str) -> charts.Curve:
-    """Join a method's seeds. Where one has fewer epochs than another, up to there."""
-    length = min(len(outcome.curves["val_acc"]) for outcome in outcomes)
-    by_epoch = [[100 * o.curves["val_acc"][i] for o in outcomes] for i in range(length)]
+    """Join a method's seeds."""
+    percent = [[100 * value for value in column] for column in columns(outcomes, "val_acc")]
+    by_epoch = list(zip(*percent, strict=True))
     return charts.Curve(
         name,
         style,
-        [sum(o.curves[key][i] for o in outcomes) / len(outcomes) for i in range(length)],
-        [sum(values) / len(values) for values in by_epoch],
+        [fmean(values) for values in zip(*columns(outcomes, key), strict=True)],
+        [fmean(values) for values in by_epoch],
         [min(values) for values in by_epoch],
         [max(values) for values in by_epoch],
     )
@@ -228,6 +229,8 @@ def _bytes(groups: dict[str, list[Outcome]], styles: dict[str, int]) -> list[cha
 
 def _timelines(asked: Request) -> str:
     drawn = timelines(asked.specs)
+    there = {name for one in drawn for name in one.methods}
+    missing = [name for name in _styles(asked) if name not in there]
     figures = "".join(
         card(
             f"<figure><h3>{escape(', '.join(one.methods))}</h3>"
@@ -238,4 +241,5 @@ def _timelines(asked: Request) -> str:
     )
     what = "A short window on paper, a forward as the unit of time, a backward twice that, messages free."
     what += " Of a schedule that decides while it runs, an example."
-    return section("Timelines", f'<p class="small">{what}</p>{figures}') if drawn else ""
+    what += f" Not drawn: {', '.join(missing)}." if missing else ""
+    return section("Timelines", f'<p class="small">{escape(what)}</p>{figures}')

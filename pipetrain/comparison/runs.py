@@ -95,6 +95,15 @@ class Outcome:
         return str(self.summary["model"]) if self.summary else self.spec.model or ""
 
 
+def columns(outcomes: Sequence[Outcome], key: str) -> list[list[float]]:
+    """Return a column of metrics.csv of each run, up to the last epoch that all of them have.
+
+    They differ where the recipe that says how many there are was changed between two runs.
+    """
+    epochs = min(len(outcome.curves[key]) for outcome in outcomes)
+    return [outcome.curves[key][:epochs] for outcome in outcomes]
+
+
 Command = Callable[[Spec, Path], list[str]]
 
 
@@ -229,6 +238,8 @@ def read_records(folder: Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
         missing = [key for key in NEEDED if key not in summary]
         with (folder / "metrics.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
+        if not rows:
+            raise ValueError("no epoch")
         curves = {key: [float(row[key]) for row in rows] for key in CURVES}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"it left no whole summary.json and metrics.csv: {error}") from error

@@ -128,6 +128,13 @@ def test_fresh_starts_over_and_removes_only_what_it_made(out, capsys):
     assert (out / "runs" / "layer_dist-seed0" / "summary.json").exists()
 
 
+def test_the_command_that_makes_it_again_removes_nothing(out, monkeypatch):
+    shown = []
+    monkeypatch.setattr(cli.report, "write", lambda *given: shown.append(given[-1]))
+    assert compare("--fresh", "--schedules", "gpipe", "--out", str(out), "--fresh", "data=digits") == 0
+    assert shown == [f"--schedules gpipe --out {out} data=digits"]
+
+
 def test_a_folder_of_another_origin_is_left_alone(out, capsys):
     foreign = out / "runs" / "gpipe-seed0" / "thesis.tex"
     foreign.parent.mkdir(parents=True)

@@ -21,6 +21,7 @@ def outcome(schedule: str, seed: int, accuracies: list[float], model: str = "vgg
 CASES = {
     "many seeds": [outcome(s, k, [0.3, 0.9, 0.97 - k / 100]) for s in ("gpipe", "1f1b") for k in range(3)],
     "one epoch": [outcome("gpipe", 0, [0.1])],
+    "other epochs": [outcome("gpipe", 0, [0.3, 0.9, 0.97]), outcome("gpipe", 1, [0.3, 0.8])],
     "all right and all wrong": [outcome("gpipe", 0, [0.0, 1.0, 1.0]), outcome("1f1b", 0, [1.0, 1.0, 1.0])],
     "two models": [outcome("gpipe", 0, [0.5, 0.6], model) for model in ("vgg16", "resnet18")],
     "odd names": [outcome(name, 0, [0.5, 0.6]) for name in (r"$\frac$", "50 % & <b>", "a$")],

@@ -15,7 +15,7 @@ import pytest
 from pipetrain.comparison import charts, plots, report
 from pipetrain.comparison.timelines import timelines
 from tests.comparison import browser
-from tests.comparison.support import compare
+from tests.comparison.support import asked, compare
 from tests.comparison.test_experiment import specs
 
 EVIL = "<script>alert(1)</script> & $x$ \"'"
@@ -35,7 +35,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 "odd",
                 0,
                 {},
-                ["--method", f"{EVIL}: schedule=gpipe", "--method", f"{LONG}: schedule=pipedream"],
+                [
+                    *("--method", f"{EVIL}: schedule=gpipe", "--method", f"{LONG}: schedule=pipedream"),
+                    *("--method", "sixteen & none: schedule=gpipe no.such=16"),
+                ],
             ),
             ("failed", 1, {"gpipe": "fail"}, ["--schedules", "gpipe"]),
         ]:
@@ -149,8 +152,31 @@ def test_methods_of_one_schedule_share_a_timeline():
     assert "bubble 50.0%" in drawn[0].svg
 
 
+@pytest.mark.parametrize(
+    "words", ["codec.backward=topk codec.backward.fraction=0.05", "trace.windows=2", "partition.profile=x"]
+)
+def test_overrides_are_read_as_the_command_line_reads_them(words):
+    (drawn,) = timelines(asked("--method", f"mine: schedule=gpipe {words}"))
+    assert drawn.methods == ("mine",)
+
+
 def test_what_cannot_be_drawn_is_left_out():
     assert timelines(specs("--method", "odd: schedule=gpipe no.such=1")) == []
+
+
+def test_what_is_not_drawn_is_named(pages):
+    assert "Not drawn" not in pages["whole"].read_text()
+    assert "Not drawn: sixteen &amp; none." in pages["odd"].read_text()
+
+
+def test_runs_of_other_epochs_are_drawn_as_far_as_all_have_come(tmp_path):
+    words = ["--schedules", "gpipe", "--out", str(tmp_path)]
+    assert compare(*words, "--seeds", "0", "1") == 0
+    metrics = tmp_path / "runs" / "gpipe-seed0" / "metrics.csv"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    (tmp_path / report.FILE).unlink()
+    assert compare(*words, "--seeds", "0", "1") == 0
+    assert (tmp_path / report.FILE).read_text().count('class="chart"') == 2
 
 
 @pytest.mark.parametrize(
