@@ -43,8 +43,11 @@ def run(page: Path, *options: str) -> Said:
     fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
     fixed += ["--enable-logging=stderr", "--v=0", f"--user-data-dir={profile}", "--virtual-time-budget=2000"]
     done = subprocess.run(
-        [FOUND, *fixed, *options, page.as_uri()], capture_output=True, text=True, timeout=60, check=True
+        [FOUND, *fixed, *options, page.as_uri()], capture_output=True, text=True, timeout=60, check=False
     )
+    if not profile.is_dir():
+        pytest.skip(f"{FOUND} wrote nothing to {page.parent}: as a snap, it has a /tmp of its own")
+    done.check_returncode()
     return Said(done.stdout, re.findall(r".*CONSOLE.*", done.stderr))
 
 
