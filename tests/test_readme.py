@@ -161,6 +161,11 @@ def test_every_script_that_it_names_is_there(script):
     assert (ROOT / script).is_file()
 
 
+def test_the_annotated_tree_names_every_script():
+    names = sorted({path.name for path in (ROOT / "scripts").glob("*.*")} - {"environment.sh"})
+    assert f"scripts/          {', '.join(names)}\n" in readme()
+
+
 def test_the_annotated_tree_names_what_there_is():
     for name in re.findall(r"^  (\w+\.py|\w+/)\s", readme().split("## The house")[1], re.MULTILINE):
         assert (ROOT / "pipetrain" / name).exists(), name
