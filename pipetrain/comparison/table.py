@@ -44,7 +44,7 @@ COLUMNS: tuple[str, ...] = (
 COLUMNS += ("speedup",)
 TEXT = ("method", "dataset", "model", "device")
 # What should be alike in all runs of a model: keys of summary.json, and of what a run was made on, in words.
-FAIR: tuple[str, ...] = ("data", "device", "lr", "batch_size", "data_workers", "epochs", "updates")
+FAIR: tuple[str, ...] = ("model", "data", "device", "lr", "batch_size", "data_workers", "epochs", "updates")
 FAIR += ("threads", "precision", "memory_format")
 MADE = {"machine": "machine", "torch": "torch version", "pipetrain": "pipetrain revision"}
 

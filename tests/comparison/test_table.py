@@ -88,8 +88,9 @@ def test_nothing_is_faster_than_a_first_row_that_failed():
 
 def test_unlike_conditions_are_said(tmp_path):
     a = outcome("layer_dist", 0, **DONE)
-    b = outcome("gpipe", 0, **DONE, data="digits", lr=0.1)
+    b = outcome("gpipe", 0, **DONE, model="mlp", data="digits", lr=0.1)
     text = write(tmp_path, [a, b])
+    assert "Not alike in all runs: model (vgg16: vgg16; mlp).\n" in text
     assert "Not alike in all runs: data (vgg16: cifar10; digits).\n" in text
     assert "Not alike in all runs: lr (vgg16: 0.01; 0.1).\n" in text
     assert "n = 1 seed (0)." in text
