@@ -12,9 +12,10 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from pipetrain.boundary import TensorSpec
-from pipetrain.cli import as_hydra, compose, contained
+from pipetrain.cli import compose, contained
 from pipetrain.config import conf_dir, read_settings
 from pipetrain.errors import ConfigError
+from pipetrain.overrides import as_hydra
 from pipetrain.runtime.codec import Codecs, Half, TopKInt8
 from tests.support.cases import config
 
