@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.config import conf_dir
 from pipetrain.errors import ConfigError
-from pipetrain.overrides import as_hydra as as_hydra
+from pipetrain.overrides import as_hydra
 
 
 def compose(name: str, task: Callable[[DictConfig], None]) -> int:

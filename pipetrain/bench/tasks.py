@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.boundary import named_layers
-from pipetrain.cli import as_hydra
 from pipetrain.config import conf_dir, make_model, make_optimizer, make_schedule, read_settings
 from pipetrain.data import IMAGE
+from pipetrain.overrides import as_hydra
 from pipetrain.partition.profile import Profile
 from pipetrain.runtime.weights import OptimizerFactory
 
