@@ -40,7 +40,7 @@ def _of_model(rows: Sequence[Row]) -> str:
     if len(done) == 1:
         return f"{where}: only {first.method} finished; there is nothing to compare it with."
     fastest = min(done, key=lambda row: row.eachtime or 0.0)
-    return " ".join([_speed(where, first, fastest), *_accuracy(first, fastest, done), *_bytes(first, done)])
+    return " ".join([_speed(where, first, fastest), *_accuracy(first, fastest, done), *_bytes(first, fastest, done)])
 
 
 def _speed(where: str, first: Row, fastest: Row) -> str:
@@ -102,8 +102,12 @@ def noise(a: Row, b: Row) -> float | None:
     return sqrt(va + vb) * (T95[freedom - 1] if freedom <= len(T95) else beyond)
 
 
-def _bytes(first: Row, done: Sequence[Row]) -> list[str]:
+def _bytes(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
+    """Say which sent the least, and what that costs where it is not said yet."""
     least = min(done, key=lambda row: row.bytes_ratio if row.bytes_ratio is not None else 1.0)
     if least.bytes_ratio is None or least.bytes_ratio > 1 - TIE:
         return []
-    return [f"{least.method} sent the least: {least.bytes_ratio:.1%} of the bytes of {first.method}."]
+    said = [f"{least.method} sent the least: {least.bytes_ratio:.1%} of the bytes of {first.method}."]
+    if least not in (first, fastest):
+        said.append(f"It ends at {least.last_acc:.2f} %, {difference(least, first)}.")
+    return said

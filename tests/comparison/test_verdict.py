@@ -84,6 +84,13 @@ def test_who_sent_the_least_is_named():
     assert "fbp + int8 sent the least: 25.0% of the bytes of layer_dist." in text
 
 
+def test_and_what_that_costs():
+    first = runs("layer_dist", 20, 0.9, 0.91, bytes_per_epoch=4e8)
+    fastest = runs("fbp", 10, 0.9, 0.91, bytes_per_epoch=4e8)
+    text = said(first, fastest, runs("fbp + topk", 11, 0.6, 0.61, bytes_per_epoch=1e8))
+    assert "layer_dist. It ends at 60.50 %, 30.00 points below layer_dist, which is more than noise" in text
+
+
 def test_what_is_missing_is_said():
     failed = [outcome("layer_dist", 0)]
     assert "vgg16: no run finished." in said(failed)
