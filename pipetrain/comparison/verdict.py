@@ -40,7 +40,9 @@ def _of_model(rows: Sequence[Row]) -> str:
     if len(done) == 1:
         return f"{where}: only {first.method} finished; there is nothing to compare it with."
     fastest = min(done, key=lambda row: row.eachtime or 0.0)
-    return " ".join([_speed(where, first, fastest), *_accuracy(first, fastest, done), *_bytes(first, fastest, done)])
+    return " ".join(
+        [_speed(where, first, fastest), *_accuracy(first, fastest, done), *_bytes(first, fastest, done)]
+    )
 
 
 def _speed(where: str, first: Row, fastest: Row) -> str:
