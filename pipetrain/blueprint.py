@@ -6,7 +6,7 @@ here: programs are lowered, checked and simulated at the buffer size that the ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from pipetrain.partition.balance import GIB, STRATEGIES, balance_times, choose_c
 from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.profile import PROFILE, Profile, refuse_other_layers
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor
+from pipetrain.places import places
 from pipetrain.runtime.order import Decided, Listed, Order
 from pipetrain.schedule.actions import Program, Schedule, ScheduleError, placement
 from pipetrain.schedule.check import check
@@ -86,13 +87,12 @@ class Plan:
         return slice(ends[stage], ends[stage + 1])
 
     def copies_input(self, stage: int) -> bool:
-        """Whether a stage's layers work in place on what enters it, maybe behind layers that hand it on."""
-        for layer in self.layers[self.slice(stage)]:
-            if layer.writes_input:
-                return True
-            if not layer.hands_through:
-                return False
-        return False
+        """Whether a stage's layers work in place on what enters it."""
+        return _writes_input(self.layers[self.slice(stage)])
+
+    def copies_output(self, stage: int) -> bool:
+        """Whether what leaves a stage may change before it is sent."""
+        return _keeps_output(self.layers[self.slice(stage)])
 
     def wire_bytes(self, stage: int, size: int) -> tuple[int, int]:
         """Return the bytes on the wire over the cut before a stage, forward and back, of `size` samples."""
@@ -153,8 +153,7 @@ def make_plan(
         cuts, costs, prediction = _cut_by_times(settings, model, layers[full], profile, pipeline)
     else:
         cuts = choose_cuts(settings.partition, layers[full], len(where))
-    _refuse_sharing(model, cuts)
-    _refuse_complex(layers[full], cuts)
+    _refuse_cuts(model, layers[full], cuts)
     _refuse_output(layers[full], full, classes)
     evaluated = _estimates(numerics, model, mode, example, set(samples.evaluation), train=False)
     program = lower(forward_only(where, len(samples.evaluation)))
@@ -218,8 +217,7 @@ def _cut_by_times(
 
 def _can_cut(model: nn.Sequential, layers: Sequence[Layer], cut: int) -> bool:
     try:
-        _refuse_sharing(model, [cut])
-        _refuse_complex(layers, [cut])
+        _refuse_cuts(model, layers, [cut])
     except ConfigError:
         return False
     return True
@@ -303,31 +301,61 @@ def _entries(
     numerics: Numerics, example: Sequence[int], layers: Mapping[int, list[Layer]], cuts: Sequence[int]
 ) -> dict[int, list[Boundary]]:
     return {
-        size: [Boundary((_input(numerics, example, size),)), *(estimated[cut - 1].output for cut in cuts)]
+        size: [
+            Boundary((_input(numerics, example, size),), needs_grad=(False,)),
+            *(estimated[cut - 1].output for cut in cuts),
+        ]
         for size, estimated in layers.items()
     }
 
 
-def _refuse_complex(layers: Sequence[Layer], cuts: Sequence[int]) -> None:
+def _writes_input(layers: Sequence[Layer]) -> bool:
+    """Whether layers work in place on what enters them."""
+    return _reached(layers, lambda layer: layer.writes_input)
+
+
+def _keeps_output(layers: Sequence[Layer]) -> bool:
+    """Whether layers keep what leaves them."""
+    return _reached(reversed(layers), lambda layer: layer.keeps_output)
+
+
+def _reached(layers: Iterable[Layer], wanted: Callable[[Layer], bool]) -> bool:
+    """Whether there is a layer that is `wanted`, maybe behind some that only hand through."""
+    for layer in layers:
+        if wanted(layer):
+            return True
+        if not layer.hands_through:
+            return False
+    return False
+
+
+def _refuse_cuts(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
+    """Refuse a cut over which layers would not do as they do in one process. Raises ConfigError."""
     for cut in cuts:
-        output = layers[cut - 1].output
+        output, where = layers[cut - 1].output, f"layer {cut - 1} ({layers[cut - 1].name})"
+        elsewhere = f"choose a partition that does not cut before layer {cut}"
         if any(spec.dtype.is_complex for spec in output.specs):
             raise ConfigError(
-                f"layer {cut - 1} ({layers[cut - 1].name}) returns {output}, and complex tensors cannot "
-                f"cross a cut; choose a partition that does not cut before layer {cut}"
+                f"{where} returns {output}, and complex tensors cannot cross a cut; {elsewhere}"
             )
+        if _writes_input(layers[cut:]) and _keeps_output(layers[:cut]):
+            raise ConfigError(f"what {where} returns and keeps is written into behind it; {elsewhere}")
+    _refuse_sharing(model, layers, cuts)
 
 
-def _refuse_sharing(model: nn.Sequential, cuts: Sequence[int]) -> None:
-    """Refuse a parameter or a buffer that stands in two stages: each would have a copy of its own."""
-    owner: dict[int, int] = {}
+def _refuse_sharing(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
+    """Refuse a parameter or a buffer that two stages use: each would have a copy of its own."""
+    registered = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    user: dict[str, int] = {}
     for index, (name, layer) in enumerate(named_layers(model)):
         stage = sum(cut <= index for cut in cuts)
-        for key, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
-            if owner.setdefault(id(tensor), stage) != stage:
+        used = [(place.name, registered.get(id(place.tensor), "")) for place in places(layer)]
+        used += [(tensor, tensor) for tensor in layers[index].borrows]
+        for said, tensor in used:
+            if tensor and user.setdefault(tensor, stage) != stage:
                 raise ConfigError(
-                    f"layer {index} ({name}) of stage {stage} shares its {key} with stage "
-                    f"{owner[id(tensor)]}; choose a partition that keeps both layers in one stage"
+                    f"layer {index} ({name}) of stage {stage} shares its {said} with stage {user[tensor]}; "
+                    f"choose a partition that keeps both layers in one stage"
                 )
 
 

@@ -35,15 +35,21 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The tensors between two layers for one microbatch size. `single`: a bare tensor, not a tuple of one."""
+    """The tensors between two layers for one microbatch size. `single`: a bare tensor, not a tuple of one.
+
+    `needs_grad`: those whose gradient one process would need, because it reaches weights before them from the
+    loss behind them; None where that is not known, which stands for every floating-point tensor.
+    """
 
     specs: tuple[TensorSpec, ...]
     single: bool = True
+    needs_grad: tuple[bool, ...] | None = None
 
     @property
     def gradients(self) -> tuple[TensorSpec, ...]:
-        """Return the tensors that come back in the backward: one for each floating-point tensor."""
-        return tuple(spec for spec in self.specs if spec.dtype.is_floating_point)
+        """Return the tensors that come back in the backward."""
+        needs = self.needs_grad or [spec.dtype.is_floating_point for spec in self.specs]
+        return tuple(spec for spec, need in zip(self.specs, needs, strict=True) if need)
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +76,11 @@ def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"a layer must return a tensor or a tuple of tensors, not {type(value).__name__}")
     return tensors
+
+
+def differentiable(tensor: Tensor) -> bool:
+    """Whether a tensor can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def describe(value: Value) -> Boundary:

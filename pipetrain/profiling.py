@@ -132,8 +132,7 @@ def _layers(cfg: DictConfig, draft: Plan, device: torch.device) -> list[LayerTim
         with torch.random.fork_rng([device] if cuda else []):
             model = make_model(cfg, settings.seed, settings.dtype).to(device)
             x = torch.randn(size, *IMAGE, dtype=settings.dtype, device=device)
-            writes = [layer.writes_input for layer in draft.layers]
-            return measure_layers(model, x, writes, make_optimizer(cfg), draft.numerics)
+            return measure_layers(model, x, draft.layers, make_optimizer(cfg), draft.numerics)
     except (ConfigError, RuntimeError) as error:  # a layer's, or no memory for the model
         return " ".join(str(error).split())
     finally:

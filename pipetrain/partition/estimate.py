@@ -1,25 +1,34 @@
-"""What each layer costs and returns, worked out without computing.
+"""What each layer costs, returns and has a gradient for, worked out without computing.
 
 The layers run once under FakeTensorMode, on tensors that have a shape and no data: a pass that computes
-would update BatchNorm's running statistics, and the meta device gets dtypes wrong under autocast.
+would update BatchNorm's running statistics, and the meta device gets dtypes wrong under autocast. Only a
+layer that reads numbers (`if torch.rand(()) < p`) has to be run for real, on copies of its tensors.
+
+A training model is differentiated in the same way, layer by layer from the last to the first, which tells for
+each tensor between two layers whether one process would need its gradient.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.boundary import Boundary, TensorSpec, Value, as_tuple, describe, named_layers
 from pipetrain.errors import ConfigError
 from pipetrain.numerics import Numerics
+from pipetrain.places import places, standing_in
+
+MOST_REAL = 2**30  # bytes of input that a layer is run on for real
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +39,12 @@ class Layer:
     params: int  # elements, each shared parameter once
     flops: int  # of one forward, plus one per output element
     output: Boundary
-    writes_input: bool  # it works in place on what it is given
-    hands_through: bool  # what it returns shares memory with what it is given
+    writes_input: bool = False  # it works in place on what it is given
+    hands_through: bool = False  # what it returns shares memory with what it is given
+    keeps_output: bool = (
+        False  # what it returns may change later: the layer keeps it too, or returns it twice
+    )
+    borrows: tuple[str, ...] = ()  # tensors of other layers that it uses without having them registered
 
 
 def estimate(
@@ -42,50 +55,187 @@ def estimate(
 ) -> list[Layer]:
     """Estimate every layer of `model` for one microbatch of the shape and dtype of `example`.
 
-    A layer may keep a tensor of the pass for itself, so give a model that will not train, and the same `mode`
-    for all its passes. Raises ConfigError with the layer's name where a layer cannot take what the one before
-    it returns.
+    Where the model is in training mode, the boundaries say which gradients are needed. Raises ConfigError
+    with the layer's name where a layer cannot take what the one before it returns, or trains weights that
+    nobody would see.
     """
-    layers: list[Layer] = []
     numerics = numerics or Numerics(example.dtype)
-    with mode or FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    registered = {_storage(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    passes: list[_Pass] = []
+    with _quiet():
         try:
-            value: Value = torch.empty(example.shape, dtype=example.dtype)
+            with mode:
+                value: Value = torch.empty(example.shape, dtype=example.dtype)
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"a microbatch of {example} cannot be: {_line(error)}") from error
-        for name, module in named_layers(model):
+        for index, (name, module) in enumerate(named_layers(model)):
+            made = _Pass(name, module, value, numerics, mode, registered, model.training)
             try:
-                value, layer = _pass(name, module, value, mode, numerics)
+                made.forward()
             except Exception as error:
                 raise ConfigError(
-                    f"layer {len(layers)} ({name}) of the model cannot take {describe(value)}: {_line(error)}"
+                    f"layer {index} ({name}) of the model cannot take {describe(value)}: {_line(error)}"
                 ) from error
-            layers.append(layer)
-    return layers
+            if made.outside:
+                raise ConfigError(
+                    f"layer {index} ({name}) of the model uses {made.outside}, which is not registered in it "
+                    f"and would not be trained as in one process; make it an attribute of the layer"
+                )
+            value = made.handed_on(mode)
+            passes.append(made)
+        return _with_gradients(passes) if model.training else [made.layer for made in passes]
 
 
-def _pass(
-    name: str, module: nn.Module, value: Value, mode: FakeTensorMode, numerics: Numerics
-) -> tuple[Value, Layer]:
-    fake = {key: numerics.arrange(mode.from_tensor(p)) for key, p in module.named_parameters()}
-    fake |= {key: mode.from_tensor(buffer) for key, buffer in module.named_buffers()}
-    # Not leaves: an in-place operation on them is allowed, and seen as a new version. In the order that they
-    # have where they come over a cut.
-    inputs = tuple(numerics.arrange(t.detach()) for t in as_tuple(value))
-    before = [t._version for t in inputs]
-    with torch.no_grad(), numerics.context("cpu"), FlopCounterMode(display=False) as counter:
-        result = functional_call(module, fake, (inputs[0] if isinstance(value, Tensor) else inputs,))
-    outputs = as_tuple(result)
-    given = {t.untyped_storage()._cdata for t in inputs}
-    layer = Layer(
-        name=name,
-        params=sum(p.numel() for p in module.parameters()),
-        flops=counter.get_total_flops() + sum(t.numel() for t in outputs),
-        output=describe(numerics.narrow(result)),
-        writes_input=[t._version for t in inputs] != before,
-        hands_through=any(t.untyped_storage()._cdata in given for t in outputs),
-    )
-    return (result if isinstance(result, Tensor) else outputs), layer
+def _with_gradients(passes: Sequence[_Pass]) -> list[Layer]:
+    layers: list[Layer] = []
+    needed = tuple(t.requires_grad for t in passes[-1].outputs)
+    for made in reversed(passes):
+        layers.append(replace(made.layer, output=replace(made.layer.output, needs_grad=needed)))
+        needed = made.backward(needed)
+    return layers[::-1]
+
+
+class _Pass:
+    """One layer's run, first under FakeTensorMode and, where that is not possible, for real."""
+
+    layer: Layer
+    outputs: tuple[Tensor, ...]
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        value: Value,
+        numerics: Numerics,
+        mode: FakeTensorMode,
+        registered: Mapping[int, str],
+        train: bool,
+    ) -> None:
+        self._name = name
+        self._module = module
+        self._value = value
+        self._numerics = numerics
+        self._mode: FakeTensorMode | None = mode
+        self._registered = registered
+        self._train = train
+        self.outside = ""
+
+    def forward(self) -> None:
+        """Run the layer, and find out all about it."""
+        try:
+            self._forward()
+        except Exception:
+            if sum(t.nbytes for t in as_tuple(self._value)) > MOST_REAL:
+                raise
+            self._mode = None
+            self._forward()
+
+    def backward(self, needed: Sequence[bool]) -> tuple[bool, ...]:
+        """Return which inputs have a gradient where these outputs have one."""
+        outputs = [t for t, need in zip(self.outputs, needed, strict=True) if need and t.requires_grad]
+        if not outputs or not any(leaf.requires_grad for leaf in self._leaves):
+            return (False,) * len(self._leaves)
+        try:
+            with self._inside():
+                torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+        except Exception:  # it can be tried with numbers alone: then it is held to what its forward says
+            return tuple(leaf.requires_grad for leaf in self._leaves)
+        return tuple(leaf.grad is not None for leaf in self._leaves)
+
+    def handed_on(self, mode: FakeTensorMode) -> Value:
+        """Return the layer's outputs as the next one's input, without their graph."""
+        tensors = [
+            (t.detach() if self._mode else mode.from_tensor(t.detach())).requires_grad_(t.requires_grad)
+            for t in self.outputs
+        ]
+        return tensors[0] if self.layer.output.single else tuple(tensors)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._mode or torch.random.fork_rng([]))
+            stack.enter_context(standing_in(self._module, self._others))
+            yield
+
+    def _forward(self) -> None:
+        given = as_tuple(self._value)
+        self._others = {
+            id(place.tensor): self._stand_in(place.tensor)
+            for place in places(self._module)
+            if _storage(place.tensor) in self._registered
+        }
+        with torch.set_grad_enabled(self._train), self._inside():
+            # In the order that they have where they come over a cut.
+            self._leaves = tuple(
+                self._numerics.arrange(self._numbers(t)).detach().requires_grad_(t.requires_grad)
+                for t in given
+            )
+            inputs = tuple(leaf.clone() for leaf in self._leaves)  # a leaf must not be worked on in place
+            before = [t._version for t in inputs]
+            spy = _Spy(self._registered, [*self._others.values(), *self._leaves])
+            with self._numerics.context("cpu"), FlopCounterMode(display=False) as counter, spy:
+                result = self._module(inputs[0] if isinstance(self._value, Tensor) else inputs)
+            self.outputs = as_tuple(result)
+            returned = [_storage(t) for t in self.outputs]
+            kept = {_storage(place.tensor) for place in places(self._module)}
+            self.outside = spy.outside
+            self.layer = Layer(
+                name=self._name,
+                params=sum(p.numel() for p in self._module.parameters()),
+                flops=counter.get_total_flops() + sum(t.numel() for t in self.outputs),
+                output=describe(self._numerics.narrow(result)),
+                writes_input=[t._version for t in inputs] != before,
+                hands_through=not {_storage(t) for t in inputs}.isdisjoint(returned),
+                keeps_output=not kept.isdisjoint(returned) or len(set(returned)) < len(returned),
+                borrows=tuple(sorted(spy.borrowed)),
+            )
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        with torch.no_grad():
+            other = self._mode.from_tensor(tensor) if self._mode else tensor.clone()
+            if isinstance(tensor, nn.Parameter):
+                other = self._numerics.arrange(other)
+        return other.requires_grad_(tensor.requires_grad)
+
+    def _numbers(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the pass: itself, or for a real one ordinary numbers in its place."""
+        if self._mode:
+            return tensor
+        real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return real.uniform_() if real.is_floating_point() else real.zero_()
+
+
+class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees which tensors a layer computes with beside its registered ones, which others stand in for."""
+
+    def __init__(self, registered: Mapping[int, str], known: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._registered = registered
+        self._known = {id(t) for t in known}
+        self.outside = ""
+        self.borrowed: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and id(tensor) not in self._known:
+                self._look_at(tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _look_at(self, tensor: Tensor) -> None:
+        if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return
+        name = self._registered.get(_storage(tensor))
+        if tensor.requires_grad and tensor.is_leaf:
+            self.outside = f"parameter {name}" if name else f"a parameter {list(tensor.shape)} of no layer"
+        elif name:
+            self.borrowed.add(name)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _line(error: Exception) -> str:

@@ -21,9 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.boundary import Boundary, Value, as_tuple, describe, named_layers
+from pipetrain.boundary import Value, as_tuple, named_layers
 from pipetrain.errors import ConfigError
 from pipetrain.numerics import Numerics
+from pipetrain.partition.estimate import Layer
 from pipetrain.partition.profile import LayerTime
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.weights import OptimizerFactory
@@ -37,18 +38,18 @@ Watch = Callable[[str, int], AbstractContextManager[None]]
 def measure_layers(
     model: nn.Sequential,
     x: Tensor,
-    writes_input: Sequence[bool],
+    layers: Sequence[Layer],
     optimizer: OptimizerFactory,
     numerics: Numerics | None = None,
 ) -> list[LayerTime]:
     """Measure every layer for the microbatch `x`, in training mode, on the device of both.
 
-    The model is spoilt and must not train; the caller keeps the random generators. `writes_input`: the layers
-    that work in place on what they are given. Raises ConfigError with the layer's name where one fails.
+    The model is spoilt and must not train; the caller keeps the random generators. `layers`: what is
+    estimated of them. Raises ConfigError with the layer's name where one fails.
     """
     numerics = numerics or Numerics()
     numerics.arrange_weights(model)
-    bench = _Bench(model, writes_input, optimizer, numerics)
+    bench = _Bench(model, layers, optimizer, numerics)
     for _ in range(WARM_UP):
         bench.run(x, _unwatched)
     watch = _Stopwatch(x.device, len(model))
@@ -56,22 +57,22 @@ def measure_layers(
         bench.run(x, watch)
     forward_s, backward_s, step_s = watch.medians()
     saved = bench.saved_bytes(x)
-    peaks, outputs = bench.peak_bytes(x)
+    peaks = bench.peak_bytes(x)
     return [
         LayerTime(
-            name=name,
+            name=layer.name,
             forward_s=forward_s[i],
             backward_s=backward_s[i],
             step_s=step_s[i],
             saved_bytes=saved[i],
             peak_bytes=peaks[i],
-            output_bytes=outputs[i].nbytes,
-            gradient_bytes=sum(spec.nbytes for spec in outputs[i].gradients),
+            output_bytes=layer.output.nbytes,
+            gradient_bytes=sum(spec.nbytes for spec in layer.output.gradients),
             param_bytes=bench.param_bytes(i),
             state_bytes=bench.state_bytes(i),
             fixed_bytes=bench.fixed_bytes(i),
         )
-        for i, (name, _) in enumerate(bench.layers)
+        for i, layer in enumerate(layers)
     ]
 
 
@@ -81,14 +82,14 @@ class _Bench:
     def __init__(
         self,
         model: nn.Sequential,
-        writes_input: Sequence[bool],
+        layers: Sequence[Layer],
         optimizer: OptimizerFactory,
         numerics: Numerics,
     ) -> None:
         self._model = model.train()
         self._numerics = numerics
         self.layers = named_layers(model)
-        self._writes_input = writes_input
+        self._estimated = layers
         self._params: list[list[nn.Parameter]] = []
         self._fixed: list[list[Tensor]] = []
         met: set[int] = set()
@@ -120,8 +121,9 @@ class _Bench:
         """Return a layer's outputs with their graph, and what to hand on."""
         given = tuple(self._numerics.arrange(t.detach()) for t in as_tuple(value))
         if index > 0:
-            given = tuple(t.requires_grad_(_has_gradient(t)) for t in given)
-        if self._writes_input[index]:
+            needs = self._estimated[index - 1].output.needs_grad or (False,) * len(given)
+            given = tuple(t.requires_grad_(need) for t, need in zip(given, needs, strict=True))
+        if self._estimated[index].writes_input:
             given = tuple(t.clone() for t in given)
         run = self.layers[index][1]
         with self._blame(index), watch("forward", index), self._numerics.context(given[0].device.type):
@@ -165,17 +167,16 @@ class _Bench:
                     held.add(_key(tensor))
         return sizes
 
-    def peak_bytes(self, x: Tensor) -> tuple[list[int], list[Boundary]]:
-        """Find what is alive at most as each layer runs forward and backward; return its outputs too."""
-        peaks, boundaries = [], []
+    def peak_bytes(self, x: Tensor) -> list[int]:
+        """Find what is alive at most as each layer runs forward and backward."""
+        peaks = []
         value: Value = x
         for index in range(len(self.layers)):
             with _Live() as live:
                 outputs, value = self._forward(index, value, _unwatched)
-                boundaries.append(describe(self._numerics.narrow(value)))
                 self._backward(index, outputs, _unwatched)
             peaks.append(live.peak)
-        return peaks, boundaries
+        return peaks
 
     def param_bytes(self, index: int) -> int:
         """Size of the parameters that a layer trains."""
@@ -263,7 +264,3 @@ def _keeping(kept: list[Tensor]) -> Callable[[Tensor], Tensor]:
 
 def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _has_gradient(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

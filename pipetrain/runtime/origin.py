@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.boundary import Value, as_tuple
+from pipetrain.runtime.tally import numbers_of
 
 Layers = Sequence[tuple[str, nn.Module]]
 Tensors = tuple[Tensor, ...]
@@ -23,7 +24,7 @@ LOSS = "the loss"
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether every number is; integers are."""
-    return all(bool(t.isfinite().all()) for t in tensors)
+    return all(bool(numbers_of(t).isfinite().all()) for t in tensors)
 
 
 def blame(said: str, origin: Callable[[], str], numbers: list[float]) -> str:
@@ -57,26 +58,31 @@ def forward_origin(layers: Layers, value: Value) -> str:
 
 
 @torch.enable_grad()
-def backward_origin(layers: Layers, value: Value, grads: Tensors, loss: Loss | None) -> str:
+def backward_origin(
+    layers: Layers, value: Value, grads: Tensors, needs: Sequence[bool], loss: Loss | None
+) -> str:
     """Name the first layer, from the end, whose gradients are not finite; nothing where none is found.
 
-    `grads`: of the floating-point outputs; without them where there is a `loss` to begin with.
+    `grads`: of the outputs that `needs` says; without them where there is a `loss` to begin with.
     """
-    passes: list[tuple[str, list[Tensor], list[Tensor], Tensors]] = []
+    passes: list[tuple[str, list[Tensor], list[Tensor], list[Tensor]]] = []
     for name, layer in layers:
         inputs = tuple(_leaf(t) for t in as_tuple(value))
         copies = tuple(t.clone() for t in inputs)  # for a layer that works in place
         value = layer(copies[0] if isinstance(value, Tensor) else copies)
         wanted = [t for t in (*inputs, *layer.parameters()) if t.requires_grad]
-        passes.append((name, wanted, [t for t in inputs if t.requires_grad], as_tuple(value)))
+        left = [t for t in as_tuple(value) if t.requires_grad]
+        passes.append((name, wanted, [t for t in inputs if t.requires_grad], left))
+    outputs = as_tuple(value)
     if loss is not None:
-        outputs = tuple(_leaf(t) for t in as_tuple(value))
-        floating = [t for t in outputs if t.requires_grad]
-        grads = _gradients([loss(outputs)], (torch.ones(()),), floating)
+        ends = tuple(_leaf(t) for t in outputs)
+        grads = _gradients([loss(ends)], (torch.ones(()),), [t for t in ends if t.requires_grad])
         if not all_finite(grads):
             return LOSS
+    else:
+        passes[-1] = (*passes[-1][:3], [t for t, need in zip(outputs, needs, strict=True) if need])
     for name, wanted, inputs_, left in reversed(passes):
-        found = _gradients([t for t in left if t.is_floating_point()], grads, wanted)
+        found = _gradients(left, grads, wanted)
         if not all_finite(found):
             return f"layer {name}"
         grads = found[: len(inputs_)]
@@ -84,7 +90,7 @@ def backward_origin(layers: Layers, value: Value, grads: Tensors, loss: Loss | N
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _gradients(outputs: Sequence[Tensor], grads: Tensors, wanted: Sequence[Tensor]) -> Tensors:

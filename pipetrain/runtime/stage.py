@@ -7,7 +7,7 @@ program: the peak of `in_flight` is what `simulate` calls its activations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipetrain.boundary import Value, as_tuple
+from pipetrain.boundary import Boundary, Value, as_tuple, differentiable
+from pipetrain.errors import TrainingStopped
 from pipetrain.numerics import Numerics
 from pipetrain.runtime.origin import (
     all_finite,
@@ -26,8 +27,8 @@ from pipetrain.runtime.origin import (
     forward_origin,
     smallest_of_first_layer,
 )
-from pipetrain.runtime.tally import Counter, FiniteWatch, Tally, sums_are_finite, witness
-from pipetrain.runtime.weights import OptimizerFactory, Rate, Weights
+from pipetrain.runtime.tally import Counter, FiniteWatch, Tally, numbers_of, sums_are_finite, witness
+from pipetrain.runtime.weights import Buffers, OptimizerFactory, Rate, Weights
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(outputs [n, classes], targets [n]) -> the mean loss, a scalar."""
@@ -74,9 +75,11 @@ class _Saved:
 class Stage:
     """Slice `index` of a model. The last one has a loss; the others hand their outputs on.
 
-    `single_input`: what comes in is a bare tensor, not a tuple. `copy_input`: the first layer works in place.
+    `entry` and `exit` say what comes in and goes out, whatever the size of the microbatch, and which of it
+    needs a gradient; without them one tensor comes in, and all that can have a gradient but the data does.
+    `copy_input`: the first layer works in place; `copy_output`: the last one keeps what it returns.
     `compile`: the layers go through torch.compile, when they are first called. `skip_not_finite`: a gradient
-    that is not finite makes no update, instead of stopping the training.
+    that is not finite makes no update, instead of stopping the training, and leaves no trace in the buffers.
     """
 
     def __init__(
@@ -87,8 +90,10 @@ class Stage:
         rate: Rate,
         *,
         loss: LossFunction | None = None,
-        single_input: bool = True,
+        entry: Boundary | None = None,
+        exit: Boundary | None = None,
         copy_input: bool = False,
+        copy_output: bool = False,
         numerics: Numerics | None = None,
         compile: bool = False,
         skip_not_finite: bool = False,
@@ -108,9 +113,13 @@ class Stage:
         self.skipped = 0
         """Updates that were left out, because their gradient was not finite."""
         self._loss = loss
-        self._single_input = single_input
+        self._single_input = entry is None or entry.single
+        self._entry = entry and entry.needs_grad
+        self._exit = exit and exit.needs_grad
         self._copy_input = copy_input
+        self._copy_output = copy_output
         self._saved: dict[int, _Saved] = {}
+        self._before: dict[int, Buffers] = {}  # what forwards began with, where updates may be skipped
         self._batch: list[int] = []  # the microbatches in the gradient so far
         self._front = smallest_of_first_layer(module)
 
@@ -128,8 +137,10 @@ class Stage:
         target and the loss instead. Raises TrainingStopped where outputs or loss are not finite.
         """
         x = tuple(self._numerics.arrange(t.detach()) for t in x)
-        if self.index > 0:
-            x = tuple(t.requires_grad_(t.is_floating_point()) for t in x)
+        needs = self._entry or [self.index > 0 and differentiable(t) for t in x]
+        x = tuple(t.requires_grad_(need) for t, need in zip(x, needs, strict=True))
+        if self._skips:
+            self._before[mb] = self.weights.buffers()
         with self.weights.installed(version):
             outputs = as_tuple(self._call(x))
         forward = partial(self._forward_origin, x, version)
@@ -147,18 +158,18 @@ class Stage:
             made = tuple(t for t in outputs if t.requires_grad)  # others, as a mask of -inf, are not trained
             self._check(f"the activation of microbatch {mb} is not finite", made, forward)
         self._saved[mb] = _Saved(x, outputs, version, target)
-        return () if self._loss is not None else tuple(t.detach() for t in outputs)
+        return () if self._loss is not None else self._handed_on(outputs)
 
     def backward(self, mb: int, grads: tuple[Tensor, ...], version: int) -> tuple[Tensor, ...]:
         """Run the whole backward of a microbatch and add to its version's gradients.
 
-        `grads` has one gradient for each floating-point output, nothing at the last stage; what is returned
-        has one for each floating-point input, nothing at the first. Raises TrainingStopped where they are
+        `grads` has one gradient for each output that needs one, nothing at the last stage; what is returned
+        has one for each input that needs one, nothing at the first. Raises TrainingStopped where they are
         not finite.
         """
         saved = self._take(mb, version)
         self._differentiate(saved, grads)
-        back = self._input_gradients(saved)
+        back = self._input_gradients(mb, saved)
         self._check_gradient(mb, saved, grads, back or self._front_gradient(version))
         return back
 
@@ -170,7 +181,7 @@ class Stage:
         inputs = [t for t in saved.inputs if t.requires_grad]
         if inputs:
             self._differentiate(saved, grads, inputs, retain_graph=True)
-        back = self._input_gradients(saved)
+        back = self._input_gradients(mb, saved)
         self._check_gradient(mb, saved, grads, back)
         return back
 
@@ -179,19 +190,18 @@ class Stage:
         saved = self._take(mb, version)
         grads = tuple(saved.grads)
         self._differentiate(saved, grads, self.weights.leaves(version))
-        if not self._input_gradients(saved):
+        if not any(t.requires_grad for t in saved.inputs):
             self._check_gradient(mb, saved, grads, self._front_gradient(version))
 
     def reduce(self) -> None:
         """Hand the batch's gradient to the optimizer. Raises TrainingStopped where it is not finite."""
         self.weights.reduce()
         gradients, mbs, self._batch = self.weights.gradients(), self._batch, []
-        if not gradients:
-            return
-        numbers = witness(list(gradients.values()))
+        numbers = witness([numbers_of(gradient) for gradient in gradients.values()]) if gradients else None
         if self._skips:
-            self._skip = not bool(numbers.isfinite().all())
-        else:
+            self._skip = numbers is not None and not bool(numbers.isfinite().all())
+            self._forget_buffers(mbs)
+        elif numbers is not None:
             self._watch.add(partial(blame_weights, list(gradients), mbs), self.weights.updates, numbers)
 
     def step(self, keep: bool) -> None:
@@ -199,6 +209,18 @@ class Stage:
         self.weights.step(keep, self._skip)
         self.skipped += self._skip
         self._skip = False
+
+    def _forget_buffers(self, mbs: list[int]) -> None:
+        """Put the buffers back to where they were before a batch that is skipped, or that has spoilt them.
+
+        Forwards after it have already gone on from what it left: what they added is given up too.
+        """
+        first = self._before[mbs[0]]
+        if self._skip or self.weights.spoilt(first):
+            self.weights.restore(first)
+            self._before = {mb: self.weights.buffers() for mb in self._before}
+        for mb in mbs:
+            del self._before[mb]
 
     def take_tallies(self) -> tuple[Tally, Tally]:
         """Return what was counted in training and in evaluation, and count from 0 again.
@@ -252,7 +274,7 @@ class Stage:
         finally:
             self.module.train()
         if self._loss is None:
-            return outputs
+            return self._handed_on(outputs)
         assert labels is not None, f"stage {self.index} is the last and needs the labels"
         scores = self._scores(outputs)
         self._evaluated.add(functional.cross_entropy(scores, labels), scores, labels)
@@ -265,9 +287,12 @@ class Stage:
             result: Value = self._layers(self._value(x))
         return self._numerics.narrow(result) if self._loss is None else result
 
+    def _handed_on(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(t.detach().clone() if self._copy_output else t.detach() for t in outputs)
+
     def _check(self, said: str, tensors: tuple[Tensor, ...], origin: Callable[[], str]) -> None:
         """Stop where what was made of a microbatch is not finite; `origin` then tells where that began."""
-        floating = [t.detach() for t in tensors if t.is_floating_point()]
+        floating = [numbers_of(t.detach()) for t in tensors if differentiable(t)]
         if self._skips or not floating:
             return
         late = floating[0].is_cuda  # its news: the weights may be others by then
@@ -297,7 +322,9 @@ class Stage:
             return f"what came from stage {self.index + 1}"
         loss = None if self._loss is None else partial(self._loss_of, saved.target)
         with self.weights.installed(saved.version, backward=True), self._numerics.context(self._device):
-            return backward_origin(self._named_layers, self._value(saved.inputs), grads, loss)
+            return backward_origin(
+                self._named_layers, self._value(saved.inputs), grads, self._needs(saved.outputs), loss
+            )
 
     @property
     def _named_layers(self) -> list[tuple[str, nn.Module]]:
@@ -328,16 +355,25 @@ class Stage:
     ) -> None:
         if self._loss is not None:
             grads = (torch.ones_like(saved.outputs[0]),)
-        floating = [t for t in saved.outputs if t.is_floating_point()]
-        pairs = [(t, grad) for t, grad in zip(floating, grads, strict=True) if t.requires_grad]
+        needs = self._needs(saved.outputs)
+        outputs = [t for t, need in zip(saved.outputs, needs, strict=True) if need]
+        pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs and inputs != []:
-            outputs, output_grads = zip(*pairs, strict=True)
+            made, given = zip(*pairs, strict=True)
             with self.weights.installed(saved.version, backward=True):
-                torch.autograd.backward(outputs, output_grads, retain_graph=retain_graph, inputs=inputs)
+                torch.autograd.backward(made, given, retain_graph=retain_graph, inputs=inputs)
 
-    @staticmethod
-    def _input_gradients(saved: _Saved) -> tuple[Tensor, ...]:
-        # A message has a fixed size: where no gradient reaches an input, zeros travel. What is behind the cut
-        # then takes a step with a gradient of zero, where one process would leave it alone.
-        wanted = (t for t in saved.inputs if t.requires_grad)
-        return tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in wanted)
+    def _needs(self, outputs: tuple[Tensor, ...]) -> Sequence[bool]:
+        """Say which outputs need a gradient."""
+        return self._exit or [differentiable(t) for t in outputs]
+
+    def _input_gradients(self, mb: int, saved: _Saved) -> tuple[Tensor, ...]:
+        gradients = {n: t.grad for n, t in enumerate(saved.inputs) if t.requires_grad}
+        for number, gradient in gradients.items():
+            if gradient is None:
+                raise TrainingStopped(
+                    f"no gradient reaches input {number} of stage {self.index} in microbatch {mb}, and the "
+                    f"plan says that one does: which of its inputs a layer uses must not change from one "
+                    f"microbatch to another; keep it in one stage with the layer before it, by partition="
+                )
+        return tuple(gradient for gradient in gradients.values() if gradient is not None)

@@ -77,8 +77,16 @@ class Counter:
         self._samples = tally.samples
 
 
+def numbers_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's numbers as a dense tensor of real ones."""
+    values = tensor._values() if tensor.is_sparse else tensor
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
 def witness(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a number a tensor: finite exactly where all of its own are. They are detached, of one device.
+    """Return a number a tensor: finite exactly where all of its own are.
+
+    They are dense, real, detached, and of one device.
 
     On a CPU their sum, for it takes a fiftieth of the time of the largest absolute number, which stands in
     for it where finite numbers have a sum that is not.

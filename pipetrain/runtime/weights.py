@@ -8,9 +8,9 @@ goes round in a ring: a fresh allocation of every version would be page-faulted 
 Leaves are made from `p.data`, so that they share storage with the parameter but not its version counter: the
 counter moves exactly when their storage is overwritten, and autograd raises if a graph still wanted it.
 
-A version is put into the module by writing its registries, which `torch.func.functional_call` does too, in
-0.26 ms for VGG16's 52 tensors where this takes 0.01: twice a microbatch, that is more than all else the
-engine does.
+A version is put into the module by writing it to the places where its parameters stand, as
+`torch.func.functional_call` does for registries, in 0.26 ms for VGG16's 52 tensors where this takes 0.01:
+twice a microbatch, that is more than all else the engine does.
 """
 
 from __future__ import annotations
@@ -24,13 +24,23 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from pipetrain.places import places
+from pipetrain.runtime.tally import numbers_of
+
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Builds an optimizer for one stage's parameters."""
 
 Rate = Callable[[int], float]
 """Learning rate of update 0, 1, 2, ..."""
 
+Buffers = list[tuple[Tensor, int, Tensor]]
+"""Each buffer, its version counter at a moment, and a copy of it of that moment."""
+
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return numbers_of(tensor).isfinite()
 
 
 def _laid_out(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -47,11 +57,10 @@ class Weights:
         self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
         names = {id(p): name for name, p in self._live.items()}
         # Where each parameter stands: more than one place where layers share it.
-        self._places: list[tuple[dict[str, Any], str, Tensor, str]] = [
-            (owner._parameters, key, p, names[id(p)])
-            for owner in module.modules()
-            for key, p in owner._parameters.items()
-            if p is not None and p.requires_grad
+        self._places: list[tuple[Any, Any, Tensor, str]] = [
+            (place.container, place.key, place.tensor, names[id(place.tensor)])
+            for place in places(module)
+            if id(place.tensor) in names
         ]
         self._buffers: list[tuple[dict[str, Any], str]] = [
             (owner._buffers, key)
@@ -102,6 +111,23 @@ class Weights:
                 registry[key] = parameter
             for registry, key, buffer in saved:
                 registry[key] = buffer
+
+    def buffers(self) -> Buffers:
+        """Return a copy of the module's buffers as they are now."""
+        return [(t, t._version, t.clone()) for t in (registry[key] for registry, key in self._buffers)]
+
+    def spoilt(self, before: Buffers) -> bool:
+        """Whether a number in the buffers is no longer finite that was so before."""
+        pairs = zip(self.buffers(), before, strict=True)
+        return any(bool((_finite(old) & ~_finite(new)).any()) for (_, _, new), (_, _, old) in pairs)
+
+    @torch.no_grad()
+    def restore(self, before: Buffers) -> None:
+        """Put the buffers back, but for those that are unchanged: graphs may have saved them."""
+        for (registry, key), (buffer, version, old) in zip(self._buffers, before, strict=True):
+            registry[key] = buffer
+            if buffer._version != version:
+                buffer.copy_(old)
 
     def _accumulate_on(self, leaves: dict[str, Tensor]) -> None:
         """Go on with the batch's gradient on these leaves: one sum, in the order of the microbatches."""

@@ -25,7 +25,7 @@ def make_stages(
 ) -> dict[int, Stage]:
     """Make this rank's stages of a whole model, by number, on its device."""
     settings = plan.settings
-    entered = plan.boundaries[settings.batch_size // settings.microbatches]
+    ends = [*plan.boundaries[settings.batch_size // settings.microbatches], None]
     loss = partial(functional.cross_entropy, label_smoothing=settings.label_smoothing)
     return {
         index: Stage(
@@ -34,8 +34,10 @@ def make_stages(
             optimizer,
             rate,
             loss=loss if index == plan.stages - 1 else None,
-            single_input=entered[index].single,
+            entry=ends[index],
+            exit=ends[index + 1],
             copy_input=plan.copies_input(index),
+            copy_output=plan.copies_output(index),
             numerics=plan.numerics,
             compile=settings.compile,
             skip_not_finite=settings.on_nan == "skip",

@@ -21,9 +21,7 @@ OUT = Boundary((TensorSpec((1, 10), torch.float32),))
 
 
 def layers(params: list[int], flops: list[int]) -> list[Layer]:
-    return [
-        Layer(f"l{i}", p, f, OUT, False, False) for i, (p, f) in enumerate(zip(params, flops, strict=True))
-    ]
+    return [Layer(f"l{i}", p, f, OUT) for i, (p, f) in enumerate(zip(params, flops, strict=True))]
 
 
 FOUR = layers(params=[9, 1, 1, 1], flops=[1, 1, 1, 9])

@@ -28,10 +28,8 @@ FLOAT = 4
 def measured(
     model: nn.Sequential, shape: tuple[int, ...] = (2, 3, 32, 32), optimizer: OptimizerFactory = SGD
 ) -> list[LayerTime]:
-    writes = [
-        layer.writes_input for layer in estimate(deepcopy(model).train(), TensorSpec(shape, torch.float32))
-    ]
-    return measure_layers(model, torch.randn(shape), writes, optimizer)
+    layers = estimate(deepcopy(model).train(), TensorSpec(shape, torch.float32))
+    return measure_layers(model, torch.randn(shape), layers, optimizer)
 
 
 def column(name: str, layers: list[LayerTime]) -> list[int]:
@@ -173,7 +171,9 @@ def test_layers_that_work_in_place_spoil_neither_the_input_nor_each_other():
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(3072, 8), nn.Tanh(), nn.ReLU(True))
     x = torch.randn(2, 3, 32, 32)
     before = x.clone()
-    measure_layers(model, x, [True, False, False, False, True], SGD)
+    layers = estimate(model, TensorSpec((2, 3, 32, 32), torch.float32))
+    assert [layer.writes_input for layer in layers] == [True, False, False, False, True]
+    measure_layers(model, x, layers, SGD)
     assert torch.equal(x, before)
 
 
@@ -215,8 +215,9 @@ def test_a_layer_that_fails_is_named_in_one_sentence(backward, why):
 def test_bf16_is_measured_in_bf16():
     wide = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     whole, half = (
-        measure_layers(wide, torch.randn(3, 8), [False] * 3, SGD, Numerics(autocast=autocast))
-        for autocast in (False, True)
+        measure_layers(wide, torch.randn(3, 8), estimate(wide, spec, numerics=numerics), SGD, numerics)
+        for spec in [TensorSpec((3, 8), torch.float32)]
+        for numerics in (Numerics(), Numerics(autocast=True))
     )
     assert [layer.output_bytes for layer in whole] == [3 * 16 * 4, 3 * 16 * 4, 3 * 4 * 4]
     assert [2 * layer.output_bytes for layer in half] == [layer.output_bytes for layer in whole]

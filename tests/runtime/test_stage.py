@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.stage import Stage, Target
 from tests.support.models import Fork, Join
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 LABELS = torch.tensor([0, 2, 1])
+PAIR = Boundary((TensorSpec((2, 3), torch.float64),) * 2, single=False)
 
 
 def stage(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
@@ -104,7 +107,7 @@ def test_tuples_go_in_and_out_with_a_gradient_for_each_floating_point_tensor():
             x, ids = pair
             return 2 * x, ids + 1, 3 * x
 
-    middle = stage(Ids(), single_input=False)
+    middle = stage(Ids(), entry=PAIR)
     x, ids = randn(2, 3), torch.arange(2)
     double, more, triple = middle.forward(0, (x, ids), 0)
     assert more.tolist() == [1, 2]
@@ -113,16 +116,32 @@ def test_tuples_go_in_and_out_with_a_gradient_for_each_floating_point_tensor():
     assert [back.tolist() for back in backs] == [[[5.0] * 3] * 2]
 
 
-def test_an_input_that_is_not_used_has_a_gradient_of_zero():
-    class First(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-            return 2 * pair[0]
+class First(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return 2 * pair[0]
 
-    middle = stage(First(), single_input=False)
+
+def test_an_input_that_the_plan_says_is_not_used_has_no_gradient():
+    middle = stage(First(), entry=replace(PAIR, needs_grad=(True, False)))
     (output,) = middle.forward(0, (randn(2), randn(2)), 0)
-    used, unused = middle.backward(0, (torch.ones_like(output),), 0)
+    (used,) = middle.backward(0, (torch.ones_like(output),), 0)
     assert used.tolist() == [2.0, 2.0]
-    assert unused.tolist() == [0.0, 0.0]
+
+
+def test_an_input_that_is_not_used_against_the_plan_stops_the_training():
+    """Zeros in its place would move weights that one process leaves alone."""
+    middle = stage(First(), entry=PAIR)
+    (output,) = middle.forward(4, (randn(2), randn(2)), 0)
+    with pytest.raises(TrainingStopped, match="no gradient reaches input 1 of stage 1 in microbatch 4, and"):
+        middle.backward(4, (torch.ones_like(output),), 0)
+
+
+def test_an_output_that_has_no_gradient_leaves_its_weights_alone():
+    middle = stage(Fork(nn.Linear(3, 3)), exit=replace(PAIR, needs_grad=(False, True)))
+    _, skip = middle.forward(0, (randn(2, 3),), 0)
+    (back,) = middle.backward(0, (torch.ones_like(skip),), 0)
+    assert back.tolist() == [[1.0] * 3] * 2
+    assert gradients(middle) == []  # not zeros, which weight decay would follow
 
 
 def test_an_output_that_is_an_input_hands_its_gradient_through():
@@ -133,7 +152,7 @@ def test_an_output_that_is_an_input_hands_its_gradient_through():
     assert torch.equal(skip, x)
     (back,) = middle.backward(0, (torch.zeros_like(output), torch.ones_like(skip)), 0)
     assert torch.equal(back, torch.ones_like(x))
-    joined = stage(Join(), single_input=False)
+    joined = stage(Join(), entry=PAIR)
     joined.forward(0, (output, skip), 0)
     assert [t.tolist() for t in joined.backward(0, (torch.ones(2, 3).double(),), 0)] == [[[1.0] * 3] * 2] * 2
 
