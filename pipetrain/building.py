@@ -2,42 +2,137 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import nn
 
 from pipetrain.boundary import specs_of
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.codec import Codec
+from pipetrain.schedule.actions import Schedule
+
+# What one process would run of a model, and a pipeline, which runs its layers, would not.
+_METHODS = ("forward", "__call__", "train", "eval")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def build(cfg: DictConfig, group: str) -> Any:
     """Return what a group's `_target_` builds. Raises ConfigError."""
-    if "_target_" not in cfg[group]:
+    if not isinstance(cfg[group], DictConfig) or "_target_" not in cfg[group]:
         raise ConfigError(f"{group} needs a _target_: the dotted name of what builds it")
     try:
         return instantiate(cfg[group])
     except InstantiationException as error:
-        raise _not_built(group, error) from error
+        raise not_built(group, cfg[group], error) from error
 
 
-def _not_built(key: str, error: InstantiationException) -> ConfigError:
+def not_built(key: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
+    """Make the error for a `_target_` that could not be called; names an argument that it does not take."""
     text = re.sub(
         r", set env var HYDRA_FULL_ERROR=1 \S+ \S+ \S+ exception\.|full_key: \S+", "", one_line(error)
     )
     cause = one_line(error.__cause__) if error.__cause__ else ""
+    if argument := re.search(r"unexpected keyword argument '(\w+)'", f"{text} {cause}"):
+        return ConfigError(f"{key} cannot be built: {_not_taken(key, str(node['_target_']), argument[1])}")
     why = f": {cause}" if cause not in text else ""
     return ConfigError(f"{key} cannot be built: {text.strip()}{why}")
+
+
+def _not_taken(key: str, target: str, argument: str) -> str:
+    try:
+        known = list(inspect.signature(get_method(target)).parameters)
+    except Exception:  # some callables do not tell
+        known = []
+    close = difflib.get_close_matches(argument, known, n=1)
+    meant = f"did you mean {close[0]}" if close else f"leave it out with ~{key}.{argument}"
+    return f"{target} takes no {argument}; {meant}"
 
 
 def one_line(error: BaseException) -> str:
     """Return an error's text as one line."""
     return " ".join(str(error).split())
+
+
+def make_schedule(cfg: DictConfig) -> Schedule:
+    """Return the program function that `cfg.schedule` names. Raises ConfigError."""
+    schedule: Schedule = build(cfg, "schedule")
+    if not callable(schedule):
+        raise ConfigError("schedule must be a function; its YAML needs `_partial_: true` beside `_target_`")
+    return schedule
+
+
+def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
+    """Build the whole model, its weights from the seed alone: the same on every rank and any partition.
+
+    Raises ConfigError where the factory fails, or returns something that cannot be cut, or that would not be
+    trained as one process trains it.
+    """
+    torch.manual_seed(seed)
+    model = build(cfg, "model")
+    if not isinstance(model, nn.Sequential) or not len(model):
+        raise ConfigError(
+            f"{cfg.model._target_} must return an nn.Sequential of the layers to cut between, "
+            f"not {type(model).__name__ if not isinstance(model, nn.Sequential) else 'an empty one'}"
+        )
+    _refuse_unseen(model)
+    _cast(model, dtype)
+    return model
+
+
+def _refuse_unseen(model: nn.Sequential) -> None:
+    """Refuse what a pipeline, which runs the layers one by one, would leave out or train otherwise."""
+    for method in _METHODS:
+        if method in vars(model) or getattr(type(model), method) is not getattr(nn.Sequential, method):
+            raise ConfigError(
+                f"the model is a {type(model).__name__} with its own {method}, which a pipeline would not "
+                f"run: put what it does into layers, and return a plain nn.Sequential of them"
+            )
+    if any(getattr(model, hooks) for hooks in _HOOKS):
+        raise ConfigError(
+            "the model has a hook on the whole of it, which a pipeline would not call: register it on a layer"
+        )
+    for name in (*model._parameters, *model._buffers):
+        raise ConfigError(f"the model has {name} outside of its layers: put it into the layer that uses it")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"layer {name} of the model is lazy: give it its sizes")
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"parameter {name} of the model has a hook, which would not be called: each weight version "
+                f"has a gradient of its own; put the hook on the layer's output"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("the model has no parameter to train: let one require a gradient")
+
+
+def _cast(model: nn.Sequential, dtype: torch.dtype) -> None:
+    """Give weights and buffers the run's dtype, complex ones its complex form; refuse to round them.
+
+    In place, so that what is shared stays shared. (nn.Module.to drops imaginary parts and parts buffers.)
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        old = tensor.data
+        tensor.data = old.to(dtype.to_complex() if old.is_complex() else dtype)
+        if not torch.allclose(tensor.data.to(old.dtype), old, rtol=0, atol=0, equal_nan=True):
+            raise ConfigError(
+                f"{name} of the model is {_name(old.dtype)}, and dtype={_name(dtype)} would round it: choose "
+                f"dtype={_name(old.real.dtype)}, or let the factory make it {_name(tensor.dtype)}"
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def make_codec(cfg: DictConfig, direction: str) -> Codec:
@@ -55,7 +150,7 @@ def make_codec(cfg: DictConfig, direction: str) -> Codec:
         cause = error.__cause__
         if isinstance(cause, ValueError) and re.match(r"\w+=", str(cause)):  # by our codecs' own words
             raise ConfigError(f"{key}.{one_line(cause)}") from error
-        raise _not_built(key, error) from error
+        raise not_built(key, node, error) from error
     if not isinstance(codec, Codec):
         raise ConfigError(f"{key}: {node._target_} must be a pipetrain.runtime.codec.Codec")
     _try_codec(key, codec)

@@ -10,8 +10,9 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.errors import HydraException
@@ -22,6 +23,8 @@ from pipetrain.config import conf_dir
 from pipetrain.errors import ConfigError
 from pipetrain.overrides import as_hydra
 
+READ_WHOLE = ("partition", "trace")  # a value or a mapping: whoever reads it knows which
+
 
 def compose(name: str, task: Callable[[DictConfig], None]) -> int:
     """Run `task` with the configuration that the command line composes, once, or once a job of a sweep.
@@ -29,11 +32,14 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
     Returns the exit status. Raises ConfigError for a command line that composes nothing.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    for word in sys.argv[1:]:
+        _refuse_choice(word)
     sys.argv[1:] = as_hydra(sys.argv[1:])
     failed: list[Exception] = []
 
     def job(cfg: DictConfig) -> None:
         try:
+            _refuse_unread(cfg, name)
             task(cfg)
         except Exception as error:  # out of Hydra's sight: it would print a line of its own
             failed.append(error)
@@ -66,13 +72,25 @@ def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
     return cfg
 
 
+def _refuse_choice(word: str) -> None:
+    """Refuse a word that gives a group something else than a name, which Hydra answers in riddles."""
+    group, _, value = word.lstrip("+").partition("=")
+    folder = conf_dir() / group
+    if not group.isidentifier() or not folder.is_dir() or (group, value) == ("experiment", "null"):
+        return
+    if value == "null" or not re.match(r"\w*[A-Za-z_]", value):
+        choices = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        raise ConfigError(f"{group}={value} must be a name; choose one of: {choices}")
+
+
 def _sentence(error: Exception) -> str:
     """Say Hydra's complaint on one line, and what was meant if a key is nearly right."""
     text = str(error.__cause__ if isinstance(error.__cause__, HydraException) else error)
-    text = re.sub(r"\s*Set the environment variable HYDRA_FULL_ERROR=1.*", "", text)
+    text = re.split(r"\s*(?:Set the environment variable HYDRA_FULL_ERROR=1|full_key: )", text)[0]
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
-        return f"there is no {key[1]} in the configuration{_suggestion(key[1])}; --cfg job shows all there is"
+        meant = _suggestion(key[1], _known(["config", "plan"]))
+        return f"there is no {key[1]} in the configuration{meant}; --cfg job shows all there is"
     text = re.sub(r"\s*Available options in '[^']*':\s*", "; choose one of: ", text)
     choices = text.partition("choose one of: ")
     if choices[1]:
@@ -81,19 +99,36 @@ def _sentence(error: Exception) -> str:
     return " ".join(text.split())
 
 
-def _suggestion(key: str) -> str:
-    files = conf_dir().glob("*/*.yaml")
-    keys = {str(k) for k in OmegaConf.load(conf_dir() / "config.yaml")}
-    keys |= {name for path in files for name in _dotted(path)}
-    close = difflib.get_close_matches(key, keys - {key}, n=1)
+def _refuse_unread(cfg: DictConfig, name: str) -> None:
+    """Refuse a key that nothing reads, as one with a plus may be; what a `_target_` takes is read."""
+    known, content = _known([name, "config"]), OmegaConf.to_container(cfg, resolve=False)
+    for key in _keys(content, arguments=False):
+        if key not in known and not re.search(rf"\$\{{{re.escape(key)}\b", str(content)):
+            raise ConfigError(f"nothing reads {key}{_suggestion(key, known)}; --cfg job shows all there is")
+
+
+def _suggestion(key: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(key, set(known) - {key}, n=1)
     return f"; did you mean {close[0]}" if close else ""
 
 
-def _dotted(path: Path) -> list[str]:
-    """Name a group's file and its keys, as they are overridden."""
-    group, content = path.parent.name, OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(content, dict)
-    if "@package _global_" in path.read_text():  # it sets keys of the top, and may have a group's below them
-        content = content.get(group) or {}
-    places = ["codec.forward", "codec.backward"] if group == "codec" else [group]
-    return [name for place in places for name in (place, *(f"{place}.{key!s}" for key in content))]
+def _known(names: Sequence[str]) -> set[str]:
+    """Name all keys that the files of conf/ have, as they are overridden."""
+    paths = [*(conf_dir() / f"{name}.yaml" for name in names), *conf_dir().glob("*/*.yaml")]
+    known = {path.name for path in conf_dir().iterdir() if path.is_dir()}
+    for path in paths:
+        content, group = OmegaConf.to_container(OmegaConf.load(path)), path.parent.name
+        if path.parent == conf_dir() or "@package _global_" in path.read_text():  # it sets keys of the top
+            known.update(_keys(content))
+        else:
+            places = ["codec.forward", "codec.backward"] if group == "codec" else [group]
+            known.update(_keys(dict.fromkeys(places, content)))
+    return known - {"defaults"}
+
+
+def _keys(content: Any, arguments: bool = True) -> Iterator[str]:
+    """Give the dotted keys of a configuration, with or without the `arguments` of its `_target_`s."""
+    for key, value in content.items():
+        yield key
+        if isinstance(value, dict) and key not in READ_WHOLE and (arguments or "_target_" not in value):
+            yield from (f"{key}.{name}" for name in _keys(value, arguments))

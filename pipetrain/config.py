@@ -8,20 +8,17 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from torch import nn
 
-from pipetrain.building import build, make_codec, one_line
+from pipetrain.building import make_codec
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
 from pipetrain.runtime.codec import Codecs
 from pipetrain.runtime.rate import learning_rate
-from pipetrain.runtime.weights import OptimizerFactory, Rate
-from pipetrain.schedule.actions import Schedule
+from pipetrain.runtime.weights import Rate
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PRECISIONS = ("fp32", "bf16")
@@ -122,8 +119,8 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         precision=_one_of(cfg, "precision", PRECISIONS),
         memory_format=_one_of(cfg, "memory_format", MEMORY_FORMATS),
         compile=_yes_or_no(cfg, "compile"),
-        threads=whole_number(cfg, "threads", 1, optional=True),
-        workers=_at_least(cfg, "data.workers", 0),
+        threads=whole_number(cfg, "threads", 1, optional=True, most=_most_threads()),
+        workers=_at_least(cfg, "data.workers", 0, most=_most_threads()),
         drop_last=_yes_or_no(cfg, "data.drop_last"),
         trace=_trace(cfg),
         on_nan=_one_of(cfg, "on_nan", ("stop", "skip")),
@@ -151,88 +148,24 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
     return settings
 
 
-def make_schedule(cfg: DictConfig) -> Schedule:
-    """Return the program function that `cfg.schedule` names. Raises ConfigError."""
-    schedule: Schedule = build(cfg, "schedule")
-    if not callable(schedule):
-        raise ConfigError("schedule must be a function; its YAML needs `_partial_: true` beside `_target_`")
-    return schedule
-
-
-def make_optimizer(cfg: DictConfig) -> OptimizerFactory:
-    """Return what builds a stage's optimizer from `cfg.optim`, tried once. Raises ConfigError.
-
-    Where `fused` is null, the fused form is taken if the optimizer has one and its other settings allow it.
-    """
-    if "fused" not in cfg.optim or cfg.optim.fused is not None:
-        if "fused" in cfg.optim:
-            _yes_or_no(cfg, "optim.fused")
-        return _tried(cfg, build(cfg, "optim"))
-    cfg = cfg.copy()
-    del cfg.optim.fused
-    factory = build(cfg, "optim")
-    try:
-        return _tried(cfg, partial(factory, fused=True))
-    except ConfigError:
-        return _tried(cfg, factory)
-
-
-def _tried(cfg: DictConfig, factory: OptimizerFactory) -> OptimizerFactory:
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    try:
-        factory([parameter]).step()
-    except Exception as error:  # whatever that class says of what it is given
-        raise ConfigError(f"optim cannot be built by {cfg.optim._target_}: {one_line(error)}") from error
-    return factory
-
-
-def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
-    """Build the whole model, its weights from the seed alone: the same on every rank and any partition.
-
-    Raises ConfigError where the factory fails or returns something that cannot be cut.
-    """
-    torch.manual_seed(seed)
-    model = build(cfg, "model")
-    if not isinstance(model, nn.Sequential) or not len(model):
-        raise ConfigError(
-            f"{cfg.model._target_} must return an nn.Sequential of the layers to cut between, "
-            f"not {type(model).__name__ if not isinstance(model, nn.Sequential) else 'an empty one'}"
-        )
-    _refuse_untrainable(model)
-    return model.to(dtype)
-
-
-def _refuse_untrainable(model: nn.Sequential) -> None:
-    """Refuse parameters that this engine would train otherwise than their author meant."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(f"layer {name} of the model is lazy: give it its sizes")
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"parameter {name} of the model has a hook, which would not be called: each weight version "
-                f"has a gradient of its own; put the hook on the layer's output"
-            )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("the model has no parameter to train: let one require a gradient")
-
-
-def whole_number(cfg: DictConfig, key: str, low: int, optional: bool = False) -> int | None:
-    """Return a value that must be a whole number from `low` on, or null where `optional`; or ConfigError."""
+def whole_number(
+    cfg: DictConfig, key: str, low: int, optional: bool = False, most: float = float("inf")
+) -> int | None:
+    """Return a whole number from `low` to `most`, or null where `optional`. Raises ConfigError for another."""
     value = OmegaConf.select(cfg, key)
     if value is None and optional:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         also = " or null" if optional else ""
         raise ConfigError(f"{key}={value} must be a whole number of at least {low}{also}")
+    if value > most:
+        raise ConfigError(f"{key}={value} must be at most {most}")
     return value
 
 
 def _at_least(cfg: DictConfig, key: str, low: int, most: float = float("inf")) -> int:
-    value = whole_number(cfg, key, low)
+    value = whole_number(cfg, key, low, most=most)
     assert value is not None
-    if value > most:
-        raise ConfigError(f"{key}={value} must be at most {most}")
     return value
 
 
@@ -295,5 +228,13 @@ def _trace(cfg: DictConfig) -> int:
 
 def share_of_cores(local_size: int) -> int:
     """Return how many threads each of the processes of this machine should use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_size)
+    return max(1, _cores() // local_size)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _most_threads() -> int:
+    """Return how many threads, or processes, are still likely to be meant."""
+    return max(64, 8 * _cores())

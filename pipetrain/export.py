@@ -18,10 +18,12 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipetrain.building import make_model
 from pipetrain.checkpoint.files import CHECKPOINTS, Tensors, best
-from pipetrain.config import DTYPES, make_model
+from pipetrain.config import DTYPES
 from pipetrain.errors import ConfigError
 from pipetrain.launch import guarded
+from pipetrain.runtime.tally import numbers_of
 from pipetrain.training.resume import Source, find_source
 
 
@@ -64,7 +66,7 @@ def merged(source: Source) -> dict[str, Tensor]:
     tensors = Tensors(source.folder, list(source.manifest.parts))
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in named.items():
-        tensor.data.copy_(tensors[f"model/{name}"])
+        numbers_of(tensor.data).copy_(tensors[f"model/{name}"])
     return model.state_dict()
 
 

@@ -12,8 +12,14 @@ from collections.abc import Sequence
 _EITHER = re.compile(r"(partition\.profile|trace\.windows)=")
 # A choice from one group for each of two places, which Hydra spells GROUP@PLACE=NAME.
 _CODEC = re.compile(r"^([+~]*)(codec\.(?:forward|backward)=)")
+# What a `_target_` takes is for that to say: a key of it may be new.
+_ARGUMENT = re.compile(r"(model|schedule|optim|codec\.(forward|backward)|data\.(source|augment))\.[^=]+=")
 
 
 def as_hydra(words: Sequence[str]) -> list[str]:
     """Return a command line's words as Hydra wants them."""
-    return [_CODEC.sub(r"\1codec@\2", "+" * bool(_EITHER.match(word)) + word) for word in words]
+    return [_CODEC.sub(r"\1codec@\2", _plus(word) + word) for word in words]
+
+
+def _plus(word: str) -> str:
+    return "++" if _ARGUMENT.match(word) else "+" if _EITHER.match(word) else ""

@@ -18,8 +18,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from pipetrain.blueprint import Plan, Samples, make_plan
+from pipetrain.building import make_model, make_schedule
 from pipetrain.cli import compose
-from pipetrain.config import make_model, make_schedule, read_settings, whole_number
+from pipetrain.config import read_settings, whole_number
 from pipetrain.data import IMAGE
 from pipetrain.errors import ConfigError
 from pipetrain.launch import guarded
@@ -56,11 +57,11 @@ def show(cfg: DictConfig) -> None:
     if cfg.batches is not None:
         settings = replace(settings, window=None)
     samples = Samples([settings.batch_size] * batches, [settings.batch_size])
-    plan = draft_plan(cfg, settings, samples, 1)
+    model = make_model(cfg, settings.seed, settings.dtype)
+    plan = draft_plan(cfg, settings, model, samples, 1)
     if cfg.partition == PROFILE:
         print(f"profiling {len(plan.layers)} layers in this process", file=sys.stderr)
         profile = measure(cfg, plan, World(), choose_device(World(), settings.device), None)
-        model = make_model(cfg, settings.seed, settings.dtype)
         plan = make_plan(settings, make_schedule(cfg), model, IMAGE, 1, samples, profile)
     if traced:
         refuse_other(plan, traced, str(cfg.cost))

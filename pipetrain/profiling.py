@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from omegaconf import DictConfig
+from torch import nn
 from torch.distributed.distributed_c10d import Store
 
 from pipetrain.blueprint import Plan, Samples, make_plan
-from pipetrain.config import Settings, make_model, make_optimizer, make_schedule, share_of_cores
+from pipetrain.building import make_model, make_schedule
+from pipetrain.config import Settings, share_of_cores
 from pipetrain.data import IMAGE
 from pipetrain.errors import ConfigError
+from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.balance import STRATEGIES
 from pipetrain.partition.measure import measure_layers
 from pipetrain.partition.profile import PROFILE, Facts, LayerTime, Profile, average, read_profile
@@ -50,8 +53,10 @@ def machine(device: torch.device, ranks: int) -> Facts:
     return {"device": name, "ranks": ranks, "threads": threads, "torch": version}
 
 
-def draft_plan(cfg: DictConfig, settings: Settings, samples: Samples, classes: int) -> Plan:
-    """Plan a run, by the profile that it names if it names one.
+def draft_plan(
+    cfg: DictConfig, settings: Settings, model: nn.Sequential, samples: Samples, classes: int
+) -> Plan:
+    """Plan a run of a whole model, by the profile that it names if it names one.
 
     Where it has to be profiled first, this is the plan that it will have but for the cuts: they are by flops,
     and `memory_limit` is not looked at yet. Raises ConfigError and ScheduleError.
@@ -61,7 +66,6 @@ def draft_plan(cfg: DictConfig, settings: Settings, samples: Samples, classes: i
         profile = read_profile(settings.profile, conditions(cfg, settings))
     elif settings.partition == PROFILE:
         settings = replace(settings, partition="flops", memory_limit=None)
-    model = make_model(cfg, settings.seed, settings.dtype)
     return make_plan(settings, make_schedule(cfg), model, IMAGE, classes, samples, profile)
 
 
@@ -132,7 +136,7 @@ def _layers(cfg: DictConfig, draft: Plan, device: torch.device) -> list[LayerTim
         with torch.random.fork_rng([device] if cuda else []):
             model = make_model(cfg, settings.seed, settings.dtype).to(device)
             x = torch.randn(size, *IMAGE, dtype=settings.dtype, device=device)
-            return measure_layers(model, x, draft.layers, make_optimizer(cfg), draft.numerics)
+            return measure_layers(model, x, draft.layers, make_optimizer(cfg, model), draft.numerics)
     except (ConfigError, RuntimeError) as error:  # a layer's, or no memory for the model
         return " ".join(str(error).split())
     finally:

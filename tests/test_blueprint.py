@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from pipetrain.blueprint import Plan, Samples, make_plan, prove, window_lengths
 from pipetrain.boundary import TensorSpec
-from pipetrain.config import Settings, make_schedule, read_settings
+from pipetrain.building import make_schedule
+from pipetrain.config import Settings, read_settings
 from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import Profile

@@ -126,17 +126,27 @@ def test_a_failed_job_ends_the_sweep(monkeypatch):
         ("batchsize=3", "there is no batchsize in the configuration; did you mean batch_size; --cfg job"),
         ("micobatches=3", "did you mean microbatches"),
         ("bufer_size=3", "did you mean buffer_size"),
-        ("optim.lrr=1", "there is no optim.lrr in the configuration"),
+        ("optm.lr=1", "there is no optm.lr in the configuration; did you mean optim.lr;"),
+        ("+grad_clip=1.0", "nothing reads grad_clip; --cfg job shows all there is"),
+        ("+precison=bf16", "nothing reads precison; did you mean precision;"),
+        ("++loss=mse", "nothing reads loss; --cfg job"),
+        ("+checkpoint.evry=3", "nothing reads checkpoint.evry; did you mean checkpoint.every;"),
+        ("+data.recipe.warmupp=0.1", "nothing reads data.recipe.warmupp; did you mean data.recipe.warmup;"),
+        ("+codec.sideways=1", "nothing reads codec.sideways; "),
+        ("+batches=3", "nothing reads batches; "),  # the plan's
         (
             "codec.backwards=int8",
             "there is no codec.backwards in the configuration; did you mean codec.backward;",
         ),
-        ("codec.forward.fraction=1", "there is no codec.forward.fraction in the configuration"),
         (
             "codec.forward=zip",
             "Could not find 'codec/zip'; choose one of: half, identity, int8, topk, topk_int8",
         ),
         ("codec.forward=half,int8", "Ambiguous value"),
+        ("model=[1]", "model=[1] must be a name; choose one of: mlp, resnet18, "),
+        ("data=null", "data=null must be a name; choose one of: cifar10, digits"),
+        ("schedule={a:1}", "schedule={a:1} must be a name; choose one of: 1f1b, "),
+        ("optim=3", "optim=3 must be a name; choose one of: adamw, sgd"),
         ("zzz=1", "there is no zzz in the configuration; --cfg job shows all there is"),
         ("+batch_size=3", "Could not append to config. An item is already at 'batch_size'"),
         ("batch_size", "Error parsing override 'batch_size' missing EQUAL"),
@@ -158,6 +168,22 @@ def test_an_unknown_option_is_answered_with_all_there_are(command, group):
     with pytest.raises(ConfigError) as error:
         command(f"{group}=foo")
     assert str(error.value) == f"In 'config': Could not find '{group}/foo'; choose one of: {names}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("+tag=x", "run_dir=runs/${tag}"),  # an interpolation reads it
+        ("+trace.windows=2",),
+        ("partition.profile=p.json",),
+        ("model.width=16", "optim.nesterov=true", "schedule.colour=red", "codec.forward.fraction=1"),
+        ("data=cifar10", "data.source.timeout=3", "data.augment.crop=1"),
+    ],
+)
+def test_what_something_reads_and_what_a_target_takes_needs_no_plus(command, words):
+    status, (cfg,) = command(*words)
+    assert status == 0
+    assert cfg.optim.get("nesterov", True) is True
 
 
 def test_an_unknown_flag_is_the_parser_s_own_answer(command, capsys):

@@ -12,8 +12,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from pipetrain.config import conf_dir, make_model, make_optimizer, make_schedule, read_settings
+from pipetrain.building import make_model, make_schedule
+from pipetrain.config import conf_dir, read_settings
 from pipetrain.data import load_augment
+from pipetrain.optimizer import make_optimizer
 from pipetrain.runtime.rate import SHAPES
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
@@ -75,7 +77,7 @@ def test_each_schedule_makes_a_sound_program(option):
 @options("optim")
 def test_each_optimizer_is_built_with_each_data_set_s_rate(option, data):
     cfg = composed(f"optim={option}", f"data={data}")
-    optimizer = make_optimizer(cfg)([nn.Parameter(torch.zeros(1))])
+    optimizer = make_optimizer(cfg, nn.Linear(1, 1))([nn.Parameter(torch.zeros(1))])
     assert optimizer.defaults["lr"] == cfg.data.recipe[f"{option}_lr"] == read_settings(cfg, "1f1b", 2).lr
 
 
@@ -105,7 +107,7 @@ def test_each_experiment_is_a_run(option):
     choices = cfg.hydra.runtime.choices
     read = read_settings(cfg, choices["schedule"], 2)
     assert len(make_model(cfg, read.seed, read.dtype)) >= 2
-    make_optimizer(cfg)
+    make_optimizer(cfg, nn.Linear(1, 1), 2)
     program = make_schedule(cfg)(2, 2, read.microbatches)
     check(lower(program), 2, read.microbatches)
 

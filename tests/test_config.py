@@ -13,16 +13,10 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from pipetrain.config import (
-    conf_dir,
-    make_model,
-    make_optimizer,
-    make_schedule,
-    read_settings,
-    share_of_cores,
-    whole_number,
-)
+from pipetrain.building import make_model, make_schedule
+from pipetrain.config import conf_dir, read_settings, share_of_cores, whole_number
 from pipetrain.errors import ConfigError
+from pipetrain.optimizer import make_optimizer
 from pipetrain.schedule.actions import ScheduleError
 from tests.support.cases import config
 
@@ -30,6 +24,7 @@ SCALARS = ["stages", "partition", "microbatches", "window", "buffer_size", "time
 SCALARS += ["lr_schedule", "optim.lr", "warmup", "label_smoothing", "seed", "device", "dtype", "threads"]
 SCALARS += ["memory_limit", "data.workers", "data.drop_last", "trace", "codec", "codec.forward"]
 
+LINEAR = nn.Linear(2, 2)
 WORDS = st.text("abcxyz019 _-.,:/[]{}'\"=é", max_size=8)
 JUNK = st.one_of(
     st.none(),
@@ -164,6 +159,8 @@ def test_an_unset_optimizer_follows_the_recipe_and_the_rate_its_shape():
         ("device", "tpu", "device=tpu is unknown; choose one of auto, cpu, cuda"),
         ("dtype", "float16", "dtype=float16 is unknown; choose one of float32, float64"),
         ("threads", 0, "threads=0 must be a whole number of at least 1 or null"),
+        ("threads", 100_000, "threads=100000 must be at most "),
+        ("data.workers", 100_000, "data.workers=100000 must be at most "),
         ("data.workers", -1, "data.workers=-1 must be a whole number of at least 0"),
         ("data.drop_last", "maybe", "data.drop_last=maybe must be true or false"),
         ("trace", 3, "trace=3 must be true or false; trace.windows=4 traces the first 4 windows"),
@@ -253,7 +250,7 @@ def test_dtype_is_a_conversion_of_the_same_weights():
             "must return an nn.Sequential of the layers",
         ),
         (["model._target_=torch.nn.Sequential"], "of the layers to cut between, not an empty one"),
-        (["+model.colour=red"], "unexpected keyword argument 'colour'"),
+        (["+model.colour=red"], "vgg16 takes no colour; leave it out with ~model.colour"),
         (["model=mlp", "+model.depth=1"], "model mlp needs depth >= 2"),
         (["model=mlp", "+model.width=x"], "model cannot be built"),
     ],
@@ -268,7 +265,7 @@ def test_a_group_without_a_target_is_refused(group):
     make = {
         "model": lambda cfg: make_model(cfg, 0, torch.float32),
         "schedule": make_schedule,
-        "optim": make_optimizer,
+        "optim": lambda cfg: make_optimizer(cfg, LINEAR),
     }[group]
     cfg = changed(group, {"lr": 0.1})
     assert refusal(lambda: make(cfg)) == f"{group} needs a _target_: the dotted name of what builds it"
@@ -299,7 +296,7 @@ def test_whatever_a_model_is_it_is_built_or_refused_in_one_line(target, argument
 
 
 def test_an_optimizer_is_built_anew_for_each_stage():
-    factory = make_optimizer(config(["data=digits", "optim=sgd", "optim.momentum=0.5"]))
+    factory = make_optimizer(config(["data=digits", "optim=sgd", "optim.momentum=0.5"]), LINEAR)
     a, b = (factory([nn.Parameter(torch.zeros(2))]) for _ in range(2))
     assert a is not b
     assert isinstance(a, torch.optim.SGD)
@@ -309,17 +306,22 @@ def test_an_optimizer_is_built_anew_for_each_stage():
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("+optim.colour=red", "optim cannot be built by torch.optim.SGD: "),
+        ("optim.colour=red", "optim cannot be built: torch.optim.SGD takes no colour; leave it out with ~op"),
+        ("optim.momentun=1", "optim cannot be built: torch.optim.SGD takes no momentun; did you mean mome"),
+        ("optim._target_=torch.optim.Adam", "optim cannot be built: torch.optim.Adam takes no momentum; "),
         ("optim.momentum=-1", "optim cannot be built by torch.optim.SGD: Invalid momentum value: -1"),
         ("optim.momentum=x", "optim cannot be built by torch.optim.SGD: "),
         ("optim._target_=no.such.thing", "optim cannot be built: Error locating target 'no.such.thing'"),
         ("optim._partial_=false", "optim cannot be built: "),
         ("optim.fused=3", "optim.fused=3 must be true or false"),
-        ("optim._target_=torch.nn.Linear", "optim cannot be built by torch.nn.Linear: "),
+        (
+            "optim._target_=torch.nn.Linear",
+            "optim cannot be built: torch.nn.Linear takes no lr; leave it out",
+        ),
     ],
 )
 def test_an_optimizer_that_cannot_be_is_refused(override, says):
-    assert refusal(lambda: make_optimizer(config(["data=digits", override]))).startswith(says)
+    assert refusal(lambda: make_optimizer(config(["data=digits", override]), LINEAR)).startswith(says)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -333,7 +335,7 @@ def test_an_optimizer_that_cannot_be_is_refused(override, says):
 )
 def test_whatever_an_optimizer_is_it_is_built_or_refused_in_one_line(target, arguments):
     cfg = changed("optim", {"_target_": target, "_partial_": True, **arguments})
-    factory = outcome(lambda: make_optimizer(cfg))
+    factory = outcome(lambda: make_optimizer(cfg, LINEAR))
     if isinstance(factory, str):
         assert "\n" not in factory
     else:

@@ -18,7 +18,8 @@ from hydra.core.global_hydra import GlobalHydra
 from pipetrain import plan as command
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.boundary import TensorSpec
-from pipetrain.config import make_model, make_schedule, read_settings
+from pipetrain.building import make_model, make_schedule
+from pipetrain.config import read_settings
 from pipetrain.plan import describe
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.chrome import write

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pipetrain.blueprint import Plan, Samples, make_plan
-from pipetrain.config import make_model, make_schedule, read_settings
+from pipetrain.building import make_model, make_schedule
+from pipetrain.config import read_settings
 from pipetrain.prediction import estimated_costs, predict
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.costs import Costs

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.boundary import named_layers
-from pipetrain.config import conf_dir, make_model, make_optimizer, make_schedule, read_settings
+from pipetrain.building import make_model, make_schedule
+from pipetrain.config import conf_dir, read_settings
 from pipetrain.data import IMAGE
+from pipetrain.optimizer import make_optimizer
 from pipetrain.overrides import as_hydra
 from pipetrain.partition.profile import Profile
 from pipetrain.runtime.weights import OptimizerFactory
@@ -82,7 +84,7 @@ def prepare(task: Task, schedule: str, ranks: int, window: int = 1, profile: Pro
     return Job(
         plan=plan,
         model=make_model(cfg, settings.seed, settings.dtype),
-        optimizer=make_optimizer(cfg),
+        optimizer=make_optimizer(cfg, spare, plan.stages),
         samples=torch.randn(n, *task.example, generator=generator, dtype=settings.dtype),
         labels=torch.randint(task.classes, (n,), generator=generator),
     )

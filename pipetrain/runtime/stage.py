@@ -233,11 +233,11 @@ class Stage:
     def state(self) -> dict[str, Tensor]:
         """Return a copy, on the host, of all that training goes on from between two windows.
 
-        By the names that layers have in the whole model: `model/NAME` for weights and statistics,
-        `optimizer/KEY/NAME` for what the optimizer remembers.
+        By the names that layers have in the whole model: `model/NAME` for weights and statistics, complex
+        ones as pairs of real numbers, `optimizer/NAME/NUMBER` for what the optimizer remembers.
         """
         model = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
-        tensors = {f"model/{name}": tensor for name, tensor in model}
+        tensors = {f"model/{name}": numbers_of(tensor.detach()) for name, tensor in model}
         tensors |= {f"optimizer/{path}": tensor for path, tensor in self.weights.optimizer_state().items()}
         return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
 
@@ -245,9 +245,9 @@ class Stage:
     def load_state(self, tensors: StateReader, updates: int) -> None:
         """Go on from what `state` returned, here or of other stages that these layers were part of."""
         for name, tensor in itertools.chain(self.module.named_parameters(), self.module.named_buffers()):
-            tensor.data.copy_(tensors[f"model/{name}"])
+            numbers_of(tensor.data).copy_(tensors[f"model/{name}"])
         mine = {name for name, p in self.module.named_parameters() if p.requires_grad}
-        paths = [path for path in tensors.names("optimizer/") if path.split("/", 1)[1] in mine]
+        paths = [path for path in tensors.names("optimizer/") if path.rpartition("/")[0] in mine]
         self.weights.load_optimizer_state({path: tensors[f"optimizer/{path}"] for path in paths}, updates)
 
     def restore_tally(self, trained: Tally) -> None:

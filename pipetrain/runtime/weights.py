@@ -25,6 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from pipetrain.places import places
+from pipetrain.runtime.memory import Memory
 from pipetrain.runtime.tally import numbers_of
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -36,18 +37,9 @@ Rate = Callable[[int], float]
 Buffers = list[tuple[Tensor, int, Tensor]]
 """Each buffer, its version counter at a moment, and a copy of it of that moment."""
 
-_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-
 
 def _finite(tensor: Tensor) -> Tensor:
     return numbers_of(tensor).isfinite()
-
-
-def _laid_out(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor in the memory order of the parameter that it belongs to, where it has its shape."""
-    if tensor.shape != parameter.shape:
-        return tensor
-    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
 
 
 class Weights:
@@ -69,6 +61,7 @@ class Weights:
             if buffer is not None
         ]
         self._optimizer = optimizer(self._live.values()) if self._live else None
+        self._memory = Memory(self._optimizer) if self._optimizer else None
         self._rate = rate
         self._spare: list[list[Tensor]] = []
         self.updates = 0
@@ -137,36 +130,22 @@ class Weights:
             self._accumulating = leaves
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return what the optimizer remembers: its own tensors by `KEY/PARAMETER`, numbers by `KEY:TYPE/...`.
-
-        Raises TypeError for what is neither.
-        """
-        state: dict[str, Tensor] = {}
-        for name, p in self._live.items():
-            for key, value in self._optimizer.state.get(p, {}).items() if self._optimizer else ():
-                if isinstance(value, Tensor):
-                    state[f"{key}/{name}"] = value
-                elif type(value) in _NUMBERS:
-                    number = torch.tensor(value, dtype=_NUMBERS[type(value)])
-                    state[f"{key}:{type(value).__name__}/{name}"] = number
-                elif value is not None:
-                    raise TypeError(f"the optimizer's {key} of {name} is a {type(value).__name__}")
-        return state
+        """Return what the optimizer remembers, by `PARAMETER/NUMBER`. Raises TypeError: see Memory."""
+        if self._memory is None:
+            return {}
+        return {
+            f"{name}/{number}": tensor
+            for name, p in self._live.items()
+            for number, tensor in enumerate(self._memory.of(p))
+        }
 
     def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
         """Go on from what `optimizer_state` returned, for parameters of this stage, after so many updates."""
         self.updates = updates
-        if self._optimizer is None:
-            return
-        index = {name: number for number, name in enumerate(self._live)}
-        remembered: dict[int, dict[str, Any]] = {}
-        for path, tensor in state.items():
-            key, name = path.split("/", 1)
-            key, number, _ = key.partition(":")
-            value: Any = tensor.item() if number else _laid_out(tensor, self._live[name])
-            remembered.setdefault(index[name], {})[key] = value
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": remembered, "param_groups": groups})
+        if self._memory is not None:
+            for name, p in self._live.items():
+                count = sum(path.rpartition("/")[0] == name for path in state)
+                self._memory.restore(p, [state[f"{name}/{number}"] for number in range(count)])
 
     def begin_window(self) -> None:
         """Count from 0 again: version 0 is what the last window ended with."""

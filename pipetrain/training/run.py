@@ -16,14 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from pipetrain.blueprint import Plan, Samples, make_plan
-from pipetrain.config import (
-    Settings,
-    conf_dir,
-    make_model,
-    make_optimizer,
-    make_schedule,
-    read_settings,
-)
+from pipetrain.building import make_model, make_schedule
+from pipetrain.config import Settings, conf_dir, read_settings
 from pipetrain.data import (
     IMAGE,
     DataMissing,
@@ -35,6 +29,7 @@ from pipetrain.data import (
     load_data,
 )
 from pipetrain.errors import ConfigError
+from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.profile import Profile
 from pipetrain.profiling import draft_plan
 from pipetrain.runtime.weights import OptimizerFactory
@@ -102,10 +97,12 @@ def check_early(cfg: DictConfig, schedule: str, ranks: int) -> Plan:
     Returns the plan of one batch: a draft, cut by flops where it has to be profiled first.
     """
     settings = read_settings(cfg, schedule, ranks)
-    make_optimizer(cfg)
     load_augment(cfg.data)
+    model = make_model(cfg, settings.seed, settings.dtype)
     one_batch = Samples([settings.batch_size], [settings.batch_size])
-    return draft_plan(cfg, settings, one_batch, 1)
+    plan = draft_plan(cfg, settings, model, one_batch, 1)
+    make_optimizer(cfg, model, plan.stages)
+    return plan
 
 
 def prepare(
@@ -127,16 +124,18 @@ def prepare(
         len(data.train), settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
     samples = Samples(sampler.batch_sizes, _even(len(data.test), settings.batch_size), resumed)
+    model = build_model()
+    plan = make_plan(settings, make_schedule(cfg), model, IMAGE, data.classes, samples, profile)
     return Run(
         settings=settings,
         data=data,
         build_model=build_model,
-        plan=make_plan(settings, make_schedule(cfg), build_model(), IMAGE, data.classes, samples, profile),
+        plan=plan,
         sampler=sampler,
         transform=Transform(
             data.mean, data.std, load_augment(cfg.data), seed=settings.seed, dtype=settings.dtype
         ),
-        optimizer=make_optimizer(cfg),
+        optimizer=make_optimizer(cfg, model, plan.stages),
     )
 
 

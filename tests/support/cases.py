@@ -22,10 +22,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from torch import Tensor
 
+from pipetrain.building import make_schedule
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import read_whole
 from pipetrain.checkpoint.saver import Saver
-from pipetrain.config import conf_dir, make_schedule
+from pipetrain.config import conf_dir
 from pipetrain.data import ImageData, Split
 from pipetrain.overrides import as_hydra
 from pipetrain.runtime.local import LocalChannel, Wire

@@ -1,0 +1,110 @@
+"""The optimizer that a configuration names, tried out before anything starts.
+
+Each stage has an optimizer of its own over its own parameters. That equals one optimizer over all of them
+only if it treats each parameter by itself, so it is tried on small parameters of the model's kinds, together
+and apart. What it then remembers has to fit into a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from pipetrain.building import build, not_built, one_line
+from pipetrain.errors import ConfigError
+from pipetrain.runtime.memory import Memory
+from pipetrain.runtime.weights import OptimizerFactory
+
+STEPS = 3
+
+
+def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> OptimizerFactory:
+    """Return what builds a stage's optimizer from `cfg.optim`, for a model cut into so many stages.
+
+    Where `fused` is null, the fused form is taken if the optimizer has one that takes such parameters. Raises
+    ConfigError.
+    """
+    fused = cfg.optim.get("fused", True) if isinstance(cfg.optim, DictConfig) else True
+    if fused is not None:
+        if not isinstance(fused, bool):
+            raise ConfigError(f"optim.fused={fused} must be true or false")
+        return _tried(cfg, build(cfg, "optim"), model, stages)
+    cfg = cfg.copy()
+    del cfg.optim.fused
+    factory = build(cfg, "optim")
+    try:
+        return _tried(cfg, partial(factory, fused=True), model, stages)
+    except ConfigError:
+        return _tried(cfg, factory, model, stages)
+
+
+def _tried(cfg: DictConfig, factory: OptimizerFactory, model: nn.Module, stages: int) -> OptimizerFactory:
+    target = cfg.optim._target_
+    together, apart = _samples(model), _samples(model)
+    try:
+        memory = _stepped(factory, together)
+        for sample in apart:
+            _stepped(factory, [sample])
+    except Exception as error:  # whatever that class says of what it is given
+        if "unexpected keyword argument" in str(error):
+            raise not_built("optim", cfg.optim, error) from error
+        raise ConfigError(f"optim cannot be built by {target}: {one_line(error)}") from error
+    pairs = zip(together, apart, strict=True)
+    if stages > 1 and not all(torch.allclose(a.weight, b.weight, equal_nan=True) for a, b in pairs):
+        raise ConfigError(
+            f"optim {target} lets the step of one parameter depend on others, and each of {stages} stages "
+            f"sees its own alone: choose another optimizer, or one stage"
+        )
+    try:
+        for sample in together:
+            memory.of(sample.weight)
+    except TypeError as error:
+        if cfg.checkpoint.every is not None:
+            raise ConfigError(
+                f"optim {target} remembers {error}, which a checkpoint cannot hold: choose another "
+                f"optimizer, or checkpoint.every=null"
+            ) from error
+    return factory
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A small parameter, and the gradients that it meets."""
+
+    weight: nn.Parameter
+    gradients: list[Tensor]
+
+
+def _samples(model: nn.Module) -> list[_Sample]:
+    """Make two of each kind of parameter that a model trains: of its shape, dtype, and form of gradient."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    sparse = {id(m.weight) for m in embeddings if m.sparse}
+    kinds = {
+        (tuple(min(n, 2) for n in p.shape), p.dtype, id(p) in sparse)
+        for p in model.parameters()
+        if p.requires_grad
+    }
+    made = []
+    for number, (shape, dtype, is_sparse) in enumerate([*kinds, *kinds]):
+        numbers = torch.linspace(0.5, 1, math.prod(shape)).reshape(shape).to(dtype)
+        gradients = [numbers * (number + 1) * (step + 1) for step in range(STEPS)]
+        gradients = [g.to_sparse(1) if is_sparse else g for g in gradients]
+        made.append(_Sample(nn.Parameter(numbers.clone()), gradients))
+    return made
+
+
+def _stepped(factory: OptimizerFactory, samples: Sequence[_Sample]) -> Memory:
+    """Let a new optimizer take some steps; return what it remembers."""
+    optimizer = factory([sample.weight for sample in samples])
+    memory = Memory(optimizer)
+    for step in range(STEPS):
+        for sample in samples:
+            sample.weight.grad = sample.gradients[step].clone()
+        optimizer.step()
+    return memory
