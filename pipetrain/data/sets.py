@@ -14,6 +14,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -66,11 +67,15 @@ class ImageData:
     note: str = ""
     """Why it is not the data set that was asked for, if it is not."""
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Return what tells it from another one: name, sizes and a sum over the labels."""
-        labels = b"".join(split.labels.numpy().tobytes() for split in (self.train, self.test))
-        return f"{self.name} {len(self.train)}+{len(self.test)} {zlib.crc32(labels):08x}"
+        """Return what tells it from another one: name, sizes, and a sum over pixels, labels and numbers."""
+        numbers = [self.classes, *map(float, self.mean), *map(float, self.std)]
+        checksum = zlib.crc32(repr(numbers).encode())
+        for split in (self.train, self.test):
+            for tensor in (split.images, split.labels):
+                checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
+        return f"{self.name} {len(self.train)}+{len(self.test)} {checksum:08x}"
 
 
 def prove(data: ImageData) -> None:

@@ -100,3 +100,48 @@ def test_a_number_that_is_wrong_is_named(wrong, says):
 def test_what_is_right_is_let_through(numbers):
     prove(DATA)
     prove(replace(DATA, mean=numbers))
+
+
+def changed(split: Split, what: str, sample: int) -> Split:
+    """Add 1 to one label, or to the last pixel of one image."""
+    images, labels = split.images.clone(), split.labels.clone()
+    if what == "images":
+        images[sample, -1, -1, -1] += 1
+    else:
+        labels[sample] += 1
+    return Split(images, labels)
+
+
+def test_the_fingerprint_tells_data_sets_apart():
+    others = [
+        DATA,
+        *(
+            replace(DATA, **{name: changed(getattr(DATA, name), what, sample)})
+            for name in ("train", "test")
+            for what in ("images", "labels")
+            for sample in (0, 1, 2)
+        ),
+        replace(DATA, train=SPLIT.first(4)),
+        replace(DATA, name="other"),
+        replace(DATA, classes=6),
+        replace(DATA, mean=(0.5, 0.5, 0.51)),
+        replace(DATA, std=(0.2, 0.21, 0.2)),
+    ]
+    prints = [data.fingerprint for data in others]
+    assert len(set(prints)) == len(others)
+    assert prints[0].startswith("own 5+3 ")
+
+
+def test_the_fingerprint_is_of_what_the_data_is_and_not_of_how_it_lies_in_memory():
+    images = SPLIT.images.contiguous(memory_format=torch.channels_last)
+    lying = Split(images, torch.stack([SPLIT.labels, SPLIT.labels], 1)[:, 0])
+    assert not any(tensor.is_contiguous() for tensor in (lying.images, lying.labels))
+    same = replace(DATA, train=lying, mean=[0.5] * 3, note="taken instead")
+    assert same.fingerprint == DATA.fingerprint
+
+
+def test_the_fingerprint_is_summed_up_once(monkeypatch):
+    data = replace(DATA)
+    first = data.fingerprint
+    monkeypatch.setattr("zlib.crc32", None)
+    assert data.fingerprint == first
