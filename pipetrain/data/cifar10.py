@@ -19,7 +19,7 @@ import pickle
 import shutil
 import tarfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,13 +29,14 @@ import numpy as np
 import torch
 
 from pipetrain.data.download import DownloadFailed, download
-from pipetrain.data.sets import DataMissing, ImageData, Split
+from pipetrain.data.sets import IMAGE, DataMissing, ImageData, Split, split_fault
 from pipetrain.errors import ConfigError
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
 TRAIN_FILES = tuple(f"data_batch_{index}" for index in range(1, 6))
 TEST_FILES = ("test_batch",)
+CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def load(root: str, url: str = URL, timeout: float = 20.0, checksums: Checksums 
 
     `timeout` is how many seconds the server may be silent. Mean and deviation are those of the usual recipe,
     whose deviation is the mean of the images' own. Raises DataMissing where the data can't be had, and
-    ConfigError, which names the file, where a file is not there or is not the official one.
+    ConfigError, which names the file, where a file is not there, not the official one, or not of its form.
     """
     folder = Path(root).absolute() / FOLDER
     if not folder.exists():
@@ -73,9 +74,9 @@ def load(root: str, url: str = URL, timeout: float = 20.0, checksums: Checksums 
     contents = {name: _proved(folder / name, md5) for name, md5 in checksums.files.items()}
     return ImageData(
         name="cifar10",
-        train=_split([contents[name] for name in TRAIN_FILES]),
-        test=_split([contents[name] for name in TEST_FILES]),
-        classes=10,
+        train=_split(folder, TRAIN_FILES, contents),
+        test=_split(folder, TEST_FILES, contents),
+        classes=CLASSES,
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2023, 0.1994, 0.2010),
     )
@@ -138,12 +139,31 @@ def _proved(path: Path, md5: str) -> bytes:
     return content
 
 
-def _split(contents: list[bytes]) -> Split:
-    """Join batches of the official form: `data`, uint8 (n, 3072), by channel and row, and `labels`."""
-    batches = [_ArrayUnpickler(io.BytesIO(content), encoding="latin1").load() for content in contents]
-    images = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
-    labels = [label for batch in batches for label in batch["labels"]]
-    return Split(torch.from_numpy(images), torch.tensor(labels, dtype=torch.int64))
+def _split(folder: Path, names: Sequence[str], contents: Mapping[str, bytes]) -> Split:
+    """Join what the files of a split hold."""
+    batches = [_batch(folder / name, contents[name]) for name in names]
+    images, labels = [batch.images for batch in batches], [batch.labels for batch in batches]
+    return Split(torch.cat(images), torch.cat(labels))
+
+
+def _batch(path: Path, content: bytes) -> Split:
+    """Read what a file holds: `data`, uint8 (n, 3072), by channel and row, and `labels`.
+
+    Raises ConfigError, which names the file, where it holds something else: unpickling may end in any error.
+    """
+    try:
+        batch = _ArrayUnpickler(io.BytesIO(content), encoding="latin1").load()
+        images = torch.from_numpy(batch["data"].reshape(-1, *IMAGE))
+        split = Split(images, torch.tensor(batch["labels"]))
+        fault = split_fault(split, CLASSES)
+    except Exception as error:
+        fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if fault:
+        raise ConfigError(
+            f"{path} is not of the form of CIFAR-10's files ({fault}): "
+            f"delete the folder {path.parent} to download it again"
+        )
+    return split
 
 
 class _ArrayUnpickler(pickle.Unpickler):
@@ -161,4 +181,4 @@ class _ArrayUnpickler(pickle.Unpickler):
         try:
             return self._ALLOWED[module, name]
         except KeyError:
-            raise ConfigError(f"a file of CIFAR-10 asks for {module}.{name}, which is no array") from None
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no array") from None

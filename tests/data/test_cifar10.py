@@ -291,6 +291,34 @@ def test_even_a_proved_file_can_only_make_arrays(tmp_path, monkeypatch):
     assert not (tmp_path / "exploded").exists()
 
 
+DATA, LABELS = np.zeros((4, 3072), dtype=np.uint8), [0, 1, 2, 9]
+OTHER_FORMS = {
+    "UnpicklingError": b"no pickle at all",
+    "TypeError": pickle.dumps([DATA, LABELS]),
+    "KeyError: 'data'": pickle.dumps({"labels": LABELS}),
+    "KeyError: 'labels'": pickle.dumps({"data": DATA}),
+    "AttributeError": pickle.dumps({"data": LABELS, "labels": LABELS}),
+    "ValueError: cannot reshape": pickle.dumps({"data": DATA[:, :-1], "labels": LABELS}),
+    "has 3 images and 4 labels": pickle.dumps({"data": DATA[:3], "labels": LABELS}),
+    "got torch.int16": pickle.dumps({"data": DATA.astype(np.int16), "labels": LABELS}),
+    "got torch.float32": pickle.dumps({"data": DATA, "labels": [0.5, 1, 2, 3]}),
+    "labels[2] is 10": pickle.dumps({"data": DATA, "labels": [0, 1, 10, 2]}),
+}
+
+
+@pytest.mark.parametrize("says", OTHER_FORMS)
+def test_a_proved_file_of_another_form_is_named(tmp_path, says):
+    path = write_files(tmp_path) / "data_batch_4"
+    path.write_bytes(OTHER_FORMS[says])
+    sums = Checksums(SUMS.archive, {**SUMS.files, "data_batch_4": md5(OTHER_FORMS[says])})
+    with pytest.raises(ConfigError) as refusal:
+        load(str(tmp_path), checksums=sums)
+    assert not isinstance(refusal.value, DataMissing)
+    assert str(refusal.value).startswith(f"{path} is not of the form of CIFAR-10's files (")
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
 def test_a_relative_root_is_where_the_program_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
