@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import TIMEOUT_MAX
 from typing import Any, ClassVar
 
 import numpy as np
@@ -61,16 +62,30 @@ OFFICIAL = Checksums(
 )
 
 
-def load(root: str, url: str = URL, timeout: float = 20.0, checksums: Checksums = OFFICIAL) -> ImageData:
+def load(
+    root: str,
+    url: str = URL,
+    timeout: float = 20.0,
+    checksums: Checksums = OFFICIAL,
+    total_timeout: float = 3000.0,
+    max_bytes: int = 1 << 30,
+) -> ImageData:
     """Read CIFAR-10 from `<root>/cifar-10-batches-py`, after downloading it there if there is no such folder.
 
-    `timeout` is how many seconds the server may be silent. Mean and deviation are those of the usual recipe,
-    whose deviation is the mean of the images' own. Raises DataMissing where the data can't be had, and
-    ConfigError, which names the file, where a file is not there, not the official one, or not of its form.
+    `timeout` is how many seconds the server may be silent, `total_timeout` how many the whole download may
+    take, and `max_bytes` how much may come. Mean and deviation are those of the usual recipe, whose deviation
+    is the mean of the images' own. Raises DataMissing where the data can't be had, and ConfigError for a time
+    that is none, or, with its name, for a file that is not there, not the official one, or not of its form.
     """
+    for name, seconds in (("timeout", timeout), ("total_timeout", total_timeout)):
+        if not 0 < seconds <= TIMEOUT_MAX:
+            raise ConfigError(
+                f"data.source.{name} must be a number of seconds above 0, and at most {TIMEOUT_MAX:g}; "
+                f"got {seconds}"
+            )
     folder = Path(root).absolute() / FOLDER
     if not folder.exists():
-        _fetch(folder, url, timeout, checksums)
+        _fetch(folder, checksums, url, timeout, total_timeout, max_bytes)
     contents = {name: _proved(folder / name, md5) for name, md5 in checksums.files.items()}
     return ImageData(
         name="cifar10",
@@ -82,7 +97,9 @@ def load(root: str, url: str = URL, timeout: float = 20.0, checksums: Checksums 
     )
 
 
-def _fetch(folder: Path, url: str, timeout: float, checksums: Checksums) -> None:
+def _fetch(
+    folder: Path, checksums: Checksums, url: str, timeout: float, total_timeout: float, max_bytes: int
+) -> None:
     """Download the archive and put its files at `folder`, all of them or none."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +107,7 @@ def _fetch(folder: Path, url: str, timeout: float, checksums: Checksums) -> None
             prefix=".cifar-10-", dir=folder.parent, ignore_cleanup_errors=True
         ) as temporary:
             archive, unpacked = Path(temporary) / "archive", Path(temporary) / FOLDER
-            download(url, archive, checksums.archive, timeout)
+            download(url, archive, checksums.archive, timeout, total_timeout, max_bytes)
             _unpack(archive, unpacked, checksums)
             _move(unpacked, folder)
     except (OSError, tarfile.TarError, EOFError, zlib.error, DownloadFailed) as error:
