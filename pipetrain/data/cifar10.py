@@ -38,6 +38,7 @@ FOLDER = "cifar-10-batches-py"
 TRAIN_FILES = tuple(f"data_batch_{index}" for index in range(1, 6))
 TEST_FILES = ("test_batch",)
 CLASSES = 10
+LARGEST_MEMBER = 64 << 20  # bytes; the official files have 31 MB each
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,15 @@ def _fetch(
 
 
 def _unpack(archive: Path, folder: Path, checksums: Checksums) -> None:
-    """Copy the files that are asked for out of the archive; nothing else in it is looked at."""
+    """Copy the files that are asked for out of the archive; of all else only the size is looked at."""
     folder.mkdir()
     with tarfile.open(archive, "r:gz") as tar:
-        members = {member.name: member for member in tar if member.isreg()}
+        members = {}
+        for entry in tar:
+            if entry.size > LARGEST_MEMBER:
+                raise DownloadFailed(f"the archive's {entry.name} would have {entry.size:,} bytes")
+            if entry.isreg():
+                members[entry.name] = entry
         for name in checksums.files:
             member = members.get(f"{FOLDER}/{name}")
             content = tar.extractfile(member) if member is not None else None

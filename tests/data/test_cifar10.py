@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import math
@@ -307,6 +308,16 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path, server):
     others = {f"{FOLDER}/{name}": content for name, content in FILES.items() if name != "data_batch_1"}
     server.body = pack(others, extra=[link])
     with pytest.raises(DataMissing, match=f"no file {FOLDER}/data_batch_1"):
+        load(str(tmp_path), server.url("good"), 5, Checksums(md5(server.body), SUMS.files))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [f"{FOLDER}/data_batch_2", "another"])
+def test_an_archive_that_would_fill_the_disk_is_not_unpacked(tmp_path, server, name):
+    bomb = tarfile.TarInfo(name)
+    bomb.size = 1 << 40
+    server.body = gzip.compress(bomb.tobuf())
+    with pytest.raises(DataMissing, match=f"the archive's {name} would have {1 << 40:,} bytes"):
         load(str(tmp_path), server.url("good"), 5, Checksums(md5(server.body), SUMS.files))
     assert list(tmp_path.iterdir()) == []
 
