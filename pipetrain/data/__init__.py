@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from pipetrain.data.augment import Augment, Transform
 from pipetrain.data.loader import Sampler, inputs, pieces
-from pipetrain.data.sets import IMAGE, DataMissing, ImageData, Split
+from pipetrain.data.sets import IMAGE, DataMissing, ImageData, Split, prove
 from pipetrain.errors import ConfigError
 
 __all__ = [
@@ -38,7 +38,8 @@ def load_data(data: DictConfig) -> ImageData:
     """Read the data set of a config of the group `data`, cut to its `train_limit` and `test_limit`.
 
     Raises DataMissing where it can't be had; with `fallback: null` the message names the ways out. Raises
-    ConfigError for a limit under 1, `workers` under 0, a damaged file, or a `source` that is none.
+    ConfigError for a limit under 1, `workers` under 0, a damaged file, a `source` that is none, or a data set
+    that is not what it should be, cut or not.
     """
     for name, least in (("train_limit", 1), ("test_limit", 1), ("workers", 0)):
         number = data.get(name)
@@ -55,6 +56,7 @@ def load_data(data: DictConfig) -> ImageData:
         ) from error
     if not isinstance(loaded, ImageData):
         raise ConfigError(f"data.source must give a pipetrain.data.ImageData; got {type(loaded).__name__}")
+    prove(loaded)
     if data.get("train_limit") is not None:
         loaded = replace(loaded, train=loaded.train.first(data.train_limit))
     if data.get("test_limit") is not None:

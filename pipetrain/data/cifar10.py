@@ -19,23 +19,26 @@ import pickle
 import shutil
 import tarfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import TIMEOUT_MAX
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from pipetrain.data.download import DownloadFailed, download
-from pipetrain.data.sets import DataMissing, ImageData, Split
+from pipetrain.data.sets import IMAGE, DataMissing, ImageData, Split, split_fault
 from pipetrain.errors import ConfigError
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
 TRAIN_FILES = tuple(f"data_batch_{index}" for index in range(1, 6))
 TEST_FILES = ("test_batch",)
+CLASSES = 10
+LARGEST_MEMBER = 64 << 20  # bytes; the official files have 31 MB each
 
 
 @dataclass(frozen=True)
@@ -60,28 +63,44 @@ OFFICIAL = Checksums(
 )
 
 
-def load(root: str, url: str = URL, timeout: float = 20.0, checksums: Checksums = OFFICIAL) -> ImageData:
+def load(
+    root: str,
+    url: str = URL,
+    timeout: float = 20.0,
+    checksums: Checksums = OFFICIAL,
+    total_timeout: float = 3000.0,
+    max_bytes: int = 1 << 30,
+) -> ImageData:
     """Read CIFAR-10 from `<root>/cifar-10-batches-py`, after downloading it there if there is no such folder.
 
-    `timeout` is how many seconds the server may be silent. Mean and deviation are those of the usual recipe,
-    whose deviation is the mean of the images' own. Raises DataMissing where the data can't be had, and
-    ConfigError, which names the file, where a file is not there or is not the official one.
+    `timeout` is how many seconds the server may be silent, `total_timeout` how many the whole download may
+    take, and `max_bytes` how much may come. Mean and deviation are those of the usual recipe, whose deviation
+    is the mean of the images' own. Raises DataMissing where the data can't be had, and ConfigError for a time
+    that is none, or, with its name, for a file that is not there, not the official one, or not of its form.
     """
+    for name, seconds in (("timeout", timeout), ("total_timeout", total_timeout)):
+        if not 0 < seconds <= TIMEOUT_MAX:
+            raise ConfigError(
+                f"data.source.{name} must be a number of seconds above 0, and at most {TIMEOUT_MAX:g}; "
+                f"got {seconds}"
+            )
     folder = Path(root).absolute() / FOLDER
     if not folder.exists():
-        _fetch(folder, url, timeout, checksums)
+        _fetch(folder, checksums, url, timeout, total_timeout, max_bytes)
     contents = {name: _proved(folder / name, md5) for name, md5 in checksums.files.items()}
     return ImageData(
         name="cifar10",
-        train=_split([contents[name] for name in TRAIN_FILES]),
-        test=_split([contents[name] for name in TEST_FILES]),
-        classes=10,
+        train=_split(folder, TRAIN_FILES, contents),
+        test=_split(folder, TEST_FILES, contents),
+        classes=CLASSES,
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2023, 0.1994, 0.2010),
     )
 
 
-def _fetch(folder: Path, url: str, timeout: float, checksums: Checksums) -> None:
+def _fetch(
+    folder: Path, checksums: Checksums, url: str, timeout: float, total_timeout: float, max_bytes: int
+) -> None:
     """Download the archive and put its files at `folder`, all of them or none."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +108,7 @@ def _fetch(folder: Path, url: str, timeout: float, checksums: Checksums) -> None
             prefix=".cifar-10-", dir=folder.parent, ignore_cleanup_errors=True
         ) as temporary:
             archive, unpacked = Path(temporary) / "archive", Path(temporary) / FOLDER
-            download(url, archive, checksums.archive, timeout)
+            download(url, archive, checksums.archive, timeout, total_timeout, max_bytes)
             _unpack(archive, unpacked, checksums)
             _move(unpacked, folder)
     except (OSError, tarfile.TarError, EOFError, zlib.error, DownloadFailed) as error:
@@ -99,10 +118,15 @@ def _fetch(folder: Path, url: str, timeout: float, checksums: Checksums) -> None
 
 
 def _unpack(archive: Path, folder: Path, checksums: Checksums) -> None:
-    """Copy the files that are asked for out of the archive; nothing else in it is looked at."""
+    """Copy the files that are asked for out of the archive; of all else only the size is looked at."""
     folder.mkdir()
     with tarfile.open(archive, "r:gz") as tar:
-        members = {member.name: member for member in tar if member.isreg()}
+        members = {}
+        for entry in tar:
+            if entry.size > LARGEST_MEMBER:
+                raise DownloadFailed(f"the archive's {entry.name} would have {entry.size:,} bytes")
+            if entry.isreg():
+                members[entry.name] = entry
         for name in checksums.files:
             member = members.get(f"{FOLDER}/{name}")
             content = tar.extractfile(member) if member is not None else None
@@ -138,12 +162,31 @@ def _proved(path: Path, md5: str) -> bytes:
     return content
 
 
-def _split(contents: list[bytes]) -> Split:
-    """Join batches of the official form: `data`, uint8 (n, 3072), by channel and row, and `labels`."""
-    batches = [_ArrayUnpickler(io.BytesIO(content), encoding="latin1").load() for content in contents]
-    images = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
-    labels = [label for batch in batches for label in batch["labels"]]
-    return Split(torch.from_numpy(images), torch.tensor(labels, dtype=torch.int64))
+def _split(folder: Path, names: Sequence[str], contents: Mapping[str, bytes]) -> Split:
+    """Join what the files of a split hold."""
+    batches = [_batch(folder / name, contents[name]) for name in names]
+    images, labels = [batch.images for batch in batches], [batch.labels for batch in batches]
+    return Split(torch.cat(images), torch.cat(labels))
+
+
+def _batch(path: Path, content: bytes) -> Split:
+    """Read what a file holds: `data`, uint8 (n, 3072), by channel and row, and `labels`.
+
+    Raises ConfigError, which names the file, where it holds something else: unpickling may end in any error.
+    """
+    try:
+        batch = _ArrayUnpickler(io.BytesIO(content), encoding="latin1").load()
+        images = torch.from_numpy(batch["data"].reshape(-1, *IMAGE))
+        split = Split(images, torch.tensor(batch["labels"]))
+        fault = split_fault(split, CLASSES)
+    except Exception as error:
+        fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if fault:
+        raise ConfigError(
+            f"{path} is not of the form of CIFAR-10's files ({fault}): "
+            f"delete the folder {path.parent} to download it again"
+        )
+    return split
 
 
 class _ArrayUnpickler(pickle.Unpickler):
@@ -161,4 +204,4 @@ class _ArrayUnpickler(pickle.Unpickler):
         try:
             return self._ALLOWED[module, name]
         except KeyError:
-            raise ConfigError(f"a file of CIFAR-10 asks for {module}.{name}, which is no array") from None
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no array") from None

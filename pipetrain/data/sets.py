@@ -2,12 +2,21 @@
 
 Images stay uint8 until a microbatch is made of them: CIFAR-10 is 184 MB this way and 737 MB as floats, and
 every process holds it.
+
+A data set may be anybody's own, so `prove` looks at all of it once, when it is read. What is wrong with it
+would otherwise show after minutes, as an index error in a loss, or never: cross entropy leaves out a label of
+-100 without a word.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from numbers import Real
+from typing import Any
 
 from torch import Tensor
 
@@ -58,8 +67,72 @@ class ImageData:
     note: str = ""
     """Why it is not the data set that was asked for, if it is not."""
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Return what tells it from another one: name, sizes and a sum over the labels."""
-        labels = b"".join(split.labels.numpy().tobytes() for split in (self.train, self.test))
-        return f"{self.name} {len(self.train)}+{len(self.test)} {zlib.crc32(labels):08x}"
+        """Return what tells it from another one: name, sizes, and a sum over pixels, labels and numbers."""
+        numbers = [self.classes, *map(float, self.mean), *map(float, self.std)]
+        checksum = zlib.crc32(repr(numbers).encode())
+        for split in (self.train, self.test):
+            for tensor in (split.images, split.labels):
+                checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
+        return f"{self.name} {len(self.train)}+{len(self.test)} {checksum:08x}"
+
+
+def prove(data: ImageData) -> None:
+    """Refuse a data set that is not what its fields promise: a ConfigError that names the first fault."""
+    if fault := _fault(data):
+        fault = " ".join(fault.split())
+        raise ConfigError(f"the data set {data.name} cannot be used: {fault}; correct what data.source gives")
+
+
+def _fault(data: ImageData) -> str | None:
+    """Say what is wrong with a data set, if anything is."""
+    if type(data.classes) is not int or data.classes < 1:
+        return f"classes must be a whole number, 1 or more; got {data.classes!r}"
+    if not _are_three(data.mean):
+        return f"mean must be three finite numbers; got {data.mean!r}"
+    if not _are_three(data.std) or min(data.std) <= 0:
+        return f"std must be three finite numbers above 0; got {data.std!r}"
+    for name, split in (("train", data.train), ("test", data.test)):
+        if fault := split_fault(split, data.classes):
+            return f"{name} {fault}"
+    return None
+
+
+def _are_three(numbers: Any) -> bool:
+    """Whether they are a finite number for each channel."""
+    return (
+        isinstance(numbers, Sequence)
+        and len(numbers) == IMAGE[0]
+        and all(isinstance(number, Real) and math.isfinite(number) for number in numbers)
+    )
+
+
+def split_fault(split: Any, classes: int) -> str | None:
+    """Say what is wrong with a split, if anything is."""
+    if not isinstance(split, Split):
+        return f"must be a pipetrain.data.Split; got {type(split).__name__}"
+    for name, tensor, form in (
+        ("images", split.images, "torch.uint8 [n, 3, 32, 32] on cpu"),
+        ("labels", split.labels, "torch.int64 [n] on cpu"),
+    ):
+        if (got := _form(tensor)) != form:
+            return f"{name} must be a tensor {form}; got {got}"
+    if len(split.images) != len(split.labels):
+        return f"has {len(split.images)} images and {len(split.labels)} labels: each image needs one label"
+    if not len(split):
+        return "has no sample"
+    wrong = ((split.labels < 0) | (split.labels >= classes)).nonzero()
+    if len(wrong):
+        sample = int(wrong[0])
+        label = int(split.labels[sample])
+        return f"labels[{sample}] is {label}, and with {classes} classes labels are 0 to {classes - 1}"
+    return None
+
+
+def _form(tensor: Any) -> str:
+    """Say what a tensor of n samples is made of, and what is none by its type."""
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
+    sizes = ["n", *map(str, tensor.shape[1:])] if tensor.dim() else []
+    return f"{tensor.dtype} [{', '.join(sizes)}] on {tensor.device}"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
+import math
 import os
 import pickle
+import signal
 import sys
 import tarfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -61,6 +65,7 @@ class Server:
         self.body = body
         self.requests = 0
         self.released = threading.Event()  # lets the handlers of silent requests go
+        self.dripped = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -87,16 +92,31 @@ class Server:
         if what == "missing":
             handler.send_error(404)
             return
+        if what == "dripping-headers":
+            handler.wfile.write(b"HTTP/1.0 200 OK\r\nX: ")
+            self.drip(handler, b"x")
+            return
         handler.send_response(200)
-        if what != "unsized":
-            handler.send_header("Content-Length", str(len(self.body) + (1000 if what == "truncated" else 0)))
+        if what not in ("unsized", "endless"):
+            more = {"truncated": 1000, "dripping": 1000, "huge": 1 << 40}.get(what, 0)
+            handler.send_header("Content-Length", str(len(self.body) + more))
         handler.end_headers()
+        if what in ("dripping", "endless"):
+            self.drip(handler, b"x" if what == "dripping" else bytes(1 << 16))
+            return
         half = len(self.body) // 2
         handler.wfile.write(self.body[:half])
         if what == "stalled":
             self.released.wait(20)
             return
         handler.wfile.write(self.body[half:])
+
+    def drip(self, handler: BaseHTTPRequestHandler, drop: bytes) -> None:
+        """Send it again and again, until nobody listens any more."""
+        with suppress(ConnectionError):
+            while not self.released.wait(0.01):
+                handler.wfile.write(drop)
+                self.dripped.set()
 
     def close(self) -> None:
         self.released.set()
@@ -112,6 +132,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     served = Server(ARCHIVE)
     yield served
     served.close()
+    for thread in threading.enumerate():
+        if thread.name == "download":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def write_files(root: Path) -> Path:
@@ -152,7 +176,7 @@ def test_what_is_missing_is_downloaded_once_and_nothing_else_is_left(tmp_path, s
     assert [path.name for path in root.iterdir()] == [FOLDER]
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == f"downloading {server.url('good')}\n"
+    assert captured.err == f"downloading {server.url('good')}, for 3000 s at most\n"
 
 
 def test_a_server_that_says_no_size_will_do(tmp_path, server):
@@ -181,6 +205,51 @@ def test_a_download_that_fails_says_what_and_why_in_one_line(tmp_path, server, p
         assert part in str(missing.value)
     assert "\n" not in str(missing.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("dripping", r"the download took longer than 0.5 s \([1-9][0-9]* bytes came\)"),
+        ("dripping-headers", r"the download took longer than 0.5 s \(0 bytes came\)"),
+        ("silent", r"the download took longer than 0.5 s \(0 bytes came\)"),
+        ("endless", "the server sent more than the 500,000 bytes that may come"),
+        ("huge", f"the server offers {len(ARCHIVE) + (1 << 40):,} bytes, and 500,000 may come"),
+    ],
+)
+def test_a_download_is_bounded_in_time_and_size_whatever_the_server_does(tmp_path, server, path, says):
+    with pytest.raises(DataMissing, match=says):
+        load(str(tmp_path), server.url(path), 20, SUMS, total_timeout=0.5, max_bytes=500_000)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["dripping", "dripping-headers"])
+def test_a_download_can_be_interrupted(tmp_path, server, path):
+    def interrupt() -> None:
+        if server.dripped.wait(10):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        load(str(tmp_path), server.url(path), 20, SUMS, total_timeout=20)
+    thread.join()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_download_leaves_no_thread(tmp_path, server):
+    load(str(tmp_path), server.url("good"), 5, SUMS)
+    for thread in threading.enumerate():
+        if thread.name == "download":
+            thread.join(5)  # while the server is still there
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("name", ["timeout", "total_timeout"])
+@pytest.mark.parametrize("seconds", [0, -1, math.inf, math.nan])
+def test_seconds_that_are_none_are_refused(tmp_path, name, seconds):
+    with pytest.raises(ConfigError, match=f"data.source.{name} must be a number of seconds above 0.*got"):
+        load(str(tmp_path), **{name: seconds})
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/x", "no url at all", "file:///no/such/file"])
@@ -243,6 +312,16 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path, server):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", [f"{FOLDER}/data_batch_2", "another"])
+def test_an_archive_that_would_fill_the_disk_is_not_unpacked(tmp_path, server, name):
+    bomb = tarfile.TarInfo(name)
+    bomb.size = 1 << 40
+    server.body = gzip.compress(bomb.tobuf())
+    with pytest.raises(DataMissing, match=f"the archive's {name} would have {1 << 40:,} bytes"):
+        load(str(tmp_path), server.url("good"), 5, Checksums(md5(server.body), SUMS.files))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_archive_that_is_none(tmp_path, server):
     server.body = b"\x1f\x8b not really compressed"
     with pytest.raises(DataMissing, match="could not be had"):
@@ -289,6 +368,34 @@ def test_even_a_proved_file_can_only_make_arrays(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="system, which is no array"):
         load(str(tmp_path), checksums=sums)
     assert not (tmp_path / "exploded").exists()
+
+
+DATA, LABELS = np.zeros((4, 3072), dtype=np.uint8), [0, 1, 2, 9]
+OTHER_FORMS = {
+    "UnpicklingError": b"no pickle at all",
+    "TypeError": pickle.dumps([DATA, LABELS]),
+    "KeyError: 'data'": pickle.dumps({"labels": LABELS}),
+    "KeyError: 'labels'": pickle.dumps({"data": DATA}),
+    "AttributeError": pickle.dumps({"data": LABELS, "labels": LABELS}),
+    "ValueError: cannot reshape": pickle.dumps({"data": DATA[:, :-1], "labels": LABELS}),
+    "has 3 images and 4 labels": pickle.dumps({"data": DATA[:3], "labels": LABELS}),
+    "got torch.int16": pickle.dumps({"data": DATA.astype(np.int16), "labels": LABELS}),
+    "got torch.float32": pickle.dumps({"data": DATA, "labels": [0.5, 1, 2, 3]}),
+    "labels[2] is 10": pickle.dumps({"data": DATA, "labels": [0, 1, 10, 2]}),
+}
+
+
+@pytest.mark.parametrize("says", OTHER_FORMS)
+def test_a_proved_file_of_another_form_is_named(tmp_path, says):
+    path = write_files(tmp_path) / "data_batch_4"
+    path.write_bytes(OTHER_FORMS[says])
+    sums = Checksums(SUMS.archive, {**SUMS.files, "data_batch_4": md5(OTHER_FORMS[says])})
+    with pytest.raises(ConfigError) as refusal:
+        load(str(tmp_path), checksums=sums)
+    assert not isinstance(refusal.value, DataMissing)
+    assert str(refusal.value).startswith(f"{path} is not of the form of CIFAR-10's files (")
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_relative_root_is_where_the_program_stands(tmp_path, monkeypatch):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -13,6 +15,8 @@ from omegaconf import DictConfig
 from pipetrain.data import (
     Augment,
     DataMissing,
+    ImageData,
+    Split,
     cifar10,
     digits,
     fallback_message,
@@ -20,6 +24,7 @@ from pipetrain.data import (
     load_data,
 )
 from pipetrain.errors import ConfigError
+from pipetrain.launch import PATIENCE_S
 
 CONF = Path(__file__).parents[2] / "conf"
 CONFIGS = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
@@ -62,6 +67,10 @@ def test_cifar10_config_is_the_official_one():
     data = data_config("cifar10", root="/here")
     assert data.source.url == cifar10.URL
     assert data.source.root == "/here"
+
+
+def test_a_download_ends_before_the_other_ranks_lose_patience():
+    assert data_config("cifar10").source.total_timeout < PATIENCE_S
 
 
 def missing(tmp_path: Path, **overrides: Any) -> DictConfig:
@@ -119,6 +128,37 @@ def test_a_source_that_is_none_is_refused_in_one_sentence(source, says):
         load_data(data)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def own(**fields: Any) -> ImageData:
+    """Give somebody's own data set: 30 black images, 20 of them to train on."""
+    split = Split(torch.zeros(20, 3, 32, 32, dtype=torch.uint8), torch.arange(20) % 10)
+    data = ImageData("own", split, split.first(10), classes=10, mean=(0.5,) * 3, std=(0.2,) * 3)
+    return replace(data, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"classes": 9}, "train labels[9] is 9, and with 9 classes labels are 0 to 8"),
+        ({"std": [0.2, 0.2, 0]}, "std must be three finite numbers above 0; got [0.2, 0.2, 0]"),
+        ({"test": None}, "test must be a pipetrain.data.Split; got NoneType"),
+    ],
+)
+def test_an_own_data_set_that_is_wrong_is_refused_when_it_is_read(fields, says):
+    """The whole of it, before it is cut: what is wrong with it does not depend on a limit."""
+    data = DictConfig(
+        {**data_config("digits", train_limit=5), "source": {"_target_": f"{__name__}.own", **fields}}
+    )
+    with pytest.raises(ConfigError) as error:
+        load_data(data)
+    assert str(error.value) == f"the data set own cannot be used: {says}; correct what data.source gives"
+
+
+def test_an_own_data_set_that_is_right_is_cut_and_given():
+    source = {"_target_": f"{__name__}.own", "mean": [0.1, 0.2, 0.3]}
+    loaded = load_data(DictConfig({**data_config("digits", train_limit=5), "source": source}))
+    assert (len(loaded.train), len(loaded.test), loaded.classes) == (5, 10, 10)
 
 
 def test_augment_may_be_none_and_must_be_sound():

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
-from pipetrain.data import Split
+from pipetrain.data import ImageData, Split
+from pipetrain.data.sets import prove
 from pipetrain.errors import ConfigError
 
 SPLIT = Split(torch.arange(5, dtype=torch.uint8)[:, None, None, None].expand(5, 3, 32, 32), torch.arange(5))
+DATA = ImageData("own", SPLIT, SPLIT.first(3), classes=5, mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
 
 
 def test_first_keeps_the_first_samples():
@@ -23,3 +29,119 @@ def test_first_of_more_than_there_are_is_all():
 def test_first_of_none_is_refused(n):
     with pytest.raises(ConfigError, match="1 or more"):
         SPLIT.first(n)
+
+
+def with_label(label: int, sample: int) -> Split:
+    labels = SPLIT.labels.clone()
+    labels[sample:] = label
+    return replace(SPLIT, labels=labels)
+
+
+IMAGES_MUST = "images must be a tensor torch.uint8 [n, 3, 32, 32] on cpu; got "
+LABELS_MUST = "labels must be a tensor torch.int64 [n] on cpu; got "
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (with_label(5, 2), "labels[2] is 5, and with 5 classes labels are 0 to 4"),
+        (with_label(-100, 4), "labels[4] is -100, and with 5 classes labels are 0 to 4"),
+        (replace(SPLIT, labels=torch.arange(4)), "has 5 images and 4 labels: each image needs one label"),
+        (replace(SPLIT, images=SPLIT.images[:4]), "has 4 images and 5 labels: each image needs one label"),
+        (Split(SPLIT.images[:0], SPLIT.labels[:0]), "has no sample"),
+        (replace(SPLIT, images=SPLIT.images.float()), f"{IMAGES_MUST}torch.float32 [n, 3, 32, 32] on cpu"),
+        (replace(SPLIT, images=SPLIT.images[:, :1]), f"{IMAGES_MUST}torch.uint8 [n, 1, 32, 32] on cpu"),
+        (replace(SPLIT, images=SPLIT.images[..., :28]), f"{IMAGES_MUST}torch.uint8 [n, 3, 32, 28] on cpu"),
+        (replace(SPLIT, images=SPLIT.images[0]), f"{IMAGES_MUST}torch.uint8 [n, 32, 32] on cpu"),
+        (replace(SPLIT, images=SPLIT.images.to("meta")), f"{IMAGES_MUST}torch.uint8 [n, 3, 32, 32] on meta"),
+        (replace(SPLIT, images=SPLIT.images.numpy()), f"{IMAGES_MUST}ndarray"),
+        (replace(SPLIT, labels=SPLIT.labels.int()), f"{LABELS_MUST}torch.int32 [n] on cpu"),
+        (replace(SPLIT, labels=SPLIT.labels[:, None]), f"{LABELS_MUST}torch.int64 [n, 1] on cpu"),
+        (replace(SPLIT, labels=torch.tensor(3)), f"{LABELS_MUST}torch.int64 [] on cpu"),
+        (replace(SPLIT, labels=[0, 1, 2, 3, 4]), f"{LABELS_MUST}list"),
+        ((SPLIT.images, SPLIT.labels), "must be a pipetrain.data.Split; got tuple"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_split_that_is_wrong_is_named_with_what_is_wrong(split, wrong, says):
+    with pytest.raises(ConfigError) as refusal:
+        prove(replace(DATA, **{split: wrong}))
+    assert (
+        str(refusal.value)
+        == f"the data set own cannot be used: {split} {says}; correct what data.source gives"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"classes": 0}, "classes must be a whole number, 1 or more; got 0"),
+        ({"classes": 10.0}, "got 10.0"),
+        ({"classes": True}, "got True"),
+        ({"classes": torch.tensor(5)}, "got tensor(5)"),
+        ({"mean": (0.5, 0.5)}, "mean must be three finite numbers; got (0.5, 0.5)"),
+        ({"mean": 0.5}, "mean must be three finite numbers; got 0.5"),
+        ({"mean": ("a", "b", "c")}, "mean must be three finite numbers"),
+        ({"mean": (0.5, math.nan, 0.5)}, "mean must be three finite numbers"),
+        ({"std": np.full((3, 1), 0.5)}, "std must be three finite numbers above 0; got array"),
+        ({"std": (0.5, 0.5, math.inf)}, "std must be three finite numbers above 0"),
+        ({"std": (0.5, 0.0, 0.5)}, "std must be three finite numbers above 0; got (0.5, 0.0, 0.5)"),
+        ({"std": (0.5, -0.1, 0.5)}, "std must be three finite numbers above 0"),
+    ],
+)
+def test_a_number_that_is_wrong_is_named(wrong, says):
+    with pytest.raises(ConfigError) as refusal:
+        prove(replace(DATA, **wrong))
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 0.5], tuple(np.float32([0.1, 0.2, 0.3]))])
+def test_what_is_right_is_let_through(numbers):
+    prove(DATA)
+    prove(replace(DATA, mean=numbers))
+
+
+def changed(split: Split, what: str, sample: int) -> Split:
+    """Add 1 to one label, or to the last pixel of one image."""
+    images, labels = split.images.clone(), split.labels.clone()
+    if what == "images":
+        images[sample, -1, -1, -1] += 1
+    else:
+        labels[sample] += 1
+    return Split(images, labels)
+
+
+def test_the_fingerprint_tells_data_sets_apart():
+    others = [
+        DATA,
+        *(
+            replace(DATA, **{name: changed(getattr(DATA, name), what, sample)})
+            for name in ("train", "test")
+            for what in ("images", "labels")
+            for sample in (0, 1, 2)
+        ),
+        replace(DATA, train=SPLIT.first(4)),
+        replace(DATA, name="other"),
+        replace(DATA, classes=6),
+        replace(DATA, mean=(0.5, 0.5, 0.51)),
+        replace(DATA, std=(0.2, 0.21, 0.2)),
+    ]
+    prints = [data.fingerprint for data in others]
+    assert len(set(prints)) == len(others)
+    assert prints[0].startswith("own 5+3 ")
+
+
+def test_the_fingerprint_is_of_what_the_data_is_and_not_of_how_it_lies_in_memory():
+    images = SPLIT.images.contiguous(memory_format=torch.channels_last)
+    lying = Split(images, torch.stack([SPLIT.labels, SPLIT.labels], 1)[:, 0])
+    assert not any(tensor.is_contiguous() for tensor in (lying.images, lying.labels))
+    same = replace(DATA, train=lying, mean=[0.5] * 3, note="taken instead")
+    assert same.fingerprint == DATA.fingerprint
+
+
+def test_the_fingerprint_is_summed_up_once(monkeypatch):
+    data = replace(DATA)
+    first = data.fingerprint
+    monkeypatch.setattr("zlib.crc32", None)
+    assert data.fingerprint == first
