@@ -151,7 +151,7 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
 def whole_number(
     cfg: DictConfig, key: str, low: int, optional: bool = False, most: float = float("inf")
 ) -> int | None:
-    """Return a whole number from `low` to `most`, or null where `optional`. Raises ConfigError for another."""
+    """Return a whole number from `low` to `most`, or null where `optional`; or raise ConfigError."""
     value = OmegaConf.select(cfg, key)
     if value is None and optional:
         return None

@@ -11,7 +11,7 @@ each tensor between two layers whether one process would need its gradient.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,7 +61,7 @@ def estimate(
     """
     numerics = numerics or Numerics(example.dtype)
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    registered = {_storage(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    registered = _Registered(model)
     passes: list[_Pass] = []
     with _quiet():
         try:
@@ -96,6 +96,16 @@ def _with_gradients(passes: Sequence[_Pass]) -> list[Layer]:
     return layers[::-1]
 
 
+class _Registered:
+    """The parameters and buffers of a whole model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self.ids = {id(t) for _, t in tensors}
+        self.names = {_storage(t): name for name, t in tensors}
+        self.trained = {name for name, t in tensors if t.requires_grad}
+
+
 class _Pass:
     """One layer's run, first under FakeTensorMode and, where that is not possible, for real."""
 
@@ -109,7 +119,7 @@ class _Pass:
         value: Value,
         numerics: Numerics,
         mode: FakeTensorMode,
-        registered: Mapping[int, str],
+        registered: _Registered,
         train: bool,
     ) -> None:
         self._name = name
@@ -163,7 +173,7 @@ class _Pass:
         self._others = {
             id(place.tensor): self._stand_in(place.tensor)
             for place in places(self._module)
-            if _storage(place.tensor) in self._registered
+            if id(place.tensor) in self._registered.ids
         }
         with torch.set_grad_enabled(self._train), self._inside():
             # In the order that they have where they come over a cut.
@@ -209,7 +219,7 @@ class _Pass:
 class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees which tensors a layer computes with beside its registered ones, which others stand in for."""
 
-    def __init__(self, registered: Mapping[int, str], known: Sequence[Tensor]) -> None:
+    def __init__(self, registered: _Registered, known: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._registered = registered
         self._known = {id(t) for t in known}
@@ -227,11 +237,13 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _look_at(self, tensor: Tensor) -> None:
         if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
             return
-        name = self._registered.get(_storage(tensor))
-        if tensor.requires_grad and tensor.is_leaf:
-            self.outside = f"parameter {name}" if name else f"a parameter {list(tensor.shape)} of no layer"
+        name = self._registered.names.get(_storage(tensor), "")
+        if name in self._registered.trained:
+            self.outside = f"parameter {name}"
         elif name:
             self.borrowed.add(name)
+        elif tensor.requires_grad and tensor.is_leaf:
+            self.outside = f"a parameter {list(tensor.shape)} of no layer"
 
 
 def _storage(tensor: Tensor) -> int:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.errors import ConfigError
 from pipetrain.partition.estimate import estimate, list_layers
-from tests.support.models import Fork, Join, Through, tied
+from tests.support.models import Fork, Join, Recompute, Through, tied
 
 IMAGES = TensorSpec((2, 3, 8, 8), torch.float32)
 
 
-def spec(*shape: int, dtype: torch.dtype = torch.float32) -> Boundary:
-    return Boundary((TensorSpec(shape, dtype),))
+def spec(*shape: int, dtype: torch.dtype = torch.float32, needs: bool | None = True) -> Boundary:
+    return Boundary((TensorSpec(shape, dtype),), needs_grad=None if needs is None else (needs,))
 
 
 def test_a_convolution_and_a_linear_layer_by_hand():
@@ -65,8 +65,8 @@ def test_tuples_are_boundaries_of_their_own_kind():
         IMAGES,
     )
     pair = (TensorSpec((2, 4, 8, 8), torch.float32), TensorSpec((2, 3, 8, 8), torch.float32))
-    assert fork.output == Boundary(pair, single=False)
-    assert through.output == Boundary((pair[1], pair[1]), single=False)
+    assert fork.output == Boundary(pair, single=False, needs_grad=(True, False))  # the skip is the data
+    assert through.output == Boundary((pair[1], pair[1]), single=False, needs_grad=(True, False))
     assert join.output == spec(2, 3, 8, 8)
     assert fork.flops == 2 * 3 * (2 * 4 * 64) + 2 * 4 * 64 + 2 * 3 * 64  # both its tensors are counted
 
@@ -83,10 +83,10 @@ class Once(nn.Module):
 
 def test_a_list_and_a_tuple_of_one_are_tuples():
     assert estimate(nn.Sequential(Listed()), IMAGES)[0].output == Boundary(
-        (TensorSpec((2, 3, 8, 8), torch.float32),) * 2, single=False
+        (TensorSpec((2, 3, 8, 8), torch.float32),) * 2, single=False, needs_grad=(False,) * 2
     )
     assert estimate(nn.Sequential(Once()), IMAGES)[0].output == Boundary(
-        (TensorSpec((2, 3, 8, 8), torch.float32),), single=False
+        (TensorSpec((2, 3, 8, 8), torch.float32),), single=False, needs_grad=(False,)
     )
 
 
@@ -159,16 +159,196 @@ def test_batchnorm_over_one_value_a_channel_is_refused_in_training_alone():
     one = TensorSpec((1, 3, 8, 8), torch.float32)
     with pytest.raises(ConfigError, match=r"layer 1 \(1\) .* float32\[1, 4, 1, 1\].*more than 1 value"):
         estimate(model, one)
-    assert estimate(model.eval(), one)[1].output == spec(1, 4, 1, 1)
+    assert estimate(model.eval(), one)[1].output == spec(1, 4, 1, 1, needs=None)
 
 
-def test_a_layer_that_reads_numbers_is_refused_and_named():
-    class Reads(nn.Module):
+# Layers that read numbers
+
+
+class Reads(nn.Module):
+    """Scales by a number that it reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + x.sum().item())
+
+
+class Sometimes(nn.Module):
+    """Leaves a layer out at random, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) if torch.rand(()) < 0.5 else x
+
+
+class Picks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x[x > 0].mean()
+
+
+class Numpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(x.detach().numpy().std())
+
+
+@pytest.mark.parametrize(
+    "layer", [Reads(), Sometimes(), Picks(), Numpy(), nn.BatchNorm2d(4, momentum=None)], ids=repr
+)
+def test_a_layer_that_reads_numbers_is_run_for_real_on_copies(layer):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.ReLU(), nn.Flatten())
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    made = estimate(model, IMAGES)
+    assert [m.output for m in made] == [spec(2, 4, 6, 6)] * 3 + [spec(2, 144)]
+    assert made[1].params == sum(p.numel() for p in layer.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+# Which gradients are needed
+
+
+class Keep(nn.Module):
+    """x -> (layer(x), a mask of it, something that nobody uses)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.layer(x), (x > 0).to(x.dtype), self.unused(x)
+
+
+class Drop(nn.Module):
+    def forward(self, triple: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return triple[0] + triple[1].log().clamp(min=-9)
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+class Stop(nn.Module):
+    """Has a gradient for its input, as its graph has it, and gives none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoGradient.apply(x)
+
+
+def needs(*layers: nn.Module) -> list[tuple[bool, ...] | None]:
+    return [layer.output.needs_grad for layer in estimate(nn.Sequential(*layers), IMAGES)]
+
+
+def test_a_gradient_is_needed_where_it_leads_from_the_loss_to_a_weight():
+    conv = nn.Conv2d(3, 3, 1)
+    assert needs(nn.ReLU(), conv, nn.ReLU()) == [(False,), (True,), (True,)]
+    frozen = nn.Conv2d(3, 3, 1).requires_grad_(False)
+    assert needs(frozen, nn.ReLU(), conv) == [(False,), (False,), (True,)]
+    assert needs(Keep(), Drop(), conv) == [(True, False, False), (True,), (True,)]
+    assert needs(conv, Stop(), conv) == [(False,), (True,), (True,)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_that_recomputes_needs_what_it_needs_without(reentrant):
+    layer = Recompute(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh()), reentrant)
+    assert needs(nn.Conv2d(3, 3, 1), layer, nn.ReLU()) == [(True,)] * 3
+    assert all(p.grad is None for p in layer.parameters())
+
+
+# What a layer keeps, and what it uses of others
+
+
+class State(nn.Module):
+    """Hands on its own buffer beside what it is given, and changes it each time."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(2, 3, 8, 8))
+        self.kept: list[Tensor] = [torch.zeros(2, 3, 8, 8)]
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "copy":
+            return self.state + x
+        if self.how == "plain":
+            self.kept[0].copy_(x)
+            return self.kept[0]
+        if self.how == "cached":
+            self.last = x * 2
+            return self.last
+        return self.state.add_(1) if self.how == "buffer" else x
+
+
+@pytest.mark.parametrize(
+    ("how", "keeps"),
+    [("copy", False), ("through", False), ("buffer", True), ("plain", True), ("cached", True)],
+)
+def test_a_layer_that_hands_on_what_it_keeps_is_seen(how, keeps):
+    layer = State(how)
+    (seen,) = estimate(nn.Sequential(layer).eval(), IMAGES)
+    assert seen.keeps_output is keeps
+    assert bool((layer.state == 0).all())
+    assert not hasattr(layer, "last")  # it is as it was
+
+
+def test_a_tensor_that_is_returned_twice_may_change_under_the_other_name():
+    assert estimate(nn.Sequential(Listed()), IMAGES)[0].keeps_output
+
+
+class Borrows(nn.Module):
+    """Uses another layer's tensor that it has hidden from the registries."""
+
+    def __init__(self, tensor: object) -> None:
+        super().__init__()
+        self.hidden = (tensor,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.hidden[0].sum()
+
+
+class Calls(Borrows):
+    """Calls a layer that it has hidden."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hidden[0](x)
+
+
+def test_a_parameter_outside_of_the_registries_is_refused():
+    conv, norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+    for hidden, says in (
+        (conv.weight, r"layer 1 \(1\) of the model uses parameter 0.weight, which is not registered in it"),
+        (conv.weight.detach(), "uses parameter 0.weight"),  # it would read the newest one
+        (nn.Parameter(torch.ones(3)), r"uses a parameter \[3\] of no layer"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            estimate(nn.Sequential(conv, Borrows(hidden)), IMAGES)
+    with pytest.raises(ConfigError, match=r"layer 1 \(1\) of the model uses parameter 2\."):
+        estimate(nn.Sequential(nn.ReLU(), Calls(conv), conv), IMAGES)
+    made = estimate(nn.Sequential(norm, Borrows(norm.running_mean), Borrows(torch.ones(3))), IMAGES)
+    assert [layer.borrows for layer in made] == [(), ("0.running_mean",), ()]
+
+
+def test_a_parameter_in_a_list_or_a_plain_attribute_is_a_registered_one():
+    class Tied(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.tied, self.named = [weight], {"w": weight}
+            object.__setattr__(self, "plain", weight)
+            vars(self)["plain"] = weight
+
         def forward(self, x: Tensor) -> Tensor:
-            return x * x.sum().item()
+            return x * (self.tied[0].sum() + self.named["w"].sum() + self.plain.sum())
 
-    with pytest.raises(ConfigError, match=r"layer 0 \(0\) of the model cannot take"):
-        estimate(nn.Sequential(Reads()), IMAGES)
+    conv = nn.Conv2d(3, 3, 1)
+    assert needs(conv, Tied(conv.weight), nn.ReLU()) == [(True,)] * 3
 
 
 def test_a_shared_parameter_is_counted_where_it_stands():
