@@ -222,7 +222,7 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, registered: _Registered, known: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._registered = registered
-        self._known = {id(t) for t in known}
+        self._known = {_storage(t) for t in known}
         self.outside = ""
         self.borrowed: set[str] = set()
 
@@ -230,12 +230,12 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor) and id(tensor) not in self._known:
+            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
                 self._look_at(tensor)
         return func(*args, **(kwargs or {}))
 
     def _look_at(self, tensor: Tensor) -> None:
-        if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or _storage(tensor) in self._known:
             return
         name = self._registered.names.get(_storage(tensor), "")
         if name in self._registered.trained:

@@ -34,8 +34,8 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Rate = Callable[[int], float]
 """Learning rate of update 0, 1, 2, ..."""
 
-Buffers = list[tuple[Tensor, int, Tensor]]
-"""Each buffer, its version counter at a moment, and a copy of it of that moment."""
+Buffers = list[tuple[Tensor, Tensor]]
+"""Each buffer, and a copy of it as it was at a moment."""
 
 
 def _finite(tensor: Tensor) -> Tensor:
@@ -49,17 +49,14 @@ class Weights:
         self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
         names = {id(p): name for name, p in self._live.items()}
         # Where each parameter stands: more than one place where layers share it.
+        everywhere = places(module)
         self._places: list[tuple[Any, Any, Tensor, str]] = [
             (place.container, place.key, place.tensor, names[id(place.tensor)])
-            for place in places(module)
+            for place in everywhere
             if id(place.tensor) in names
         ]
-        self._buffers: list[tuple[dict[str, Any], str]] = [
-            (owner._buffers, key)
-            for owner in module.modules()
-            for key, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
+        buffers = {id(buffer) for buffer in module.buffers()}
+        self._buffers = [place for place in everywhere if id(place.tensor) in buffers]
         self._optimizer = optimizer(self._live.values()) if self._live else None
         self._memory = Memory(self._optimizer) if self._optimizer else None
         self._rate = rate
@@ -90,37 +87,36 @@ class Weights:
         into its buffers is thrown away, so that batch statistics are counted once.
         """
         leaves = self._versions[version]
-        saved = [(registry, key, registry[key]) for registry, key in self._buffers] if backward else []
+        buffers = self.buffers() if backward else []
         if backward:
             self._accumulate_on(leaves)
         try:
             for registry, key, _, name in self._places:
                 registry[key] = leaves[name]
-            for registry, key, buffer in saved:
-                registry[key] = buffer.clone()
+            for place, (_, copied) in zip(self._buffers, buffers, strict=False):
+                place.container[place.key] = copied
             yield
         finally:
             for registry, key, parameter, _ in self._places:
                 registry[key] = parameter
-            for registry, key, buffer in saved:
-                registry[key] = buffer
+            for place, (buffer, _) in zip(self._buffers, buffers, strict=False):
+                place.container[place.key] = buffer
 
     def buffers(self) -> Buffers:
         """Return a copy of the module's buffers as they are now."""
-        return [(t, t._version, t.clone()) for t in (registry[key] for registry, key in self._buffers)]
+        now = [place.tensor for place in self._buffers]
+        copies = {id(buffer): buffer.clone() for buffer in now}
+        return [(buffer, copies[id(buffer)]) for buffer in now]
 
     def spoilt(self, before: Buffers) -> bool:
         """Whether a number in the buffers is no longer finite that was so before."""
         pairs = zip(self.buffers(), before, strict=True)
-        return any(bool((_finite(old) & ~_finite(new)).any()) for (_, _, new), (_, _, old) in pairs)
+        return any(bool((_finite(old) & ~_finite(new)).any()) for (_, new), (_, old) in pairs)
 
-    @torch.no_grad()
     def restore(self, before: Buffers) -> None:
-        """Put the buffers back, but for those that are unchanged: graphs may have saved them."""
-        for (registry, key), (buffer, version, old) in zip(self._buffers, before, strict=True):
-            registry[key] = buffer
-            if buffer._version != version:
-                buffer.copy_(old)
+        """Go on from copies, which are used up; graphs may have saved what has changed, so it stays."""
+        for place, (buffer, old) in zip(self._buffers, before, strict=True):
+            place.container[place.key] = buffer if torch.equal(buffer, old) else old
 
     def _accumulate_on(self, leaves: dict[str, Tensor]) -> None:
         """Go on with the batch's gradient on these leaves: one sum, in the order of the microbatches."""

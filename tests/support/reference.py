@@ -69,6 +69,7 @@ class Recipe:
     rate: Callable[[int], float]
     label_smoothing: float = 0.0
     bf16: bool = False  # layers under autocast, and what crosses a cut cast to bf16
+    skip: bool = False  # an update whose gradient is not finite is left out, with all that its batch changed
 
 
 def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outcome:
@@ -85,12 +86,13 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
         transform = replace(recipe.transform, epoch=epoch)
         batches = recipe.sampler.epoch(epoch)
         window = recipe.window or len(batches)
-        loss_sum = 0.0
+        loss_sum, counted = 0.0, 0
         for start in range(0, len(batches), window):
             history, delay = [_snapshot(live)], next(delay_of)
             mb = 0
             for batch in batches[start : start + window]:
                 samples = sum(map(len, batch))
+                buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
                 optimizer.zero_grad()
                 for ids in batch:
                     weights = _mixed(history, recipe.cuts, delay, mb)
@@ -100,19 +102,28 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
                         scores = functional_call(model, weights, (x,))
                     scores = scores.float() if recipe.bf16 else scores
                     loss = functional.cross_entropy(scores, y, label_smoothing=recipe.label_smoothing)
-                    grads = torch.autograd.grad(loss * (len(ids) / samples), list(weights.values()))
-                    for name, grad in zip(weights, grads, strict=True):
+                    leaves = {name: w for name, w in weights.items() if w.requires_grad}
+                    share = loss * (len(ids) / samples)
+                    grads = torch.autograd.grad(share, list(leaves.values()), allow_unused=True)
+                    for name, grad in zip(leaves, grads, strict=True):
                         p = live[name]
-                        p.grad = grad if p.grad is None else p.grad + grad
-                    loss_sum += loss.item() * len(ids)
+                        p.grad = grad if p.grad is None or grad is None else p.grad + grad
+                    if loss.isfinite() or not recipe.skip:
+                        loss_sum += loss.item() * len(ids)
+                        counted += len(ids)
                     mb += 1
                 for group in optimizer.param_groups:
                     group["lr"] = recipe.rate(update)
-                optimizer.step()
+                made = [p.grad for p in live.values() if p.grad is not None]
+                if recipe.skip and not all(grad.isfinite().all() for grad in made):
+                    for name, buffer in model.named_buffers():
+                        buffer.copy_(buffers[name])
+                else:
+                    optimizer.step()
                 update += 1
                 history.append(_snapshot(live))
         val_loss, val_acc = _evaluate(model, recipe)
-        outcomes.append((loss_sum / sum(recipe.sampler.batch_sizes), val_loss, val_acc))
+        outcomes.append((loss_sum / counted, val_loss, val_acc))
     return Outcome({name: t.detach().clone() for name, t in model.state_dict().items()}, outcomes)
 
 
@@ -122,7 +133,7 @@ def _narrow(layer: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...
 
 
 def _snapshot(live: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in live.items()}
+    return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in live.items()}
 
 
 def _mixed(history: list[dict[str, Tensor]], cuts: Sequence[int], delay: Delay, mb: int) -> dict[str, Tensor]:
@@ -132,7 +143,10 @@ def _mixed(history: list[dict[str, Tensor]], cuts: Sequence[int], delay: Delay, 
         layer = int(name.split(".", 1)[0])
         return delay(sum(cut <= layer for cut in cuts), mb)
 
-    return {name: history[version(name)][name].clone().requires_grad_() for name in history[0]}
+    return {
+        name: history[version(name)][name].clone().requires_grad_(tensor.requires_grad)
+        for name, tensor in history[0].items()
+    }
 
 
 def _evaluate(model: nn.Sequential, recipe: Recipe) -> tuple[float, float]:

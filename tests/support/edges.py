@@ -1,0 +1,201 @@
+"""Models at the edge of what a pipeline can see: whatever it does with them, one process must do the same.
+
+Each has a place between two layers where it can be cut so that the edge lies in the open.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tests.support.models import CLASSES, Shrink
+
+
+def ended(*layers: nn.Module, width: int = 12) -> nn.Sequential:
+    """48 numbers an image, the layers, a head: cut it before [2] or [3]."""
+    flat = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, width), nn.Tanh())
+    return nn.Sequential(flat, *layers, nn.Linear(width, CLASSES))
+
+
+class Lambda(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Mask(nn.Module):
+    """x -> (x, a float mask that knows nothing of weights)."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
+
+
+class Attend(nn.Module):
+    """Its mask has zeros, whose logarithm has no gradient that could be used."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        x, mask = pair
+        return torch.softmax(x[:, None, :] + mask.log(), -1) @ x[:, :, None]
+
+
+def masked() -> nn.Sequential:
+    return ended(nn.Linear(12, 12), Mask(), Attend(), nn.Flatten())
+
+
+class Aside(nn.Module):
+    """x -> (x, what a layer makes of it, and nobody uses)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.layer(x)
+
+
+def unused() -> nn.Sequential:
+    return ended(Aside(), Lambda(lambda pair: pair[0]), nn.Linear(12, 12))
+
+
+class Half(torch.autograd.Function):
+    """Hands on both of two tensors, and a gradient to the first alone."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+def half_a_gradient() -> nn.Sequential:
+    return ended(Aside(), Lambda(lambda pair: Half.apply(*pair)), nn.Linear(12, 12))
+
+
+class Counts(nn.Module):
+    """x -> (x, its own buffer), which it changes at each forward of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, 12, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training:
+            self.seen.mul_(0.5).add_(x.detach().mean(0, keepdim=True))
+        return x, self.seen
+
+
+def hands_on_a_buffer() -> nn.Sequential:
+    return ended(Counts(), nn.Identity(), Lambda(lambda pair: pair[0] * (1 + pair[1])), nn.Linear(12, 12))
+
+
+class Recurrent(nn.Module):
+    """nn.LSTM keeps its weights in a list beside the registries."""
+
+    def __init__(self, bidirectional: bool = False) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x.unflatten(1, (3, 4)))[0][:, -2:].flatten(1)
+
+
+def recurrent() -> nn.Sequential:
+    return ended(nn.Linear(12, 12), Recurrent(), nn.Linear(12, 12))
+
+
+class Tied(nn.Module):
+    """Multiplies by another layer's weight, which it has in a list."""
+
+    def __init__(self, weight: nn.Parameter, listed: bool) -> None:
+        super().__init__()
+        self.tied = [weight] if listed else nn.ParameterList([weight])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.tied[0].T
+
+
+def tied(listed: bool = True) -> nn.Sequential:
+    first = nn.Linear(12, 12)
+    return ended(first, nn.Tanh(), Tied(first.weight, listed), nn.Linear(12, 12))
+
+
+def tied_registered() -> nn.Sequential:
+    return tied(listed=False)
+
+
+class Fourier(nn.Module):
+    """Filters with complex weights after a rotation by a complex table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, dtype=torch.complex64))
+        self.register_buffer("table", torch.polar(torch.ones(7), torch.arange(7.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.table * self.weight, n=12)
+
+
+def fourier() -> nn.Sequential:
+    return ended(nn.Linear(12, 12), Fourier(), nn.Linear(12, 12))
+
+
+class Words(nn.Module):
+    """Looks up what it is given, taken for whole numbers, in a table with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 12, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((4 * x.detach()).long() % 16).mean(1)
+
+
+def sparse() -> nn.Sequential:
+    return ended(nn.Linear(12, 12), Words(), nn.Linear(12, 12))
+
+
+class Reads(nn.Module):
+    """Decides by a number that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) if x[0, 0].item() > 0 else x
+
+
+def reads() -> nn.Sequential:
+    return ended(nn.BatchNorm1d(12, momentum=None), Reads(), nn.Linear(12, 12))
+
+
+class Strikes(nn.Module):
+    """Its input times infinity in some forwards of training, counted from 1."""
+
+    def __init__(self, *at: int) -> None:
+        super().__init__()
+        self.left = list(at)
+        self.done = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not isinstance(x, FakeTensor):
+            self.done += 1
+            if self.done in self.left:
+                return x * float("inf")
+        return x
+
+
+def strikes() -> nn.Sequential:
+    """Statistics before and behind a cut, and a stage that has them and nothing to train."""
+    return ended(
+        nn.Sequential(Strikes(7, 24, 25), nn.BatchNorm1d(12)),
+        nn.Linear(12, 12),
+        nn.BatchNorm1d(12, affine=False),
+        nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12)),
+    )
