@@ -85,7 +85,7 @@ class CodedChannel:
         """See Channel.send. Raises TrainingStopped for a tensor that its codec cannot carry."""
         codec = self._codec(message)
         if not isinstance(codec, Identity):
-            if tensors[0].is_cuda:  # encoding waits for the device anyhow, and is not to be charged for that
+            if any(t.is_cuda for t in tensors):  # encoding waits for it anyhow, and is not to be charged
                 torch.cuda.current_stream().synchronize()
             start = time.perf_counter()
             numbered = enumerate(zip(message.specs, tensors, strict=True))

@@ -58,6 +58,7 @@ class Weights:
         buffers = {id(buffer) for buffer in module.buffers()}
         self._buffers = [place for place in everywhere if id(place.tensor) in buffers]
         self._optimizer = optimizer(self._live.values()) if self._live else None
+        self._unmoved = set(self._live)  # weights that have had no gradient yet
         self._memory = Memory(self._optimizer) if self._optimizer else None
         self._rate = rate
         self._spare: list[list[Tensor]] = []
@@ -169,7 +170,7 @@ class Weights:
             for group in self._optimizer.param_groups:
                 group["lr"] = self._rate(self.updates)
             if not skip:
-                self._optimizer.step()
+                self._step(self._optimizer)
             for parameter in self._live.values():
                 parameter.grad = None
         self.updates += 1
@@ -180,6 +181,19 @@ class Weights:
             leaves = self._versions.pop(self.newest - 1)
             increment_version(leaves.values())
             self._versions[self.newest] = leaves
+
+    def _step(self, optimizer: Optimizer) -> None:
+        """Step; first over weights with their first gradient: torch's fused SGD takes no mixture."""
+        given = {name: p.grad for name, p in self._live.items() if p.grad is not None}
+        first = self._unmoved & given.keys()
+        self._unmoved -= first
+        if first and len(first) < len(given):
+            for name in given.keys() - first:
+                self._live[name].grad = None
+            optimizer.step()
+            for name, grad in given.items():
+                self._live[name].grad = None if name in first else grad
+        optimizer.step()
 
     def release(self, version: int) -> None:
         """Give up an older version: nothing to come reads it."""

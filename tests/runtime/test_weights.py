@@ -223,6 +223,26 @@ def test_a_gradient_is_counted_once():
     assert module.w.item() == 0.0
 
 
+@pytest.mark.parametrize("optimizer", [partial(SGD, momentum=0.9), partial(torch.optim.AdamW, lr=0.1)])
+def test_a_weight_that_has_its_first_gradient_late_is_stepped_by_a_fused_optimizer(optimizer):
+    """As where a layer is left out at random; torch's fused SGD with momentum fails there."""
+    ended = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+        weights = Weights(module, partial(optimizer, fused=fused), lambda update: 0.1)
+        for update in range(4):
+            with weights.installed(weights.newest):
+                x = module[0](torch.ones(2, 3, dtype=torch.float64))
+                output = module[1](x) if update == 2 else x
+            backward(weights, weights.newest, output)
+            weights.reduce()
+            weights.step(keep=False)
+        ended.append(module.state_dict())
+    for name, tensor in ended[0].items():
+        torch.testing.assert_close(ended[1][name], tensor, rtol=1e-12, atol=1e-12)
+
+
 # Unusual modules
 
 

@@ -107,7 +107,8 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
                     grads = torch.autograd.grad(share, list(leaves.values()), allow_unused=True)
                     for name, grad in zip(leaves, grads, strict=True):
                         p = live[name]
-                        p.grad = grad if p.grad is None or grad is None else p.grad + grad
+                        if grad is not None:
+                            p.grad = grad if p.grad is None else p.grad + grad
                     if loss.isfinite() or not recipe.skip:
                         loss_sum += loss.item() * len(ids)
                         counted += len(ids)
