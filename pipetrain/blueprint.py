@@ -28,7 +28,7 @@ from pipetrain.schedule.actions import Program, Schedule, ScheduleError, placeme
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.lower import edges, lower
-from pipetrain.schedule.policy import Bounds, Policy, play
+from pipetrain.schedule.policy import Bounds, Policy, compute_program
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import Simulation, simulate
 
@@ -236,10 +236,7 @@ def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
     """
     try:
         size = settings.ranks, batches, settings.microbatches
-        if isinstance(schedule, Policy):
-            compute = play(schedule, *size, buffer_size=settings.buffer_size)
-        else:
-            compute = [list(actions) for actions in schedule(*size)]
+        compute = compute_program(schedule, *size, buffer_size=settings.buffer_size)
     except ScheduleError:
         raise
     except (

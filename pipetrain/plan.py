@@ -164,7 +164,8 @@ def _figures(plan: Plan, batches: int) -> str:
     virtual = plan.stages // settings.ranks
     formula = theory(settings.schedule, settings.ranks, batches, settings.microbatches, virtual)
     rows: list[tuple[str, ...]] = [("", "simulated", "at most" if plan.policy else "formula")]
-    rows.append(("bubble", f"{simulation.bubble:.4f}", f"{formula.bubble:.4f}" if formula else "-"))
+    known = formula.bubble if formula else None
+    rows.append(("bubble", f"{simulation.bubble:.4f}", "-" if known is None else f"{known:.4f}"))
     names = ("activations", "versions", "staleness")
     bounds = dict(zip(names, zip(*map(plan.peaks, range(plan.stages)), strict=True), strict=True))
     for name in names:
@@ -196,6 +197,8 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
         "stages": about["ranks"],
         "partition": about["partition"],
         "dtype": about["dtype"],
+        "precision": about["precision"],
+        "memory_format": about["memory_format"],
         "batch_size": traced_microbatch * settings.microbatches,  # the size of a microbatch is what counts
         "codec.forward": about.get("codec_forward", "identity"),
         "codec.backward": about.get("codec_backward", "identity"),

@@ -78,6 +78,15 @@ def test_vgg16_by_pipedream_on_four_stages():
     }
 
 
+def test_a_bubble_that_no_formula_gives_is_left_out(run):
+    """Microbatches that are no multiple of the ranks, as by default with three of them."""
+    status, out, err = run("schedule=interleaved_1f1b", "stages=3")
+    assert (status, err) == (0, "")
+    assert re.fullmatch(r"0\.\d{4}", figures(out)["bubble"][0])
+    assert figures(out)["bubble"][1] == "-"
+    assert figures(out)["activations"][0] == figures(out)["activations"][1]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_simulated_and_formula_agree_for_every_schedule(schedule):
     made = planned(schedule, 2, 4, 3, "model=vgg11")
@@ -297,7 +306,9 @@ def test_more_microbatches_of_the_same_size_can_be_predicted(run, trace, tmp_pat
         (["model=vgg11"], "pass model=mlp partition=[1], or trace a run of this plan"),
         (["model=mlp", "partition=[3]"], "16 samples a microbatch: pass partition=[1], or trace"),
         (["model=mlp", "microbatches=2"], "pass batch_size=32, or trace"),
-        (["model=mlp", "dtype=float64"], "pass dtype=float32, or trace"),
+        (["model=mlp", "dtype=float64", "memory_format=channels_last"], "pass dtype=float32, or trace"),
+        (["model=mlp", "precision=bf16"], "pass precision=fp32, or trace"),
+        (["model=mlp", "memory_format=contiguous"], "pass memory_format=channels_last, or trace"),
         (["model=mlp", "codec.backward=int8"], "pass codec.backward=identity, or trace"),
         (["model=mlp", "stages=3"], "pass stages=2 partition=[1], or trace"),
         (["model=mlp", "+model.width=64", "partition=[1]"], "is of another mlp, with 460,682 parameters"),

@@ -25,6 +25,7 @@ from pipetrain.comparison.runs import Spec
 from pipetrain.overrides import as_hydra
 from pipetrain.schedule.draw import as_figure
 from pipetrain.schedule.lower import lower
+from pipetrain.schedule.policy import compute_program
 from pipetrain.schedule.simulate import simulate
 
 MICROBATCHES = 8  # about so many are drawn, at least a batch
@@ -68,7 +69,7 @@ def _played(spec: Spec) -> tuple[tuple[Any, ...], Any]:
         cfg = compose("config", overrides=as_hydra(spec.arguments))
     m, bound = int(cfg.microbatches), int(cfg.buffer_size)
     batches = max(2, -(-MICROBATCHES // m))
-    program = lower(instantiate(cfg.schedule)(spec.nproc, batches, m))
+    program = lower(compute_program(instantiate(cfg.schedule), spec.nproc, batches, m, bound))
     return (str(cfg.schedule), spec.nproc, batches, m, bound), simulate(program, m, buffer_size=bound)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipetrain.schedule.actions import COMMUNICATION, Action, Op, Program
+from pipetrain.schedule.actions import COMMUNICATION, Action, Op, Program, Schedule
 from pipetrain.schedule.simulate import Cost, unit_cost
 
 MESSAGE = {Op.SEND_F: (Op.SEND_F, 0), Op.RECV_F: (Op.SEND_F, -1), Op.SEND_B: (Op.SEND_B, 0)}
@@ -101,6 +101,15 @@ def play(
     """
     policy.refuse(ranks, batches, microbatches)
     return _Play(policy, ranks, batches, microbatches, buffer_size, cost).run()
+
+
+def compute_program(
+    schedule: Schedule, ranks: int, batches: int, microbatches: int, buffer_size: int
+) -> Program:
+    """Return what a schedule computes; of a policy, as it decides at even times over so large buffers."""
+    if isinstance(schedule, Policy):
+        return play(schedule, ranks, batches, microbatches, buffer_size=buffer_size)
+    return [list(actions) for actions in schedule(ranks, batches, microbatches)]
 
 
 class _Play:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipetrain.comparison import charts, plots, report
-from pipetrain.comparison.timelines import timelines
+from pipetrain.comparison.timelines import _played, timelines
 from tests.comparison import browser
 from tests.comparison.support import asked, compare
 from tests.comparison.test_experiment import specs
@@ -150,6 +150,14 @@ def test_methods_of_one_schedule_share_a_timeline():
     assert [one.methods for one in drawn] == [("layer_dist", "slow"), ("pipedream",)]
     assert drawn[0].words == "8 batches of 1 microbatch"
     assert "bubble 50.0%" in drawn[0].svg
+
+
+def test_a_schedule_that_decides_as_it_runs_is_drawn_at_the_buffers_that_are_configured():
+    """So many forwards go ahead: it was played over buffers of 2, whatever was configured."""
+    for size, ahead in ((1, 7), (2, 8)):
+        (spec,) = asked("--method", f"mine: schedule=fbp buffer_size={size}", "--nproc", "4")
+        _, simulation = _played(spec)
+        assert simulation.activations[0] == ahead
 
 
 @pytest.mark.parametrize(

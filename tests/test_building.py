@@ -1,0 +1,253 @@
+"""What a `_target_` builds, and that whatever else it names is refused in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipetrain.building import make_model, make_schedule
+from pipetrain.optimizer import make_optimizer
+from tests.support.cases import config
+from tests.support.refusals import ARGUMENTS, TARGETS, WORDS, changed, outcome, refusal
+
+# The model
+
+
+def same(a: nn.Sequential, b: nn.Sequential) -> bool:
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.mark.parametrize("model", ["mlp", "vgg11", "resnet18"])
+def test_weights_depend_on_the_seed_alone(model):
+    cfg = config(["data=digits", f"model={model}"])
+    first = make_model(cfg, 3, torch.float32)
+    torch.manual_seed(99)
+    torch.randn(7)
+    assert same(first, make_model(cfg, 3, torch.float32))
+    assert not same(first, make_model(cfg, 4, torch.float32))
+
+
+def test_nothing_but_the_model_and_the_seed_changes_the_weights():
+    first = make_model(config(["data=digits", "model=mlp"]), 3, torch.float32)
+    others = ["partition=[1]", "partition=even", "schedule=pipedream", "batch_size=16", "stages=4", "seed=5"]
+    for override in others:
+        cfg = config(["data=digits", "model=mlp", override])
+        assert same(first, make_model(cfg, 3, torch.float32)), override
+
+
+def test_dtype_is_a_conversion_of_the_same_weights():
+    cfg = config(["data=digits", "model=mlp"])
+    single, double = (make_model(cfg, 3, dtype) for dtype in (torch.float32, torch.float64))
+    for a, b in zip(single.parameters(), double.parameters(), strict=True):
+        assert b.dtype is torch.float64
+        assert torch.equal(a.double(), b)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model._target_=no.such.thing"], "model cannot be built: Error locating target 'no.such.thing'"),
+        (
+            ["model._target_=tests.support.models.not_sequential"],
+            "must return an nn.Sequential of the layers",
+        ),
+        (["model._target_=torch.nn.Sequential"], "of the layers to cut between, not an empty one"),
+        (["+model.colour=red"], "vgg16 takes no colour; leave it out with ~model.colour"),
+        (["model=mlp", "+model.depth=1"], "model mlp needs depth >= 2"),
+        (["model=mlp", "+model.width=x"], "model cannot be built"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(overrides, says):
+    cfg = config(["data=digits", *overrides])
+    assert says in refusal(lambda: make_model(cfg, 0, torch.float32))
+
+
+@pytest.mark.parametrize("group", ["model", "schedule", "optim"])
+def test_a_group_without_a_target_is_refused(group):
+    make = {
+        "model": lambda cfg: make_model(cfg, 0, torch.float32),
+        "schedule": make_schedule,
+        "optim": lambda cfg: make_optimizer(cfg, nn.Linear(2, 2)),
+    }[group]
+    cfg = changed(group, {"lr": 0.1})
+    assert refusal(lambda: make(cfg)) == f"{group} needs a _target_: the dotted name of what builds it"
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.one_of(st.sampled_from(TARGETS), WORDS), ARGUMENTS)
+def test_whatever_a_model_is_it_is_built_or_refused_in_one_line(target, arguments):
+    cfg = changed("model", {"_target_": target, **arguments})
+    model = outcome(lambda: make_model(cfg, 0, torch.float32))
+    if isinstance(model, str):
+        assert "\n" not in model
+    else:
+        assert isinstance(model, nn.Sequential)
+        assert len(model)
+
+
+# What one process would do and a pipeline would not
+
+
+class OwnForward(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnMode(nn.Sequential):
+    """Keeps its normalisation as it is."""
+
+    def train(self, mode: bool = True) -> nn.Sequential:
+        return super().train(False)
+
+
+class Named(nn.Sequential):
+    """Only puts itself together: as good as a plain one."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(3072, 10))
+
+    @property
+    def head(self) -> nn.Module:
+        return self[-1]
+
+
+def _flat() -> tuple[nn.Module, ...]:
+    return nn.Flatten(), nn.Linear(3072, 10)
+
+
+def own_forward() -> nn.Sequential:
+    return OwnForward(*_flat())
+
+
+def own_mode() -> nn.Sequential:
+    return OwnMode(*_flat())
+
+
+def patched() -> nn.Sequential:
+    model = nn.Sequential(*_flat())
+    model.forward = lambda x: model[1](model[0](x)) * 2
+    return model
+
+
+def hooked(kind: str) -> nn.Sequential:
+    model = nn.Sequential(*_flat())
+    getattr(model, f"register_{kind}_hook")(lambda *args: None)
+    return model
+
+
+def scaled(parameter: bool) -> nn.Sequential:
+    model = nn.Sequential(*_flat())
+    scale = torch.ones(1)
+    if parameter:
+        model.register_parameter("scale", nn.Parameter(scale))
+    else:
+        model.register_buffer("scale", scale)
+    return model
+
+
+def _made(name: str, *words: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return make_model(config(["data=digits", f"model._target_=tests.test_building.{name}", *words]), 0, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "says"),
+    [
+        ("own_forward", [], "the model is a OwnForward with its own forward, which a pipeline would not run"),
+        ("own_mode", [], "the model is a OwnMode with its own train, which a pipeline would not run"),
+        ("patched", [], "the model is a Sequential with its own forward, which a pipeline would not run"),
+        ("hooked", ["model.kind=forward"], "the model has a hook on the whole of it, which a pipeline wo"),
+        ("hooked", ["model.kind=forward_pre"], "the model has a hook on the whole of it"),
+        ("hooked", ["model.kind=full_backward"], "the model has a hook on the whole of it"),
+        ("scaled", ["model.parameter=true"], "the model has scale outside of its layers: put it into "),
+        ("scaled", ["model.parameter=false"], "the model has scale outside of its layers"),
+    ],
+)
+def test_what_a_pipeline_would_leave_out_is_refused(name, words, says):
+    assert refusal(lambda: _made(name, *words)).startswith(says)
+
+
+def test_a_container_that_only_puts_itself_together_is_taken():
+    assert len(_made("Named")) == 2
+
+
+# The run's dtype
+
+
+class Tables(nn.Module):
+    """A complex table, a weight, whole numbers; two names for one buffer."""
+
+    def __init__(self, dtype: str = "float32", value: float = 0.1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("rope", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.register_buffer("ids", torch.arange(3))
+        self.register_buffer("table", torch.full((3,), value, dtype=getattr(torch, dtype)))
+        self.register_buffer("same", self.table)
+
+
+def tables(**words: object) -> nn.Sequential:
+    return nn.Sequential(Tables(**words))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [(torch.float32, torch.complex64), (torch.float64, torch.complex128)]
+)
+def test_a_cast_loses_nothing_and_parts_nothing(dtype, wide):
+    (plain,) = nn.Sequential(Tables())
+    (layer,) = _made("tables", dtype=dtype)
+    assert layer.weight.dtype == layer.rope.dtype == wide
+    assert torch.equal(layer.rope, plain.rope.to(wide))
+    assert bool(layer.weight.imag.abs().sum() > 0)
+    assert layer.ids.dtype == torch.int64
+    assert layer.table.dtype == dtype
+    assert layer.same is layer.table
+
+
+def test_a_cast_that_would_round_is_refused():
+    says = "0.table of the model is float64, and dtype=float32 would round it: choose dtype=float64, or"
+    assert refusal(lambda: _made("tables", "model.dtype=float64")).startswith(says)
+    assert _made("tables", "model.dtype=float64", dtype=torch.float64)[0].table.dtype == torch.float64
+    assert _made("tables", "model.dtype=float64", "model.value=0.5")[0].table.dtype == torch.float32  # exact
+    assert _made("tables", "model.dtype=float64", "model.value=nan")[0].table.isnan().all()
+
+
+# The schedule
+
+
+def test_a_schedule_is_a_function_with_its_own_arguments():
+    schedule = make_schedule(config(["data=digits", "schedule=interleaved_1f1b", "schedule.virtual=3"]))
+    assert {action.stage for actions in schedule(2, 1, 4) for action in actions} == set(range(6))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("schedule._target_=no.such.thing", "schedule cannot be built: Error locating target"),
+        ("schedule._partial_=false", "schedule cannot be built: "),
+        ("schedule._target_=math.pi", "schedule cannot be built: "),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(override, says):
+    assert refusal(lambda: make_schedule(config(["data=digits", override]))).startswith(says)
+
+
+def test_what_is_made_at_once_is_no_schedule():
+    cfg = changed("schedule", {"_target_": "builtins.dict"})
+    assert refusal(lambda: make_schedule(cfg)) == (
+        "schedule must be a function; its YAML needs `_partial_: true` beside `_target_`"
+    )
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.one_of(st.sampled_from(TARGETS), WORDS), ARGUMENTS, st.booleans())
+def test_whatever_a_schedule_is_it_is_made_or_refused_in_one_line(target, arguments, partial):
+    cfg = changed("schedule", {"_target_": target, "_partial_": partial, **arguments})
+    schedule = outcome(lambda: make_schedule(cfg))
+    if isinstance(schedule, str):
+        assert "\n" not in schedule
+    else:
+        assert callable(schedule)

@@ -1,0 +1,154 @@
+"""The optimizer: tried out on what it will meet, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pipetrain.optimizer import make_optimizer
+from tests.support.cases import config
+from tests.support.refusals import JUNK, changed, outcome, refusal
+
+LINEAR = nn.Linear(2, 2)
+
+
+def made(target: str, model: nn.Module = LINEAR, stages: int = 2, every: int | None = 1, **options: object):
+    """Make an optimizer of one's own."""
+    cfg = changed("optim", {"_target_": target, "_partial_": True, "lr": 0.1, **options})
+    cfg.checkpoint.every = every
+    return make_optimizer(cfg, model, stages)
+
+
+class Jointly(torch.optim.SGD):
+    """Divides all gradients by the largest: what a stage cannot know."""
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        largest = max(float(g.abs().max()) for g in gradients)
+        for g in gradients:
+            g.div_(largest)
+        return super().step(closure)
+
+
+class Rich(torch.optim.SGD):
+    """Remembers a tree for each parameter, and a count in its group."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                past = state.get("past", [p.grad.clone(), (0, "none", None)])
+                state["past"] = [
+                    past[0] + p.grad / group["k"],
+                    (past[1][0] + 1, "some", {"x": 1.5, "y": True}),
+                ]
+                p.grad = past[0]
+        return super().step(closure)
+
+
+class Stores(torch.optim.SGD):
+    """Remembers an object."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["thing"] = object()
+        return super().step(closure)
+
+
+class Alone(torch.optim.SGD):
+    """Remembers something of no parameter."""
+
+    def step(self, closure=None):
+        self.state["count"] = 1
+        return super().step(closure)
+
+
+HERE = "tests.test_optimizer."
+
+
+def test_one_that_needs_all_parameters_at_once_is_for_one_stage():
+    assert refusal(lambda: made(f"{HERE}Jointly")) == (
+        "optim tests.test_optimizer.Jointly lets the step of one parameter depend on others, and each of 2 "
+        "stages sees its own alone: choose another optimizer, or one stage"
+    )
+    assert made(f"{HERE}Jointly", stages=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("Stores", "remembers a object, which a checkpoint"), ("Alone", "remembers 'count' of no par")],
+)
+def test_what_cannot_be_saved_is_refused_where_there_are_checkpoints(name, says):
+    assert says in refusal(lambda: made(f"{HERE}{name}"))
+    assert made(f"{HERE}{name}", every=None)
+
+
+def test_what_an_optimizer_remembers_may_be_any_tree():
+    assert made(f"{HERE}Rich")
+
+
+def test_sparse_gradients_and_complex_weights_are_tried_too():
+    embedding, spectrum = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3, dtype=torch.complex64)
+    for model in (embedding, spectrum):
+        factory = make_optimizer(config(["data=digits", "optim.weight_decay=0"]), model, 2)
+        assert not factory(model.parameters()).defaults["fused"]
+    assert make_optimizer(config(["data=digits"]), LINEAR, 2)(LINEAR.parameters()).defaults["fused"]
+    says = refusal(lambda: make_optimizer(config(["data=digits"]), embedding, 2))
+    assert says.startswith("optim cannot be built by torch.optim.SGD: ")  # weight decay wants dense gradients
+    assert "sparse" in says
+
+
+def test_one_for_matrices_alone_is_tried_on_what_the_model_has():
+    assert made("torch.optim.Muon", nn.Linear(3, 3, bias=False))
+    assert "2D" in refusal(lambda: made("torch.optim.Muon", LINEAR))
+
+
+def test_an_optimizer_is_built_anew_for_each_stage():
+    factory = make_optimizer(config(["data=digits", "optim=sgd", "optim.momentum=0.5"]), LINEAR)
+    a, b = (factory([nn.Parameter(torch.zeros(2))]) for _ in range(2))
+    assert a is not b
+    assert isinstance(a, torch.optim.SGD)
+    assert (a.defaults["momentum"], a.defaults["weight_decay"], a.defaults["lr"]) == (0.5, 5e-4, 0.005)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optim.colour=red", "optim cannot be built: torch.optim.SGD takes no colour; leave it out with ~op"),
+        ("optim.momentun=1", "optim cannot be built: torch.optim.SGD takes no momentun; did you mean mome"),
+        ("optim._target_=torch.optim.Adam", "optim cannot be built: torch.optim.Adam takes no momentum; "),
+        ("optim.momentum=-1", "optim cannot be built by torch.optim.SGD: Invalid momentum value: -1"),
+        ("optim.momentum=x", "optim cannot be built by torch.optim.SGD: "),
+        ("optim._target_=no.such.thing", "optim cannot be built: Error locating target 'no.such.thing'"),
+        ("optim._partial_=false", "optim cannot be built: "),
+        ("optim.fused=3", "optim.fused=3 must be true or false"),
+        (
+            "optim._target_=torch.nn.Linear",
+            "optim cannot be built: torch.nn.Linear takes no lr; leave it out",
+        ),
+    ],
+)
+def test_an_optimizer_that_cannot_be_is_refused(override, says):
+    assert refusal(lambda: make_optimizer(config(["data=digits", override]), LINEAR)).startswith(says)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["torch.optim.SGD", "torch.optim.AdamW"]),
+    st.dictionaries(
+        st.sampled_from(["lr", "momentum", "weight_decay", "eps", "nesterov", "foreach"]),
+        JUNK,
+        max_size=3,
+    ),
+)
+def test_whatever_an_optimizer_is_it_is_built_or_refused_in_one_line(target, arguments):
+    cfg = changed("optim", {"_target_": target, "_partial_": True, **arguments})
+    factory = outcome(lambda: make_optimizer(cfg, LINEAR))
+    if isinstance(factory, str):
+        assert "\n" not in factory
+    else:
+        assert isinstance(factory([nn.Parameter(torch.zeros(1))]), torch.optim.Optimizer)
