@@ -105,7 +105,7 @@ class Plan:
     def order(self, batches: int, rank: int) -> Order:
         """Return what a rank does in a window of so many batches, for one run of it."""
         if self.policy is None:
-            return Listed(self.windows[batches].program[rank])
+            return Listed(self.windows[batches].program[rank], batches, self.settings.microbatches)
         return Decided(self.policy, rank, self.stages, batches, self.settings.microbatches)
 
 

@@ -4,6 +4,8 @@ Only rank 0 composes a configuration with Hydra. It refuses what is wrong, once 
 the others through torchrun's key-value store what to run. So there is one run folder and one opinion about
 every value, `--help`, `--cfg job` and `--multirun` work under torchrun as they do without it, and all this
 happens before a process group exists.
+
+Whoever reaches that store could speak in rank 0's place, so all that it says is sealed: see pipetrain.seal.
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,10 +33,15 @@ from pipetrain.errors import ActionFailed, ConfigError, TrainingStopped
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import ScheduleError
+from pipetrain.seal import MAC_BYTES, SECRET, Seal, SealedStore
+from pipetrain.training.folder import LOCK, read_key
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes how it ended, for pipetrain.launcher
 _RUN_DIR = "pipetrain/run_dir"
-PATIENCE_S = 3600.0  # how long the others wait for rank 0, which may have a data set to download
+START_S, MOST_S = 300.0, 3600.0  # how long the others wait for rank 0 to start, and for anything at most
+LATE_S = 15.0  # how long a file may take to be seen on another machine
+POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +56,10 @@ class Job:
     profile: dict[str, Any] | None = None  # what to cut by: other machines cannot read rank 0's file
     run: str = ""  # its own name
     resume: str | None = None  # the folder of the checkpoint to go on from
+    saves: bool = True  # whether all ranks need the run's folder
 
 
-Run = Callable[[Job, World, Store | None], None]
+Run = Callable[[Job, World, SealedStore | None], None]
 
 
 class Leader:
@@ -56,12 +67,33 @@ class Leader:
 
     def __init__(self, world: World) -> None:
         self._store = _store(world)
+        self._others = world.size > 1
         self._jobs = 0
         self._words = sys.argv[1:]  # as typed
+        self._folder, self._key = "", ""
+        self.phase("start", START_S)
 
-    def announce(self, job: Job) -> Store | None:
-        """Start a job on all ranks; return the store for its process groups."""
-        return self._say({"job": asdict(job), "code": code_fingerprint(), "words": self._words})
+    def phase(self, doing: str, limit_s: float) -> None:
+        """Say what the others wait for, and how many seconds they shall."""
+        if self._others and self._store is not None:
+            self._store.set("phase", json.dumps([doing, limit_s]))
+
+    def trust(self, folder: Path, key: str) -> None:
+        """Seal with the key of the run's folder from now on. Raises ConfigError where there is none."""
+        if self._others and not (key or os.environ.get(SECRET)):
+            raise ConfigError(
+                f"run_dir={folder} is on a file system that keeps no file from others, so ranks cannot prove "
+                f"who they are: choose another, or set {SECRET} to the same random words for every rank"
+            )
+        self._folder, self._key = str(folder), key
+
+    def announce(self, job: Job) -> SealedStore | None:
+        """Start a job on all ranks; return what they talk through."""
+        self._folder = job.run_dir
+        self._say({"job": asdict(job), "code": code_fingerprint(), "words": self._words})
+        if self._store is None or not self._others:
+            return None
+        return _store_of(self._jobs, self._store, self._key)
 
     def end(self, status: int) -> None:
         """Let the others exit with a status."""
@@ -69,22 +101,28 @@ class Leader:
 
     def remember(self, run_dir: Path) -> None:
         """Keep the run's folder for whoever leads after a restart."""
-        if self._store is not None:
-            _across_restarts(self._store).set(_RUN_DIR, str(run_dir))
+        if self._store is not None and (self._key or os.environ.get(SECRET)):
+            sealed = Seal(self._key, _endpoint()).close(_RUN_DIR, str(run_dir).encode())
+            _across_restarts(self._store).set(_RUN_DIR, sealed)  # type: ignore[arg-type]
 
     def remembered(self) -> str | None:
         """Return the folder of the run that torchrun has restarted, if it has."""
-        if self._store is None or not _restarts():
+        if self._store is None or not restarts():
             return None
         store = _across_restarts(self._store)
-        return store.get(_RUN_DIR).decode() if store.check([_RUN_DIR]) else None
-
-    def _say(self, word: dict[str, Any]) -> Store | None:
-        if self._store is None:
+        if not store.check([_RUN_DIR]):
             return None
-        self._store.set(f"word/{self._jobs}", json.dumps(word))
+        sealed = store.get(_RUN_DIR)
+        key = read_key(Path(sealed[MAC_BYTES:].decode("utf-8", "replace")))
+        return Seal(key, _endpoint()).open(_RUN_DIR, sealed).decode()
+
+    def _say(self, word: dict[str, Any]) -> None:
+        if self._store is None or not self._others:
+            return
+        name, content = f"word/{self._jobs}", json.dumps(word).encode()
+        sealed = Seal(self._key, _attempt()).close(name, content).decode("latin-1")
+        self._store.set(name, json.dumps({"folder": self._folder, "key": _digest(self._key), "word": sealed}))
         self._jobs += 1
-        return PrefixStore(f"job/{self._jobs}", self._store)
 
 
 def follow(world: World, run: Run) -> int:
@@ -93,15 +131,7 @@ def follow(world: World, run: Run) -> int:
     assert store is not None
     done = 0
     while True:
-        key = f"word/{done}"
-        try:
-            store.wait([key], timedelta(seconds=PATIENCE_S))
-        except RuntimeError as error:
-            cause = str(error).strip().splitlines()[0]
-            raise ChannelError(
-                f"rank {world.rank} waited up to {PATIENCE_S:g} s for rank 0 to say what to run: {cause}"
-            ) from error
-        word = json.loads(store.get(key))
+        word, key, shared = _believed(f"word/{done}", _awaited(f"word/{done}", store, world), world)
         if "end" in word:
             return int(word["end"])
         done += 1
@@ -115,7 +145,91 @@ def follow(world: World, run: Run) -> int:
                 f"rank {world.rank} was started with another command line than rank 0: {difference}; give "
                 f"all ranks the same words"
             )
-        run(Job(**word["job"]), world, PrefixStore(f"job/{done}", store))
+        job = Job(**word["job"])
+        if job.saves and not shared:
+            raise _not_shared(world, job.run_dir)
+        run(job, world, _store_of(done, store, key))
+
+
+def _awaited(key: str, store: Store, world: World) -> bytes:
+    """Wait for a word of rank 0's, and look meanwhile what it is doing. Raises ChannelError."""
+    doing: list[Any] = ["start", START_S]
+    since = time.monotonic()
+    try:
+        while not store.check([key]):
+            if store.check(["phase"]) and (now := json.loads(store.get("phase"))) != doing:
+                doing, since = now, time.monotonic()
+            waited, limit = time.monotonic() - since, min(float(doing[1]), MOST_S)
+            if waited > limit:
+                raise ChannelError(
+                    f"rank {world.rank} waited {limit:g} s for rank 0 to {doing[0]!s:.80}; look at what it "
+                    f"says, or give it longer with timeout="
+                )
+            time.sleep(min(POLL_S, limit / 4))
+        return store.get(key)
+    except ChannelError:
+        raise
+    except Exception as error:  # of the connection, or of words that are none
+        cause = str(error).strip().splitlines()[:1]
+        raise ChannelError(f"rank {world.rank} lost rank 0 in its start: {' '.join(cause)}") from error
+
+
+def _believed(name: str, said: bytes, world: World) -> tuple[dict[str, Any], str, bool]:
+    """Prove a word; return it with the run's key, and whether this rank sees the run's folder.
+
+    Before rank 0 has a folder it can only end, and nobody has to be believed in order to give up.
+    """
+    try:
+        outer = json.loads(said)
+        folder, digest, word = str(outer["folder"]), outer["key"], outer["word"].encode("latin-1")
+        end = None if folder else json.loads(word[MAC_BYTES:])["end"]
+    except (LookupError, AttributeError, TypeError, ValueError):
+        folder, digest, word, end = "", "", b"", None
+    if not folder and (end in (FAILED, REFUSED, INTERRUPTED) or (end == 0 and _only_asks())):
+        return {"end": end}, "", False
+    key = _key_of(Path(folder), digest) if folder else ""
+    shared = bool(key) and _digest(key) == digest
+    if folder and not (shared or os.environ.get(SECRET)):
+        raise _not_shared(world, folder)
+    return json.loads(Seal(key, _attempt()).open(name, word)), key, shared
+
+
+def _only_asks() -> bool:
+    """Whether the command line has a flag, such as --help or --cfg, with which nothing is run."""
+    return any(word.startswith("-") for word in sys.argv[1:])
+
+
+def _key_of(folder: Path, digest: str) -> str:
+    """Read the key in the run's folder. Network file systems show what others write some seconds late."""
+    end = time.monotonic() + LATE_S
+    while _digest(key := read_key(folder)) != digest and time.monotonic() < end:
+        time.sleep(POLL_S)
+    return key
+
+
+def _not_shared(world: World, folder: str) -> ConfigError:
+    return ConfigError(
+        f"rank {world.rank} on {socket.gethostname()} does not see {Path(folder) / LOCK}, which rank 0 has "
+        f"written: give run_dir a folder that all machines share; without checkpoints "
+        f"(checkpoint.every=null) it is enough to set {SECRET} to the same random words on every machine"
+    )
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _store_of(job: int, store: Store, key: str) -> SealedStore:
+    prefix = f"job/{job}"
+    return SealedStore(PrefixStore(prefix, store), Seal(key, f"{_attempt()} {prefix}"))
+
+
+def _endpoint() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def _attempt() -> str:
+    return f"{_endpoint()} attempt {restarts()}"
 
 
 def _difference(theirs: list[str], mine: list[str]) -> str | None:
@@ -144,14 +258,15 @@ def _across_restarts(store: Store) -> Store:
 
 
 def _store(world: World) -> Store | None:
-    if world.size == 1:
+    """Connect to torchrun's store; one process without torchrun has none."""
+    if world.size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=PATIENCE_S)))[0]
+    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
     # torchrun's store lives on when it restarts the ranks: what they said before must not be heard again.
-    return PrefixStore(f"attempt/{_restarts()}", store)
+    return PrefixStore(f"attempt/{restarts()}", store)
 
 
-def _restarts() -> int:
+def restarts() -> int:
     """How often torchrun has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
@@ -184,6 +299,9 @@ def _complain(error: object, status: int) -> int:
 
 def leave(status: int) -> None:
     """Exit at once with a failure's status: a half-dead process group may hang in its destructors."""
+    if (folder := os.environ.get(ENDED)) is not None:
+        with suppress(OSError):
+            Path(folder, os.environ.get("RANK", "0")).write_text(str(status))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

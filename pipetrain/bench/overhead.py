@@ -61,6 +61,11 @@ class TimedChannel:
         self.cpu_s = 0.0
 
     @property
+    def bound(self) -> int:
+        """See Channel."""
+        return self._inner.bound
+
+    @property
     def waited(self) -> float:
         """See Channel."""
         return self._inner.waited
@@ -93,6 +98,10 @@ class TimedChannel:
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """See Channel.recv."""
         return self._timed(self._inner.recv, message)
+
+    def forget(self, mb: int) -> None:
+        """See Channel.forget."""
+        self._inner.forget(mb)
 
     def drain(self) -> None:
         """See Channel.drain."""

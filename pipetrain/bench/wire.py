@@ -61,6 +61,11 @@ class SlowChannel:
         self._held_s = 0.0
 
     @property
+    def bound(self) -> int:
+        """See Channel."""
+        return self._channel.bound
+
+    @property
     def waited(self) -> float:
         """See Channel."""
         return self._channel.waited + self._held_s
@@ -93,6 +98,10 @@ class SlowChannel:
         time.sleep(max(0.0, arrival.item() - start))
         self._held_s += time.monotonic() - start
         return tuple(tensors)
+
+    def forget(self, mb: int) -> None:
+        """See Channel.forget."""
+        self._channel.forget(mb)
 
     def drain(self) -> None:
         """See Channel.drain."""

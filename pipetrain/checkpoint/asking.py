@@ -4,32 +4,39 @@ All ranks have to act at the same window, and none may wait for another to find 
 says so in the run's store. The rank of the first stage looks there after each window, and decides for the end
 of the next one; every other rank looks for its decision after each window, too. It finds it in time: it
 cannot finish a window that the first stage has not begun, and that begins only after it has decided.
+
+torchrun kills its ranks 30 seconds after it has passed SIGTERM on. A window that would go on for longer ends
+early, then, with a batch that no rank has begun: see Engine. Its end is decided in the same way, batch by
+batch; once it is known how long a batch takes, they look about twice a second.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Literal
 
-from torch.distributed.distributed_c10d import Store
+from pipetrain.seal import SealedStore
 
 Asked = Literal["", "save", "stop"]
 SIGNALS: dict[int, Asked] = {signal.SIGTERM: "stop", signal.SIGUSR1: "save"}
 _BY_NAME: dict[str, Asked] = {name: name for name in SIGNALS.values()}
 _SENTENCES = {
-    "stop": "saving at the end of this window, then stopping",
+    "stop": "saving when the pipeline is drained, then stopping",
     "save": "saving at the end of this window, then going on",
 }
+LOOK_S = 0.5  # between two looks within a window
+MOST_LEFT_S = 10.0  # of a window that is still run to its end before a stop
 
 
 class Asking:
     """What signals ask of a run, agreed on by all of its ranks. `first`: the rank of the first stage."""
 
-    def __init__(self, store: Store | None, rank: int, first: int) -> None:
+    def __init__(self, store: SealedStore | None, rank: int, first: int) -> None:
         self._store = store
         self._leads = rank == first
         self._rank = rank
@@ -38,6 +45,11 @@ class Asking:
         self._windows = 0
         self._served = 0
         self._decided: tuple[int, Asked] | None = None
+        self._every = 1
+        self._batches = 0
+        self._began = 0.0
+        self.ended = False
+        """Whether a window was ended early: nothing but the save comes after it."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -55,19 +67,50 @@ class Asking:
         said = f"pipetrain: rank {self._rank} got {signal.Signals(number).name}: {_SENTENCES[self._asked]}\n"
         os.write(2, said.encode())
 
+    def begin_window(self, batches: int, batch_s: float | None = None) -> None:
+        """Start a window of so many batches, which take about `batch_s` seconds each, if that is known.
+
+        All ranks must give the same numbers.
+        """
+        self._batches, self._began = batches, time.monotonic()
+        self._every = 1 if batch_s is None else max(1, int(LOOK_S / max(batch_s, 1e-6)))
+
+    def ends_window(self, batches: int) -> bool:
+        """Say whether the window ends after so many batches; see runtime.engine.Ends."""
+        if batches % self._every or not self._decides_end(batches):
+            return False
+        self.ended = True
+        return True
+
+    def _decides_end(self, batches: int) -> bool:
+        store, key = self._store, f"ended/{self._windows}"
+        if store is None:
+            return self._asked == "stop" and self._goes_on_for_long(batches)
+        self._tell(store)
+        if not self._leads:
+            return store.check(key) and store.get(key) == str(batches)
+        if self._asked_by_any(store) != "stop" or not self._goes_on_for_long(batches):
+            return False
+        _say(store, key, str(batches))
+        return True
+
+    def _goes_on_for_long(self, batches: int) -> bool:
+        batch_s = (time.monotonic() - self._began) / batches
+        return batch_s * (self._batches - batches) > MOST_LEFT_S
+
     def after_window(self) -> Asked:
         """Say what all ranks do now. To be called by every rank after each window."""
         self._windows += 1
+        if self.ended:
+            return "stop"
         if self._store is None:
             asked, self._asked = self._asked, ""
             return asked
-        if self._asked and self._told != (self._served, self._asked):
-            self._told = self._served, self._asked
-            self._store.set(f"asked/{self._served}", self._asked)
+        self._tell(self._store)
         if self._leads and self._decided is None:
             self._decide(self._store)
-        elif not self._leads and self._store.check([f"decided/{self._served}"]):
-            window, word = self._store.get(f"decided/{self._served}").decode().split()
+        elif not self._leads and self._store.check(f"decided/{self._served}"):
+            window, word = self._store.get(f"decided/{self._served}").split()
             self._decided = int(window), _BY_NAME[word]
         if self._decided is None or self._decided[0] != self._windows:
             return ""
@@ -77,10 +120,21 @@ class Asking:
             self._asked = ""  # otherwise what was asked meanwhile is asked again
         return done
 
-    def _decide(self, store: Store) -> None:
-        if store.check([f"asked/{self._served}"]):
-            asked = _BY_NAME[store.get(f"asked/{self._served}").decode()]
+    def _tell(self, store: SealedStore) -> None:
+        if self._asked and self._told != (self._served, self._asked):
+            self._told = self._served, self._asked
+            store.set(f"asked/{self._served}", self._asked)
+
+    def _asked_by_any(self, store: SealedStore) -> Asked:
+        key = f"asked/{self._served}"
+        return _BY_NAME[store.get(key)] if store.check(key) else ""
+
+    def _decide(self, store: SealedStore) -> None:
+        if asked := self._asked_by_any(store):
             self._decided = self._windows + 1, asked
-            key = f"decided/{self._served}"
-            store.set(key, f"{self._windows + 1} {asked}")
-            store.get(key)  # answered only when it is there, for whoever looks after us
+            _say(store, f"decided/{self._served}", f"{self._windows + 1} {asked}")
+
+
+def _say(store: SealedStore, key: str, text: str) -> None:
+    store.set(key, text)
+    store.get(key)  # answered only when it is there, for whoever looks after us

@@ -61,6 +61,10 @@ class Channel(Protocol):
     """One rank's end of all its edges. Not for use from two threads."""
 
     @property
+    def bound(self) -> int:
+        """How many receives it posts ahead on an edge, and how many sends it leaves unfinished."""
+
+    @property
     def waited(self) -> float:
         """Seconds that it has been blocked so far, waiting for other ranks."""
 
@@ -83,6 +87,9 @@ class Channel(Protocol):
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """Wait for the next message of its edge, which must be this one."""
+
+    def forget(self, mb: int) -> None:
+        """Expect nothing of microbatches from `mb` on; no receive of theirs may have been posted."""
 
     def drain(self) -> None:
         """Wait for all sends, and prove that all that was expected has been received."""
@@ -134,7 +141,7 @@ class DistChannel:
         channels_last: bool = False,
     ) -> None:
         self._groups = groups
-        self._bound = buffer_size
+        self.bound = buffer_size
         self._timeout = timeout
         self._device = device
         self._staged = staged
@@ -159,7 +166,7 @@ class DistChannel:
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """See Channel.send."""
         unfinished = self._sent[message.edge]
-        while len(unfinished) >= self._bound:
+        while len(unfinished) >= self.bound:
             self._wait(unfinished.popleft(), sending=True)
         wire = [self._to_wire(t) for t in tensors]
         works = [self._start(dist.isend, tensor, message.ranks[1], message) for tensor in wire]
@@ -175,6 +182,12 @@ class DistChannel:
         self.carried += message.nbytes
         self._post(message.edge)
         return tuple(self._from_wire(t) for t in transfer.tensors)
+
+    def forget(self, mb: int) -> None:
+        """See Channel.forget."""
+        for edge, waiting in self._to_post.items():
+            self._to_post[edge] = deque(message for message in waiting if message.mb < mb)
+            assert all(transfer.message.mb < mb for transfer in self._posted[edge]), f"posted beyond {mb}"
 
     def drain(self) -> None:
         """See Channel.drain."""
@@ -199,7 +212,7 @@ class DistChannel:
         unfinished = self._sent[message.edge]
         while unfinished and self._finished(unfinished[0]):
             self._wait(unfinished.popleft(), sending=True)
-        return len(unfinished) < self._bound
+        return len(unfinished) < self.bound
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """See Channel.wait."""
@@ -216,7 +229,7 @@ class DistChannel:
             self.waited += time.monotonic() - start
 
     def _may_send(self, message: Message) -> bool:
-        return sum(not self._finished(transfer) for transfer in self._sent[message.edge]) < self._bound
+        return sum(not self._finished(transfer) for transfer in self._sent[message.edge]) < self.bound
 
     def _watched(self, transfer: _Transfer) -> _Transfer:
         if self._watch:
@@ -240,7 +253,7 @@ class DistChannel:
 
     def _post(self, edge: Edge) -> None:
         waiting, posted = self._to_post[edge], self._posted[edge]
-        while waiting and len(posted) < self._bound:
+        while waiting and len(posted) < self.bound:
             message = waiting.popleft()
             place = torch.device("cpu") if self._staged else self._device
             tensors = [

@@ -63,6 +63,11 @@ class CodedChannel:
         self._coded = 0.0
 
     @property
+    def bound(self) -> int:
+        """See Channel."""
+        return self._channel.bound
+
+    @property
     def waited(self) -> float:
         """See Channel."""
         return self._channel.waited
@@ -109,6 +114,10 @@ class CodedChannel:
             tensors.append(self._laid_out(decoded))
         self._coded += time.perf_counter() - start
         return tuple(tensors)
+
+    def forget(self, mb: int) -> None:
+        """See Channel.forget."""
+        self._channel.forget(mb)
 
     def drain(self) -> None:
         """See Channel.drain."""

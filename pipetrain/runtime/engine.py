@@ -8,7 +8,7 @@ no change.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from pipetrain.boundary import Boundary, specs_of
 from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.runtime.channel import Channel, ChannelError, Message
 from pipetrain.runtime.clock import Clock
-from pipetrain.runtime.order import Listed, Order
+from pipetrain.runtime.order import Order
 from pipetrain.runtime.record import StageRecord, count
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import COMMUNICATION, Action, Op
@@ -30,6 +30,8 @@ Tensors = tuple[Tensor, ...]
 Boundaries = Mapping[int, Sequence[Boundary]]
 Progress = Callable[[int], None]
 """Told of a stage that has done one more of what is counted."""
+Ends = Callable[[int], bool]
+"""Says whether a window ends after so many batches; asked by every rank, of the same numbers, in order."""
 Observer = Callable[[RankWindow], None]
 """Given what was measured of a window, after its end."""
 
@@ -66,6 +68,7 @@ class _Window:
     feed: Feed
     microbatches: int
     boundaries: Boundaries
+    ends: Ends | None = None
     inputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # of (stage, microbatch)
     grads: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # of its outputs
     to_send: dict[tuple[int, int, int], Tensors] = field(
@@ -135,32 +138,38 @@ class Engine:
         microbatches: int,
         progress: Progress = lambda stage: None,
         observe: Observer | None = None,
+        ends: Ends | None = None,
     ) -> None:
         """Run this rank's actions of one window of batches of `microbatches` each, and drain.
 
-        `progress` is told of each update, `observe` of when each action ran. Raises ChannelError and
+        `progress` is told of each update, `observe` of when each action ran. `ends` may let the window end
+        earlier than planned: `order` then says after how many batches. Raises ChannelError and
         TrainingStopped.
         """
         for stage in self._stages.values():
             stage.begin_window()
-        window = _Window(order, feed, microbatches, self._boundaries)
+        window = _Window(order, feed, microbatches, self._boundaries, ends)
         measured = self._run(window, self._execute, Op.STEP, progress)
         count(self.records, measured)
         if observe:
             observe(measured)
 
     def evaluate(
-        self, actions: Sequence[Action], feed: Feed, progress: Progress = lambda stage: None
+        self,
+        order: Order,
+        feed: Feed,
+        progress: Progress = lambda stage: None,
+        ends: Ends | None = None,
     ) -> None:
-        """Run a forward-only list: every F predicts with the newest weights, saves and records nothing.
+        """Run an order of forwards alone: each predicts with the newest weights, saves and records nothing.
 
-        `progress` is told of each microbatch.
+        `progress` is told of each microbatch; each is a batch to `ends`, see `train`.
         """
         trained = self.records, self._channel
         self.records, self._channel = {stage: StageRecord() for stage in self._stages}, self._plain
         try:
             execute = {**self._execute, Op.F: self._predict}
-            self._run(_Window(Listed(actions), feed, 1, self._evaluated), execute, Op.F, progress)
+            self._run(_Window(order, feed, 1, self._evaluated, ends), execute, Op.F, progress)
         finally:
             self.records, self._channel = trained
 
@@ -182,7 +191,7 @@ class Engine:
         since: tuple[float, float] | None = None  # the time and the channel's waiting before a Wait
         undecided, action = 0.0, None
         try:
-            for action in order.actions(_View(channel, message)):
+            for action in self._asking(window, _View(channel, message)):
                 if isinstance(action, Wait):
                     window.feed.prepare()
                     since = since or (time.perf_counter(), channel.waited)
@@ -220,6 +229,38 @@ class Engine:
         end = time.perf_counter()
         ran = RankWindow(began, timed, (start, end), end, messages, undecided)
         return self._clock.resolve(ran)
+
+    # The end of a window
+
+    def _asking(self, window: _Window, view: _View) -> Iterator[Action | Wait]:
+        """Give the order's actions, and ask on the way whether the window ends earlier.
+
+        It may end before a batch of which no rank has posted a receive. Receives are posted `bound` ahead, so
+        the rank of the first stage decides before its forward of the microbatch that is one more ahead. The
+        others ask when they have received that one, and so after the decision.
+        """
+        first = min(self._stages)
+        leads = first == 0
+        asking = (first, Op.F if leads else Op.RECV_F)
+        for action in window.order.actions(view):
+            asks = isinstance(action, Action) and (action.stage, action.op) == asking
+            if asks and leads:
+                self._ask(action, window)
+            yield action
+            if asks and not leads:
+                self._ask(action, window)
+
+    def _ask(self, action: Action | Wait, window: _Window) -> None:
+        assert isinstance(action, Action)
+        batches, rest = divmod(action.mb + self._channel.bound + 1, window.microbatches)
+        if rest or batches >= window.order.batches or not window.ends or not window.ends(batches):
+            return
+        window.order.shorten(batches)
+        self._channel.forget(batches * window.microbatches)
+        for index, stage in self._stages.items():
+            for version in stage.weights.older():
+                if not window.order.needed(index, version):
+                    stage.weights.release(version)
 
     # Compute
 

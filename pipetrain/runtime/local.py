@@ -20,7 +20,7 @@ class LocalChannel:
 
     def __init__(self, wire: Wire, buffer_size: int, timeout: float) -> None:
         self._wire = wire
-        self._bound = buffer_size
+        self.bound = buffer_size
         self._timeout = timeout
         self.waited = self.coded = 0.0
         self.carried = 0
@@ -32,7 +32,7 @@ class LocalChannel:
             self._expected.setdefault(message.edge, deque()).append(message)
         with self._wire.changed:
             for edge, expected in self._expected.items():
-                self._wire.posted[edge] = self._wire.taken[edge] + min(self._bound, len(expected))
+                self._wire.posted[edge] = self._wire.taken[edge] + min(self.bound, len(expected))
             self._wire.changed.notify_all()
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
@@ -54,10 +54,18 @@ class LocalChannel:
             sent, tensors = wire.queues[edge].popleft()
             assert sent.mb == message.mb, f"{sent.name} came instead of {message.name}"
             wire.taken[edge] += 1
-            wire.posted[edge] = wire.taken[edge] + min(self._bound, len(self._expected[edge]))
+            wire.posted[edge] = wire.taken[edge] + min(self.bound, len(self._expected[edge]))
             wire.changed.notify_all()
         self.carried += message.nbytes
         return tuple(t.clone() for t in tensors)
+
+    def forget(self, mb: int) -> None:
+        """See Channel.forget."""
+        wire = self._wire
+        with wire.changed:
+            for edge, expected in self._expected.items():
+                self._expected[edge] = left = deque(message for message in expected if message.mb < mb)
+                assert wire.posted[edge] <= wire.taken[edge] + len(left), f"{edge}: posted beyond {mb}"
 
     def drain(self) -> None:
         """See Channel.drain."""
@@ -71,7 +79,7 @@ class LocalChannel:
     def room(self, message: Message) -> bool:
         """See Channel.room."""
         # Sent but not yet matched by a posted receive: at most the bound, this one included.
-        return self._wire.sent[message.edge] - self._wire.posted[message.edge] < self._bound
+        return self._wire.sent[message.edge] - self._wire.posted[message.edge] < self.bound
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """See Channel.wait."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickle
 import socket
 import struct
 import sys
@@ -24,6 +25,7 @@ from torch.distributed.distributed_c10d import Store
 
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.channel import ChannelError, DistChannel, Edge
+from pipetrain.seal import Seal
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 LOOPBACK = 127  # its addresses begin so
@@ -106,10 +108,22 @@ def _own_address(host: str) -> bytes:
         return socket.inet_aton(probe.getsockname()[0])
 
 
+def _all_gather(content: bytes, ranks: int) -> list[bytes]:
+    size = torch.tensor([len(content)])
+    sizes = [torch.zeros_like(size) for _ in range(ranks)]
+    dist.all_gather(sizes, size)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    gathered = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(gathered, padded)
+    return [bytes(t[: int(n)].numpy()) for t, n in zip(gathered, sizes, strict=True)]
+
+
 class Mesh:
     """The process groups of one run. `placement[stage]` is the stage's rank.
 
     `staged`: whether messages go through host memory, over gloo; None where ranks have to share a GPU.
+    `seal`: with which ranks prove what they tell each other, but for tensors.
     """
 
     def __init__(
@@ -121,6 +135,7 @@ class Mesh:
         store: Store | None,
         timeout: float,
         staged: bool | None = None,
+        seal: Seal | None = None,
     ) -> None:
         self.world = world
         self.placement = list(placement)
@@ -128,6 +143,7 @@ class Mesh:
         self.staged = shares_gpu(world, device) if staged is None else staged
         self.backend = "nccl" if device.type == "cuda" and not self.staged else "gloo"
         self._timeout = timeout
+        self._seal = seal
         self._edges = list(edges)
         self._groups: dict[Edge, dist.ProcessGroup] = {}
         if device.type == "cuda":
@@ -165,15 +181,23 @@ class Mesh:
         return DistChannel(self._groups, buffer_size, self._timeout, self.device, self.staged, channels_last)
 
     def gather(self, what: str, item: object) -> list[object]:
-        """Collect `what`, one picklable object from every rank, by rank. Raises ChannelError."""
+        """Collect `what`, one picklable object from every rank, by rank.
+
+        Raises ChannelError, and TrainingStopped where it came from somebody else.
+        """
         if self.world.size == 1:
             return [item]
-        items: list[object] = [None] * self.world.size
+        names = [f"{what} of rank {rank}" for rank in range(self.world.size)]
+        mine = pickle.dumps(item)
+        if self._seal:
+            mine = self._seal.close(names[self.world.rank], mine)
         try:
-            dist.all_gather_object(items, item)
+            gathered = _all_gather(mine, self.world.size)
         except RuntimeError as error:
             raise self._lost(f"gather {what} of all ranks", error) from error
-        return items
+        if self._seal:
+            gathered = [self._seal.open(*said) for said in zip(names, gathered, strict=True)]
+        return [pickle.loads(said) for said in gathered]
 
     def clock_offset(self, now: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
         """Return what to add to this rank's `now()` to have rank 0's, and by how much that may be wrong.

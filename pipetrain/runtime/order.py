@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pipetrain.schedule.actions import Action, Op, last_uses
+from pipetrain.schedule.actions import Action, Op, last_uses, shortened
 from pipetrain.schedule.policy import Policy, View, Wait
 
 _RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
@@ -22,6 +22,8 @@ class Order(Protocol):
 
     decided: bool
     """Whether it looks at the channel to decide: its messages must then be watched."""
+    batches: int
+    """How many batches the window has."""
 
     def receives(self) -> list[Action]:
         """Return all RECVs, of each edge in order."""
@@ -32,16 +34,21 @@ class Order(Protocol):
     def needed(self, stage: int, version: int) -> bool:
         """Whether an action after the one being done reads a version of a stage's weights."""
 
+    def shorten(self, batches: int) -> None:
+        """End the window after so many batches: none may have begun one after them."""
+
 
 class Listed:
-    """A program's list."""
+    """A program's list, of so many batches of so many microbatches each."""
 
     decided = False
 
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self._actions = actions
-        self._last_uses = last_uses(list(actions))
-        self._position = 0
+    def __init__(self, actions: Sequence[Action], batches: int = 1, microbatches: int = 1) -> None:
+        self.batches = batches
+        self._microbatches = microbatches
+        self._actions = list(actions)
+        self._last_uses = last_uses(self._actions)
+        self._position = -1
 
     def receives(self) -> list[Action]:
         """See Order."""
@@ -49,13 +56,19 @@ class Listed:
 
     def actions(self, view: View) -> Iterator[Action | Wait]:
         """See Order."""
-        for position, action in enumerate(self._actions):
-            self._position = position
-            yield action
+        while self._position + 1 < len(self._actions):
+            self._position += 1
+            yield self._actions[self._position]
 
     def needed(self, stage: int, version: int) -> bool:
         """See Order."""
         return self._last_uses.get((stage, version), -1) > self._position
+
+    def shorten(self, batches: int) -> None:
+        """See Order."""
+        self.batches = batches
+        self._actions = shortened(self._actions, batches, self._microbatches)
+        self._last_uses = last_uses(self._actions)
 
 
 @dataclass(slots=True)
@@ -77,7 +90,8 @@ class Decided:
 
     def actions(self, view: View) -> Iterator[Action | Wait]:
         """See Order."""
-        for action in self.policy.decide(self.stage, self.stages, self.batches, self.microbatches, view):
+        size = self.stage, self.stages, lambda: self.batches, self.microbatches
+        for action in self.policy.decide(*size, view):
             if isinstance(action, Action) and action.op is Op.F:
                 self._reads[action.mb] = action.version
             elif isinstance(action, Action) and action.op in (Op.B, Op.W):
@@ -87,3 +101,7 @@ class Decided:
     def needed(self, stage: int, version: int) -> bool:
         """See Order."""
         return version in self._reads.values()
+
+    def shorten(self, batches: int) -> None:
+        """See Order."""
+        self.batches = batches

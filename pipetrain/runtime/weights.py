@@ -195,6 +195,10 @@ class Weights:
                 self._live[name].grad = None if name in first else grad
         optimizer.step()
 
+    def older(self) -> list[int]:
+        """Return the versions that are held beside the newest."""
+        return [version for version in self._versions if version != self.newest]
+
     def release(self, version: int) -> None:
         """Give up an older version: nothing to come reads it."""
         leaves = self._versions.pop(version).values()

@@ -12,7 +12,7 @@ STEP of batch `n` makes version `n + 1`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -105,6 +105,15 @@ def placement(program: Program) -> list[int]:
     if sorted(rank_of) != list(range(len(rank_of))):
         raise ScheduleError(f"stages must be 0, 1, 2, ... without a gap; the program has {sorted(rank_of)}")
     return [rank_of[stage] for stage in range(len(rank_of))]
+
+
+def shortened(actions: Sequence[Action], batches: int, microbatches: int) -> list[Action]:
+    """Leave out all that a window does for batches from number `batches` on: it then ends before them.
+
+    What is left waits for no more than before, so an order that cannot deadlock still cannot.
+    """
+    total = batches * microbatches
+    return [a for a in actions if (a.version <= batches if a.op in UPDATE else a.mb < total)]
 
 
 def last_uses(actions: list[Action]) -> dict[tuple[int, int], int]:

@@ -14,7 +14,7 @@ With `in_flight` 1, or on one rank, this is layer_dist.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pipetrain.schedule.actions import Action, Op, ScheduleError
@@ -28,13 +28,13 @@ class ForwardBackward(Policy):
     in_flight: int
 
     def decide(
-        self, stage: int, stages: int, batches: int, microbatches: int, view: View
+        self, stage: int, stages: int, batches: Callable[[], int], microbatches: int, view: View
     ) -> Iterator[Action | Wait]:
         """See Policy. A forward reads the newest weights, and its backward reads the same."""
-        total, first, last = batches * microbatches, stage == 0, stage == stages - 1
+        first, last = stage == 0, stage == stages - 1
         forwards, backwards, newest = 0, 0, 0
         reads: deque[int] = deque()  # of the open microbatches
-        while backwards < total:
+        while backwards < (total := batches() * microbatches):
             gradient = Action(stage, Op.RECV_B, backwards)
             activation, onward = Action(stage, Op.RECV_F, forwards), Action(stage, Op.SEND_F, forwards)
             may_go_ahead = forwards < total and len(reads) < self.in_flight

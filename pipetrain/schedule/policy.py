@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,11 +66,12 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(
-        self, stage: int, stages: int, batches: int, microbatches: int, view: View
+        self, stage: int, stages: int, batches: Callable[[], int], microbatches: int, view: View
     ) -> Iterator[Action | Wait]:
         """Give a stage's actions in one window, communication too, one by one; or what to wait for.
 
-        An action has been done when the next one is asked for.
+        An action has been done when the next one is asked for. `batches()` may fall meanwhile, though never
+        to a batch that any stage has begun: the window then ends earlier.
         """
 
     @abstractmethod
@@ -122,7 +123,9 @@ class _Play:
         self._cost = cost
         self._sent: Counter[tuple[Op, int]] = Counter()
         self._taken: Counter[tuple[Op, int]] = Counter()
-        self._deciding = [policy.decide(rank, ranks, batches, microbatches, self) for rank in range(ranks)]
+        self._deciding = [
+            policy.decide(rank, ranks, lambda: batches, microbatches, self) for rank in range(ranks)
+        ]
         self._asleep: dict[int, Action | None] = {}  # and the SEND that waits for room, if that is why
         self._clock = [(0.0, rank) for rank in range(ranks)]
         self._program: Program = [[] for _ in range(ranks)]

@@ -1,41 +1,142 @@
-"""The folder of one run: one run at a time, and a finished one is not written over."""
+"""The folder of one run: one run at a time, and a finished one is not written over.
+
+The file that is locked also holds the key with which the run's ranks prove themselves to each other (see
+pipetrain.seal). So nobody else may read it, and a rank that can has shown that it sees the same folder.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import os
+import re
+import secrets
+import stat
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.errors import ConfigError
+from pipetrain.seal import SECRET
 
 METRICS, SUMMARY, CONFIG, EVENTS = "metrics.csv", "summary.json", "config.yaml", "events.out.tfevents.*"
 PROFILE_FILE, TRACE, RAN = "profile.json", "trace.json", "ran.txt"
+LOCK, KEY_BYTES = ".lock", 32
+# Not through a link, nor waiting for whoever is at the other end of a pipe, nor open in what we start.
+_ITSELF = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-def claim(folder: Path, resuming: bool = False) -> TextIO:
-    """Take a folder for this run; keep what is returned open as long as the run lasts.
+@dataclass(slots=True)
+class Claim:
+    """A folder that is ours until `close`. `key`: what only this user can read there, if that can be."""
 
-    Raises ConfigError where a run is going on in the folder, or has finished there, or, unless this one is
-    `resuming`, has left checkpoints to go on from.
+    key: str
+    _lock: int
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the folder up."""
+        if self._lock in _LOCKS:
+            _LOCKS.remove(self._lock)
+            os.close(self._lock)
+
+
+_LOCKS: set[int] = set()
+
+
+def _let_go() -> None:
+    """In a process that was forked off, such as a data worker, which may outlive us: hold no lock."""
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def claim(folder: Path, resuming: bool = False, patience_s: float = 0.0) -> Claim:
+    """Take a folder for this run, and write a key into it for those who take part.
+
+    Waits up to `patience_s` seconds for a run that is about to end. Raises ConfigError where one is going on
+    in the folder, or has finished there, or, unless this one is `resuming`, has left checkpoints to go on
+    from; and where the folder cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / ".lock").open("w")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _ITSELF, 0o600)
     except OSError as error:
-        raise ConfigError(f"run_dir={folder} is in use by a run that is going on; choose another") from error
-    if (folder / SUMMARY).exists():
-        raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
-    if not resuming and any((folder / CHECKPOINTS).glob("update-*")):
-        raise ConfigError(
-            f"run_dir={folder} holds the checkpoints of a run that did not finish; go on with resume=auto, "
-            f"choose another folder, or remove it"
-        )
-    return lock
+        raise ConfigError(f"run_dir={folder} cannot be used: {error.strerror}: {error.filename}") from error
+    _LOCKS.add(lock)
+    taken = Claim("", lock)
+    try:
+        _wait_for(lock, folder, patience_s)
+        if (folder / SUMMARY).exists():
+            raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
+        if not resuming and any((folder / CHECKPOINTS).glob("update-*")):
+            raise ConfigError(
+                f"run_dir={folder} holds the checkpoints of a run that did not finish; go on with "
+                f"resume=auto, choose another folder, or remove it"
+            )
+        taken.key = _made_key(lock)
+    except OSError as error:
+        taken.close()
+        raise ConfigError(f"run_dir={folder} cannot be used: {folder / LOCK}: {error.strerror}") from error
+    except ConfigError:
+        taken.close()
+        raise
+    return taken
+
+
+def _wait_for(lock: int, folder: Path, patience_s: float) -> None:
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() >= end:
+                raise ConfigError(
+                    f"run_dir={folder} is in use by a run that is going on; choose another"
+                ) from error
+        time.sleep(0.1)
+
+
+def read_key(folder: Path) -> str:
+    """Return the key that a run of this user has written into a folder; nothing where there is none."""
+    with suppress(OSError, ValueError):
+        handle = os.open(folder / LOCK, os.O_RDONLY | _ITSELF)
+        try:
+            return _key(handle)
+        finally:
+            os.close(handle)
+    return ""
+
+
+def _key(handle: int) -> str:
+    """Read the key in an open file; nothing where others could have written or read it."""
+    status = os.fstat(handle)
+    ours = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    if not stat.S_ISREG(status.st_mode) or not (ours or os.environ.get(SECRET)):
+        return ""
+    text = os.pread(handle, 2 * KEY_BYTES, 0).decode("ascii", "replace")
+    return text if re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", text) else ""
+
+
+def _made_key(lock: int) -> str:
+    """Return the key in our file, a new one where there is none; nothing where others can read it."""
+    if not _key(lock):
+        os.ftruncate(lock, 0)
+        os.fchmod(lock, 0o600)
+        os.pwrite(lock, secrets.token_hex(KEY_BYTES).encode(), 0)
+        os.fsync(lock)
+    return _key(lock)
 
 
 def clear(folder: Path, names: Sequence[str] = (METRICS, TRACE, RAN, PROFILE_FILE)) -> None:

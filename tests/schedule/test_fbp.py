@@ -117,7 +117,7 @@ def test_what_it_waits_for() -> None:
         def room(self, send: Action) -> bool:
             return False
 
-    first, middle = (ForwardBackward(2).decide(stage, 3, 4, 1, Nothing()) for stage in (0, 1))
+    first, middle = (ForwardBackward(2).decide(stage, 3, lambda: 4, 1, Nothing()) for stage in (0, 1))
     assert str(next(first)) == "0SEND_F0"
     assert next(middle) == Wait((Action(1, Op.RECV_F, 0),))
 
@@ -141,5 +141,5 @@ def test_a_message_that_comes_between_two_looks_is_no_trouble() -> None:
         def room(self, send: Action) -> bool:
             return True
 
-    decided = ForwardBackward(2).decide(1, 2, 1, 1, Changing())
+    decided = ForwardBackward(2).decide(1, 2, lambda: 1, 1, Changing())
     assert [str(next(decided)) for _ in range(3)] == ["1RECV_F0", "1RECV_F0", "1F0@0"]

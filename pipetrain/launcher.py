@@ -1,0 +1,51 @@
+"""Starts the processes of a run as torchrun does, and ends as they end.
+
+    python -m pipetrain.launcher --nproc_per_node=2 -m pipetrain model=vgg16
+
+takes torchrun's own arguments. torchrun reports every failure by a traceback of its own, after what the ranks
+have said, and ends with 1 when it is stopped by a signal, however well its ranks ended. This says what they
+have not said themselves: 0 where all went well, a stop that was saved too; 143 (or 128 and the signal) where a
+signal ended it before there was anything to save; otherwise the status of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from pipetrain.launch import ENDED, FAILED
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start and wait; return the status."""
+    logging.disable()  # torch's: the ranks speak for themselves
+    with TemporaryDirectory() as folder:
+        os.environ[ENDED] = folder
+        options = parse_args(sys.argv[1:] if arguments is None else arguments)
+        try:
+            run(options)
+        except SignalException as stop:
+            ended = [path.read_text() for path in Path(folder).iterdir()]
+            if ended and set(ended) == {"0"}:
+                return 0
+            return 128 + int(stop.sigval)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode >= 0:
+                return failure.exitcode or FAILED
+            print(f"pipetrain: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
+            return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
