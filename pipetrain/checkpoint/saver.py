@@ -99,7 +99,7 @@ class Saver:
             final = publish(partial, replace(manifest, parts=parts))
             if best:
                 mark_best(final)
-            prune(self._folder, self._keep)
+            prune(self._folder, self._keep, final)
         except (OSError, _SaveFailed) as error:
             self.failures += 1
             shutil.rmtree(partial, ignore_errors=True)

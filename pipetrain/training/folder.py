@@ -9,7 +9,7 @@ from typing import TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipetrain.checkpoint.files import CHECKPOINTS
+from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.errors import ConfigError
 
 METRICS, SUMMARY, CONFIG, EVENTS = "metrics.csv", "summary.json", "config.yaml", "events.out.tfevents.*"
@@ -30,7 +30,7 @@ def claim(folder: Path, resuming: bool = False) -> TextIO:
         raise ConfigError(f"run_dir={folder} is in use by a run that is going on; choose another") from error
     if (folder / SUMMARY).exists():
         raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
-    if not resuming and any((folder / CHECKPOINTS).glob("update-*")):
+    if not resuming and folders(folder / CHECKPOINTS):
         raise ConfigError(
             f"run_dir={folder} holds the checkpoints of a run that did not finish; go on with resume=auto, "
             f"choose another folder, or remove it"

@@ -13,12 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     MANIFEST,
-    DamagedCheckpoint,
     Manifest,
     newest_first,
     read_manifest,
     read_whole,
 )
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
 from pipetrain.training.run import Run

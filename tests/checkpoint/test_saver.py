@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,18 +77,19 @@ def die_at(step: int, folder: Path) -> bool:
         left = step
 
         def dying(call):
-            def wrapped(*arguments):
+            def wrapped(*arguments, **words):
                 nonlocal left
                 if not left:
                     os._exit(9)
                 left -= 1
-                return call(*arguments)
+                return call(*arguments, **words)
 
             return wrapped
 
         safetensors.torch.save_file = dying(safetensors.torch.save_file)
         files._flush, files._checksum = dying(files._flush), dying(files._checksum)
-        os.replace = dying(os.replace)
+        os.replace, os.unlink, os.rmdir = dying(os.replace), dying(os.unlink), dying(os.rmdir)
+        shutil.rmtree = dying(shutil.rmtree)
         try:
             one = Saver(folder, 0, None, keep=1, timeout=1)
             one.save(6, snapshot(0), manifest(6, 1), best=True)
@@ -97,22 +99,28 @@ def die_at(step: int, folder: Path) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_killed_at_any_step_of_a_save_there_is_a_whole_one(tmp_path):
+@pytest.mark.parametrize("passed_again", [False, True], ids=["a new one", "in the place of a damaged one"])
+def test_killed_at_any_step_of_a_save_there_is_a_whole_one(passed_again, tmp_path):
     died = 0
-    for step in range(40):
+    for step in range(60):
         folder = tmp_path / str(step)
         save(folder, 5, ranks=1)
+        if passed_again:
+            save(folder, 6, ranks=1)
+            (folder / CHECKPOINTS / "update-00000006" / "manifest.json").write_text("no more")
         over = die_at(step, folder)
         died += not over
-        found = [found for _, found in newest_first(folder / CHECKPOINTS)]
-        assert all(isinstance(one, Manifest) for one in found), step
+        found = [found for _, found in newest_first(folder / CHECKPOINTS) if isinstance(found, Manifest)]
         assert found[0].position.update in (5, 6), step
         if over:
             break
         Saver(folder, 0, None, keep=1, timeout=1).close()  # the next start tidies up
-        assert not list((folder / CHECKPOINTS).glob("*.partial")), step
+        assert set(names(folder)) <= {"best", "update-00000005", "update-00000006"}, step
+        if not passed_again:
+            assert len(found) == len(files.folders(folder / CHECKPOINTS)), step
     assert over
     assert died >= 8
+    assert names(folder) == ["best", "update-00000006"]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
