@@ -66,7 +66,7 @@ class History:
     def _measured(
         self, busy_s: dict[int, float], wait_s: dict[int, float], train_s: float, epochs: float
     ) -> list[StageTimes]:
-        updates = round(epochs * self._run.updates / self._run.settings.epochs)
+        updates = max(1, round(epochs * self._run.updates / self._run.settings.epochs))
         return stage_table.measured(self._plan.placement, busy_s, wait_s, train_s, updates)
 
     @property

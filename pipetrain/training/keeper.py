@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import Manifest, Position, Tensors, stage_file
 from pipetrain.checkpoint.saver import Saver, Snapshot
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.runtime.coded import Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
@@ -98,10 +99,13 @@ def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(tensors: Tensors, rank: int, device: torch.device) -> None:
-    """Go on from what `random_state` returned."""
-    torch.set_rng_state(tensors[f"random/{rank}/cpu"])
-    if device.type == "cuda" and f"random/{rank}/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], device)
+    """Go on from what `random_state` returned. Raises DamagedCheckpoint."""
+    try:
+        torch.set_rng_state(tensors[f"random/{rank}/cpu"])
+        if device.type == "cuda" and f"random/{rank}/cuda" in tensors:
+            torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], device)
+    except (RuntimeError, TypeError) as error:  # of a tensor that is no such state
+        raise DamagedCheckpoint(f"the random state of rank {rank} cannot be set: {error}") from error
 
 
 def residual_state(residuals: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
@@ -112,9 +116,16 @@ def residual_state(residuals: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def saved_residuals(tensors: Tensors, slots: Iterable[Slot], device: torch.device) -> dict[Slot, Tensor]:
-    """Return what `residual_state` saved for these slots; what fits none of them is left out."""
-    return {slot: tensors[_path(slot)].to(device) for slot in slots if _path(slot) in tensors}
+def saved_residuals(
+    tensors: Tensors, slots: Mapping[Slot, torch.dtype], device: torch.device
+) -> dict[Slot, Tensor]:
+    """Return what `residual_state` saved for these slots; what fits none of them is left out.
+
+    Raises DamagedCheckpoint.
+    """
+    found = {slot: dtype for slot, dtype in slots.items() if _path(slot) in tensors}
+    tensors.prove({_path(s): torch.empty(s[2], dtype=dtype, device="meta") for s, dtype in found.items()})
+    return {slot: tensors[_path(slot)].to(device) for slot in found}
 
 
 def _path(slot: Slot) -> str:
