@@ -74,6 +74,14 @@ class Saver:
         self.wait()
         self._writing = self._writer.submit(self._save, update, snapshot, manifest, best)
 
+    def mark(self, folder: Path) -> None:
+        """Remember a checkpoint as the best, if it is one of this run's folder."""
+        if self._rank == 0 and folder.parent.resolve() == self._folder.resolve():
+            try:
+                mark_best(folder)
+            except OSError as error:
+                log.warning("pipetrain: %s cannot be marked as the best checkpoint: %s", folder.name, error)
+
     def wait(self) -> None:
         """Wait until what was saved last is on the disk, or has failed to get there."""
         if self._writing is not None:

@@ -5,7 +5,8 @@ Apart from trainer and recorder: training needs nothing that draws.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
@@ -45,6 +46,13 @@ class EpochFigures:
     def samples_per_s(self) -> float:
         """Training samples a second, evaluation not counted."""
         return self.trained.samples / self.train_s
+
+
+def most_accurate(history: Sequence[EpochFigures]) -> EpochFigures:
+    """Return the first of the most accurate epochs; one without an accuracy only where all are without."""
+    accuracies = (figures.evaluated.accuracy for figures in history)
+    ranks = [-1.0 if math.isnan(accuracy) else accuracy for accuracy in accuracies]
+    return history[ranks.index(max(ranks))]
 
 
 @dataclass(frozen=True, slots=True)

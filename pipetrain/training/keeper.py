@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.runtime.coded import Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
-from pipetrain.training.figures import Progress
+from pipetrain.training.figures import Progress, most_accurate
 
 
 @dataclass(slots=True)
 class Keeper:
-    """Saves every so many epochs or updates, if not None, and when a signal asks for it.
+    """Saves every so many epochs or updates, if not None, and then the best epoch too; or asked by a signal.
 
     `run`, `conditions`, `config`: see Manifest. `seen`: the update at the last window's end.
     """
@@ -46,14 +47,23 @@ class Keeper:
         """Say what signals ask all ranks to do now; to be called after each window."""
         return self.asking.after_window()
 
-    def due(self, position: Position, over: bool = False) -> bool:
-        """Say whether to save here; to be asked once at every window's end. `over`: it is the run's."""
+    def due(self, position: Position, over: bool = False, best: bool = False) -> bool:
+        """Say whether to save here; to be asked once at every window's end.
+
+        `over`: it is the run's. `best`: it is that of the most accurate epoch so far.
+        """
         before, self.seen = self.seen, position.update
-        if self.every is None or over:
+        if self.every is None or over or best:
             return self.every is not None
         if self.unit == "updates":
             return position.update // self.every > before // self.every
         return position.batch == 0 and position.epoch % self.every == 0
+
+    def go_on(self, folder: Path, position: Position, progress: Progress) -> None:
+        """Start from a checkpoint, which its run may have left before it could mark it as the best."""
+        self.seen = position.update
+        if is_best(position, progress):
+            self.saver.mark(folder)
 
     def save(
         self,
@@ -76,18 +86,17 @@ class Keeper:
             manifest = Manifest(
                 self.run, position, self.conditions, pipeline, self.config, progress.to_json(), {}
             )
-        self.saver.save(position.update, Snapshot(files, metadata), manifest, _is_best(position, progress))
+        self.saver.save(position.update, Snapshot(files, metadata), manifest, is_best(position, progress))
 
     def close(self) -> None:
         """Wait until all is on the disk."""
         self.saver.close()
 
 
-def _is_best(position: Position, progress: Progress) -> bool:
-    if position.batch or not progress.history:
-        return False
-    *earlier, last = (figures.evaluated.accuracy for figures in progress.history)
-    return last > max(earlier, default=-1.0)
+def is_best(position: Position, progress: Progress) -> bool:
+    """Whether a run stands at the end of its most accurate epoch so far."""
+    history = progress.history
+    return bool(history) and not position.batch and most_accurate(history) is history[-1]
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ from pipetrain.schedule.measured import RankWindow
 from pipetrain.training.assembly import make_engine, make_stages, slots
 from pipetrain.training.feed import WindowFeed
 from pipetrain.training.figures import EpochFigures, Progress, Records, read_progress
-from pipetrain.training.keeper import Keeper, saved_residuals, set_random_state
+from pipetrain.training.keeper import Keeper, is_best, saved_residuals, set_random_state
 from pipetrain.training.resume import prove_tensors
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Tracer
@@ -97,7 +97,7 @@ class Trainer:
             prove_tensors(tensors, stage.module, self._run.optimizer)
             stage.load_state(tensors, manifest.position.update)
         if self._keeper:
-            self._keeper.seen = self._position.update
+            self._keeper.go_on(folder, self._position, self._progress)
         self._elapsed_before = self._progress.elapsed_s
         last = self.stages.get(self._run.plan.stages - 1)
         if last is not None:
@@ -157,9 +157,8 @@ class Trainer:
         self._report(epoch, trained - start, time.perf_counter() - trained, before)
         self._progress = Progress(self._progress.history, since=self._progress.since)
         self._position = Position(epoch + 1, 0, self._position.update)
-        if self._keeper and (
-            self._keeper.due(self._position, epoch + 1 == self._run.settings.epochs) or asked
-        ):
+        over, best = epoch + 1 == self._run.settings.epochs, is_best(self._position, self._progress)
+        if self._keeper and (self._keeper.due(self._position, over, best) or asked):
             self._save(0.0, self._records())
         return asked
 

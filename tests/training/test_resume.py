@@ -19,6 +19,7 @@ from pipetrain.checkpoint import files
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, Tensors, read_whole
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.errors import ConfigError
+from pipetrain.training.figures import most_accurate
 from pipetrain.training.resume import Source, conditions, find_source, refuse_other, with_cuts_of
 from tests.support.cases import SCHEDULES, Case, Saved, config, make_run, run_in_threads
 from tests.support.damage import forge, put
@@ -157,6 +158,47 @@ def test_epochs_between_checkpoints_and_how_many_are_kept(tmp_path):
     names = {path.name for path in checkpoints(tmp_path)}
     best = files.best(tmp_path / CHECKPOINTS)
     assert names == {"update-00000020", best} - {None}
+
+
+# The best one
+
+ONE_BEST = a_case("1f1b", 1, "epochs=5", "seed=1")  # of which epoch 3 is the best, and two others equal it
+
+
+def named_best(folder: Path) -> Position:
+    name = files.best(folder / CHECKPOINTS)
+    assert name is not None
+    return read_whole(folder / CHECKPOINTS / name).position
+
+
+@pytest.mark.parametrize(("every", "unit"), [(5, "epochs"), (2, "epochs"), (1000, "updates"), (3, "updates")])
+def test_the_best_epoch_is_saved_even_where_no_checkpoint_is_due(every, unit, tmp_path):
+    _, epochs = run_in_threads(ONE_BEST, saved=Saved(tmp_path, every=every, unit=unit, keep=1))
+    assert [figures.evaluated.correct for figures in epochs] == [1, 1, 4, 4, 4]
+    assert named_best(tmp_path) == Position(3, 0, 12)
+    assert [path.name for path in checkpoints(tmp_path)] == ["update-00000012", "update-00000020"]
+
+
+def test_all_ranks_save_the_best_epoch_alike(tmp_path):
+    case = replace(ONE_BEST, ranks=3)
+    _, epochs = run_in_threads(case, saved=Saved(tmp_path, every=1000, keep=1))
+    assert named_best(tmp_path).epoch == most_accurate(epochs).epoch < 5
+
+
+def test_without_checkpoints_the_best_epoch_is_not_saved_either(tmp_path):
+    run_in_threads(ONE_BEST, saved=Saved(tmp_path, every=None))
+    assert not (tmp_path / CHECKPOINTS).exists()
+
+
+def test_a_best_checkpoint_that_its_run_could_not_mark_any_more_is_marked_when_it_goes_on(tmp_path):
+    run_in_threads(ONE_BEST, saved=Saved(tmp_path, every=1, unit="epochs"))
+    for newer in checkpoints(tmp_path)[3:]:
+        shutil.rmtree(newer)
+    (tmp_path / CHECKPOINTS / "best").write_text("update-00000004\n")
+    saved = Saved(tmp_path, every=1, unit="epochs", keep=1)
+    run_in_threads(ONE_BEST, saved=saved, source=checkpoints(tmp_path)[-1])
+    assert named_best(tmp_path) == Position(3, 0, 12)
+    assert len(checkpoints(tmp_path)) == 2
 
 
 # Which checkpoint
