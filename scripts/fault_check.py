@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from pipetrain.checkpoint.files import CHECKPOINTS, DamagedCheckpoint, newest_first  # noqa: E402
+from pipetrain.checkpoint.files import CHECKPOINTS, newest_first  # noqa: E402
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint  # noqa: E402
 
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 COMMAND += ["--max-restarts=3", "-m", "pipetrain"]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,6 +14,7 @@ from safetensors.torch import load_file
 from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.export import main
 from tests.support.cases import Case, Saved, run_in_threads
+from tests.support.damage import ODD, forge, put
 from tests.support.models import with_norm
 
 CONFIG = {"model": {"_target_": "tests.support.models.with_norm"}, "dtype": "float64"}
@@ -26,15 +32,107 @@ def test_both_files_load_into_the_model_that_was_trained(tmp_path, capsys):
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in wanted.items())
 
 
-def test_one_checkpoint_or_the_best(tmp_path, capsys):
-    run_in_threads(Case("1f1b", 2, ("microbatches=2",)), saved=Saved(tmp_path / "run", config=CONFIG))
-    first = sorted((tmp_path / "run" / CHECKPOINTS).glob("update-*"))[0]
-    assert main([str(first), "--out", str(tmp_path / "first")]) == 0
-    assert main([str(tmp_path / "run"), "--best", "--out", str(tmp_path / "best")]) == 0
-    assert (tmp_path / "best.pt").exists()
+BEST_OF_FIVE = Case(
+    "1f1b", 1, ("microbatches=2", "epochs=5", "seed=1"), 48
+)  # epoch 3, which two others equal
 
 
-@pytest.mark.parametrize("arguments", [["nowhere"], ["nowhere", "--best"]])
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run_in_threads(BEST_OF_FIVE, saved=Saved(folder, every=2, unit="epochs", config=CONFIG))
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """What an export is refused with: one line."""
+    assert main(list(arguments)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("pipetrain: ")
+    return line
+
+
+def test_one_checkpoint_or_the_best(run, capsys):
+    first = min((run / CHECKPOINTS).glob("update-*"))
+    assert main([str(first), "--out", "first"]) == 0
+    assert main(["run", "--best", "--out", "best"]) == 0
+    assert Path("best.pt").exists()
+    said = capsys.readouterr().out
+    assert f"of update {int(first.name.removeprefix('update-'))} in first" in said
+    assert "of update 12 in best" in said
+
+
+def test_weights_of_a_best_epoch_that_lie_in_another_folder_are_said_to(run, tmp_path, capsys):
+    other = Saved(tmp_path / "other", every=1, unit="epochs", config=CONFIG)
+    run_in_threads(BEST_OF_FIVE, saved=other, source=run / CHECKPOINTS / "update-00000016")
+    line = refusal(capsys, "other", "--best")
+    assert "epoch 3 was the best of other, with an accuracy of 36.36%, and its weights are not in" in line
+    assert main(["other"]) == 0
+
+
+def test_a_best_that_names_a_folder_which_is_not_there_is_refused(run, capsys):
+    shutil.rmtree(run / CHECKPOINTS / "update-00000012")
+    assert "epoch 3 was the best of run, with" in refusal(capsys, "run", "--best")
+
+
+def test_a_best_that_is_another_epoch_is_refused(run, capsys):
+    (run / CHECKPOINTS / "best").write_text("update-00000016\n")
+    assert "epoch 3 was the best of run, with" in refusal(capsys, "run", "--best")
+    (run / CHECKPOINTS / "best").unlink()
+    assert "epoch 3 was the best of run, with" in refusal(capsys, "run", "--best")
+
+
+@pytest.mark.parametrize("name", [name for name in ODD if name != "nothing"])
+def test_a_best_that_is_no_file_is_refused(name, run, monkeypatch, capsys):
+    (run / CHECKPOINTS / "best").unlink()
+    monkeypatch.chdir(run / CHECKPOINTS)
+    ODD[name](run / CHECKPOINTS / "best")
+    assert "best" in refusal(capsys, str(run), "--best")
+
+
+def test_where_no_epoch_has_an_accuracy_none_is_the_best(run, capsys):
+    def forget(data: dict[str, Any]) -> None:
+        for figures in data["progress"]["history"]:
+            figures["evaluated"] = {"loss": 0.0, "correct": 0, "samples": 0}
+
+    for folder in (run / CHECKPOINTS).glob("update-*"):
+        forge(folder, forget)
+    assert "has no best checkpoint: none of its epochs has an accuracy" in refusal(capsys, "run", "--best")
+    assert main(["run"]) == 0
+
+
+def test_before_the_first_evaluation_there_is_no_best(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_in_threads(BEST_OF_FIVE, saved=Saved(tmp_path / "run", every=None, at=2, asked="stop"))
+    assert "run has no best checkpoint: it has evaluated none" in refusal(capsys, "run", "--best")
+
+
+CONFIGS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "none": put("config", to={}),
+    "no model": put("config", "model", to=None),
+    "a model by name": put("config", "model", to="vgg16"),
+    "no dtype": put("config", "dtype", to="float128"),
+    "a dtype of lists": put("config", "dtype", to=[]),
+    "another value": put("config", "model", "_target_", to="${x}"),
+    "half a value": put("config", "more", to="${"),
+    "no target": put("config", "model", to={}),
+    "another model": put("config", "model", "_target_", to="pipetrain.models.mlp"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_that_says_no_model_is_refused(name, run, capsys):
+    forge(max((run / CHECKPOINTS).glob("update-*")), CONFIGS[name])
+    refusal(capsys, "run")
+
+
+@pytest.mark.parametrize("arguments", [["nowhere"], ["nowhere", "--best"], ["auto"], ["auto", "--best"]])
 def test_what_is_none_is_refused(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2

@@ -13,22 +13,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import reprlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-CHECKPOINTS, MANIFEST, BEST, PARTIAL = "checkpoints", "manifest.json", "best", ".partial"
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint, opened, read_as, read_json
+
+CHECKPOINTS, MANIFEST, BEST, PARTIAL, DAMAGED = "checkpoints", "manifest.json", "best", ".partial", ".damaged"
 VERSION = 2
+MOST_BYTES = 2**26  # of a manifest: tens of thousands of epochs
+_NAME = re.compile("update-[0-9]+")
 _BLOCK = 2**22  # bytes
-
-
-class DamagedCheckpoint(Exception):
-    """A checkpoint that cannot be trusted; says which file, and what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Manifest:
     """All of a checkpoint but its tensors.
 
     `run`: the name that its run gave itself. `conditions`: what a run must agree in to go on from it.
-    `pipeline`: how it was cut and placed. `progress`: what the records need, see training.progress.
+    `pipeline`: how it was cut and placed. `progress`: what the records need, see training.figures.
     """
 
     run: str
@@ -104,22 +106,32 @@ def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata:
 
 
 def publish(partial: Path, manifest: Manifest) -> Path:
-    """Finish a checkpoint whose parts are all written: give it its name. Returns its folder."""
+    """Finish a checkpoint whose parts are all written: give it its name. Returns its folder.
+
+    Raises OSError.
+    """
+    text = json.dumps(manifest.to_json(), indent=1) + "\n"
+    if len(text) > MOST_BYTES:
+        raise OSError(f"its manifest has {len(text)} bytes, and {MOST_BYTES} at most are read again")
     path = partial / MANIFEST
-    path.write_text(json.dumps(manifest.to_json(), indent=1) + "\n")
+    path.write_text(text)
     _flush(path)
     _flush(partial)
     final = partial.with_name(manifest.name)
-    if final.exists():  # a damaged one, which this run passed again
-        os.replace(final, final.with_name(f"{final.name}.damaged"))
-        shutil.rmtree(final.with_name(f"{final.name}.damaged"))
+    aside = final.with_name(final.name + DAMAGED)
+    if os.path.lexists(final):  # a damaged one, which this run passed again
+        os.replace(final, aside)
     os.replace(partial, final)
     _flush(final.parent)
+    _remove(aside)
     return final
 
 
 def mark_best(final: Path) -> None:
-    """Remember a checkpoint as the best of its run."""
+    """Remember a checkpoint as the best of its run, where it is not known as that. Raises OSError."""
+    with suppress(DamagedCheckpoint):
+        if best(final.parent) == final.name:
+            return
     path = final.parent / BEST
     beside = path.with_name(BEST + PARTIAL)
     beside.write_text(final.name + "\n")
@@ -129,32 +141,48 @@ def mark_best(final: Path) -> None:
 
 
 def best(checkpoints: Path) -> str | None:
-    """Return the name of the best checkpoint, if one is known."""
-    with suppress(OSError):
-        return (checkpoints / BEST).read_text().strip() or None
-    return None
+    """Return the name of the best checkpoint, None where none is known. Raises DamagedCheckpoint."""
+    path = checkpoints / BEST
+    if not os.path.lexists(path):
+        return None
+    with opened(path) as file:
+        name = file.read(100).decode(errors="replace").strip()
+    if not _NAME.fullmatch(name):
+        raise DamagedCheckpoint(f"{path} names no checkpoint")
+    return name
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and the best one."""
-    spared = {best(checkpoints), *(path.name for path in _folders(checkpoints)[:keep])}
-    for path in _folders(checkpoints):
+def prune(checkpoints: Path, keep: int, last: Path | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints and the best one.
+
+    Those newer than `last` do not count, and stay: they were damaged, and this run has not come to them yet.
+    """
+    found = [path for path in folders(checkpoints) if last is None or _update(path) <= _update(last)]
+    spared = {path.name for path in found[:keep]}
+    with suppress(DamagedCheckpoint):
+        spared.add(best(checkpoints) or "")
+    for path in found:
         if path.name not in spared:
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):  # half removed is not to be taken for one
+                _remove(path.rename(path.with_name(path.name + PARTIAL)))
 
 
 def remove_unfinished(checkpoints: Path) -> None:
     """Remove what a run that died while it saved has left."""
-    for path in checkpoints.glob(f"*{PARTIAL}"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    for ending in (PARTIAL, DAMAGED):
+        for path in checkpoints.glob(f"*{ending}"):
+            _remove(path)
+
+
+def folders(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints of a run, whole or not, the newest first."""
+    found = [path for path in checkpoints.glob("update-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_update, reverse=True)
 
 
 def newest_first(checkpoints: Path) -> Iterator[tuple[Path, Manifest | DamagedCheckpoint]]:
     """Give each checkpoint of a run with its manifest, proved whole, or with what is wrong with it."""
-    for path in _folders(checkpoints):
+    for path in folders(checkpoints):
         try:
             yield path, read_whole(path)
         except DamagedCheckpoint as damage:
@@ -165,65 +193,80 @@ def read_whole(folder: Path) -> Manifest:
     """Read a checkpoint's manifest and prove all of its files. Raises DamagedCheckpoint."""
     manifest = read_manifest(folder)
     for name, part in manifest.parts.items():
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != part.nbytes:
-                raise DamagedCheckpoint(f"{path} has {size} bytes instead of {part.nbytes}")
-            if _checksum(path) != part.sha256:
-                raise DamagedCheckpoint(f"{path} has another checksum than its manifest says")
-        except OSError as error:
-            raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+        prove_size(folder / name, part)
+        if _checksum(folder / name) != part.sha256:
+            raise DamagedCheckpoint(f"{folder / name} has another checksum than its manifest says")
     return manifest
 
 
+def prove_size(path: Path, part: Part) -> None:
+    """Prove that a file is there, with all of its bytes. Raises DamagedCheckpoint."""
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size != part.nbytes:
+        raise DamagedCheckpoint(f"{path} has {size} bytes instead of {part.nbytes}")
+
+
 def read_manifest(folder: Path) -> Manifest:
-    """Read a manifest. Raises DamagedCheckpoint where there is none, or one that is not as it was written."""
+    """Read a manifest. Raises DamagedCheckpoint where there is none, or one that no run has written."""
     path = folder / MANIFEST
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{path} is no JSON: {error}") from error
+    data = read_json(path, MOST_BYTES)
     if not isinstance(data, dict) or "pipetrain_checkpoint" not in data:
         raise DamagedCheckpoint(f"{path} is no manifest")
     if data["pipetrain_checkpoint"] != VERSION:
-        raise DamagedCheckpoint(
-            f"{path} is of version {data['pipetrain_checkpoint']}, and this pipetrain reads version {VERSION}"
-        )
+        version = reprlib.repr(data["pipetrain_checkpoint"])
+        raise DamagedCheckpoint(f"{path} is of version {version}, and this pipetrain reads version {VERSION}")
     if data.pop("sha256", None) != _digest(data):
         raise DamagedCheckpoint(f"{path} has another checksum than it says")
-    names = {field.name for field in fields(Manifest)}
-    values = {key: value for key, value in data.items() if key in names}
-    position = Position(**values.pop("position"))
-    parts = {name: Part(**part) for name, part in values.pop("parts").items()}
-    if any("/" in name or name.startswith(".") for name in parts):
-        raise DamagedCheckpoint(f"{path} names files outside of its folder")
-    return Manifest(position=position, parts=parts, **values)
+    del data["pipetrain_checkpoint"]
+    manifest: Manifest = read_as(Manifest, data, str(path))
+    _prove_pipeline(manifest, str(path))
+    return manifest
+
+
+def _prove_pipeline(manifest: Manifest, where: str) -> None:
+    """Prove that a manifest's stages have a rank and a file each, and that no rank is left out."""
+    placement = read_as(list[int], manifest.pipeline.get("placement"), f"{where}: placement")
+    cuts = read_as(list[int], manifest.pipeline.get("cuts", []), f"{where}: cuts")
+    if not placement or sorted(set(placement)) != list(range(len(set(placement)))):
+        raise DamagedCheckpoint(f"{where}: its placement leaves ranks out")
+    if cuts != sorted({*cuts} - {0}):
+        raise DamagedCheckpoint(f"{where}: its cuts do not rise from 1")
+    wanted = (stage_file(stage) for stage in range(len(placement)))
+    if len(manifest.parts) != len(placement) or not all(name in manifest.parts for name in wanted):
+        raise DamagedCheckpoint(f"{where} names files outside of its folder, or others than of its stages")
 
 
 class Tensors:
-    """The tensors of a checkpoint, by name, read as they are asked for. Close it after use."""
+    """The tensors of a checkpoint, by name, read as they are asked for.
+
+    Raises DamagedCheckpoint for files that are none of safetensors, and for tensors that are not there.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         from safetensors import SafetensorError, safe_open
 
+        self._folder = folder
         self._files: dict[str, Any] = {}
-        self._metadata: dict[str, dict[str, str]] = {}
         for name in names:
             path = folder / name
+            with opened(path):  # or the library would wait for a FIFO
+                pass
             try:
                 file = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
-            self._metadata[name] = file.metadata() or {}  # type: ignore[no-untyped-call]
-            self._files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
+            mine = file.keys()  # type: ignore[no-untyped-call]
+            if twice := self._files.keys() & mine:
+                raise DamagedCheckpoint(f"{path} has {min(twice)!r}, which another file has too")
+            self._files |= dict.fromkeys(mine, file)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise DamagedCheckpoint(f"{self._folder} has no tensor {name}")
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
@@ -231,14 +274,31 @@ class Tensors:
         """Return all names that begin so, without that beginning."""
         return [name.removeprefix(prefix) for name in self._files if name.startswith(prefix)]
 
-    def metadata(self, file: str) -> Mapping[str, str]:
-        """Return what is written in a file beside its tensors."""
-        return self._metadata[file]
+    def prove(self, wanted: Mapping[str, Tensor]) -> None:
+        """Prove that all of these are there, with these shapes and dtypes. Raises DamagedCheckpoint."""
+        for name, like in wanted.items():
+            tensor = self[name]
+            if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+                raise DamagedCheckpoint(
+                    f"{self._folder} has a {_said(tensor)} as {name}, which is a {_said(like)} here"
+                )
 
 
-def _folders(checkpoints: Path) -> list[Path]:
-    found = (path for path in checkpoints.glob("update-*") if path.is_dir() and path.suffix != PARTIAL)
-    return sorted(found, key=lambda path: path.name, reverse=True)
+def _said(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _update(folder: Path) -> int:
+    return int(folder.name.removeprefix("update-"))
+
+
+def _remove(path: Path) -> None:
+    """Remove what lies there, as far as that can be."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -247,7 +307,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def _checksum(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with opened(path) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()

@@ -1,8 +1,9 @@
 """Saving beside training: each rank writes its stages' files, and rank 0 makes a checkpoint of them.
 
 Training waits for the copy to the host alone. What was written, or why it was not, goes through a clone of
-the run's store, so a rank that cannot write is named and the others need not see its disk. A save that fails
-leaves the checkpoints before it as they are, and training goes on.
+the run's store, so a rank that cannot write is named and the others need not see its disk; what became of it
+comes back, so that each rank removes what it wrote for nothing. A save that fails leaves the checkpoints
+before it as they are, and training goes on.
 """
 
 from __future__ import annotations
@@ -26,15 +27,20 @@ from pipetrain.checkpoint.files import (
     Part,
     folder_name,
     mark_best,
+    prove_size,
     prune,
     publish,
     remove_unfinished,
+    stage_file,
     write_part,
 )
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 
 log = logging.getLogger("pipetrain")
 
 POLL_S = 0.05
+SEEN_S = 5.0  # how late a shared file system may show what another machine has written
+_SAVED, _NOT_SAVED = "saved", "not saved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +64,7 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, "pipetrain-save")
         self._writing: Future[None] | None = None
         self.failures = 0
-        if rank == 0:
-            remove_unfinished(self._folder)
+        remove_unfinished(self._folder)  # on every rank: there may be one folder a machine, by mistake
 
     def save(self, update: int, snapshot: Snapshot, manifest: Manifest | None, best: bool) -> None:
         """Start to save; waits for the save before, if that still goes on.
@@ -68,6 +73,14 @@ class Saver:
         """
         self.wait()
         self._writing = self._writer.submit(self._save, update, snapshot, manifest, best)
+
+    def mark(self, folder: Path) -> None:
+        """Remember a checkpoint as the best, if it is one of this run's folder."""
+        if self._rank == 0 and folder.parent.resolve() == self._folder.resolve():
+            try:
+                mark_best(folder)
+            except OSError as error:
+                log.warning("pipetrain: %s cannot be marked as the best checkpoint: %s", folder.name, error)
 
     def wait(self) -> None:
         """Wait until what was saved last is on the disk, or has failed to get there."""
@@ -87,21 +100,25 @@ class Saver:
         try:
             for name, tensors in snapshot.files.items():
                 parts[name] = write_part(partial, name, tensors, snapshot.metadata)
-        except OSError as error:
+        except (OSError, DamagedCheckpoint) as error:
             failure = f"rank {self._rank} cannot write {partial}: {error}"
         if manifest is None:
-            assert self._store is not None
             word = {"failure": failure, "parts": {name: asdict(part) for name, part in parts.items()}}
-            self._store.set(_key(update, self._rank), json.dumps(word))
+            self._say(update, json.dumps(word))
+            if self._heard(update, 0, 2 * self._timeout) == _NOT_SAVED:
+                shutil.rmtree(partial, ignore_errors=True)
             return
         try:
-            parts |= self._gathered(update, manifest, parts, failure)
+            parts |= self._gathered(update, manifest, failure)
+            self._prove(partial, manifest, parts)
             final = publish(partial, replace(manifest, parts=parts))
             if best:
                 mark_best(final)
-            prune(self._folder, self._keep)
+            prune(self._folder, self._keep, final)
+            self._say(update, _SAVED)
         except (OSError, _SaveFailed) as error:
             self.failures += 1
+            self._say(update, _NOT_SAVED)
             shutil.rmtree(partial, ignore_errors=True)
             log.warning(
                 "pipetrain: the checkpoint of update %d was NOT saved: %s; training goes on, and the "
@@ -109,29 +126,61 @@ class Saver:
                 *(update, error),
             )
 
-    def _gathered(
-        self, update: int, manifest: Manifest, mine: Mapping[str, Part], failure: str
-    ) -> dict[str, Part]:
+    def _gathered(self, update: int, manifest: Manifest, failure: str) -> dict[str, Part]:
         """Wait for what the other ranks wrote. Raises _SaveFailed."""
-        parts = dict(mine)
+        parts: dict[str, Part] = {}
         end = time.monotonic() + self._timeout
         for rank in sorted(set(manifest.pipeline["placement"]) - {self._rank}):
-            assert self._store is not None
-            key = _key(update, rank)
-            while not self._store.check([key]):
-                if time.monotonic() > end:
-                    raise _SaveFailed(f"rank {rank} wrote nothing for {self._timeout:g} s")
-                time.sleep(POLL_S)
-            word = json.loads(self._store.get(key))
+            said = self._heard(update, rank, end - time.monotonic())
+            if said is None:
+                raise _SaveFailed(f"rank {rank} wrote nothing for {self._timeout:g} s")
+            word = json.loads(said)
             failure = failure or word["failure"]
             parts |= {name: Part(**part) for name, part in word["parts"].items()}
         if failure:
             raise _SaveFailed(failure)
         return parts
 
+    def _prove(self, partial: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
+        """Prove that each stage's file, and no other, is where this rank looks for it. Raises _SaveFailed."""
+        owners = {stage_file(stage): rank for stage, rank in enumerate(manifest.pipeline["placement"])}
+        if parts.keys() != owners.keys():
+            raise _SaveFailed(f"the ranks wrote {', '.join(sorted(parts))} instead of {', '.join(owners)}")
+        end = time.monotonic() + min(SEEN_S, self._timeout)
+        for name, rank in owners.items():
+            while (unseen := _unseen(partial / name, parts[name])) and time.monotonic() < end:
+                time.sleep(POLL_S)
+            if unseen:
+                raise _SaveFailed(
+                    f"rank {rank} has written {name}, and rank {self._rank} does not see it ({unseen}); "
+                    f"run_dir must be a folder that all machines share"
+                )
+
+    def _say(self, update: int, word: str) -> None:
+        if self._store is not None:
+            self._store.set(_key(update, self._rank), word)
+
+    def _heard(self, update: int, rank: int, seconds: float) -> str | None:
+        """Wait for another rank's word about a save; None where it says none for so long."""
+        assert self._store is not None
+        end = time.monotonic() + seconds
+        while not self._store.check([_key(update, rank)]):
+            if time.monotonic() > end:
+                return None
+            time.sleep(POLL_S)
+        return self._store.get(_key(update, rank)).decode()
+
+
+def _unseen(path: Path, part: Part) -> DamagedCheckpoint | None:
+    try:
+        prove_size(path, part)
+    except DamagedCheckpoint as damage:
+        return damage
+    return None
+
 
 class _SaveFailed(Exception):
-    """A rank could not write its part; says which, and why."""
+    """A rank's part was not written, or not where it is looked for; says which, and why."""
 
 
 def _key(update: int, rank: int) -> str:

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ Blame = Callable[[list[float]], str]
 class Tally:
     """Sums over samples."""
 
-    loss: float = 0.0
+    loss: Annotated[float, "or infinite, or NaN"] = 0.0
     correct: int = 0
     samples: int = 0
 

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import nn
 from torch.nn import functional
 
@@ -75,8 +76,11 @@ def make_engine(
     )
 
 
-def slots(plan: Plan, rank: int) -> set[Slot]:
-    """Return whose residuals a rank keeps: each tensor that it sends with error feedback, in each shape."""
+def slots(plan: Plan, rank: int) -> dict[Slot, torch.dtype]:
+    """Return whose residuals a rank keeps, and in which dtype.
+
+    Each tensor that it sends with error feedback has one, in each shape.
+    """
     codecs = plan.settings.codecs
     sent = [
         (edge, boundaries[max(edge)].specs if edge[0] < edge[1] else boundaries[max(edge)].gradients)
@@ -85,4 +89,8 @@ def slots(plan: Plan, rank: int) -> set[Slot]:
         and (codecs.forward if edge[0] < edge[1] else codecs.backward).error_feedback
         for boundaries in plan.boundaries.values()
     ]
-    return {(edge, number, spec.shape) for edge, specs in sent for number, spec in enumerate(specs)}
+    return {
+        (edge, number, spec.shape): torch.promote_types(spec.dtype, torch.float32)
+        for edge, specs in sent
+        for number, spec in enumerate(specs)
+    }

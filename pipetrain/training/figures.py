@@ -5,14 +5,19 @@ Apart from trainer and recorder: training needs nothing that draws.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
+from pipetrain.checkpoint.files import Manifest
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
 from pipetrain.runtime.record import StageRecord
 from pipetrain.runtime.tally import Tally
 
 Records = dict[int, StageRecord]
+_LEAST = 1e-9  # of what is divided by: seconds, and shares of an epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +47,12 @@ class EpochFigures:
         """Training samples a second, evaluation not counted."""
         return self.trained.samples / self.train_s
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> EpochFigures:
-        """Read what `asdict` and JSON made of one."""
-        tallies = {key: Tally(**data[key]) for key in ("trained", "evaluated")}
-        times = {key: {int(stage): s for stage, s in data[key].items()} for key in ("busy_s", "wait_s")}
-        late = {int(stage): _counts(counts) for stage, counts in data["staleness"].items()}
-        return cls(**{**data, **tallies, **times, "staleness": late, "records": _records(data["records"])})
+
+def most_accurate(history: Sequence[EpochFigures]) -> EpochFigures:
+    """Return the first of the most accurate epochs; one without an accuracy only where all are without."""
+    accuracies = (figures.evaluated.accuracy for figures in history)
+    ranks = [-1.0 if math.isnan(accuracy) else accuracy for accuracy in accuracies]
+    return history[ranks.index(max(ranks))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +76,32 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Progress:
-        """Read what `to_json` and JSON made of one."""
-        return cls(
-            history=[EpochFigures.from_json(figures) for figures in data["history"]],
-            trained=Tally(**data["trained"]),
-            train_s=data["train_s"],
-            elapsed_s=data["elapsed_s"],
-            records=_records(data["records"]),
-            before=_records(data["before"]),
-            since=data["since"],
-            uncounted=data["uncounted"],
+    def from_json(cls, data: object) -> Progress:
+        """Read what `to_json` and JSON made of one. Raises DamagedCheckpoint."""
+        progress: Progress = read_as(cls, data, "its progress")
+        return progress
+
+
+def read_progress(manifest: Manifest) -> Progress:
+    """Read the progress of a checkpoint, and prove that a run can go on from it. Raises DamagedCheckpoint."""
+    progress = Progress.from_json(manifest.progress)
+    history, since, position = progress.history, progress.since, manifest.position
+    stages = set(range(len(manifest.pipeline["placement"])))
+    counted: list[tuple[Mapping[int, object], ...]] = [
+        (f.records, f.busy_s, f.wait_s, f.staleness) for f in history[since:]
+    ]
+    fits = (
+        len(history) == position.epoch
+        and all(figures.epoch == number for number, figures in enumerate(history, 1))
+        and all(figures.train_s > _LEAST and _LEAST < figures.share <= 1 for figures in history)
+        # The first epoch that counts is done, or it is the one that is not over.
+        and (since < position.epoch or (since == position.epoch and (position.batch > 0 or not since)))
+        and progress.uncounted <= position.batch
+        and all(known.keys() == stages for known in chain([progress.records], *counted))
+        and all(
+            late <= position.update for f in history for counts in f.staleness.values() for late in counts
         )
-
-
-def _records(data: Mapping[str, Any]) -> Records:
-    return {
-        int(stage): StageRecord(**{**record, "staleness": _counts(record["staleness"])})
-        for stage, record in data.items()
-    }
-
-
-def _counts(data: Mapping[str, int]) -> dict[int, int]:
-    return {int(key): count for key, count in data.items()}
+    )
+    if not fits:
+        raise DamagedCheckpoint("its progress does not fit its position and its stages")
+    return progress

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipetrain.checkpoint.files import CHECKPOINTS
+from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.errors import ConfigError
 from pipetrain.seal import SECRET
 
@@ -80,7 +80,7 @@ def claim(folder: Path, resuming: bool = False, patience_s: float = 0.0) -> Clai
         _wait_for(lock, folder, patience_s)
         if (folder / SUMMARY).exists():
             raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
-        if not resuming and any((folder / CHECKPOINTS).glob("update-*")):
+        if not resuming and folders(folder / CHECKPOINTS):
             raise ConfigError(
                 f"run_dir={folder} holds the checkpoints of a run that did not finish; go on with "
                 f"resume=auto, choose another folder, or remove it"

@@ -8,7 +8,7 @@ from typing import Any
 from pipetrain.prediction import StageTimes, predict
 from pipetrain.runtime.record import StageRecord
 from pipetrain.training import stage_table
-from pipetrain.training.figures import EpochFigures
+from pipetrain.training.figures import EpochFigures, most_accurate
 from pipetrain.training.run import Run
 
 MOST_ROWS = 40  # of the table of epochs
@@ -41,7 +41,7 @@ class History:
     @property
     def best(self) -> EpochFigures:
         """The first of the most accurate ones."""
-        return max(self.epochs, key=lambda figures: figures.evaluated.accuracy)
+        return most_accurate(self.epochs)
 
     def before(self, stage: int) -> StageRecord:
         """Return what a stage had done before the newest epoch."""
@@ -66,7 +66,7 @@ class History:
     def _measured(
         self, busy_s: dict[int, float], wait_s: dict[int, float], train_s: float, epochs: float
     ) -> list[StageTimes]:
-        updates = round(epochs * self._run.updates / self._run.settings.epochs)
+        updates = max(1, round(epochs * self._run.updates / self._run.settings.epochs))
         return stage_table.measured(self._plan.placement, busy_s, wait_s, train_s, updates)
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +14,16 @@ from torch import Tensor
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import Manifest, Position, Tensors, stage_file
 from pipetrain.checkpoint.saver import Saver, Snapshot
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.runtime.coded import Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
-from pipetrain.training.figures import Progress
+from pipetrain.training.figures import Progress, most_accurate
 
 
 @dataclass(slots=True)
 class Keeper:
-    """Saves every so many epochs or updates, if not None, and when a signal asks for it.
+    """Saves every so many epochs or updates, if not None, and then the best epoch too; or asked by a signal.
 
     `run`, `conditions`, `config`: see Manifest. `seen`: the update at the last window's end.
     """
@@ -45,14 +47,23 @@ class Keeper:
         """Say what signals ask all ranks to do now; to be called after each window."""
         return self.asking.after_window()
 
-    def due(self, position: Position, over: bool = False) -> bool:
-        """Say whether to save here; to be asked once at every window's end. `over`: it is the run's."""
+    def due(self, position: Position, over: bool = False, best: bool = False) -> bool:
+        """Say whether to save here; to be asked once at every window's end.
+
+        `over`: it is the run's. `best`: it is that of the most accurate epoch so far.
+        """
         before, self.seen = self.seen, position.update
-        if self.every is None or over:
+        if self.every is None or over or best:
             return self.every is not None
         if self.unit == "updates":
             return position.update // self.every > before // self.every
         return position.batch == 0 and position.epoch % self.every == 0
+
+    def go_on(self, folder: Path, position: Position, progress: Progress) -> None:
+        """Start from a checkpoint, which its run may have left before it could mark it as the best."""
+        self.seen = position.update
+        if is_best(position, progress):
+            self.saver.mark(folder)
 
     def save(
         self,
@@ -75,18 +86,17 @@ class Keeper:
             manifest = Manifest(
                 self.run, position, self.conditions, pipeline, self.config, progress.to_json(), {}
             )
-        self.saver.save(position.update, Snapshot(files, metadata), manifest, _is_best(position, progress))
+        self.saver.save(position.update, Snapshot(files, metadata), manifest, is_best(position, progress))
 
     def close(self) -> None:
         """Wait until all is on the disk."""
         self.saver.close()
 
 
-def _is_best(position: Position, progress: Progress) -> bool:
-    if position.batch or not progress.history:
-        return False
-    *earlier, last = (figures.evaluated.accuracy for figures in progress.history)
-    return last > max(earlier, default=-1.0)
+def is_best(position: Position, progress: Progress) -> bool:
+    """Whether a run stands at the end of its most accurate epoch so far."""
+    history = progress.history
+    return bool(history) and not position.batch and most_accurate(history) is history[-1]
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
@@ -98,10 +108,13 @@ def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(tensors: Tensors, rank: int, device: torch.device) -> None:
-    """Go on from what `random_state` returned."""
-    torch.set_rng_state(tensors[f"random/{rank}/cpu"])
-    if device.type == "cuda" and f"random/{rank}/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], device)
+    """Go on from what `random_state` returned. Raises DamagedCheckpoint."""
+    try:
+        torch.set_rng_state(tensors[f"random/{rank}/cpu"])
+        if device.type == "cuda" and f"random/{rank}/cuda" in tensors:
+            torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], device)
+    except (RuntimeError, TypeError) as error:  # of a tensor that is no such state
+        raise DamagedCheckpoint(f"the random state of rank {rank} cannot be set: {error}") from error
 
 
 def residual_state(residuals: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
@@ -112,9 +125,16 @@ def residual_state(residuals: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def saved_residuals(tensors: Tensors, slots: Iterable[Slot], device: torch.device) -> dict[Slot, Tensor]:
-    """Return what `residual_state` saved for these slots; what fits none of them is left out."""
-    return {slot: tensors[_path(slot)].to(device) for slot in slots if _path(slot) in tensors}
+def saved_residuals(
+    tensors: Tensors, slots: Mapping[Slot, torch.dtype], device: torch.device
+) -> dict[Slot, Tensor]:
+    """Return what `residual_state` saved for these slots; what fits none of them is left out.
+
+    Raises DamagedCheckpoint.
+    """
+    found = {slot: dtype for slot, dtype in slots.items() if _path(slot) in tensors}
+    tensors.prove({_path(s): torch.empty(s[2], dtype=dtype, device="meta") for s, dtype in found.items()})
+    return {slot: tensors[_path(slot)].to(device) for slot in found}
 
 
 def _path(slot: Slot) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.image
-import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -180,10 +179,19 @@ class Recorder:
 
     def _write_distribution(self, name: str, counts: Mapping[int, int], figures: EpochFigures) -> None:
         """Write a histogram with a bar for each whole number."""
-        values = [value for value, count in counts.items() for _ in range(count)] or [0]
-        edges = [value - 0.5 for value in range(max(values) + 2)]
-        self._writer.add_histogram(
-            f"distribution/{name}", np.array(values), figures.epoch, bins=edges, walltime=figures.ended
+        counts = counts or {0: 1}
+        bars = range(max(counts) + 1)
+        self._writer.add_histogram_raw(
+            f"distribution/{name}",
+            min=min(counts),
+            max=max(counts),
+            num=sum(counts.values()),
+            sum=sum(value * count for value, count in counts.items()),
+            sum_squares=sum(value**2 * count for value, count in counts.items()),
+            bucket_limits=[value + 0.5 for value in bars],
+            bucket_counts=[counts.get(value, 0) for value in bars],
+            global_step=figures.epoch,
+            walltime=figures.ended,
         )
 
     def trace(self, trace: Trace) -> None:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
 
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     MANIFEST,
-    DamagedCheckpoint,
     Manifest,
-    newest_first,
+    Tensors,
+    folders,
     read_manifest,
     read_whole,
 )
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
+from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.training.figures import read_progress
 from pipetrain.training.run import Run
 
 AUTO = "auto"
@@ -56,24 +62,31 @@ def find_source(resume: str, run_dir: Path) -> Source | None:
             f"{CHECKPOINTS}/update-... folders"
         )
     try:
-        return Source(folder, read_whole(folder))
+        return _whole(folder)
     except DamagedCheckpoint as damage:
         raise ConfigError(f"resume={resume} is damaged: {damage}; choose another checkpoint") from damage
 
 
 def _newest(run_dir: Path) -> Source | None:
     damaged: list[Path] = []
-    for folder, found in newest_first(run_dir / CHECKPOINTS):
-        if isinstance(found, Manifest):
-            return Source(folder, found)
-        damaged.append(folder)
-        log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, found)
+    for folder in folders(run_dir / CHECKPOINTS):
+        try:
+            return _whole(folder)
+        except DamagedCheckpoint as damage:
+            damaged.append(folder)
+            log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, damage)
     if damaged:
         raise ConfigError(
             f"no checkpoint of {run_dir} is whole ({', '.join(path.name for path in damaged)}): train anew "
             f"in another run_dir, or give resume= another run's checkpoint"
         )
     return None
+
+
+def _whole(folder: Path) -> Source:
+    manifest = read_whole(folder)
+    read_progress(manifest)
+    return Source(folder, manifest)
 
 
 def read_source(folder: Path, rank: int) -> Source:
@@ -95,7 +108,7 @@ def done_batches(source: Source | None) -> int:
 def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
     """Return the configuration, cut as the checkpoint is where it would be profiled anew otherwise."""
     pipeline = source.manifest.pipeline
-    if cfg.partition != PROFILE or ranks != len(set(pipeline["placement"])):
+    if cfg.partition != PROFILE or ranks != len(set(pipeline["placement"])) or "cuts" not in pipeline:
         return cfg
     cfg = cfg.copy()
     cfg.partition = pipeline["cuts"]
@@ -138,6 +151,35 @@ def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int, ending: b
     done = source.manifest.position.epoch
     if done > epochs or (done == epochs and not ending):
         raise ConfigError(f"{source.folder} has all of its {done} epochs done; give epochs= more to go on")
+
+
+def prove_tensors(tensors: Tensors, module: nn.Module, optimizer: OptimizerFactory) -> None:
+    """Prove that a checkpoint has what some layers go on from, in the shapes and dtypes that they have here.
+
+    What it remembers of a parameter is held against what its optimizer does after one update. Raises
+    DamagedCheckpoint.
+    """
+    named = chain(module.named_parameters(), module.named_buffers())
+    tensors.prove({f"model/{name}": tensor for name, tensor in named})
+    remembered: set[str] = set()
+    for path in tensors.names("optimizer/"):
+        key, _, name = path.partition("/")
+        remembered.add(name)
+        if not name or (":" in key and tensors[f"optimizer/{path}"].numel() != 1):
+            raise DamagedCheckpoint(f"the checkpoint has {path!r}, which no optimizer remembers")
+    for name, parameter in module.named_parameters():
+        if name in remembered and parameter.requires_grad:
+            fresh = _remembered(parameter, optimizer)
+            tensors.prove({f"optimizer/{key}/{name}": tensor for key, tensor in fresh.items()})
+
+
+def _remembered(parameter: Tensor, optimizer: OptimizerFactory) -> dict[str, Tensor]:
+    """Return the tensors that an optimizer keeps of a parameter."""
+    twin = nn.Parameter(torch.zeros_like(parameter))
+    twin.grad = torch.zeros_like(parameter)
+    made = optimizer([twin])
+    made.step()
+    return {key: value for key, value in made.state[twin].items() if isinstance(value, Tensor)}
 
 
 def _difference(key: str, theirs: Any, mine: Any) -> str:

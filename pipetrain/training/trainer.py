@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.data import Split, Transform, inputs
 from pipetrain.runtime.coded import Feedback
 from pipetrain.runtime.engine import Observer
@@ -30,8 +31,9 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.measured import RankWindow
 from pipetrain.training.assembly import make_engine, make_stages, slots
 from pipetrain.training.feed import WindowFeed
-from pipetrain.training.figures import EpochFigures, Progress, Records
-from pipetrain.training.keeper import Keeper, saved_residuals, set_random_state
+from pipetrain.training.figures import EpochFigures, Progress, Records, read_progress
+from pipetrain.training.keeper import Keeper, is_best, saved_residuals, set_random_state
+from pipetrain.training.resume import prove_tensors
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Tracer
 
@@ -85,15 +87,17 @@ class Trainer:
         """Go on from a whole checkpoint, instead of from the start.
 
         The random state is a rank's, the records are a stage's and the residuals an edge's: they go on where
-        the pipeline is the same.
+        the pipeline is the same. Raises DamagedCheckpoint.
         """
+        self._progress = read_progress(manifest)
+        self._position = manifest.position
+        self._prove_position(folder)
         tensors = Tensors(folder, list(manifest.parts))
         for stage in self.stages.values():
+            prove_tensors(tensors, stage.module, self._run.optimizer)
             stage.load_state(tensors, manifest.position.update)
-        self._position = manifest.position
         if self._keeper:
-            self._keeper.seen = manifest.position.update
-        self._progress = Progress.from_json(manifest.progress)
+            self._keeper.go_on(folder, self._position, self._progress)
         self._elapsed_before = self._progress.elapsed_s
         last = self.stages.get(self._run.plan.stages - 1)
         if last is not None:
@@ -108,6 +112,15 @@ class Trainer:
             since = len(self._progress.history)
             uncounted = manifest.position.batch
             self._progress = replace(self._progress, records={}, before={}, since=since, uncounted=uncounted)
+
+    def _prove_position(self, folder: Path) -> None:
+        epoch, batch, update = astuple(self._position)
+        batches = len(self._run.sampler.batch_sizes)
+        if update != epoch * batches + batch:
+            raise DamagedCheckpoint(
+                f"{folder} is of update {update}, and {epoch} epochs of {batches} updates and {batch} more "
+                f"are others"
+            )
 
     def fit(self) -> bool:
         """Train for all epochs, evaluating after each. Raises ChannelError and TrainingStopped.
@@ -144,9 +157,8 @@ class Trainer:
         self._report(epoch, trained - start, time.perf_counter() - trained, before)
         self._progress = Progress(self._progress.history, since=self._progress.since)
         self._position = Position(epoch + 1, 0, self._position.update)
-        if self._keeper and (
-            self._keeper.due(self._position, epoch + 1 == self._run.settings.epochs) or asked
-        ):
+        over, best = epoch + 1 == self._run.settings.epochs, is_best(self._position, self._progress)
+        if self._keeper and (self._keeper.due(self._position, over, best) or asked):
             self._save(0.0, self._records())
         return asked
 

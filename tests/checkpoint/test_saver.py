@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import safetensors.torch
@@ -69,6 +72,79 @@ def test_a_rank_that_writes_nothing_is_named(tmp_path, caplog):
     assert names(tmp_path) == []
 
 
+@pytest.fixture
+def apart(tmp_path) -> list[Path]:
+    """Two machines whose run folders are not the same, each with a checkpoint from before."""
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        save(folder, 5)
+    return folders
+
+
+def save_apart(folders: list[Path], update: int = 6) -> Saver:
+    store = dist.HashStore()
+    savers = [Saver(folder, rank, store, keep=1, timeout=1) for rank, folder in enumerate(folders)]
+    for rank, one in enumerate(savers):
+        one.save(update, snapshot(rank), None if rank else manifest(update, 2), best=True)
+    for one in savers:
+        one.close()
+    return savers[0]
+
+
+def test_a_folder_that_machines_do_not_share_is_said_and_nothing_is_pruned_or_left(apart, caplog):
+    started = time.monotonic()
+    assert save_apart(apart).failures == 1
+    assert time.monotonic() - started < 5
+    assert (
+        "the checkpoint of update 6 was NOT saved: rank 1 has written stage-1.safetensors, and rank 0 does "
+        "not see it" in caplog.text
+    )
+    assert "run_dir must be a folder that all machines share" in caplog.text
+    for folder in apart:
+        assert names(folder) == ["update-00000005"]
+        read_whole(folder / CHECKPOINTS / "update-00000005")
+
+
+def test_a_part_of_another_size_is_not_published(tmp_path, monkeypatch, caplog):
+    write = saver.write_part
+
+    def truncated(folder, name, *rest):
+        part = write(folder, name, *rest)
+        os.truncate(folder / name, 10)
+        return part
+
+    monkeypatch.setattr(saver, "write_part", truncated)
+    assert save(tmp_path, 6).failures == 1
+    assert "stage-0.safetensors has 10 bytes instead of" in caplog.text
+    assert names(tmp_path) == []
+
+
+def test_what_a_network_shows_late_is_waited_for(apart):
+    here, there = (folder / CHECKPOINTS / "update-00000006.partial" for folder in apart)
+    Timer(0.3, lambda: shutil.copy(there / "stage-1.safetensors", here)).start()
+    assert save_apart(apart).failures == 0
+    assert names(apart[0]) == ["best", "update-00000006"]
+    read_whole(apart[0] / CHECKPOINTS / "update-00000006")
+
+
+def test_parts_that_are_not_those_of_the_placement_are_not_published(tmp_path, caplog):
+    one = Saver(tmp_path, 0, None, keep=1, timeout=1)
+    files = {**snapshot(0).files, **snapshot(1).files}
+    one.save(6, Snapshot(files, {}), manifest(6, 1), best=False)
+    one.close()
+    assert one.failures == 1
+    assert "the ranks wrote stage-0.safetensors, stage-1.safetensors instead of stage-0.saf" in caplog.text
+    assert names(tmp_path) == []
+
+
+def test_each_rank_removes_what_a_dead_run_left_in_its_view_of_the_folder(apart):
+    for folder in apart:
+        (folder / CHECKPOINTS / "update-00000009.partial").mkdir()
+    for rank, folder in enumerate(apart):
+        Saver(folder, rank, dist.HashStore(), keep=1, timeout=1).close()
+        assert names(folder) == ["update-00000005"]
+
+
 def die_at(step: int, folder: Path) -> bool:
     """Save update 6 in a process that dies before its `step`-th step; return whether it got past the end."""
     child = os.fork()
@@ -76,18 +152,19 @@ def die_at(step: int, folder: Path) -> bool:
         left = step
 
         def dying(call):
-            def wrapped(*arguments):
+            def wrapped(*arguments, **words):
                 nonlocal left
                 if not left:
                     os._exit(9)
                 left -= 1
-                return call(*arguments)
+                return call(*arguments, **words)
 
             return wrapped
 
         safetensors.torch.save_file = dying(safetensors.torch.save_file)
         files._flush, files._checksum = dying(files._flush), dying(files._checksum)
-        os.replace = dying(os.replace)
+        os.replace, os.unlink, os.rmdir = dying(os.replace), dying(os.unlink), dying(os.rmdir)
+        shutil.rmtree = dying(shutil.rmtree)
         try:
             one = Saver(folder, 0, None, keep=1, timeout=1)
             one.save(6, snapshot(0), manifest(6, 1), best=True)
@@ -97,22 +174,28 @@ def die_at(step: int, folder: Path) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_killed_at_any_step_of_a_save_there_is_a_whole_one(tmp_path):
+@pytest.mark.parametrize("passed_again", [False, True], ids=["a new one", "in the place of a damaged one"])
+def test_killed_at_any_step_of_a_save_there_is_a_whole_one(passed_again, tmp_path):
     died = 0
-    for step in range(40):
+    for step in range(60):
         folder = tmp_path / str(step)
         save(folder, 5, ranks=1)
+        if passed_again:
+            save(folder, 6, ranks=1)
+            (folder / CHECKPOINTS / "update-00000006" / "manifest.json").write_text("no more")
         over = die_at(step, folder)
         died += not over
-        found = [found for _, found in newest_first(folder / CHECKPOINTS)]
-        assert all(isinstance(one, Manifest) for one in found), step
+        found = [found for _, found in newest_first(folder / CHECKPOINTS) if isinstance(found, Manifest)]
         assert found[0].position.update in (5, 6), step
         if over:
             break
         Saver(folder, 0, None, keep=1, timeout=1).close()  # the next start tidies up
-        assert not list((folder / CHECKPOINTS).glob("*.partial")), step
+        assert set(names(folder)) <= {"best", "update-00000005", "update-00000006"}, step
+        if not passed_again:
+            assert len(found) == len(files.folders(folder / CHECKPOINTS)), step
     assert over
     assert died >= 8
+    assert names(folder) == ["best", "update-00000006"]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -43,6 +43,12 @@ def test_checkpoints_are_gone_on_from_or_kept(tmp_path):
     claim(tmp_path, resuming=True).close()
 
 
+def test_what_a_crash_left_of_a_checkpoint_is_none(tmp_path):
+    for name in ("update-00000007.partial", "update-00000007.damaged"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    claim(tmp_path).close()
+
+
 def test_a_folder_is_called_after_the_data_set_really_used(tmp_path):
     folder = tmp_path / "cifar10-vgg16-1f1b-now"
     folder.mkdir()

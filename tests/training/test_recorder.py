@@ -174,6 +174,19 @@ def test_tensorboard_has_the_run(made):
     assert {tag for tag in tags["scalars"] if tag.startswith("result/")} >= {"result/val_acc"}
 
 
+def test_how_late_gradients_were_is_a_bar_for_each_number(made):
+    recorder, _, folder = made
+    recorder.epoch(replace(figures(1), staleness={0: {1: 3, 3: 2**40}, 1: {}}))
+    recorder.close()
+    of_first, of_last = (
+        events(folder).Histograms(f"distribution/staleness/stage{stage}")[0].histogram_value
+        for stage in (0, 1)
+    )
+    assert (of_first.bucket_limit, of_first.bucket) == ([0.5, 1.5, 2.5, 3.5], [0, 3, 0, 2**40])
+    assert (of_first.min, of_first.max, of_first.num, of_first.sum) == (1, 3, 2**40 + 3, 3 * 2**40 + 3)
+    assert (of_last.bucket_limit, of_last.bucket) == ([0.5], [1])
+
+
 def test_epochs_of_another_pipeline_say_nothing_of_these_stages(tmp_path):
     """One that was trained on two stages, and one on three."""
     words = ["data=digits", "model._target_=tests.support.models.with_norm", "schedule=1f1b", "epochs=2"]

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from pipetrain.checkpoint import files
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, Tensors, read_whole
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.errors import ConfigError
+from pipetrain.training.figures import most_accurate
 from pipetrain.training.resume import Source, conditions, find_source, refuse_other, with_cuts_of
 from tests.support.cases import SCHEDULES, Case, Saved, config, make_run, run_in_threads
+from tests.support.damage import forge, put
 
 WINDOWS = {"pipedream": "window=2", "pipedream_2bw": "window=2"}
 
@@ -150,6 +160,47 @@ def test_epochs_between_checkpoints_and_how_many_are_kept(tmp_path):
     assert names == {"update-00000020", best} - {None}
 
 
+# The best one
+
+ONE_BEST = a_case("1f1b", 1, "epochs=5", "seed=1")  # of which epoch 3 is the best, and two others equal it
+
+
+def named_best(folder: Path) -> Position:
+    name = files.best(folder / CHECKPOINTS)
+    assert name is not None
+    return read_whole(folder / CHECKPOINTS / name).position
+
+
+@pytest.mark.parametrize(("every", "unit"), [(5, "epochs"), (2, "epochs"), (1000, "updates"), (3, "updates")])
+def test_the_best_epoch_is_saved_even_where_no_checkpoint_is_due(every, unit, tmp_path):
+    _, epochs = run_in_threads(ONE_BEST, saved=Saved(tmp_path, every=every, unit=unit, keep=1))
+    assert [figures.evaluated.correct for figures in epochs] == [1, 1, 4, 4, 4]
+    assert named_best(tmp_path) == Position(3, 0, 12)
+    assert [path.name for path in checkpoints(tmp_path)] == ["update-00000012", "update-00000020"]
+
+
+def test_all_ranks_save_the_best_epoch_alike(tmp_path):
+    case = replace(ONE_BEST, ranks=3)
+    _, epochs = run_in_threads(case, saved=Saved(tmp_path, every=1000, keep=1))
+    assert named_best(tmp_path).epoch == most_accurate(epochs).epoch < 5
+
+
+def test_without_checkpoints_the_best_epoch_is_not_saved_either(tmp_path):
+    run_in_threads(ONE_BEST, saved=Saved(tmp_path, every=None))
+    assert not (tmp_path / CHECKPOINTS).exists()
+
+
+def test_a_best_checkpoint_that_its_run_could_not_mark_any_more_is_marked_when_it_goes_on(tmp_path):
+    run_in_threads(ONE_BEST, saved=Saved(tmp_path, every=1, unit="epochs"))
+    for newer in checkpoints(tmp_path)[3:]:
+        shutil.rmtree(newer)
+    (tmp_path / CHECKPOINTS / "best").write_text("update-00000004\n")
+    saved = Saved(tmp_path, every=1, unit="epochs", keep=1)
+    run_in_threads(ONE_BEST, saved=saved, source=checkpoints(tmp_path)[-1])
+    assert named_best(tmp_path) == Position(3, 0, 12)
+    assert len(checkpoints(tmp_path)) == 2
+
+
 # Which checkpoint
 
 
@@ -191,6 +242,200 @@ def test_all_damaged_is_refused_rather_than_begun_anew(tmp_path):
         find_source("auto", folder)
 
 
+# What cannot be trusted, although its checksums are right
+
+HARMED = a_case("1f1b", 2, "optim=adamw", "epochs=2", "codec.backward=topk", "checkpoint.keep=9")
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("intact")
+    run_in_threads(HARMED, saved=Saved(folder))
+    return folder
+
+
+@pytest.fixture
+def harmed(intact, tmp_path) -> Path:
+    """A run's folder; its newest checkpoint, to be harmed, is that of batch 3 of epoch 2."""
+    shutil.copytree(intact, tmp_path / "run")
+    shutil.rmtree(checkpoints(tmp_path / "run")[-1])
+    return tmp_path / "run"
+
+
+def on(*keys: str | int) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
+    return lambda to: put("progress", *keys, to=to)  # type: ignore[arg-type]
+
+
+def without(*keys: str | int) -> Callable[[dict[str, Any]], object]:
+    def change(data: dict[Any, Any]) -> None:
+        for key in ("progress", *keys[:-1]):
+            data = data[key]
+        del data[keys[-1]]
+
+    return change
+
+
+FIRST = ("history", 0)
+PROGRESS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "none": put("progress", to={}),
+    "of no epoch": on("history")([]),
+    "without its times": without(*FIRST, "train_s"),
+    "without a stage": without("records", "1"),
+    "with a stage more": lambda data: data["progress"]["records"].update(
+        {"2": data["progress"]["records"]["0"]}
+    ),
+    "without a stage's waits": without(*FIRST, "wait_s", "0"),
+    "of another epoch": on(*FIRST, "epoch")(2),
+    "of no time": on(*FIRST, "train_s")(0.0),
+    "of endless time": on("elapsed_s")(math.inf),
+    "of no batch": on(*FIRST, "share")(0.0),
+    "of a time that is none": on(*FIRST, "busy_s", "0")(math.nan),
+    "of negative samples": on("trained", "samples")(-1),
+    "of huge samples": on("trained", "correct")(10**300),
+    "from an epoch to come on": on("since")(2),
+    "of more batches": on("uncounted")(4),
+    "later than it is": on(*FIRST, "staleness", "0")({"8": 1}),
+    "late by a word": on("records", "0", "staleness")({"late": 1}),
+    "a history by name": on("history")({"0": 1}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRESS)
+def test_progress_that_no_run_can_go_on_from_is_damage_and_the_one_before_is_found(name, harmed, caplog):
+    *_, earlier, newest = checkpoints(harmed)
+    forge(newest, PROGRESS[name])
+    source = find_source("auto", harmed)
+    assert source is not None
+    assert source.folder == earlier
+    assert "update-00000007 is damaged: its progress" in caplog.text
+    with pytest.raises(ConfigError, match="is damaged: its progress"):
+        find_source(str(newest), harmed)
+    with pytest.raises(DamagedCheckpoint, match="its progress"):
+        run_in_threads(HARMED, source=newest)
+
+
+def test_losses_may_be_infinite(harmed):
+    newest = checkpoints(harmed)[-1]
+    forge(newest, on(*FIRST, "evaluated", "loss")(math.nan))
+    run_in_threads(HARMED, source=newest)
+
+
+@pytest.mark.parametrize("position", [Position(1, 3, 6), Position(1, 2, 7), Position(1, 3, 2**62)])
+def test_updates_that_are_not_those_of_the_epochs_are_damage(position, harmed):
+    newest = checkpoints(harmed)[-1]
+    forge(newest, put("position", to=dict(zip(("epoch", "batch", "update"), astuple(position), strict=True))))
+    with pytest.raises(DamagedCheckpoint, match=r"is of update \d+, and \d+ epochs of \d+ updates and"):
+        run_in_threads(HARMED, source=newest)
+
+
+@pytest.mark.parametrize("batch", [4, 5, 2**62])
+def test_more_batches_than_an_epoch_has_are_refused(batch):
+    with pytest.raises(ConfigError, match=f"stands after batch {batch} of an epoch, which has 4 here; give"):
+        make_run(HARMED, batch)
+
+
+def test_a_checkpoint_that_does_not_say_its_cuts_is_profiled_anew():
+    manifest = replace(source_of().manifest, pipeline={"placement": [0, 1]})
+    assert (
+        with_cuts_of(config([*CFG, "partition=profile"]), Source(Path("c"), manifest), 2).partition
+        == "profile"
+    )
+
+
+def rewrite(folder: Path, name: str, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change a part, and let the manifest have its checksum."""
+    tensors = load_file(folder / name)
+    change(tensors)
+    save_file(tensors, folder / name)
+    vouch(folder, name)
+
+
+def vouch(folder: Path, name: str) -> None:
+    size = (folder / name).stat().st_size
+    forge(folder, put("parts", name, to={"sha256": files._checksum(folder / name), "nbytes": size}))
+
+
+def first(tensors: dict[str, Tensor], prefix: str) -> str:
+    return min(name for name in tensors if name.startswith(prefix))
+
+
+def drop(prefix: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(first(tensors, prefix))
+
+
+def turn(prefix: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({(name := first(tensors, prefix)): change(tensors[name])})
+
+
+def add(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+def one_more(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor.flatten(), tensor.flatten()[:1]])
+
+
+MISSING, OTHER = "has no tensor ", " here$"
+PARTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "no weight": (drop("model/"), MISSING),
+    "a weight of another shape": (turn("model/", one_more), OTHER),
+    "a weight that would be spread": (turn("model/", lambda t: t.flatten()[0]), OTHER),
+    "a weight of another dtype": (turn("model/", Tensor.float), OTHER),
+    "half an optimizer": (drop("optimizer/exp_avg/"), MISSING),
+    "no steps": (drop("optimizer/step/"), MISSING),
+    "an average of another shape": (turn("optimizer/exp_avg/", one_more), OTHER),
+    "an average that would be spread": (turn("optimizer/exp_avg/", lambda t: t.flatten()[0]), OTHER),
+    "steps of another shape": (turn("optimizer/step/", lambda t: torch.stack([t, t])), OTHER),
+    "of nobody": (add("optimizer/exp_avg", torch.zeros(1)), "which no optimizer remembers"),
+    "a number that is many": (
+        add("optimizer/lr:float/0.weight", torch.zeros(3)),
+        "which no optimizer remembers",
+    ),
+    "no random state": (drop("random/"), MISSING),
+    "another random state": (turn("random/", one_more), "the random state of rank 0 cannot be set"),
+    "a random state of numbers": (turn("random/", Tensor.float), "the random state of rank 0 cannot be set"),
+    "no such random state": (turn("random/", torch.zeros_like), "the random state of rank 0 cannot be set"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_tensors_that_do_not_fit_are_damage(name, harmed):
+    change, says = PARTS[name]
+    newest = checkpoints(harmed)[-1]
+    rewrite(newest, "stage-0.safetensors", change)
+    assert find_source("auto", harmed) is not None
+    with pytest.raises(DamagedCheckpoint, match=says):
+        run_in_threads(HARMED, source=newest)
+
+
+@pytest.mark.parametrize("change", [one_more, Tensor.float])
+def test_residuals_that_do_not_fit_are_damage(change, harmed):
+    newest = checkpoints(harmed)[-1]
+    rewrite(newest, "stage-1.safetensors", turn("residual/", change))
+    with pytest.raises(DamagedCheckpoint, match=r"as residual/1-0/.* here$"):
+        run_in_threads(HARMED, source=newest)
+
+
+def test_a_tensor_of_two_stages_and_a_part_that_is_none_are_damage(harmed):
+    *_, earlier, newest = checkpoints(harmed)
+    theirs = load_file(newest / "stage-0.safetensors")
+    rewrite(newest, "stage-1.safetensors", lambda tensors: tensors.update(theirs))
+    with pytest.raises(DamagedCheckpoint, match="which another file has too"):
+        run_in_threads(HARMED, source=newest)
+    (earlier / "stage-1.safetensors").write_bytes(b"nothing that anybody knows")
+    vouch(earlier, "stage-1.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+        run_in_threads(HARMED, source=earlier)
+
+
+def test_an_optimizer_may_remember_more_than_a_parameter_is_large(tmp_path):
+    """Adafactor keeps sums of rows and columns: of other shapes than the parameter."""
+    case = a_case("1f1b", 2, "optim=adamw", "optim._target_=torch.optim.Adafactor", "epochs=1")
+    wanted, _ = run_in_threads(case, saved=Saved(tmp_path))
+    state, _ = run_in_threads(case, source=checkpoints(tmp_path)[1])
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+
+
 NORM = "model._target_=tests.support.models.with_norm"
 CFG = ["data=digits", "device=cpu", "batch_size=12"]
 
@@ -224,6 +469,16 @@ def test_what_does_not_fit_is_refused_with_what_differs(override, says):
         refuse_other(source_of(), mine, epochs=3)
     assert says in str(refusal.value)
     assert "this run cannot go on from c" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "theirs", [{}, {"model": 1}, {"tensors": [1]}, {"tensors": {"0.weight": 3}}, {"": {"": {}}}]
+)
+def test_conditions_of_other_types_differ(theirs):
+    source = source_of()
+    source = replace(source, manifest=replace(source.manifest, conditions=theirs))
+    with pytest.raises(ConfigError, match="this run cannot go on from c: it has "):
+        refuse_other(source, conditions(config([NORM, *CFG]), run_with()), epochs=3)
 
 
 def test_what_may_differ():

@@ -1,0 +1,126 @@
+"""Reading what nobody vouches for: a file that may be anything, and JSON that may say anything.
+
+A checksum tells what was damaged, not who wrote it. So a file is opened only if it is one, and each value is
+held against its type and its bounds before anything trusts it: whoever reads on meets no other surprise than
+DamagedCheckpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, get_args, get_origin, get_type_hints
+
+from pipetrain.errors import ConfigError
+
+MOST_NESTED = 50
+_END = 2**63  # of numbers
+
+
+class DamagedCheckpoint(ConfigError):
+    """A checkpoint that cannot be trusted; says which file, and what is wrong with it."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file: nothing that never ends, and nothing that waits for its writer.
+
+    Raises DamagedCheckpoint, for what fails while it is read too.
+    """
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise DamagedCheckpoint(f"{path} is no regular file")
+            yield file
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_json(path: Path, most: int) -> Any:
+    """Read JSON of at most so many bytes, not nested deeper than what follows can bear.
+
+    Raises DamagedCheckpoint.
+    """
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise DamagedCheckpoint(f"{path} has {size} bytes, and {most} at most are read")
+        text = file.read(size)
+    try:
+        data = json.loads(text.decode())
+        json.dumps(data, ensure_ascii=False).encode()  # fails where a string holds half of a character
+        if _nested(data) > MOST_NESTED:
+            raise ValueError(f"nested more than {MOST_NESTED} deep")
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is no JSON of ours: {error}") from error
+    return data
+
+
+def _nested(data: object) -> int:
+    inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return 1 + max(map(_nested, inner), default=0)
+
+
+def read_as(kind: Any, data: Any, where: str) -> Any:
+    """Make `kind` of what JSON made of one: a dataclass, a list, a mapping, a number, a string, or Any.
+
+    Dataclasses have all of their fields and no other. Whole numbers are from 0 to below 2**63, and floats
+    below it; one that is Annotated may be infinite or NaN. Raises DamagedCheckpoint, which says `where`.
+    """
+    if is_dataclass(kind):
+        hints = _hints(kind)  # type: ignore[arg-type]
+        if not isinstance(data, dict) or data.keys() != hints.keys():
+            raise _wrong(where, f"an object of {', '.join(hints)}", data)
+        values = {key: read_as(hint, data[key], f"{where}: {key}") for key, hint in hints.items()}
+        return kind(**values)  # type: ignore[operator]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is list and isinstance(data, list):
+        return [read_as(inner[0], item, f"{where}: {number}") for number, item in enumerate(data)]
+    if origin in (dict, Mapping) and isinstance(data, dict):
+        return {
+            _key(inner[0], key, where): read_as(inner[1], item, f"{where}: {reprlib.repr(key)}")
+            for key, item in data.items()
+        }
+    if not _is(kind, data):
+        raise _wrong(where, _NAMES.get(origin or kind, "a number"), data)
+    return data
+
+
+_NAMES = {int: "a whole number from 0", float: "a finite number", str: "a string", list: "a list"}
+_NAMES |= {dict: "an object", Mapping: "an object"}
+
+
+def _is(kind: Any, data: object) -> bool:
+    if kind is Any or kind is str:
+        return kind is Any or isinstance(data, str)
+    if isinstance(data, bool) or not isinstance(data, int | float):
+        return False
+    if kind is int:
+        return isinstance(data, int) and 0 <= data < _END
+    if kind is float:
+        return abs(data) < _END
+    return get_origin(kind) is Annotated and (isinstance(data, float) or abs(data) < _END)
+
+
+def _key(kind: Any, key: str, where: str) -> Any:
+    if kind is str:
+        return key
+    if not key.isdecimal() or key != str(number := int(key[:19])):
+        raise _wrong(where, "an object whose keys are whole numbers", key)
+    return number
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _wrong(where: str, wanted: str, data: object) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{where} must be {wanted}, and is {reprlib.repr(data)}")

@@ -1,0 +1,45 @@
+"""What is known of a run: which epoch was the best, and that what is read is what was written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pipetrain.checkpoint.files import Manifest, Position
+from pipetrain.runtime.tally import Tally
+from pipetrain.training.figures import Progress, most_accurate, read_progress
+from tests.support.figures import figures
+
+NOTHING = Tally()  # has no accuracy
+
+
+@pytest.mark.parametrize(
+    ("correct", "best"),
+    [
+        ([5], 1),
+        ([5, 9, 6], 2),
+        ([5, 9, 9], 2),
+        ([0, 0], 1),
+        ([None, 0, 0], 2),
+        ([1, None], 1),
+        ([None, None], 1),
+    ],
+)
+def test_the_best_epoch_is_the_first_of_the_most_accurate_ones(correct, best):
+    history = [
+        replace(figures(epoch, right or 0), **({} if right is not None else {"evaluated": NOTHING}))
+        for epoch, right in enumerate(correct, 1)
+    ]
+    assert most_accurate(history).epoch == best
+
+
+def test_what_is_written_is_read():
+    of_two = figures(2).records
+    progress = Progress(
+        [figures(1), figures(2)], Tally(3.5, 2, 12), 1.5, 7.0, of_two, of_two, since=1, uncounted=1
+    )
+    saved = json.loads(json.dumps(progress.to_json()))
+    manifest = Manifest("r", Position(2, 3, 11), {}, {"placement": [0, 1]}, {}, saved, {})
+    assert read_progress(manifest) == progress
