@@ -17,7 +17,6 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from torch.distributed.distributed_c10d import Store
 
 from pipetrain.blueprint import Plan
 from pipetrain.checkpoint.asking import Asking
@@ -33,14 +32,17 @@ from pipetrain.plan import describe
 from pipetrain.profiling import measure, take_part, verdict
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
+from pipetrain.seal import SealedStore
 from pipetrain.training.folder import (
     METRICS,
     PROFILE_FILE,
     RAN,
+    SUMMARY,
     TRACE,
     claim,
     clear,
     is_finished,
+    read_key,
     rename_after,
 )
 from pipetrain.training.history import Machine
@@ -52,6 +54,7 @@ from pipetrain.training.resume import (
     conditions,
     done_batches,
     find_source,
+    lengthens,
     read_source,
     refuse_other,
     with_cuts_of,
@@ -60,6 +63,8 @@ from pipetrain.training.run import Run, check_early, obtain_data, prepare
 from pipetrain.training.trainer import Trainer
 
 log = logging.getLogger("pipetrain")
+
+RELEASE_S = 10.0  # how long processes that a killed run has left may hold its folder
 
 
 def main() -> None:
@@ -96,28 +101,46 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
     run_dir = Path(hydra.runtime.output_dir)
     cfg = contained(cfg, run_dir)
     draft = check_early(cfg, schedule, world.size)
+    timeout = draft.settings.timeout
+    leader.phase("choose its device and its folder", timeout)
     choose_device(world, cfg.device)
-    if cfg.resume == AUTO and is_finished(run_dir, None if leader.remembered() else cfg):
+    restarted = leader.remembered() is not None
+    if cfg.resume == AUTO and is_finished(run_dir, None if restarted else cfg):
+        leader.trust(run_dir, read_key(run_dir))
         log.info("pipetrain: run_dir=%s holds this run, finished: nothing is left to do", run_dir)
         return
-    with claim(run_dir, resuming=cfg.resume is not None):
+    longer = cfg.resume == AUTO and lengthens(run_dir, cfg, draft.settings)
+    patience_s = RELEASE_S if cfg.resume == AUTO else 0.0
+    with claim(run_dir, resuming=cfg.resume is not None, finished=longer, patience_s=patience_s) as claimed:
+        leader.phase("look for a checkpoint", timeout)
         source = find_source(cfg.resume, run_dir) if cfg.resume is not None else None
         if source is None:
             clear(run_dir)
         else:
             cfg = with_cuts_of(cfg, source, world.size)
         asked = cfg.data.name
+        download_s = OmegaConf.select(cfg, "data.source.total_timeout")
+        download_s = download_s if isinstance(download_s, int | float) else 0
+        leader.phase("read the data set", timeout + download_s)
         cfg, data = obtain_data(cfg)
         if not any(
             "run_dir=" in o or "run.dir=" in o for o in [*hydra.overrides.task, *hydra.overrides.hydra]
         ):
             cfg.run_dir = str(rename_after(run_dir, asked, cfg.data.name))
+        leader.trust(Path(cfg.run_dir), claimed.key)
         config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
         if hydra.mode == RunMode.RUN:  # the runs of a sweep have a folder each
             leader.remember(Path(cfg.run_dir))
-        name = source.manifest.run if source else uuid.uuid4().hex
-        folder = str(source.folder) if source else None
-        job = Job(config, schedule, cfg.run_dir, data.fingerprint, run=name, resume=folder)
+        job = Job(
+            config,
+            schedule,
+            cfg.run_dir,
+            data.fingerprint,
+            run=source.manifest.run if source else uuid.uuid4().hex,
+            resume=str(source.folder) if source else None,
+            saves=draft.settings.checkpoint_every is not None or source is not None,
+        )
+        leader.phase("plan the run", timeout)
         profile = obtain_profile(cfg, job, draft, world, leader)
         run = prepare(cfg, schedule, world.size, data, profile, done_batches(source))
         terms = conditions(cfg, run)
@@ -125,11 +148,10 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
             # The newest checkpoint of a rank that was killed at its very end may have all epochs done.
             ending = cfg.resume == AUTO and source.manifest.pipeline == run.plan.pipeline
             refuse_other(source, terms, run.settings.epochs, ending)
-            clear(
-                Path(cfg.run_dir),
-                [METRICS] if source.manifest.position.epoch == run.settings.epochs else [METRICS, TRACE, RAN],
-            )
-            log.info("pipetrain: going on from %s, after update %d", folder, source.manifest.position.update)
+            over = source.manifest.position.epoch == run.settings.epochs
+            clear(Path(cfg.run_dir), [METRICS, SUMMARY] if over else [METRICS, SUMMARY, TRACE, RAN])
+            update = source.manifest.position.update
+            log.info("pipetrain: going on from %s, after update %d", job.resume, update)
         if profile is not None:
             job = replace(job, profile=profile.to_json())
         if run.plan.prediction is not None:
@@ -157,7 +179,7 @@ def record(
     run: Run,
     cfg: DictConfig,
     world: World,
-    store: Store | None,
+    store: SealedStore | None,
     job: Job,
     source: Source | None,
     terms: Mapping[str, Any],
@@ -175,7 +197,7 @@ def record(
         recorder.stop()
 
 
-def join(job: Job, world: World, store: Store | None) -> None:
+def join(job: Job, world: World, store: SealedStore | None) -> None:
     """Take part in a job that rank 0 has decided."""
     cfg = OmegaConf.create(job.config)
     if job.task == "profile":
@@ -203,7 +225,7 @@ def train(
     run: Run,
     device: torch.device,
     world: World,
-    store: Store | None,
+    store: SealedStore | None,
     job: Job,
     source: Source | None = None,
     recorder: Recorder | None = None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -135,10 +136,8 @@ def make_plan(
     """
     m = settings.microbatches
     epoch = len(samples.batches)
-    lengths = window_lengths(epoch, settings.window)
-    if samples.resumed:
-        lengths = sorted({*lengths, *window_lengths(epoch, settings.window, samples.resumed)}, reverse=True)
-    windows = {n: prove(settings, schedule, n) for n in lengths}
+    lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
+    windows = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}
     where = placement(next(iter(windows.values())).program)
 
     training_sizes = {size for batch in set(samples.batches) for size in pieces(batch, m)}
@@ -224,9 +223,13 @@ def _can_cut(model: nn.Sequential, layers: Sequence[Layer], cut: int) -> bool:
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
-    """Return the different lengths, in batches, of the windows that what is left of an epoch falls into."""
-    length = min(window or batches, batches - done)
-    return sorted({length, (batches - done) % length} - {0}, reverse=True)
+    """Return the lengths of the windows that an epoch still has after so many batches.
+
+    They end where those of the whole epoch end, also when one of these was left early.
+    """
+    size = window or batches
+    ends = [done, *range(done - done % size + size, batches, size), batches]
+    return [end - start for start, end in pairwise(ends) if end > start]
 
 
 def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:

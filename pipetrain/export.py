@@ -96,7 +96,7 @@ def merged(source: Source) -> dict[str, Tensor]:
         raise DamagedCheckpoint(f"the configuration of {source.folder} cannot be read: {error}") from error
     tensors = Tensors(source.folder, list(source.manifest.parts))
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors.prove({f"model/{name}": tensor for name, tensor in named.items()})
+    tensors.prove({f"model/{name}": numbers_of(tensor.data) for name, tensor in named.items()})
     for name, tensor in named.items():
         numbers_of(tensor.data).copy_(tensors[f"model/{name}"])
     return model.state_dict()

@@ -220,8 +220,7 @@ def _digest(key: str) -> str:
 
 
 def _store_of(job: int, store: Store, key: str) -> SealedStore:
-    prefix = f"job/{job}"
-    return SealedStore(PrefixStore(prefix, store), Seal(key, f"{_attempt()} {prefix}"))
+    return SealedStore(store, Seal(key, _attempt())).under(f"job/{job}")
 
 
 def _endpoint() -> str:

@@ -2,10 +2,11 @@
 
     python -m pipetrain.launcher --nproc_per_node=2 -m pipetrain model=vgg16
 
-takes torchrun's own arguments. torchrun reports every failure by a traceback of its own, after what the ranks
-have said, and ends with 1 when it is stopped by a signal, however well its ranks ended. This says what they
-have not said themselves: 0 where all went well, a stop that was saved too; 143 (or 128 and the signal) where a
-signal ended it before there was anything to save; otherwise the status of the rank that failed first.
+takes torchrun's own arguments. torchrun reports every failure by a traceback of its own, after what the
+ranks have said, and ends with 1 when it is stopped by a signal, however well its ranks ended. This says only
+what they cannot say themselves, and ends with 0 where all went well, a stop that was saved too; with 128 and
+the signal's number (143 for SIGTERM) where a signal ended it before there was anything to save; otherwise with
+the status of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.disable()  # torch's: the ranks speak for themselves
     with TemporaryDirectory() as folder:
         os.environ[ENDED] = folder
-        options = parse_args(sys.argv[1:] if arguments is None else arguments)
+        options = parse_args(sys.argv[1:] if arguments is None else arguments)  # type: ignore[no-untyped-call]
         try:
-            run(options)
+            run(options)  # type: ignore[no-untyped-call]
         except SignalException as stop:
             ended = [path.read_text() for path in Path(folder).iterdir()]
             if ended and set(ended) == {"0"}:
@@ -42,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rank, failure = error.get_first_failure()
             if failure.exitcode >= 0:
                 return failure.exitcode or FAILED
-            print(f"pipetrain: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
+            name = signal.Signals(-failure.exitcode).name
+            print(f"pipetrain: rank {rank} was ended by {name}", file=sys.stderr)
             return FAILED
     return 0
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from omegaconf import DictConfig
 from torch import nn
-from torch.distributed.distributed_c10d import Store
 
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.building import make_model, make_schedule
@@ -27,6 +26,7 @@ from pipetrain.partition.profile import PROFILE, Facts, LayerTime, Profile, aver
 from pipetrain.partition.stages import Prediction
 from pipetrain.runtime.mesh import Mesh, World
 from pipetrain.runtime.roundtrip import Link, slowest_link
+from pipetrain.seal import SealedStore
 
 log = logging.getLogger("pipetrain")
 
@@ -69,7 +69,9 @@ def draft_plan(
     return make_plan(settings, make_schedule(cfg), model, IMAGE, classes, samples, profile)
 
 
-def measure(cfg: DictConfig, draft: Plan, world: World, device: torch.device, store: Store | None) -> Profile:
+def measure(
+    cfg: DictConfig, draft: Plan, world: World, device: torch.device, store: SealedStore | None
+) -> Profile:
     """Profile a run's model together with the other ranks, which `take_part`.
 
     Raises ConfigError where a layer fails on any of them, and ChannelError.
@@ -90,7 +92,9 @@ class Found:
     by_rank: list[object]
 
 
-def take_part(cfg: DictConfig, draft: Plan, world: World, device: torch.device, store: Store | None) -> Found:
+def take_part(
+    cfg: DictConfig, draft: Plan, world: World, device: torch.device, store: SealedStore | None
+) -> Found:
     """Join the other ranks and measure with them. `draft` is the run's plan but for the cuts.
 
     Raises ChannelError.

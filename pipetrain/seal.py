@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import os
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipetrain.errors import TrainingStopped
 
@@ -30,6 +30,10 @@ class Seal:
     def __init__(self, key: str, scope: str) -> None:
         self._key = (os.environ.get(SECRET) or key).encode()
         self._scope = scope
+
+    def within(self, scope: str) -> Seal:
+        """Return one for a part of its scope."""
+        return Seal(self._key.decode(), f"{self._scope} {scope}")
 
     def close(self, name: str, content: bytes) -> bytes:
         """Seal what is said under a name."""
@@ -68,6 +72,10 @@ class SealedStore:
     def check(self, key: str) -> bool:
         """Whether something was said under a key."""
         return bool(self.raw.check([key]))
+
+    def under(self, prefix: str) -> SealedStore:
+        """Return one for a part of it, in which nothing that was said elsewhere is believed."""
+        return SealedStore(PrefixStore(prefix, self.raw), self.seal.within(prefix))
 
     def clone(self) -> SealedStore:
         """Return one with a connection of its own, for another thread."""

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World
+from pipetrain.seal import Seal, SealedStore
 
 TIMEOUT_S = 300.0  # of any wait between ranks
 SILENCE_S = 900.0  # after which a suite that says nothing is given up
@@ -175,6 +176,8 @@ def connect(world: World, store: str, place: Place = CPU) -> Mesh:
     """Join the ranks by one mesh that serves every contestant, with up to SLICES stages a rank."""
     placement = list(range(world.size)) * SLICES if world.size > 1 else [0]
     edges = [edge for stage in range(len(placement) - 1) for edge in [(stage, stage + 1), (stage + 1, stage)]]
-    meeting = dist.FileStore(store, world.size) if world.size > 1 else None  # type: ignore[attr-defined]
+    meeting = None
+    if world.size > 1:
+        meeting = SealedStore(dist.FileStore(store, world.size), Seal(store, ""))  # type: ignore[attr-defined]
     device = torch.device("cuda", 0) if place.device == "cuda" else torch.device("cpu")
     return Mesh(world, placement, edges, device, meeting, place.timeout, place.staged)

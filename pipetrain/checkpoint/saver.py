@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
@@ -35,6 +34,7 @@ from pipetrain.checkpoint.files import (
     write_part,
 )
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
+from pipetrain.seal import SealedStore
 
 log = logging.getLogger("pipetrain")
 
@@ -54,11 +54,13 @@ class Snapshot:
 class Saver:
     """Saves one rank's part of every checkpoint into `run_dir`. One save at a time."""
 
-    def __init__(self, run_dir: Path, rank: int, store: Store | None, keep: int, timeout: float) -> None:
+    def __init__(
+        self, run_dir: Path, rank: int, store: SealedStore | None, keep: int, timeout: float
+    ) -> None:
         self._folder = run_dir / CHECKPOINTS
         self._rank = rank
         # Its own connection: a wait of the background's would hold up the engine's thread otherwise.
-        self._store: Store | None = None if store is None else store.clone()  # type: ignore[attr-defined]
+        self._store = None if store is None else store.clone()
         self._keep = keep
         self._timeout = timeout
         self._writer = ThreadPoolExecutor(1, "pipetrain-save")
@@ -164,11 +166,11 @@ class Saver:
         """Wait for another rank's word about a save; None where it says none for so long."""
         assert self._store is not None
         end = time.monotonic() + seconds
-        while not self._store.check([_key(update, rank)]):
+        while not self._store.check(_key(update, rank)):
             if time.monotonic() > end:
                 return None
             time.sleep(POLL_S)
-        return self._store.get(_key(update, rank)).decode()
+        return self._store.get(_key(update, rank))
 
 
 def _unseen(path: Path, part: Part) -> DamagedCheckpoint | None:

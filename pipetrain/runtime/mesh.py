@@ -21,11 +21,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.channel import ChannelError, DistChannel, Edge
-from pipetrain.seal import Seal
+from pipetrain.seal import SealedStore
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 LOOPBACK = 127  # its addresses begin so
@@ -122,8 +121,8 @@ def _all_gather(content: bytes, ranks: int) -> list[bytes]:
 class Mesh:
     """The process groups of one run. `placement[stage]` is the stage's rank.
 
-    `staged`: whether messages go through host memory, over gloo; None where ranks have to share a GPU.
-    `seal`: with which ranks prove what they tell each other, but for tensors.
+    `staged`: whether messages go through host memory, over gloo; None where ranks have to share a GPU. What
+    ranks gather is sealed as the store is; messages are not.
     """
 
     def __init__(
@@ -132,10 +131,9 @@ class Mesh:
         placement: Sequence[int],
         edges: Sequence[Edge],
         device: torch.device,
-        store: Store | None,
+        store: SealedStore | None,
         timeout: float,
         staged: bool | None = None,
-        seal: Seal | None = None,
     ) -> None:
         self.world = world
         self.placement = list(placement)
@@ -143,7 +141,7 @@ class Mesh:
         self.staged = shares_gpu(world, device) if staged is None else staged
         self.backend = "nccl" if device.type == "cuda" and not self.staged else "gloo"
         self._timeout = timeout
-        self._seal = seal
+        self._seal = store.seal if store else None
         self._edges = list(edges)
         self._groups: dict[Edge, dist.ProcessGroup] = {}
         if device.type == "cuda":
@@ -155,10 +153,11 @@ class Mesh:
             except RuntimeError as error:
                 raise self._lost("connect to the other ranks", error) from error
 
-    def _connect(self, store: Store | None) -> None:
+    def _connect(self, store: SealedStore | None) -> None:
         limit = timedelta(seconds=self._timeout)
+        raw = store.raw if store else None
         dist.init_process_group(
-            "gloo", store=store, rank=self.world.rank, world_size=self.world.size, timeout=limit
+            "gloo", store=raw, rank=self.world.rank, world_size=self.world.size, timeout=limit
         )
         for edge in self._edges:
             ends = [self.placement[stage] for stage in edge]

@@ -62,12 +62,12 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
-def claim(folder: Path, resuming: bool = False, patience_s: float = 0.0) -> Claim:
+def claim(folder: Path, resuming: bool = False, finished: bool = False, patience_s: float = 0.0) -> Claim:
     """Take a folder for this run, and write a key into it for those who take part.
 
     Waits up to `patience_s` seconds for a run that is about to end. Raises ConfigError where one is going on
-    in the folder, or has finished there, or, unless this one is `resuming`, has left checkpoints to go on
-    from; and where the folder cannot be made.
+    in the folder, or has finished there, unless it may be `finished`, or has left checkpoints to go on from,
+    unless this one is `resuming`; and where the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def claim(folder: Path, resuming: bool = False, patience_s: float = 0.0) -> Clai
     taken = Claim("", lock)
     try:
         _wait_for(lock, folder, patience_s)
-        if (folder / SUMMARY).exists():
+        if not finished and (folder / SUMMARY).exists():
             raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
         if not resuming and folders(folder / CHECKPOINTS):
             raise ConfigError(
@@ -150,15 +150,19 @@ def clear(folder: Path, names: Sequence[str] = (METRICS, TRACE, RAN, PROFILE_FIL
 
 def is_finished(folder: Path, cfg: DictConfig | None) -> bool:
     """Whether a folder holds a finished run: of this configuration but for `resume`, unless that is None."""
-    if cfg is None or not (folder / SUMMARY).exists():
-        return (folder / SUMMARY).exists()
+    return (folder / SUMMARY).exists() and (cfg is None or is_of(folder, cfg, {"resume"}))
+
+
+def is_of(folder: Path, cfg: DictConfig, apart_from: set[str]) -> bool:
+    """Whether a folder's run has this configuration, some keys left out."""
     try:
         theirs = OmegaConf.to_container(OmegaConf.load(folder / CONFIG))
     except Exception:  # whatever it is, it is not this configuration
         return False
     mine = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(mine, dict)
-    return isinstance(theirs, dict) and {**mine, "resume": None} == {**theirs, "resume": None}
+    without = dict.fromkeys(apart_from)
+    return isinstance(theirs, dict) and {**mine, **without} == {**theirs, **without}
 
 
 def rename_after(folder: Path, asked: str, used: str) -> Path:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipetrain.checkpoint.asking import Asked, Asking
+from pipetrain.checkpoint.asking import Asking
 from pipetrain.checkpoint.files import Manifest, Position, Tensors, stage_file
 from pipetrain.checkpoint.saver import Saver, Snapshot
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
@@ -36,16 +35,6 @@ class Keeper:
     conditions: Mapping[str, Any]
     config: Mapping[str, Any]
     seen: int = 0
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Listen to signals while the block runs."""
-        with self.asking.listening():
-            yield
-
-    def after_window(self) -> Asked:
-        """Say what signals ask all ranks to do now; to be called after each window."""
-        return self.asking.after_window()
 
     def due(self, position: Position, over: bool = False, best: bool = False) -> bool:
         """Say whether to save here; to be asked once at every window's end.

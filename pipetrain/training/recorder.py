@@ -28,7 +28,7 @@ from pipetrain.training.figures import EpochFigures
 from pipetrain.training.folder import CONFIG, METRICS, RAN, SUMMARY, TRACE
 from pipetrain.training.history import History, Machine
 from pipetrain.training.run import Run
-from pipetrain.training.tracer import MOST_ACTIONS, Trace, about_trace
+from pipetrain.training.tracer import Trace, about_trace
 
 log = logging.getLogger("pipetrain")
 
@@ -199,7 +199,7 @@ class Recorder:
         path = self._folder / TRACE
         chrome.write(path, about_trace(self._run, trace, self._machine.device), trace.windows)
         number = f"{len(trace.windows)} window{'s' * (len(trace.windows) > 1)}"
-        limit = "" if trace.complete else f"; it stopped there, at {MOST_ACTIONS} actions of a rank"
+        limit = trace.cut and f"; it ends {trace.cut}"
         log.info("trace of %s in %s%s; open it at https://ui.perfetto.dev", number, path, limit)
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:

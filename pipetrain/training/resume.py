@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,10 +24,14 @@ from pipetrain.checkpoint.files import (
     read_whole,
 )
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
+from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
+from pipetrain.runtime.memory import unpacked
+from pipetrain.runtime.tally import numbers_of
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.training.figures import read_progress
+from pipetrain.training.folder import SUMMARY, is_of
 from pipetrain.training.run import Run
 
 AUTO = "auto"
@@ -100,6 +105,29 @@ def read_source(folder: Path, rank: int) -> Source:
         ) from damage
 
 
+def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
+    """Whether a folder holds a finished run of this configuration that is to go on for more epochs.
+
+    Raises ConfigError where that would be another run: where its rates would have been others.
+    """
+    if not (run_dir / SUMMARY).exists() or not is_of(run_dir, cfg, {"resume", "epochs"}):
+        return False
+    try:
+        summary = json.loads((run_dir / SUMMARY).read_text())
+        updates, epochs = int(summary["updates"]), int(summary["epochs"])
+        rate, other = settings.rate(updates), settings.rate(updates // epochs * settings.epochs)
+    except (OSError, LookupError, TypeError, ValueError, ZeroDivisionError):
+        return False
+    if settings.epochs > epochs and any(rate(update) != other(update) for update in range(updates)):
+        raise ConfigError(
+            f"run_dir={run_dir} holds a run that finished after {epochs} epochs, and with "
+            f"lr_schedule={settings.lr_schedule} warmup={cfg.warmup:g} the rates of {settings.epochs} epochs "
+            f"are others from the start: train anew in another run_dir, or go on there from its last weights "
+            f"with resume={run_dir}"
+        )
+    return settings.epochs > epochs
+
+
 def done_batches(source: Source | None) -> int:
     """Return how many batches are done of the epoch that a run goes on with."""
     return source.manifest.position.batch if source else 0
@@ -160,26 +188,36 @@ def prove_tensors(tensors: Tensors, module: nn.Module, optimizer: OptimizerFacto
     DamagedCheckpoint.
     """
     named = chain(module.named_parameters(), module.named_buffers())
-    tensors.prove({f"model/{name}": tensor for name, tensor in named})
-    remembered: set[str] = set()
-    for path in tensors.names("optimizer/"):
-        key, _, name = path.partition("/")
-        remembered.add(name)
-        if not name or (":" in key and tensors[f"optimizer/{path}"].numel() != 1):
-            raise DamagedCheckpoint(f"the checkpoint has {path!r}, which no optimizer remembers")
+    tensors.prove({f"model/{name}": numbers_of(tensor.detach()) for name, tensor in named})
     for name, parameter in module.named_parameters():
-        if name in remembered and parameter.requires_grad:
-            fresh = _remembered(parameter, optimizer)
-            tensors.prove({f"optimizer/{key}/{name}": tensor for key, tensor in fresh.items()})
+        if parameter.requires_grad:
+            state = _read_state(tensors, name)
+            for key, like in _fresh_state(parameter, optimizer).items() if state else ():
+                if not isinstance(like, Tensor):
+                    continue
+                mine = state.get(key)
+                if not isinstance(mine, Tensor) or (mine.shape, mine.dtype) != (like.shape, like.dtype):
+                    raise DamagedCheckpoint(f"what is remembered as {key} of {name} does not fit it")
 
 
-def _remembered(parameter: Tensor, optimizer: OptimizerFactory) -> dict[str, Tensor]:
-    """Return the tensors that an optimizer keeps of a parameter."""
+def _read_state(tensors: Tensors, name: str) -> dict[str, Any]:
+    count = len(tensors.names(f"optimizer/{name}/"))
+    try:
+        state, changed = unpacked([tensors[f"optimizer/{name}/{number}"] for number in range(count)])
+        if not isinstance(state, dict) or not isinstance(changed, dict):
+            raise TypeError("it is no pair of objects")
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise DamagedCheckpoint(f"what the optimizer remembers of {name} cannot be read: {error}") from error
+    return state
+
+
+def _fresh_state(parameter: Tensor, optimizer: OptimizerFactory) -> dict[str, Any]:
+    """Return what an optimizer remembers of a parameter after one update."""
     twin = nn.Parameter(torch.zeros_like(parameter))
     twin.grad = torch.zeros_like(parameter)
     made = optimizer([twin])
     made.step()
-    return {key: value for key, value in made.state[twin].items() if isinstance(value, Tensor)}
+    return dict(made.state.get(twin, {}))
 
 
 def _difference(key: str, theirs: Any, mine: Any) -> str:

@@ -123,7 +123,7 @@ def prepare(
     sampler = Sampler(
         len(data.train), settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
-    if resumed >= len(sampler.batch_sizes):
+    if resumed > len(sampler.batch_sizes):
         raise ConfigError(
             f"the checkpoint stands after batch {resumed} of an epoch, which has {len(sampler.batch_sizes)} "
             f"here; give the batch_size and the data set that it was trained with, or train anew"

@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -20,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipetrain.blueprint import window_lengths
 from pipetrain.checkpoint.files import Position
 from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.schedule.actions import Action
+from pipetrain.schedule.actions import Action, Op, shortened
 from pipetrain.schedule.measured import Carried, RankWindow, TracedWindow
 from pipetrain.training.run import Run
 
@@ -35,7 +37,7 @@ class Trace:
     """What rank 0 writes down. `clock_error_s`: by how much a rank's clock may differ from rank 0's."""
 
     windows: list[TracedWindow]
-    complete: bool  # whether all windows that were asked for are there
+    cut: str  # why windows that were asked for are not there; nothing where all are
     clock_error_s: float
 
 
@@ -49,8 +51,10 @@ class Tracer:
         longest = {n: max(map(len, window.program)) for n, window in run.plan.windows.items()}
         actions = list(accumulate(longest[n] for n in lengths))
         self._left = max(1, bisect_right(actions, MOST_ACTIONS))
-        self._complete = self._left == len(lengths)
-        self._windows: list[tuple[int, list[int]]] = []  # (epoch, samples of each microbatch)
+        self._cut = "" if self._left == len(lengths) else f"at {MOST_ACTIONS} actions of a rank"
+        self._windows: list[
+            tuple[int, int, list[int]]
+        ] = []  # (epoch, planned batches, samples of microbatches)
         self._times: list[array[float]] = []  # of each window
         self._messages: list[list[Carried]] = []  # likewise
         self._ran: list[list[Action]] = []  # likewise, where a policy decides
@@ -66,8 +70,7 @@ class Tracer:
         if self.over:
             return None
         self._left -= 1
-        self._windows.append((epoch, [len(ids) for batch in batches for ids in batch]))
-        return self._take
+        return partial(self._take, epoch, batches)
 
     def collect(self) -> Trace:
         """Bring the times of all ranks together, on the clock of rank 0."""
@@ -79,21 +82,27 @@ class Tracer:
         ranks: list[Any] = self._mesh.gather("the trace", mine)
         return Trace(
             [
-                TracedWindow(epoch, samples, self._unpacked(n, len(samples), ranks))
-                for n, (epoch, samples) in enumerate(self._windows)
+                TracedWindow(epoch, samples, self._unpacked(n, batches, len(samples), ranks))
+                for n, (epoch, batches, samples) in enumerate(self._windows)
             ],
-            self._complete,
+            "where the run was stopped" if self._left else self._cut,
             max(error for *_, error in ranks),
         )
 
-    def _take(self, window: RankWindow) -> None:
+    def _take(self, epoch: int, batches: Sequence[Sequence[Tensor]], window: RankWindow) -> None:
+        done = max(action.version for action, *_ in window.timed if action.op is Op.STEP)
+        samples = [len(ids) for batch in batches[:done] for ids in batch]
+        self._windows.append((epoch, len(batches), samples))
         self._times.append(_packed(window))
         self._messages.append(window.messages)
         if self._run.plan.policy:
             self._ran.append([action for action, *_ in window.timed])
 
-    def _unpacked(self, number: int, microbatches: int, ranks: Sequence[Any]) -> list[RankWindow]:
-        program = self._run.plan.windows[microbatches // self._run.settings.microbatches].program
+    def _unpacked(
+        self, number: int, batches: int, microbatches: int, ranks: Sequence[Any]
+    ) -> list[RankWindow]:
+        m = self._run.settings.microbatches
+        program = [shortened(rank, microbatches // m, m) for rank in self._run.plan.windows[batches].program]
         if self._run.plan.policy:
             program = [ran[number] for *_, ran, _ in ranks]
         return [
@@ -136,14 +145,12 @@ def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
 
 def _lengths(run: Run, position: Position) -> list[int]:
     """List the windows that a run still has: how many batches each has."""
-    batches = len(run.sampler.batch_sizes)
-    window = run.settings.window or batches
-    starts = [
-        start
+    batches, window = len(run.sampler.batch_sizes), run.settings.window
+    return [
+        length
         for epoch in range(position.epoch, run.settings.epochs)
-        for start in range(position.batch if epoch == position.epoch else 0, batches, window)
+        for length in window_lengths(batches, window, position.batch if epoch == position.epoch else 0)
     ]
-    return [min(window, batches - start) for start in starts]
 
 
 def _packed(window: RankWindow) -> array[float]:

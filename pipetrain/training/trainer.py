@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipetrain.blueprint import window_lengths
 from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.data import Split, Transform, inputs
 from pipetrain.runtime.coded import Feedback
-from pipetrain.runtime.engine import Observer
+from pipetrain.runtime.engine import Ends, Observer
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.order import Listed
 from pipetrain.runtime.record import StageRecord
 from pipetrain.runtime.tally import Tally
 from pipetrain.schedule.actions import Action, Op, Program
@@ -132,28 +134,36 @@ class Trainer:
         tracer = Tracer(self._run, self._mesh, self._position) if settings.trace else None
         if self._recorder:
             self._recorder.begin(self._progress.history, self._progress.since)
-        with self._keeper.listening() if self._keeper else nullcontext():
+        with self._keeper.asking.listening() if self._keeper else nullcontext():
             for epoch in range(self._position.epoch, settings.epochs):
                 asked = self._epoch(epoch, tracer)
                 if asked == "stop" and self._position.epoch < settings.epochs:
                     break
                 if tracer and tracer.over:
-                    trace, tracer = tracer.collect(), None
-                    if self._recorder:
-                        self._recorder.trace(trace)
+                    self._trace(tracer)
+                    tracer = None
+        if tracer:
+            self._trace(tracer)
         if self._keeper:
             self._keeper.close()
         return self._position.epoch == settings.epochs
+
+    def _trace(self, tracer: Tracer) -> None:
+        trace = tracer.collect()
+        if self._recorder and trace.windows:
+            self._recorder.trace(trace)
 
     def _epoch(self, epoch: int, tracer: Tracer | None) -> Asked:
         """Train an epoch, or what is left of it, and evaluate; return what a signal has asked for."""
         start = time.perf_counter() - self._progress.train_s
         before = self._progress.before or self._records()
         asked = self._train(epoch, tracer, start, before)
-        if self._position.epoch == epoch and self._position.batch < len(self._run.sampler.batch_sizes):
+        if asked == "stop":
             return asked
         trained = time.perf_counter()
-        self.evaluate(epoch)
+        if not self.evaluate(epoch):
+            self._save(trained - start, before)
+            return "stop"
         self._report(epoch, trained - start, time.perf_counter() - trained, before)
         self._progress = Progress(self._progress.history, since=self._progress.since)
         self._position = Position(epoch + 1, 0, self._position.update)
@@ -188,37 +198,54 @@ class Trainer:
         """Seconds of the run, pauses between a stop and a resume left out."""
         return self._elapsed_before + time.perf_counter() - self._started
 
-    def evaluate(self, epoch: int) -> None:
-        """Predict every test sample with the newest weights; the last stage's tally has the outcome."""
+    def evaluate(self, epoch: int) -> bool:
+        """Predict every test sample with the newest weights; the last stage's tally has the outcome.
+
+        Returns whether it came to the end: a signal may stop it.
+        """
         run = self._run
         ids = list(torch.split(torch.arange(len(run.data.test)), run.evaluation_sizes))
         transform = replace(run.transform, augment=None)
         images = self._images(run.data.test, ids, transform)
         feed = WindowFeed([ids], run.data.test.labels, images, self._mesh.device)
         tick = partial(self._tick, f"evaluation {epoch + 1}", len(ids))
-        self._engine.evaluate(run.plan.evaluation[self._mesh.world.rank], feed, tick)
+        order = Listed(run.plan.evaluation[self._mesh.world.rank], len(ids))
+        eval_s = [figures.eval_s / len(ids) for figures in self._progress.history[-1:]]
+        self._engine.evaluate(order, feed, tick, self._ends(len(ids), *eval_s))
+        return order.batches == len(ids)
+
+    def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
+        """Return what may end a window of so many batches; `batch_s`: of each, in the last epoch."""
+        if self._keeper is None:
+            return None
+        self._keeper.asking.begin_window(batches, batch_s)
+        return self._keeper.asking.ends_window
 
     def _train(self, epoch: int, tracer: Tracer | None, began: float, before: Records) -> Asked:
-        run, done, update = self._run, self._position.batch, self._position.update
+        run, start = self._run, self._position.batch
         batches = run.sampler.epoch(epoch)
-        ids = [ids for batch in batches[done:] for ids in batch]
+        ids = [ids for batch in batches[start:] for ids in batch]
         images = self._images(run.data.train, ids, replace(run.transform, epoch=epoch))
-        window = run.settings.window or len(batches)
+        tick = partial(self._tick, f"epoch {epoch + 1}", len(batches) - start)
+        batch_s = [figures.train_s / len(batches) for figures in self._progress.history[-1:]]
         asked: Asked = ""
-        for start in range(done, len(batches), window):
-            chosen = batches[start : start + window]
+        for length in window_lengths(len(batches), run.settings.window, start):
+            chosen = batches[start : start + length]
+            order = run.plan.order(length, self._mesh.world.rank)
             self._engine.train(
-                run.plan.order(len(chosen), self._mesh.world.rank),
+                order,
                 WindowFeed(chosen, run.data.train.labels, images, self._mesh.device),
                 run.settings.microbatches,
-                partial(self._tick, f"epoch {epoch + 1}", len(batches) - done),
+                tick,
                 partial(self._observe, tracer.observer(epoch, chosen) if tracer else None),
+                self._ends(length, *batch_s),
             )
-            end = start + len(chosen)
-            self._position = Position(epoch, end, update + end - done)
+            start += order.batches
+            self._position = Position(epoch, start, epoch * len(batches) + start)
             if self._keeper:
-                asked = self._keeper.after_window()
-                if end < len(batches) and (self._keeper.due(self._position) or asked):
+                asked = self._keeper.asking.after_window()
+                between = start < len(batches) or asked == "stop"
+                if between and (self._keeper.due(self._position) or asked):
                     self._save(time.perf_counter() - began, before)
                 if asked == "stop":
                     break

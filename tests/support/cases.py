@@ -32,6 +32,7 @@ from pipetrain.overrides import as_hydra
 from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import Op, Program
+from pipetrain.seal import Seal, SealedStore
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.keeper import Keeper
 from pipetrain.training.run import Run, prepare
@@ -247,7 +248,8 @@ class Saved:
 
     def keepers(self, ranks: int) -> list[Keeper]:
         """One a rank."""
-        store = None if ranks == 1 else dist.FileStore(f"{self.folder}.store", -1)
+        file = None if ranks == 1 else dist.FileStore(f"{self.folder}.store", -1)
+        store = file and SealedStore(file, Seal("of a test", ""))
         return [
             Keeper(
                 Saver(self.folder, rank, store, self.keep, timeout=30),

@@ -15,6 +15,7 @@ from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.codec import Codecs
 from pipetrain.runtime.coded import CodedChannel, Feedback
 from pipetrain.runtime.mesh import Mesh, World
+from pipetrain.seal import SealedStore
 from pipetrain.training.run import check_early, prepare
 from pipetrain.training.trainer import Trainer
 from tests.support.cases import Case, Listener, compare, config, make_run, state_of, tiny_data
@@ -22,12 +23,12 @@ from tests.support.cases import Case, Listener, compare, config, make_run, state
 CPU = torch.device("cpu")
 
 
-def train_cases(world: World, store: dist.Store, cases: Sequence[Case], tolerance: float = 1e-12) -> int:
+def train_cases(world: World, store: SealedStore, cases: Sequence[Case], tolerance: float = 1e-12) -> int:
     """Train each case over gloo and hold it against the reference on rank 0."""
     for number, case in enumerate(cases):
         run = make_run(case)
         settings = run.settings
-        prefix = dist.PrefixStore(str(number), store)
+        prefix = store.under(str(number))
         mesh = Mesh(world, run.plan.placement, run.plan.edges, CPU, prefix, settings.timeout)
         listener = Listener()
         trainer = Trainer(run, mesh, listener if world.rank == 0 else None)  # type: ignore[arg-type]
@@ -45,7 +46,7 @@ def _message(mb: int, elements: int, forward: bool = True) -> Message:
     return Message(*ends, mb, (TensorSpec((elements,), torch.float32),), ends)
 
 
-def exchange(world: World, store: dist.Store, elements: int, messages: int, buffer_size: int) -> list[float]:
+def exchange(world: World, store: SealedStore, elements: int, messages: int, buffer_size: int) -> list[float]:
     """Both of two ranks send first, then receive: returns the first value of each message."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
     channel = mesh.channel(buffer_size)
@@ -63,11 +64,11 @@ def exchange(world: World, store: dist.Store, elements: int, messages: int, buff
     return seen
 
 
-def starve(world: World, store: dist.Store, device: torch.device = CPU, staged: bool | None = None) -> str:
+def starve(world: World, store: SealedStore, device: torch.device = CPU, staged: bool | None = None) -> str:
     """Rank 1 waits for what rank 0 never sends; returns what its error says."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], device, store, 30, staged)
     if world.rank == 0:
-        store.wait(["done"])
+        store.raw.wait(["done"])
         return ""
     channel = mesh.channel(1)
     channel._timeout = 1.0
@@ -83,11 +84,11 @@ def starve(world: World, store: dist.Store, device: torch.device = CPU, staged: 
     return "no error"
 
 
-def overfill(world: World, store: dist.Store) -> str:
+def overfill(world: World, store: SealedStore) -> str:
     """Rank 0 sends more than the bound to a rank that takes nothing; returns what its error says."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
     if world.rank == 1:
-        store.wait(["done"])
+        store.raw.wait(["done"])
         return ""
     channel = mesh.channel(2)
     channel._timeout = 1.0
@@ -102,7 +103,7 @@ def overfill(world: World, store: dist.Store) -> str:
     return "no error"
 
 
-def vanish(world: World, store: dist.Store) -> str:
+def vanish(world: World, store: SealedStore) -> str:
     """Rank 0 dies while rank 1 waits for it; returns what rank 1's error says."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
     if world.rank == 0:
@@ -117,7 +118,7 @@ def vanish(world: World, store: dist.Store) -> str:
     return "no error"
 
 
-def watch(world: World, store: dist.Store) -> list[str]:
+def watch(world: World, store: SealedStore) -> list[str]:
     """Both ranks look before they wait: for what comes late, for room, and for a peer that dies."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
     channel = mesh.channel(1)
@@ -126,7 +127,7 @@ def watch(world: World, store: dist.Store) -> list[str]:
     said = []
     if world.rank == 0:
         channel.expect([], watched=True)
-        store.wait(["late"])
+        store.raw.wait(["late"])
         assert channel.room(first)
         channel.send(first, [torch.full((4,), 7.0)])
         channel.wait([], [second])  # until that one has arrived
@@ -134,7 +135,7 @@ def watch(world: World, store: dist.Store) -> list[str]:
         assert not channel.room(third)  # rank 1 has taken none, so it has posted no more
         said.append(_complaint(lambda: channel.wait([], [third])))
         store.set("full", "1")
-        store.wait(["taken"])
+        store.raw.wait(["taken"])
         dist.destroy_process_group()
         return said
     channel.expect([first, second, third], watched=True)
@@ -143,7 +144,7 @@ def watch(world: World, store: dist.Store) -> list[str]:
     store.set("late", "1")
     channel.wait([first], [])
     assert channel.arrived(first)
-    store.wait(["full"])
+    store.raw.wait(["full"])
     for message in (first, second):
         channel.wait([message], [])
         said.append(str(channel.recv(message)[0][0].item()))
@@ -162,7 +163,7 @@ def _complaint(action: Callable[[], object]) -> str:
     return "no error"
 
 
-def profile_then_train(world: World, store: dist.Store, words: Sequence[str]) -> tuple[object, list[int]]:
+def profile_then_train(world: World, store: SealedStore, words: Sequence[str]) -> tuple[object, list[int]]:
     """Train by the cuts of a profile that is taken now, then by the same cuts as they are given.
 
     Returns the profile and the cuts, once the two have ended alike to the last bit.
@@ -170,13 +171,13 @@ def profile_then_train(world: World, store: dist.Store, words: Sequence[str]) ->
     torch.set_num_threads(1)
     cfg = config([*words, "partition=profile"])
     draft = check_early(cfg, "1f1b", world.size)
-    profile = measure(cfg, draft, world, CPU, dist.PrefixStore("profile", store))
+    profile = measure(cfg, draft, world, CPU, store.under("profile"))
     cuts = prepare(cfg, "1f1b", world.size, tiny_data(44), profile).plan.cuts
     ended = []
     for name, partition in (("measured", "profile"), ("given", str(cuts))):
         cfg = config([*words, f"partition={partition}"])
         run = prepare(cfg, "1f1b", world.size, tiny_data(44), profile if name == "measured" else None)
-        mesh = Mesh(world, run.plan.placement, run.plan.edges, CPU, dist.PrefixStore(name, store), 60)
+        mesh = Mesh(world, run.plan.placement, run.plan.edges, CPU, store.under(name), 60)
         trainer = Trainer(run, mesh, Listener() if world.rank == 0 else None)  # type: ignore[arg-type]
         trainer.fit()
         ended.append(state_of(trainer, run))
@@ -187,7 +188,7 @@ def profile_then_train(world: World, store: dist.Store, words: Sequence[str]) ->
     return profile.to_json(), cuts
 
 
-def profile_that_fails(world: World, store: dist.Store, words: Sequence[str]) -> str:
+def profile_that_fails(world: World, store: SealedStore, words: Sequence[str]) -> str:
     """Profile a model that cannot be; return what is said."""
     cfg = config([*words, "partition=profile"])
     draft = check_early(cfg, "1f1b", world.size)
@@ -201,7 +202,7 @@ def profile_that_fails(world: World, store: dist.Store, words: Sequence[str]) ->
     return "no error"
 
 
-def compare_clocks(world: World, store: dist.Store, shifts: Sequence[float]) -> tuple[float, float]:
+def compare_clocks(world: World, store: SealedStore, shifts: Sequence[float]) -> tuple[float, float]:
     """Each rank's clock is `shifts[rank]` seconds ahead; returns its offset and the error."""
     mesh = Mesh(world, list(range(world.size)), [], CPU, store, 30)
     offset = mesh.clock_offset(lambda: time.perf_counter() + shifts[world.rank])
@@ -209,7 +210,7 @@ def compare_clocks(world: World, store: dist.Store, shifts: Sequence[float]) -> 
     return offset
 
 
-def exchange_coded(world: World, store: dist.Store, all_codecs: Sequence[Codecs]) -> int:
+def exchange_coded(world: World, store: SealedStore, all_codecs: Sequence[Codecs]) -> int:
     """Two ranks send each other images, channels innermost, through each pair of codecs, and check them."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, 30)
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))

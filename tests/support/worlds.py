@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipetrain.runtime.mesh import World
+from pipetrain.seal import Seal, SealedStore
 
 Work = Callable[..., Any]
 """(world, store, *arguments) -> something picklable."""
@@ -74,6 +75,7 @@ def _enter(
     torch.set_num_threads(1)
     try:
         world = World(rank, size, rank, size)
-        pipe.send((False, work(world, dist.FileStore(store, size), *arguments)))
+        sealed = SealedStore(dist.FileStore(store, size), Seal("of a test", ""))
+        pipe.send((False, work(world, sealed, *arguments)))
     except BaseException:
         pipe.send((True, traceback.format_exc()))
