@@ -57,4 +57,4 @@ if ((count > cores && count > 8)); then # ask on paper before so many processes 
     "$python" -m pipetrain.plan "$@" "stages=$count" >/dev/null || exit
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > count ? cores / count : 1))}
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$count" -m pipetrain "$@"
+exec "$python" -m pipetrain.launcher --standalone --nproc_per_node="$count" -m pipetrain "$@"

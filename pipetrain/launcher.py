@@ -5,8 +5,8 @@
 takes torchrun's own arguments. torchrun reports every failure by a traceback of its own, after what the
 ranks have said, and ends with 1 when it is stopped by a signal, however well its ranks ended. This says only
 what they cannot say themselves, and ends with 0 where all went well, a stop that was saved too; with 128 and
-the signal's number (143 for SIGTERM) where a signal ended it before there was anything to save; otherwise with
-the status of the rank that failed first.
+the signal's number (143 for SIGTERM) where a signal ended it before there was anything to save; otherwise
+with the status of the rank that failed first.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from pipetrain.checkpoint.asking import Asking
+from pipetrain.seal import Seal, SealedStore
 
 STOP, SAVE = signal.SIGTERM, signal.SIGUSR1
 
@@ -19,7 +20,7 @@ def acted(asked: list[tuple[int, int, int]], ranks: int = 3, windows: int = 8) -
 
     Ranks end a window in the order that is worst: the first stage at once, the others when they have to.
     """
-    store = dist.HashStore()
+    store = SealedStore(dist.HashStore(), Seal("of a test", ""))
     ranks_asking = [Asking(store, rank, first=0) for rank in range(ranks)]
     acts: list[list[str]] = [[] for _ in range(ranks)]
     for window in range(1, windows + 1):
@@ -38,7 +39,8 @@ def test_all_ranks_act_after_the_same_window_and_soon(window, rank, number, capf
     word = {STOP: "stop", SAVE: "save"}[number]
     assert [act for act in first if act] == [word]
     assert window <= first.index(word) + 1 <= window + 2
-    assert f"rank {rank} got {number.name}: saving at the end of this window" in capfd.readouterr().err
+    when = {STOP: "when the pipeline is drained, then stop", SAVE: "at the end of this window, then going"}
+    assert f"rank {rank} got {number.name}: saving {when[number]}" in capfd.readouterr().err
 
 
 def test_a_stop_after_a_save_is_not_forgotten(capfd):

@@ -282,7 +282,7 @@ def test_an_evaluation_records_nothing_and_saves_nothing():
     seen: list[int] = []
     forwards = parse_program("1RECV_F0 1F0@0 1RECV_F1 1F1@0")[0]
     weight = made._stages[1].module.weight.detach().clone()
-    made.evaluate(forwards, Ones(), seen.append)
+    made.evaluate(Listed(forwards, 2), Ones(), seen.append)
     assert seen == [1, 1]
     assert made.records[1] is before
     assert (before.busy_s, before.wait_s, before.peak_in_flight) == (0.0, 0.0, 0)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 
 from pipetrain.runtime import roundtrip
 from pipetrain.runtime.mesh import Mesh, World
 from pipetrain.runtime.roundtrip import LARGE, SMALL, Link, slowest_link
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.programs import forward_only
+from pipetrain.seal import SealedStore
 from tests.support.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -22,10 +22,10 @@ def both_ways(placement: list[int]) -> list[tuple[int, int]]:
     return [edge for a, b in up for edge in ((a, b), (b, a))]
 
 
-def links(world: World, store: dist.Store, placements: list[list[int]]) -> list[Link]:
+def links(world: World, store: SealedStore, placements: list[list[int]]) -> list[Link]:
     found = []
     for number, placement in enumerate(placements):
-        prefix = dist.PrefixStore(str(number), store)
+        prefix = store.under(str(number))
         mesh = Mesh(world, placement, both_ways(placement), CPU, prefix, 30)
         found.append(slowest_link(mesh, buffer_size=2))
         mesh.close()
