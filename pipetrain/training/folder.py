@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -19,11 +20,14 @@ PROFILE_FILE, TRACE, RAN = "profile.json", "trace.json", "ran.txt"
 def claim(folder: Path, resuming: bool = False) -> TextIO:
     """Take a folder for this run; keep what is returned open as long as the run lasts.
 
-    Raises ConfigError where a run is going on in the folder, or has finished there, or, unless this one is
-    `resuming`, has left checkpoints to go on from.
+    Raises ConfigError where no file can be made, a run is going on in the folder, or has finished there, or,
+    unless this one is `resuming`, has left checkpoints to go on from.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / ".lock").open("w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"run_dir={folder} cannot be written: {error.strerror}; choose another") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -44,7 +48,8 @@ def clear(folder: Path, names: Sequence[str] = (METRICS, TRACE, RAN, PROFILE_FIL
     `names`: of those that a resumed one writes again.
     """
     for left in [*(folder / name for name in names), *folder.glob(EVENTS)]:
-        left.unlink(missing_ok=True)
+        with suppress(OSError):  # it will be written over, or said that it cannot be
+            left.unlink()
 
 
 def is_finished(folder: Path, cfg: DictConfig | None) -> bool:
