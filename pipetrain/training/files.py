@@ -7,11 +7,84 @@ run goes on without it, and whoever writes can make again what is missing when t
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
 log = logging.getLogger("pipetrain")
+
+
+class Files:
+    """The files that are to be written. `failed`: those that could not be when it was tried last, and why."""
+
+    def __init__(self) -> None:
+        self._due: dict[Path, tuple[Callable[[], object], str]] = {}
+        self.failed: dict[Path, str] = {}
+
+    def due(self, path: Path, write: Callable[[], object], said: str = "") -> None:
+        """Let `write` be called when files are written, until it raises no OSError; `said` is said then."""
+        self._due[path] = write, said
+
+    def whole(self, path: Path, write: Callable[[Path], object], said: str = "") -> None:
+        """Let a file be what `write` makes of the path that it is given."""
+        self.due(path, partial(write_whole, path, write), said)
+
+    def text(self, path: Path, text: str) -> None:
+        """Let a file hold a text."""
+        self.whole(path, partial(Path.write_text, data=text))
+
+    def write(self) -> None:
+        """Write all that is due, each file apart from the others."""
+        for path, (write, said) in list(self._due.items()):
+            try:
+                write()
+            except OSError as error:
+                if path not in self.failed:
+                    warn(path, error)
+                self.failed[path] = why(error)
+            else:
+                del self._due[path]
+                self.failed.pop(path, None)
+                if said:
+                    log.info("%s", said)
+
+
+class Growing:
+    """A file that gets longer part by part; `part` returns any of them, by its number."""
+
+    def __init__(self, path: Path, part: Callable[[int], bytes]) -> None:
+        self.path = path
+        self._part = part
+        self._parts = self._size = 0  # what is there
+
+    def grow(self, parts: int) -> None:
+        """Add what it lacks of so many parts: all, where it is not as it was left. Raises OSError."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists() or self.path.stat().st_size != self._size:
+            self._parts = self._size = 0
+        try:
+            with self.path.open("ab" if self._size else "wb") as file:
+                size = self._size + sum(file.write(self._part(n)) for n in range(self._parts, parts))
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self.path, self._size)  # half a part would spoil what comes after it
+            raise
+        self._parts, self._size = parts, size
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file beside, which then takes the place of the old one. Raises OSError."""
+    new = path.with_name(f"{path.name}.new")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write(new)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)  # half of it would take the room of something else
+        raise
 
 
 def why(error: OSError) -> str:
