@@ -33,6 +33,7 @@ from pipetrain.profiling import measure, take_part, verdict
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
 from pipetrain.seal import SealedStore
+from pipetrain.training.files import Files
 from pipetrain.training.folder import (
     METRICS,
     PROFILE_FILE,
@@ -141,7 +142,8 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
             saves=draft.settings.checkpoint_every is not None or source is not None,
         )
         leader.phase("plan the run", timeout)
-        profile = obtain_profile(cfg, job, draft, world, leader)
+        files = Files()
+        profile = obtain_profile(cfg, job, draft, world, leader, files)
         run = prepare(cfg, schedule, world.size, data, profile, done_batches(source))
         terms = conditions(cfg, run)
         if source is not None:
@@ -156,10 +158,12 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
             job = replace(job, profile=profile.to_json())
         if run.plan.prediction is not None:
             log.info("%s", verdict(run.plan.prediction))
-        record(run, cfg, world, leader.announce(job), job, source, terms)
+        record(run, cfg, world, leader.announce(job), job, source, terms, files)
 
 
-def obtain_profile(cfg: DictConfig, job: Job, draft: Plan, world: World, leader: Leader) -> Profile | None:
+def obtain_profile(
+    cfg: DictConfig, job: Job, draft: Plan, world: World, leader: Leader, files: Files
+) -> Profile | None:
     """Return what the model is to be cut by, if it is by times: measured now by all ranks, or read before.
 
     It is left in the run's folder.
@@ -171,7 +175,8 @@ def obtain_profile(cfg: DictConfig, job: Job, draft: Plan, world: World, leader:
         profile = draft.prediction.profile
     else:
         return None
-    (Path(job.run_dir) / PROFILE_FILE).write_text(json.dumps(profile.to_json(), indent=1) + "\n")
+    files.text(Path(job.run_dir) / PROFILE_FILE, json.dumps(profile.to_json(), indent=1) + "\n")
+    files.write()
     return profile
 
 
@@ -183,14 +188,15 @@ def record(
     job: Job,
     source: Source | None,
     terms: Mapping[str, Any],
+    files: Files,
 ) -> None:
     """Train as rank 0, and write the records."""
     run_dir = Path(cfg.run_dir)
     device = choose_device(world, cfg.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory())
-    recorder = Recorder(run_dir, cfg, run, machine)
-    (run_dir / "plan.txt").write_text(describe(run.plan))
+    files.text(run_dir / "plan.txt", describe(run.plan))
+    recorder = Recorder(run_dir, cfg, run, machine, files)
     if train(run, device, world, store, job, source, recorder, terms):
         recorder.close()
     else:

@@ -47,8 +47,11 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
 
     try:
         hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(job)()
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_sentence(error)) from error
+    except OSError as error:
+        made = f"{error.filename}: {error.strerror}"
+        raise ConfigError(f"the folder of the run cannot be made: {made}; choose another run_dir") from error
     except SystemExit as end:
         if failed and isinstance(failed[0], OmegaConfBaseException):
             raise ConfigError(_sentence(failed[0])) from None

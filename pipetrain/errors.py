@@ -18,3 +18,7 @@ class TrainingStopped(RuntimeError):
 
 class ActionFailed(TrainingStopped):
     """An action whose layers failed, or found no memory; the error that they raised is its cause."""
+
+
+class NotRecorded(RuntimeError):
+    """A run that came to its end, but whose records could not be written."""

@@ -29,7 +29,7 @@ from typing import Any, Literal
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipetrain.errors import ActionFailed, ConfigError, TrainingStopped
+from pipetrain.errors import ActionFailed, ConfigError, NotRecorded, TrainingStopped
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import ScheduleError
@@ -280,7 +280,7 @@ def guarded(action: Callable[[], int]) -> int:
         if error.__cause__ is not None:  # most likely of a model that is not ours
             traceback.print_exception(error.__cause__)
         return _complain(error, FAILED)
-    except (ChannelError, TrainingStopped) as error:
+    except (ChannelError, NotRecorded, TrainingStopped) as error:
         return _complain(error, FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)

@@ -107,6 +107,13 @@ def test_a_task_s_error_comes_as_it_is_and_hydra_adds_nothing(monkeypatch, capsy
     assert out + err == ""
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence(command, tmp_path):
+    (tmp_path / "file").touch()
+    says = r"the folder of the run cannot be made: file/run: Not a directory; choose another run_dir$"
+    with pytest.raises(ConfigError, match=says):
+        command("run_dir=file/run", flags=tuple(QUIET[1:]))
+
+
 def test_a_failed_job_ends_the_sweep(monkeypatch):
     seen: list[int] = []
 

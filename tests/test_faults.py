@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -22,8 +21,11 @@ from threading import Timer
 
 import pytest
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
+from pipetrain.schedule import chrome
+from tests.support.disk import full_disk
 
 CHECKOUT = Path(__file__).parents[1]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -289,12 +291,10 @@ def eventful(tmp_path_factory) -> Eventful:
         addresses = listening(ranks)
         os.kill(ranks[1], signal.SIGUSR1)
         asked = await_checkpoint(run)
-        full, previous = (4096, resource.RLIM_INFINITY), resource.prlimit(ranks[1], resource.RLIMIT_FSIZE)
-        resource.prlimit(ranks[1], resource.RLIMIT_FSIZE, full)  # what is larger cannot be written
-        os.kill(ranks[0], signal.SIGUSR1)
-        warning = await_line(process, "NOT saved")
-        whole = checkpoints(run)
-        resource.prlimit(ranks[1], resource.RLIMIT_FSIZE, previous)
+        with full_disk(ranks[1], room=4096):
+            os.kill(ranks[0], signal.SIGUSR1)
+            warning = await_line(process, "NOT saved")
+            whole = checkpoints(run)
         intruder = ended(second)
         alone = process.poll() is None
         configs = config, (run / "config.yaml").read_text()
@@ -385,3 +385,111 @@ def test_a_slow_stage_is_named_with_what_it_cost(eventful):
     cost_s = (straggler["batch_s"] - straggler["mean_s"]) * 6 * SLOW_EPOCHS
     assert straggler["cost_s"] == pytest.approx(cost_s)
     assert f"rank 1 is the straggler: {straggler['batch_s']:.4f} s a batch" in eventful.out
+
+
+# A disk without room for rank 0's records
+
+
+@dataclass(frozen=True)
+class Unrecorded:
+    """Two equal runs. Rank 0 could write nothing in three epochs of the one, and no summary of the other."""
+
+    full: Ended
+    obstructed: Ended
+    summary: bool  # whether the second had one
+    resumed: Ended
+
+
+RECORDED = 8
+
+
+@pytest.fixture(scope="module")
+def unrecorded(tmp_path_factory) -> Unrecorded:
+    folder = tmp_path_factory.mktemp("unrecorded")
+    words = [*FAULTY, "+model.kind=sleep", "+model.rank=1", f"+model.at={SLEEP_MS}", f"epochs={RECORDED}"]
+    words += ["trace.windows=1"]
+    summary = folder / "obstructed" / "summary.json"
+    with (
+        started(folder, [*words, "run_dir=full"]) as full,
+        started(folder, [*words, "run_dir=obstructed"]) as obstructed,
+    ):
+        await_line(full, "records in")
+        with full_disk(rank_of(full, 0)):
+            await_line(obstructed, "records in")
+            summary.mkdir()
+            seen = await_epoch(full, 3)
+        ends = [
+            Ended(process.wait(), out, len(living(process.mark)), folder / name)
+            for name, process, out in (
+                ("full", full, seen + ended(full)),
+                ("obstructed", obstructed, ended(obstructed)),
+            )
+        ]
+    whether = summary.is_file()
+    summary.rmdir()
+    with started(folder, [*words, "run_dir=obstructed", "resume=auto"]) as resumed:
+        out = ended(resumed)
+        last = Ended(resumed.returncode, out, len(living(resumed.mark)), folder / "obstructed")
+    return Unrecorded(*ends, whether, last)
+
+
+def points(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of the epochs: (epoch, value)."""
+    events = EventAccumulator(str(run)).Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith("result/")]
+    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
+
+
+def test_a_disk_that_is_full_for_rank_0_costs_no_record_once_there_is_room(unrecorded):
+    full, other = unrecorded.full, unrecorded.resumed.run
+    assert full.status == 0, full.out
+    assert "Traceback" not in full.out
+    assert "Logging error" not in full.out
+    assert rows(full.run) == rows(other)
+    assert [row[0] for row in rows(full.run)] == ["epoch", *(str(n) for n in range(1, RECORDED + 1))]
+    assert points(full.run).keys() == points(other).keys()
+    for tag, seen in points(full.run).items():
+        assert [epoch for epoch, _ in seen] == list(range(1, RECORDED + 1)), tag
+        if tag.startswith(("loss/", "accuracy/")):
+            assert seen == points(other)[tag]
+    said_of = re.findall(r" - epoch (\d+)/", (full.run / "pipetrain.log").read_text())
+    assert said_of == [str(n) for n in range(1, RECORDED + 1)]
+    assert len(chrome.read(full.run / "trace.json")[1]) == 1
+    assert json.loads((full.run / "summary.json").read_text())["epochs"] == RECORDED
+
+
+def test_each_record_without_room_is_named_once(unrecorded):
+    named = re.findall(
+        r"^pipetrain: \S+/(\S+) cannot be written: File too large; training goes on, and it is written again "
+        r"when there is room$",
+        unrecorded.full.out,
+        re.MULTILINE,
+    )
+    assert sorted(name.split(".")[0] for name in named) == ["events", "metrics", "pipetrain", "trace"]
+
+
+def test_a_run_without_a_summary_ends_not_well_and_writes_it_when_it_is_started_again(unrecorded):
+    end, resumed = unrecorded.obstructed, unrecorded.resumed
+    assert (end.status, end.living, unrecorded.summary) == (1, 0, False)
+    (sentence,) = re.findall("^pipetrain: the run has finished, but .*", end.out, re.MULTILINE)
+    assert re.search(r"but summary.json cannot be written: Is a directory; make room and start it", sentence)
+    assert resumed.status == 0, resumed.out
+    assert "going on from" in resumed.out
+    assert "epoch 1/" not in resumed.out  # there was nothing left to train
+    assert json.loads((resumed.run / "summary.json").read_text())["epochs"] == RECORDED
+
+
+def test_a_disk_that_is_full_from_the_start_to_the_end_is_no_traceback(tmp_path):
+    """Sixteen bytes are left, because PyTorch is not imported where no temporary file can be made."""
+    with (
+        full_disk(room=16),
+        started(tmp_path, ["epochs=1", "partition=profile", "run_dir=run"], ranks=1) as process,
+    ):
+        out = ended(process)
+    assert process.returncode == 1
+    assert "Traceback" not in out
+    assert "epoch 1/1: " in out
+    lost = ["profile.json", "plan.txt", "config.yaml", "timeline.png", "metrics.csv"]
+    for name in [*lost, "pipetrain.log"]:
+        assert out.count(f"/run/{name} cannot be written: File too large; training goes on") == 1
+    assert f"pipetrain: the run has finished, but {', '.join(lost)}, events" in out.splitlines()[-1]

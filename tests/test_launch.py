@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from pipetrain import launch
-from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.errors import ConfigError, NotRecorded, TrainingStopped
 from pipetrain.launch import FAILED, INTERRUPTED, REFUSED, Job, Leader, follow, guarded
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.mesh import World
@@ -45,6 +45,7 @@ def raising(error: BaseException):
         (Deadlock("no such key"), 2),
         (ChannelError("no such key"), 1),
         (TrainingStopped("no such key"), 1),
+        (NotRecorded("no such key"), 1),
     ],
 )
 def test_an_error_that_a_person_can_meet_is_one_sentence_and_a_status(capsys, error, status):

@@ -8,6 +8,7 @@ nor costs anything to who does not draw.
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +18,7 @@ from pipetrain.schedule.simulate import Simulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _FIGURE_UNITS = 48  # drawn at most; more would leave no room for the numbers
 _COLOURS = {Op.F: "#4e79a7", Op.B: "#e08a2e", Op.I: "#e08a2e", Op.W: "#59a14f"}
@@ -73,6 +75,18 @@ def as_figure(simulation: Simulation, path: Path | str, title: str = "", unit_of
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
         raise ScheduleError(f"a timeline is written as .svg or .png; got {path.name}")
+    figure = _figure(simulation, title, unit_of_time)
+    figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+def as_png(simulation: Simulation) -> bytes:
+    """Return the timeline as a PNG."""
+    buffer = BytesIO()
+    _figure(simulation).savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _figure(simulation: Simulation, title: str = "", unit_of_time: str = "") -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -88,7 +102,7 @@ def as_figure(simulation: Simulation, path: Path | str, title: str = "", unit_of
     if until < simulation.makespan:
         facts.append(f"the first {_time(until, unit_of_time)} drawn")
     axes.set_title("  ·  ".join(facts), loc="left", fontsize=9.5, color=_INK, pad=22)
-    figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+    return figure
 
 
 def _draw_frame(axes: Axes, stages: list[list[int]], until: float, unit_of_time: str) -> None:

@@ -145,7 +145,8 @@ def clear(folder: Path, names: Sequence[str] = (METRICS, TRACE, RAN, PROFILE_FIL
     `names`: of those that a resumed one writes again.
     """
     for left in [*(folder / name for name in names), *folder.glob(EVENTS)]:
-        left.unlink(missing_ok=True)
+        with suppress(OSError):  # it will be written over, or said that it cannot be
+            left.unlink()
 
 
 def is_finished(folder: Path, cfg: DictConfig | None) -> bool:

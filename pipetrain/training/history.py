@@ -1,7 +1,9 @@
-"""What a run has been so far, epoch by epoch, and what is to be said of it: the tables, and summary.json."""
+"""What a run has been so far, epoch by epoch, and what is to be said of it: tables, rows, summary.json."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +13,8 @@ from pipetrain.training import stage_table
 from pipetrain.training.figures import EpochFigures, most_accurate
 from pipetrain.training.run import Run
 
+COLUMNS = ["epoch", "train_loss", "train_acc", "val_loss", "val_acc", "lr"]
+COLUMNS += ["samples_per_s", "epoch_s", "eval_s", "elapsed_s"]
 MOST_ROWS = 40  # of the table of epochs
 
 
@@ -42,6 +46,12 @@ class History:
     def best(self) -> EpochFigures:
         """The first of the most accurate ones."""
         return most_accurate(self.epochs)
+
+    def until(self, epochs: int) -> History:
+        """Return what this was after so many epochs."""
+        earlier = copy(self)
+        earlier.epochs = self.epochs[:epochs]
+        return earlier
 
     def before(self, stage: int) -> StageRecord:
         """Return what a stage had done before the newest epoch."""
@@ -102,6 +112,16 @@ class History:
                 + ("  best" if figures is best else "")
             )
         return "\n".join(lines)
+
+    def row(self, number: int) -> bytes:
+        """Return a line of metrics.csv: the heads of the columns, then an epoch each."""
+        if number == 0:
+            return _line(COLUMNS)
+        figures = self.epochs[number - 1]
+        numbers = [figures.trained.mean_loss, figures.trained.accuracy]
+        numbers += [figures.evaluated.mean_loss, figures.evaluated.accuracy, figures.lr]
+        numbers += [figures.samples_per_s, figures.train_s, figures.eval_s, figures.elapsed_s]
+        return _line([str(figures.epoch), *(f"{number:.6g}" for number in numbers)])
 
     def summary(self, machine: Machine) -> dict[str, Any]:
         """Return what summary.json says."""
@@ -179,3 +199,7 @@ class History:
             "wait": seen.wait,
             "predicted_wait": said.wait,
         }
+
+
+def _line(cells: Sequence[str]) -> bytes:
+    return (",".join(cells) + "\r\n").encode()

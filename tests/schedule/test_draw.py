@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipetrain.schedule.actions import Action, Op, ScheduleError, parse_program
-from pipetrain.schedule.draw import as_figure, as_text
+from pipetrain.schedule.draw import as_figure, as_png, as_text
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import forward_only, gpipe, interleaved_1f1b, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import simulate, unit_cost
@@ -114,6 +114,12 @@ def test_a_figure_names_the_stages_of_a_rank_and_the_halves_of_a_backward(tmp_pa
 def test_a_png_is_a_png(tmp_path: Path) -> None:
     as_figure(simulate(lower(gpipe(2, 1, 2)), 2), str(tmp_path / "gpipe.PNG"))
     assert (tmp_path / "gpipe.PNG").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_png_can_be_had_without_a_file(tmp_path: Path) -> None:
+    simulation = simulate(lower(gpipe(2, 1, 2)), 2)
+    as_figure(simulation, tmp_path / "gpipe.png")
+    assert as_png(simulation) == (tmp_path / "gpipe.png").read_bytes()
 
 
 def test_another_suffix_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,18 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path):
     claim(tmp_path).close()
 
 
+@pytest.mark.parametrize(("taken", "says"), [("run", "File exists"), ("run/.lock", "Is a directory")])
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, taken, says):
+    if taken == "run":
+        (tmp_path / taken).touch()
+    else:
+        (tmp_path / taken).mkdir(parents=True)
+    with pytest.raises(
+        ConfigError, match=f"run_dir={tmp_path}/run cannot be written: {says}; choose another"
+    ):
+        claim(tmp_path / "run")
+
+
 def test_a_finished_run_is_not_written_over(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds a finished run; choose another, or remove it"):
@@ -32,6 +44,13 @@ def test_what_an_unfinished_run_left_is_removed_and_nothing_else(tmp_path):
     with claim(tmp_path):
         clear(tmp_path)
         assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == ["notes.txt"]
+
+
+def test_what_cannot_be_removed_is_left_for_whoever_writes_there(tmp_path):
+    (tmp_path / "metrics.csv").mkdir()
+    (tmp_path / "trace.json").write_text("old")
+    clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
 def test_checkpoints_are_gone_on_from_or_kept(tmp_path):

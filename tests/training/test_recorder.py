@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import re
+import shutil
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,16 +19,19 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipetrain.cli import contained
+from pipetrain.errors import NotRecorded
 from pipetrain.prediction import predict
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.costs import Costs
 from pipetrain.training import recorder as module
-from pipetrain.training.history import Machine
-from pipetrain.training.recorder import COLUMNS, Recorder
+from pipetrain.training.files import Files
+from pipetrain.training.history import COLUMNS, Machine
+from pipetrain.training.recorder import Recorder
 from pipetrain.training.run import Run, prepare
 from pipetrain.training.tracer import Trace
 from tests.support.cases import config, tiny_data
+from tests.support.disk import full_disk
 from tests.support.figures import figures
 from tests.support.traces import as_measured
 
@@ -53,16 +58,13 @@ PER_STAGE |= {"predicted_bubble", "predicted_stage_time_s", "predicted_wait"}
 
 
 @pytest.fixture
-def made(tmp_path) -> Iterator[tuple[Recorder, Run, Path]]:
+def made(tmp_path) -> tuple[Recorder, Run, Path]:
     folder = tmp_path / "deep" / "run"
     words = ["data=digits", "model._target_=tests.support.models.with_norm", "schedule=pipedream"]
     words += ["microbatches=2", "batch_size=12", "epochs=3", "partition=[4]", "seed=5", "window=2"]
     cfg = contained(config(words), folder)
     run = prepare(cfg, "pipedream", 2, tiny_data(44))
-    recorder = Recorder(folder, cfg, run, MACHINE)
-    yield recorder, run, folder
-    recorder._writer.close()
-    recorder._rows.close()
+    return Recorder(folder, cfg, run, MACHINE, Files()), run, folder
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -191,7 +193,7 @@ def test_epochs_of_another_pipeline_say_nothing_of_these_stages(tmp_path):
     """One that was trained on two stages, and one on three."""
     words = ["data=digits", "model._target_=tests.support.models.with_norm", "schedule=1f1b", "epochs=2"]
     cfg = contained(config([*words, "microbatches=3", "batch_size=12"]), tmp_path)
-    recorder = Recorder(tmp_path, cfg, prepare(cfg, "1f1b", 3, tiny_data(44)), MACHINE)
+    recorder = Recorder(tmp_path, cfg, prepare(cfg, "1f1b", 3, tiny_data(44)), MACHINE, Files())
     recorder.begin([figures(1)], since=1)
     now = figures(2)
     of_three = {
@@ -222,7 +224,7 @@ def test_the_log_has_the_data_set_a_line_an_epoch_and_where_to_look(tmp_path, ca
     cfg = contained(config(["data=digits", "model=mlp", "epochs=2"]), tmp_path)
     data = tiny_data(128, 64)
     run = prepare(cfg, "1f1b", 2, type(data)(**{**vars(data), "note": "what was asked for is not there"}))
-    recorder = Recorder(tmp_path, cfg, run, MACHINE)
+    recorder = Recorder(tmp_path, cfg, run, MACHINE, Files())
     recorder.epoch(figures(1))
     recorder.epoch(figures(2, correct=9))
     recorder.close()
@@ -250,7 +252,8 @@ def with_costs(run: Run) -> Run:
 
 def test_a_stage_s_seconds_are_predicted_where_the_costs_are_known(made, tmp_path):
     _, run, _ = made
-    recorder = Recorder(tmp_path, contained(config(["data=digits"]), tmp_path), with_costs(run), MACHINE)
+    cfg = contained(config(["data=digits"]), tmp_path)
+    recorder = Recorder(tmp_path, cfg, with_costs(run), MACHINE, Files())
     recorder.epoch(figures(1))
     recorder.close()
     stages = json.loads((tmp_path / "summary.json").read_text())["per_stage"]
@@ -289,6 +292,150 @@ def test_a_trace_is_written_and_said_once(made, caplog, complete):
     assert [[action for action, *_ in rank.timed] for rank in window.ranks] == program
     recorder.epoch(figures(1))
     recorder.close()
+
+
+# A full disk
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return all points: (step, value)."""
+    seen = events(folder)
+    return {tag: [(p.step, p.value) for p in seen.Scalars(tag)] for tag in seen.Tags()["scalars"]}
+
+
+def warned(caplog) -> list[str]:
+    """Name the files of which it was said that they cannot be written."""
+    said = re.compile(r"pipetrain: \S+/(\S+) cannot be written: File too large; training goes on, and it is ")
+    return [found[1] for record in caplog.records if (found := said.match(record.getMessage()))]
+
+
+@pytest.fixture
+def twin(made, tmp_path) -> Recorder:
+    """Another recorder of the same run, as a resumed one has, whose folder is tmp_path/again."""
+    _, run, _ = made
+    return Recorder(tmp_path / "again", contained(config([]), tmp_path / "again"), run, MACHINE, Files())
+
+
+@pytest.mark.parametrize("full", [{1}, {2, 3}, {1, 2, 3}, {4}])
+def test_what_a_full_disk_took_is_written_when_there_is_room(made, twin, tmp_path, caplog, full):
+    recorder, _, folder = made
+    written = 0
+    for epoch in (1, 2, 3, 4):
+        twin.epoch(figures(epoch))
+        with full_disk() if epoch in full else nullcontext():
+            recorder.epoch(figures(epoch))
+        rows = list(csv.reader((folder / "metrics.csv").read_text().splitlines()))
+        assert all(len(row) == len(COLUMNS) for row in rows)  # none of them is a half
+        written = written if epoch in full else epoch
+        assert len(rows) == 1 + written
+    twin.close()
+    recorder.close()
+    for name in ("metrics.csv", "summary.json"):
+        assert (folder / name).read_text() == (tmp_path / "again" / name).read_text()
+    assert scalars(folder) == scalars(tmp_path / "again")
+    assert [step for step, _ in scalars(folder)["loss/train"]] == [1, 2, 3, 4]
+    tags = events(folder).Tags()
+    assert tags["images"] == ["timeline"]
+    assert [name.split(".")[0] for name in warned(caplog)] == ["metrics", "events"]  # each once
+
+
+def test_a_disk_that_is_full_at_the_start_is_no_end_and_all_is_there_later(tmp_path, caplog):
+    cfg = contained(config(["data=digits", "model=mlp"]), tmp_path)
+    run = prepare(cfg, "1f1b", 2, tiny_data(128, 64))
+    with full_disk():
+        recorder = Recorder(tmp_path, cfg, run, MACHINE, Files())
+        recorder.begin()
+        recorder.epoch(figures(1))
+    names = ["config.yaml", "timeline.png", "metrics.csv", recorder._events.path.name]
+    assert warned(caplog) == names
+    assert {path.stat().st_size for path in tmp_path.iterdir()} <= {0}
+    recorder.epoch(figures(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["run_dir"] == str(tmp_path)
+    assert matplotlib.image.imread(tmp_path / "timeline.png").shape[1] > 100
+    assert [step for step, _ in scalars(tmp_path)["loss/train"]] == [1, 2]
+    recorder.close()
+
+
+def test_what_there_was_no_room_for_is_tried_a_last_time_when_a_run_ends_or_stops(made, twin, tmp_path):
+    recorder, _, folder = made
+    for each in (recorder, twin):
+        with full_disk():
+            each.epoch(figures(1))
+    recorder.close()
+    twin.stop()
+    for where in (folder, tmp_path / "again"):
+        assert len((where / "metrics.csv").read_text().splitlines()) == 2
+        assert [step for step, _ in scalars(where)["loss/train"]] == [1]
+
+
+def test_a_disk_that_takes_half_a_record_leaves_none_spoilt(made, caplog):
+    recorder, _, folder = made
+    recorder.epoch(figures(1))
+    size = recorder._events.path.stat().st_size
+    with full_disk(room=size + 100):
+        recorder.epoch(figures(2))
+    assert warned(caplog) == [recorder._events.path.name]
+    recorder.epoch(figures(3))
+    assert [step for step, _ in scalars(folder)["bubble/stage1"]] == [1, 2, 3]
+
+
+def test_a_trace_and_a_policy_s_programs_are_kept_until_there_is_room(made, caplog):
+    recorder, run, folder = made
+    caplog.set_level(logging.INFO, logger="pipetrain")
+    costs = Costs({(s, op): 0.01 for s in (0, 1) for op in (Op.F, Op.B)})
+    windows = as_measured(run.plan.window.program, costs)
+    with full_disk():
+        recorder.programs(1, [run.plan.window.program])
+        recorder.epoch(figures(1))
+        recorder.trace(Trace(windows, True, 1e-5))
+    assert not {"trace.json", "ran.txt"} & {path.name for path in folder.iterdir()}
+    recorder.epoch(figures(2))
+    assert chrome.read(folder / "trace.json")[0]["partition"] == [4]
+    assert (folder / "ran.txt").read_text().startswith("# epoch 1, window 1 of 1\n")
+    said = [record.getMessage() for record in caplog.records]
+    assert sum(line.startswith("trace of 1 window in") for line in said) == 1
+    assert sorted(warned(caplog))[1:] == ["metrics.csv", "ran.txt", "trace.json"]
+
+
+def test_a_folder_that_was_removed_is_made_again_with_all_rows_and_points(made):
+    recorder, _, folder = made
+    recorder.epoch(figures(1))
+    shutil.rmtree(folder)
+    recorder.epoch(figures(2))
+    recorder.close()
+    assert len((folder / "metrics.csv").read_text().splitlines()) == 3
+    assert [step for step, _ in scalars(folder)["loss/train"]] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["summary.json", "metrics.csv"])
+def test_a_run_whose_records_cannot_be_written_is_not_taken_for_a_finished_one(made, twin, name):
+    recorder, _, folder = made
+    recorder.epoch(figures(1))
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    with pytest.raises(NotRecorded) as error:
+        recorder.close()
+    assert str(error.value) == (
+        f"the run has finished, but {name} cannot be written: Is a directory; make room and start it again "
+        f"with run_dir={folder} resume=auto"
+    )
+    assert not (folder / "summary.json").is_file()
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_no_summary_and_a_resumed_run_writes_it(made, twin, tmp_path):
+    recorder, _, folder = made
+    with full_disk():
+        recorder.epoch(figures(1))
+        with pytest.raises(
+            NotRecorded, match=r"but metrics.csv, events\S+ cannot be written: File too large; m"
+        ):
+            recorder.close()
+    assert not (folder / "summary.json").exists()
+    twin.begin([figures(1)])
+    twin.close()
+    assert json.loads((tmp_path / "again" / "summary.json").read_text())["epochs"] == 1
+    assert [step for step, _ in scalars(tmp_path / "again")["loss/train"]] == [1]
 
 
 # Progress

@@ -1,0 +1,107 @@
+"""A run as TensorBoard reads it: the records of its event file, as bytes.
+
+PyTorch's SummaryWriter leaves the writing to a thread, which a full disk ends with a traceback, and what it
+was given is lost. Bytes can be written again.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import Any
+
+import matplotlib.image
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import histogram_raw, hparams, image, scalar, text
+
+from pipetrain.runtime.record import mean_of
+from pipetrain.training.history import History
+from pipetrain.training.run import Run
+
+HYPER_PARAMETERS = ["data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size"]
+HYPER_PARAMETERS += ["lr", "epochs", "seed", "device", "data_workers", "codec_forward", "codec_backward"]
+RESULTS = ["val_acc", "best_val_acc", "val_loss", "samples_per_s", "epoch_s"]
+
+
+def file_name() -> str:
+    """Return a name by which TensorBoard knows an event file."""
+    return f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
+
+
+def introduction(run: Run, config: str, picture: bytes) -> bytes:
+    """Return how a file begins: with what is to run, and its timeline as a PNG."""
+    now, pixels = time.time(), matplotlib.image.imread(BytesIO(picture))[:, :, :3]
+    summaries = [
+        text("config", f"```yaml\n{config}```"),
+        text("data", f"{run.data.name}. {run.data.note}".strip()),
+        image("timeline", pixels, dataformats="HWC"),
+    ]
+    return _record(Event(file_version="brain.Event:2", wall_time=now)) + _records(summaries, now)
+
+
+def points(history: History) -> bytes:
+    """Return the points of a history's newest epoch."""
+    figures = history.last
+    scalars = {
+        "loss/train": figures.trained.mean_loss,
+        "accuracy/train": figures.trained.accuracy,
+        "loss/val": figures.evaluated.mean_loss,
+        "accuracy/val": figures.evaluated.accuracy,
+        "speed/learning_rate": figures.lr,
+        "speed/samples_per_s": figures.samples_per_s,
+    }
+    summaries = []
+    # An epoch that was trained by another pipeline says nothing of these stages.
+    measured = history.measured_last() if history.counted else []
+    for stage, (seen, said) in enumerate(zip(measured, history.predicted, strict=False)):
+        record, before = figures.records[stage], history.before(stage)
+        counts = {late: count for late, count in figures.staleness[stage].items() if count}
+        scalars[f"staleness/stage{stage}"] = max(counts, default=0)
+        scalars[f"staleness_mean/stage{stage}"] = mean_of(counts)
+        summaries.append(_distribution(f"distribution/staleness/stage{stage}", counts))
+        scalars[f"sent_mib/stage{stage}"] = (record.bytes_sent - before.bytes_sent) / 2**20
+        scalars[f"codec_s/stage{stage}"] = record.codec_s - before.codec_s
+        for suffix, times in (("", seen), ("_predicted", said)):
+            scalars[f"bubble{suffix}/stage{stage}"] = times.bubble
+            scalars[f"wait{suffix}/stage{stage}"] = times.wait
+            if times.stage_time_s is not None:
+                scalars[f"stage_time{suffix}/stage{stage}"] = times.stage_time_s
+    summaries += [scalar(name, value) for name, value in scalars.items()]
+    return _records(summaries, figures.ended, figures.epoch)
+
+
+def outcome(summary: Mapping[str, Any]) -> bytes:
+    """Return how a file ends: with a run's hyper-parameters beside its results."""
+    results = {f"result/{key}": summary[key] for key in RESULTS}
+    parameters = hparams({key: summary[key] for key in HYPER_PARAMETERS}, results)
+    return _records([*parameters, *(scalar(name, value) for name, value in results.items())], time.time())
+
+
+def _distribution(name: str, counts: Mapping[int, int]) -> Any:
+    """Return a histogram with a bar for each whole number."""
+    counts = counts or {0: 1}
+    bars = range(max(counts) + 1)
+    return histogram_raw(
+        name,
+        min=min(counts),
+        max=max(counts),
+        num=sum(counts.values()),
+        sum=sum(value * count for value, count in counts.items()),
+        sum_squares=sum(value**2 * count for value, count in counts.items()),
+        bucket_limits=[value + 0.5 for value in bars],
+        bucket_counts=[counts.get(value, 0) for value in bars],
+    )
+
+
+def _records(summaries: Sequence[Any], moment: float, step: int = 0) -> bytes:
+    return b"".join(_record(Event(summary=summary, step=step, wall_time=moment)) for summary in summaries)
+
+
+def _record(event: Event) -> bytes:
+    buffer = BytesIO()
+    RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()
