@@ -45,7 +45,7 @@ class Memory:
 
     def restore(self, parameter: Tensor, tensors: Sequence[Tensor]) -> None:
         """Go on from what was remembered of a parameter."""
-        state, changed = unpacked(tensors)
+        state, changed = _unpacked(json.loads(bytes(tensors[0].tolist())), tensors[1:])
         group = self._groups[id(parameter)]
         group.update(changed)
         # As torch.optim does: a count of steps stays on the host, unless a kernel reads it.
@@ -78,17 +78,6 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _packed(item, tensors) for key, item in value.items()}}
     raise TypeError(f"a {type(value).__name__}")
-
-
-def unpacked(tensors: Sequence[Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state of a parameter and the options that its optimizer had changed; nothing of no tensors.
-
-    Raises ValueError, LookupError, TypeError, AttributeError or RuntimeError for tensors that are not ours.
-    """
-    if not tensors:
-        return {}, {}
-    state, changed = _unpacked(json.loads(bytes(tensors[0].tolist())), tensors[1:])
-    return state, changed
 
 
 def _unpacked(tree: Any, tensors: Sequence[Tensor]) -> Any:

@@ -68,6 +68,11 @@ class Weights:
         self._accumulating = self._versions[0]
 
     @property
+    def optimizer(self) -> Optimizer | None:
+        """What makes the next version; None where nothing is trained."""
+        return self._optimizer
+
+    @property
     def held(self) -> int:
         """How many versions are held, the newest included."""
         return len(self._versions)
@@ -142,7 +147,8 @@ class Weights:
         if self._memory is not None:
             for name, p in self._live.items():
                 count = sum(path.rpartition("/")[0] == name for path in state)
-                self._memory.restore(p, [state[f"{name}/{number}"] for number in range(count)])
+                if count:
+                    self._memory.restore(p, [state[f"{name}/{number}"] for number in range(count)])
 
     def begin_window(self) -> None:
         """Count from 0 again: version 0 is what the last window ended with."""

@@ -6,14 +6,15 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from pipetrain.building import one_line
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     MANIFEST,
@@ -27,8 +28,7 @@ from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
-from pipetrain.runtime.memory import unpacked
-from pipetrain.runtime.tally import numbers_of
+from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.training.figures import read_progress
 from pipetrain.training.folder import SUMMARY, is_of
@@ -181,43 +181,49 @@ def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int, ending: b
         raise ConfigError(f"{source.folder} has all of its {done} epochs done; give epochs= more to go on")
 
 
-def prove_tensors(tensors: Tensors, module: nn.Module, optimizer: OptimizerFactory) -> None:
-    """Prove that a checkpoint has what some layers go on from, in the shapes and dtypes that they have here.
+def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFactory) -> None:
+    """Let a stage go on from a checkpoint, which must hold what it needs. Raises DamagedCheckpoint.
 
-    What it remembers of a parameter is held against what its optimizer does after one update. Raises
-    DamagedCheckpoint.
+    What is remembered of a parameter is held against what `optimizer` remembers after one update.
     """
-    named = chain(module.named_parameters(), module.named_buffers())
-    tensors.prove({f"model/{name}": numbers_of(tensor.detach()) for name, tensor in named})
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            state = _read_state(tensors, name)
-            for key, like in _fresh_state(parameter, optimizer).items() if state else ():
-                if not isinstance(like, Tensor):
-                    continue
-                mine = state.get(key)
-                if not isinstance(mine, Tensor) or (mine.shape, mine.dtype) != (like.shape, like.dtype):
-                    raise DamagedCheckpoint(f"what is remembered as {key} of {name} does not fit it")
-
-
-def _read_state(tensors: Tensors, name: str) -> dict[str, Any]:
-    count = len(tensors.names(f"optimizer/{name}/"))
+    tensors.prove({name: tensor for name, tensor in stage.state().items() if name.startswith("model/")})
     try:
-        state, changed = unpacked([tensors[f"optimizer/{name}/{number}"] for number in range(count)])
-        if not isinstance(state, dict) or not isinstance(changed, dict):
-            raise TypeError("it is no pair of objects")
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        raise DamagedCheckpoint(f"what the optimizer remembers of {name} cannot be read: {error}") from error
-    return state
+        stage.load_state(tensors, updates)
+    except Exception as error:  # whatever the optimizer says of what it is to remember
+        said = f"{type(error).__name__}: {one_line(error)}"
+        raise DamagedCheckpoint(f"stage {stage.index} cannot go on from the checkpoint: {said}") from error
+    made = stage.weights.optimizer
+    for name, parameter in stage.module.named_parameters():
+        mine = _remembered(made, parameter) if made else {}
+        for key, wanted in _fresh(optimizer, parameter).items() if mine else ():
+            if _kind(mine.get(key)) != _kind(wanted):
+                raise DamagedCheckpoint(
+                    f"the optimizer's {key} of {name} is {_kind(mine.get(key))} in the checkpoint, and "
+                    f"{_kind(wanted)} here"
+                )
 
 
-def _fresh_state(parameter: Tensor, optimizer: OptimizerFactory) -> dict[str, Any]:
-    """Return what an optimizer remembers of a parameter after one update."""
+def _remembered(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    state = optimizer.state.get(parameter, {})
+    return {key: value for key, value in state.items() if value is not None}
+
+
+def _fresh(optimizer: OptimizerFactory, parameter: Tensor) -> dict[str, Any]:
+    """Return what a new optimizer remembers of a parameter after one update, as far as that can be tried."""
     twin = nn.Parameter(torch.zeros_like(parameter))
     twin.grad = torch.zeros_like(parameter)
-    made = optimizer([twin])
-    made.step()
-    return dict(made.state.get(twin, {}))
+    try:
+        made = optimizer([twin])
+        made.step()
+    except Exception:  # one that takes other gradients than these
+        return {}
+    return _remembered(made, twin)
+
+
+def _kind(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return "missing" if value is None else type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def _difference(key: str, theirs: Any, mine: Any) -> str:

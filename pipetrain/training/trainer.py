@@ -35,7 +35,7 @@ from pipetrain.training.assembly import make_engine, make_stages, slots
 from pipetrain.training.feed import WindowFeed
 from pipetrain.training.figures import EpochFigures, Progress, Records, read_progress
 from pipetrain.training.keeper import Keeper, is_best, saved_residuals, set_random_state
-from pipetrain.training.resume import prove_tensors
+from pipetrain.training.resume import load
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Tracer
 
@@ -96,8 +96,7 @@ class Trainer:
         self._prove_position(folder)
         tensors = Tensors(folder, list(manifest.parts))
         for stage in self.stages.values():
-            prove_tensors(tensors, stage.module, self._run.optimizer)
-            stage.load_state(tensors, manifest.position.update)
+            load(stage, tensors, manifest.position.update, self._run.optimizer)
         if self._keeper:
             self._keeper.go_on(folder, self._position, self._progress)
         self._elapsed_before = self._progress.elapsed_s
