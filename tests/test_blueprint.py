@@ -55,15 +55,23 @@ def plan(
     ("batches", "window", "lengths"),
     [
         (7, None, [7]),  # an epoch
-        (7, 1, [1]),
-        (7, 3, [3, 1]),  # 3 + 3 + 1
-        (6, 3, [3]),
+        (3, 1, [1, 1, 1]),
+        (7, 3, [3, 3, 1]),
+        (6, 3, [3, 3]),
         (5, 9, [5]),  # a window longer than the epoch ends with it
         (1, None, [1]),
     ],
 )
 def test_window_lengths(batches, window, lengths):
     assert window_lengths(batches, window) == lengths
+
+
+@pytest.mark.parametrize(
+    ("done", "lengths"), [(0, [3, 3, 2]), (3, [3, 2]), (4, [2, 2]), (6, [2]), (7, [1]), (8, [])]
+)
+def test_windows_end_where_they_would_have_ended_however_the_last_one_was_left(done, lengths):
+    assert window_lengths(8, 3, done) == lengths
+    assert window_lengths(8, None, done) == [8 - done] * (done < 8)
 
 
 @settings(derandomize=True, deadline=None)

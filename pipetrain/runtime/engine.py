@@ -239,21 +239,23 @@ class Engine:
         the rank of the first stage decides before its forward of the microbatch that is one more ahead. The
         others ask when they have received that one, and so after the decision.
         """
+        if window.ends is None:
+            yield from window.order.actions(view)
+            return
         first = min(self._stages)
-        leads = first == 0
-        asking = (first, Op.F if leads else Op.RECV_F)
+        asking = (first, Op.RECV_F if first else Op.F)
         for action in window.order.actions(view):
             asks = isinstance(action, Action) and (action.stage, action.op) == asking
-            if asks and leads:
-                self._ask(action, window)
+            if asks and not first:
+                self._ask(action, window, window.ends)
             yield action
-            if asks and not leads:
-                self._ask(action, window)
+            if asks and first:
+                self._ask(action, window, window.ends)
 
-    def _ask(self, action: Action | Wait, window: _Window) -> None:
+    def _ask(self, action: Action | Wait, window: _Window, ends: Ends) -> None:
         assert isinstance(action, Action)
         batches, rest = divmod(action.mb + self._channel.bound + 1, window.microbatches)
-        if rest or batches >= window.order.batches or not window.ends or not window.ends(batches):
+        if rest or batches >= window.order.batches or not ends(batches):
             return
         window.order.shorten(batches)
         self._channel.forget(batches * window.microbatches)

@@ -73,7 +73,7 @@ def claim(folder: Path, resuming: bool = False, finished: bool = False, patience
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _ITSELF, 0o600)
     except OSError as error:
-        raise ConfigError(f"run_dir={folder} cannot be used: {error.strerror}: {error.filename}") from error
+        raise ConfigError(f"run_dir={folder} cannot be written: {error.strerror}; choose another") from error
     _LOCKS.add(lock)
     taken = Claim("", lock)
     try:
@@ -88,7 +88,7 @@ def claim(folder: Path, resuming: bool = False, finished: bool = False, patience
         taken.key = _made_key(lock)
     except OSError as error:
         taken.close()
-        raise ConfigError(f"run_dir={folder} cannot be used: {folder / LOCK}: {error.strerror}") from error
+        raise ConfigError(f"run_dir={folder} cannot be written: {error.strerror}; choose another") from error
     except ConfigError:
         taken.close()
         raise

@@ -43,7 +43,7 @@ def test_every_window_of_training_is_there_with_every_action(case):
         [len(ids) for batch in batches[start : start + length] for ids in batch]
         for start in range(0, len(batches), length)
     ]
-    assert trace.complete
+    assert trace.cut == ""
     assert [window.samples for window in trace.windows] == run.settings.epochs * sizes
     assert [window.epoch for window in trace.windows] == [
         epoch for epoch in range(run.settings.epochs) for _ in sizes
@@ -63,7 +63,7 @@ def test_the_first_n_windows_are_traced():
         case = Case("gpipe", 2, (PLAIN, "microbatches=2", "epochs=2", f"+trace.windows={windows}"))
         (trace,) = traced(case)
         assert [window.epoch for window in trace.windows] == epochs
-        assert trace.complete
+        assert trace.cut == ""
 
 
 def test_without_trace_nothing_is_traced():
@@ -76,7 +76,7 @@ def test_it_stops_before_the_window_that_would_be_too_much(monkeypatch):
     for bound, windows in ((1, 1), (longest, 1), (3 * longest, 3), (3 * longest + 1, 3), (5 * longest, 5)):
         monkeypatch.setattr(module, "MOST_ACTIONS", bound)
         (trace,) = traced(case)
-        assert (len(trace.windows), trace.complete) == (windows, False)
+        assert (len(trace.windows), trace.cut) == (windows, f"at {bound} actions of a rank")
 
 
 class Shifted:
