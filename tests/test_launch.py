@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread, current_thread, main_thread
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -18,13 +24,8 @@ from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.schedule.simulate import Deadlock
-
-JOB = Job(
-    {"seed": 1, "model": {"_target_": "a.b"}, "partition": [8], "window": None},
-    "1f1b",
-    "/some/run",
-    "digits 9+3 0",
-)
+from pipetrain.seal import SECRET, Seal, SealedStore
+from pipetrain.training.folder import claim, read_key
 
 
 def raising(error: BaseException):
@@ -101,17 +102,38 @@ def test_leave_ends_the_process_with_the_status_and_all_that_was_printed(status)
 
 
 @pytest.fixture
-def ranks(monkeypatch):
-    """Give a function that leads from this thread and follows from others: (statuses, what they ran)."""
+def folder(tmp_path) -> Iterator[Path]:
+    """The run's, claimed by rank 0."""
+    with claim(tmp_path / "run") as claimed:
+        assert claimed.key
+        yield tmp_path / "run"
+
+
+@pytest.fixture
+def job(folder) -> Job:
+    config = {"seed": 1, "model": {"_target_": "a.b"}, "partition": [8], "window": None}
+    return Job(config, "1f1b", str(folder), "digits 9+3 0")
+
+
+@pytest.fixture
+def raw(monkeypatch) -> dist.Store:
+    """What torchrun's store is to the ranks, and to whoever else reaches it."""
     store = dist.HashStore()
     monkeypatch.setattr(launch, "_store", lambda world: store if world.size > 1 else None)
+    monkeypatch.setattr(launch, "POLL_S", 0.005)
+    return store
 
-    def run(lead, size: int = 3):
+
+@pytest.fixture
+def ranks(raw, folder):
+    """Give a function that leads from this thread and follows from others: (statuses, what they ran)."""
+
+    def run(lead, size: int = 3, trusted: bool = True):
         statuses: dict[int, object] = {}
         ran: dict[int, list] = {rank: [] for rank in range(1, size)}
 
         def work(rank: int) -> None:
-            def take_part(job: Job, world: World, where: dist.Store) -> None:
+            def take_part(job: Job, world: World, where: SealedStore) -> None:
                 ran[world.rank].append((job, where))
                 where.set(f"from {rank}", "here")
 
@@ -123,7 +145,10 @@ def ranks(monkeypatch):
         threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(1, size)]
         for thread in threads:
             thread.start()
-        lead(Leader(World(0, size)))
+        leader = Leader(World(0, size))
+        if trusted:
+            leader.trust(folder, read_key(folder))
+        lead(leader)
         for thread in threads:
             thread.join(20)
         assert not any(thread.is_alive() for thread in threads)
@@ -132,48 +157,53 @@ def ranks(monkeypatch):
     return run
 
 
-def test_others_run_what_rank_0_decided_and_end_with_it(ranks):
+def test_others_run_what_rank_0_decided_and_end_with_it(ranks, job):
     places = []
 
     def lead(leader: Leader) -> None:
-        places.append(leader.announce(JOB))
+        places.append(leader.announce(job))
         leader.end(0)
 
     statuses, ran = ranks(lead)
     assert statuses == {1: 0, 2: 0}
     for rank in (1, 2):
-        assert [job for job, _ in ran[rank]] == [JOB]
-        assert places[0].get(f"from {rank}") == b"here"  # they met under one prefix of the store
+        assert [said for said, _ in ran[rank]] == [job]
+        assert places[0].get(f"from {rank}") == "here"  # they met under one prefix of the store
 
 
-def test_a_refusal_ends_everybody_with_its_status_and_nothing_run(ranks):
-    statuses, ran = ranks(lambda leader: leader.end(REFUSED))
-    assert statuses == {1: REFUSED, 2: REFUSED}
+@pytest.mark.parametrize("status", [FAILED, REFUSED, INTERRUPTED])
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_refusal_ends_everybody_with_its_status_and_nothing_run(ranks, status, trusted):
+    statuses, ran = ranks(lambda leader: leader.end(status), trusted=trusted)
+    assert statuses == {1: status, 2: status}
     assert ran == {1: [], 2: []}
 
 
-def test_a_sweep_is_a_job_after_another_each_with_a_store_of_its_own(ranks):
-    second = Job({"seed": 2}, "gpipe", "/another/run", "digits 9+3 0", "profile", {"layers": [0.1]})
-    places = []
+def test_a_sweep_is_a_job_after_another_each_with_a_store_of_its_own(ranks, job, tmp_path):
+    with claim(tmp_path / "other") as other:
+        second = Job(
+            {"seed": 2}, "gpipe", str(tmp_path / "other"), "digits 9+3 0", "profile", {"layers": [0.1]}
+        )
+        places = []
 
-    def lead(leader: Leader) -> None:
-        for job in (JOB, second):
-            place = leader.announce(job)
-            place.wait(["from 1"], timedelta(seconds=20))
-            places.append(place)
-        places[0].set("mark", "first")
-        leader.end(0)
+        def lead(leader: Leader) -> None:
+            for said, key in ((job, read_key(Path(job.run_dir))), (second, other.key)):
+                leader.trust(Path(said.run_dir), key)
+                places.append(leader.announce(said))
+                places[-1].raw.wait(["from 1"], timedelta(seconds=20))
+            places[0].set("mark", "first")
+            leader.end(0)
 
-    statuses, ran = ranks(lead, size=2)
+        statuses, ran = ranks(lead, size=2)
     assert statuses == {1: 0}
-    assert [job for job, _ in ran[1]] == [JOB, second]
-    assert places[0].check(["mark"])
-    assert not places[1].check(["mark"])
+    assert [said for said, _ in ran[1]] == [job, second]
+    assert places[0].check("mark")
+    assert not places[1].check("mark")
 
 
-def test_a_rank_with_another_version_of_the_code_refuses(ranks, monkeypatch):
+def test_a_rank_with_another_version_of_the_code_refuses(ranks, job, monkeypatch):
     monkeypatch.setattr(launch, "code_fingerprint", lambda: str(current_thread() is main_thread()))
-    statuses, ran = ranks(lambda leader: leader.announce(JOB))
+    statuses, ran = ranks(lambda leader: leader.announce(job))
     assert all("runs another pipetrain than rank 0 (False, not True)" in str(s) for s in statuses.values())
     assert ran == {1: [], 2: []}
 
@@ -198,9 +228,9 @@ class Argv(list):
         (["a=1", "a=2"], ["a=2", "a=1"], "a=2 a=1 here, a=1 a=2 at rank 0"),
     ],
 )
-def test_a_rank_with_another_command_line_refuses(ranks, monkeypatch, leader, followers, said):
+def test_a_rank_with_another_command_line_refuses(ranks, job, monkeypatch, leader, followers, said):
     monkeypatch.setattr(sys, "argv", Argv(leader, followers))
-    statuses, ran = ranks(lambda leader: leader.announce(JOB))
+    statuses, ran = ranks(lambda leader: leader.announce(job))
     for rank in (1, 2):
         assert isinstance(statuses[rank], ConfigError)
         assert str(statuses[rank]) == (
@@ -210,25 +240,196 @@ def test_a_rank_with_another_command_line_refuses(ranks, monkeypatch, leader, fo
     assert ran == {1: [], 2: []}
 
 
-def test_a_silent_leader_is_named_at_the_deadline(ranks, monkeypatch):
-    monkeypatch.setattr(launch, "PATIENCE_S", 0.2)
-    statuses, _ = ranks(lambda leader: None, size=2)
-    assert isinstance(statuses[1], ChannelError)
-    assert str(statuses[1]) == "rank 1 waited up to 0.2 s for rank 0 to say what to run: Wait timeout"
-
-
-def test_a_follower_s_error_is_its_own(ranks, monkeypatch):
-    def refuse(job: Job, world: World, store: dist.Store) -> None:
+def test_a_follower_s_error_is_its_own(raw, folder, job):
+    def refuse(job: Job, world: World, store: SealedStore) -> None:
         raise ConfigError("not here")
 
-    store = dist.HashStore()
-    monkeypatch.setattr(launch, "_store", lambda world: store)
-    Leader(World(0, 2)).announce(JOB)
+    leader = Leader(World(0, 2))
+    leader.trust(folder, read_key(folder))
+    leader.announce(job)
     with pytest.raises(ConfigError, match="not here"):
         follow(World(1, 2), refuse)
 
 
-def test_alone_there_is_nobody_to_tell():
+def test_alone_there_is_nobody_to_tell(job):
     leader = Leader(World())
-    assert leader.announce(JOB) is None
+    assert leader.announce(job) is None
     leader.end(0)
+
+
+# A leader that stands still
+
+
+@pytest.mark.parametrize(
+    ("phase", "says"),
+    [
+        (
+            None,
+            "rank 1 waited 0.2 s for rank 0 to start; look at what it says, or give it longer with timeout=",
+        ),
+        (
+            ("read the data set", 0.3),
+            "rank 1 waited 0.3 s for rank 0 to read the data set; look at what it says",
+        ),
+    ],
+)
+def test_a_silent_leader_is_named_with_what_it_does(ranks, monkeypatch, phase, says):
+    monkeypatch.setattr(launch, "START_S", 0.2)
+    statuses, _ = ranks(lambda leader: leader.phase(*phase) if phase else None, size=2)
+    assert isinstance(statuses[1], ChannelError)
+    assert str(statuses[1]).startswith(says)
+
+
+def test_each_phase_has_its_own_time(ranks, monkeypatch):
+    def lead(leader: Leader) -> None:
+        for _ in range(4):
+            leader.phase(f"be busy {time.monotonic()}", 5.0)
+            time.sleep(0.1)
+        leader.end(REFUSED)
+
+    monkeypatch.setattr(launch, "START_S", 0.2)
+    assert ranks(lead, size=2)[0] == {1: REFUSED}
+
+
+# Whoever reaches the store
+
+
+def slipped_in(raw: dist.Store, word: dict, folder: str, key: str) -> None:
+    """Speak in rank 0's place, with a key of one's own."""
+    content = json.dumps(word).encode()
+    said = Seal(key, launch._attempt()).close("word/0", content)
+    raw.set(
+        "word/0", json.dumps({"folder": folder, "key": launch._digest(key), "word": said.decode("latin-1")})
+    )
+
+
+TRAP = {"model": {"_target_": "os.system", "command": "true"}, "checkpoint": {"every": 1}}
+
+
+@pytest.fixture
+def hostile(raw, folder, monkeypatch):
+    """Give a function that returns what rank 1 answers to words of somebody else's, which it must not run."""
+    monkeypatch.setattr(launch, "LATE_S", 0.1)
+    monkeypatch.setattr(sys, "argv", ["pipetrain"])
+
+    def answer(word: dict, folder: str, key: str) -> object:
+        slipped_in(raw, word, folder, key)
+        try:
+            return follow(World(1, 2), lambda *_: pytest.fail("it was believed"))
+        except (ConfigError, TrainingStopped) as error:
+            return str(error)
+
+    return answer
+
+
+def trap(folder: Path) -> dict:
+    job = asdict(Job(TRAP, "1f1b", str(folder), "digits 9+3 0"))
+    return {"job": job, "code": launch.code_fingerprint(), "words": sys.argv[1:]}
+
+
+FORGED = "what came as word/0 was not said by this run: somebody else has written into torchrun's store"
+
+
+def test_a_job_of_somebody_else_is_not_run(hostile, folder, tmp_path, monkeypatch):
+    key = read_key(folder)
+    with monkeypatch.context() as context:
+        context.setattr(launch, "_digest", lambda _, real=launch._digest: real(key))  # it is there to be read
+        assert FORGED in hostile(trap(folder), str(folder), key[::-1])
+        assert FORGED in hostile(trap(folder), "", key[::-1])
+    mine = tmp_path / "theirs"  # a folder of their own, whose key they know
+    mine.mkdir()
+    (mine / ".lock").write_text("ab" * 32)
+    assert "does not see" in hostile(trap(mine), str(mine), "ab" * 32)  # others may read it
+
+
+def test_a_job_that_was_said_elsewhere_is_not_run_again(hostile, folder, monkeypatch):
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("MASTER_PORT", "1")
+        scope = launch._attempt()
+    key = read_key(folder)
+    monkeypatch.setattr(launch, "_attempt", Mock(side_effect=[scope, launch._attempt()]))
+    assert FORGED in hostile(trap(folder), str(folder), key)
+
+
+@pytest.mark.parametrize("folder_of", ["", "/nowhere"])
+def test_nobody_else_ends_a_run_well(hostile, folder_of, monkeypatch):
+    said = hostile({"end": 0}, folder_of, "ab" * 32)
+    assert "was not said by this run" in said or "does not see" in said
+    assert hostile({"end": 1}, "", "") == 1  # to give up, nobody has to be believed
+    monkeypatch.setattr(sys, "argv", ["pipetrain", "--help"])
+    assert hostile({"end": 0}, "", "") == 0
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"{", b"[]", b"3", b'{"folder": 1}', b"\xff", b'{"folder": "", "key": "", "word": "{"}']
+)
+def test_words_that_are_none_are_a_sentence(raw, folder, monkeypatch, said):
+    raw.set("word/0", said)
+    with pytest.raises(TrainingStopped, match=FORGED):
+        follow(World(1, 2), lambda *_: pytest.fail("it was believed"))
+
+
+def test_a_phase_of_somebody_else_is_a_sentence(raw, monkeypatch):
+    raw.set("phase", "[")
+    with pytest.raises(ChannelError, match="rank 1 lost rank 0 in its start"):
+        follow(World(1, 2), lambda *_: None)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Let the other ranks see another file system than rank 0."""
+    here = launch.read_key
+    monkeypatch.setattr(launch, "LATE_S", 0.1)
+    monkeypatch.setattr(
+        launch, "read_key", lambda path: here(path) if current_thread() is main_thread() else ""
+    )
+
+
+@pytest.mark.parametrize("secret", ["", "some random words"])
+def test_a_rank_that_does_not_see_the_folder_is_refused_where_it_is_to_save(
+    ranks, job, elsewhere, monkeypatch, secret
+):
+    monkeypatch.setenv(SECRET, secret)
+    statuses, ran = ranks(lambda leader: leader.announce(job), size=2)
+    assert isinstance(statuses[1], ConfigError)
+    assert f"does not see {job.run_dir}/.lock, which rank 0 has written" in str(statuses[1])
+    assert "give run_dir a folder that all machines share" in str(statuses[1])
+    assert ran == {1: []}
+
+
+@pytest.mark.parametrize(("secret", "status"), [("", ConfigError), ("some random words", 0)])
+def test_without_checkpoints_a_secret_is_enough(ranks, job, elsewhere, monkeypatch, secret, status):
+    monkeypatch.setenv(SECRET, secret)
+
+    def lead(leader: Leader) -> None:
+        leader.announce(replace(job, saves=False))
+        leader.end(0)
+
+    statuses, _ = ranks(lead, size=2)
+    assert statuses[1] == status or isinstance(statuses[1], status)
+
+
+# A restart
+
+
+@pytest.fixture
+def restarted(raw, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "_store", lambda world: dist.PrefixStore("attempt/1", raw))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_restart_finds_its_folder(restarted, folder, size):
+    """One process alone too: it began from nothing in a new folder."""
+    leader = Leader(World(0, size))
+    assert leader.remembered() is None
+    leader.trust(folder, read_key(folder))
+    leader.remember(folder)
+    assert Leader(World(0, size)).remembered() == str(folder)
+
+
+@pytest.mark.parametrize("said", [b"", b"/etc", b"x" * 40 + b"/etc\0"])
+def test_a_restart_goes_into_no_folder_that_somebody_else_names(restarted, raw, said):
+    raw.set(launch._RUN_DIR, said)
+    with pytest.raises(TrainingStopped, match="was not said by this run"):
+        Leader(World(0, 2)).remembered()

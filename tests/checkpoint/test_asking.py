@@ -9,7 +9,9 @@ from itertools import product
 import pytest
 import torch.distributed as dist
 
+from pipetrain.checkpoint import asking as module
 from pipetrain.checkpoint.asking import Asking
+from pipetrain.errors import TrainingStopped
 from pipetrain.seal import Seal, SealedStore
 
 STOP, SAVE = signal.SIGTERM, signal.SIGUSR1
@@ -63,3 +65,85 @@ def test_alone_it_acts_at_once_and_the_old_handlers_come_back():
         assert asking.after_window() == "stop"
         assert asking.after_window() == ""
     assert signal.getsignal(STOP) is before
+
+
+# Within a window
+
+
+class Time:
+    """A clock that stands still unless it is told."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Time:
+    clock = Time()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def ended(
+    clock: Time, asked: tuple[int, int] | None, batches: int, batch_s: float, known: bool = False
+) -> list[tuple[int | None, str]]:
+    """After how many batches the ranks end a window, and what they do then.
+
+    `asked`: the batch before which a rank hears SIGTERM, and the rank. The rank of the first stage is two
+    batches ahead; the others ask after it has decided.
+    """
+    store = SealedStore(dist.HashStore(), Seal("of a test", ""))
+    ranks = [Asking(store, rank, first=0) for rank in range(3)]
+    for asking in ranks:
+        asking.begin_window(batches, batch_s if known else None)
+    found: list[int | None] = [None] * 3
+    for batch in range(1, batches + 2):
+        clock.now += batch_s
+        if asked and asked[0] == batch:
+            ranks[asked[1]]._take(STOP, None)
+        for rank, asking in enumerate(ranks):
+            asks = batch if rank == 0 else batch - 2
+            if found[rank] is None and 1 <= asks < batches and asking.ends_window(asks):
+                found[rank] = asks
+    return [(end, asking.after_window()) for end, asking in zip(found, ranks, strict=True)]
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("at", [1, 5, 60])
+def test_a_long_window_ends_early_on_all_ranks_after_the_same_batch(clock, capfd, at, rank):
+    first, *others = ended(clock, (at, rank), 100, 1.0)
+    assert all(other == first for other in others)
+    assert first[1] == "stop"
+    assert at <= first[0] <= at + 3
+
+
+def test_a_window_that_is_soon_over_is_run_to_its_end(clock, capfd):
+    assert ended(clock, (95, 0), 100, 1.0)[0] == (None, "")  # decided for the end of the next one
+    assert ended(clock, (5, 1), 100, 0.09)[0][0] is None
+    assert ended(clock, None, 100, 1.0) == [(None, "")] * 3
+
+
+def test_it_asks_about_twice_a_second_once_it_knows_how_long_a_batch_takes(clock, capfd):
+    """So that quick batches do not pay for it."""
+    first, *others = ended(clock, (7, 0), 3000, 0.05, known=True)
+    assert first == others[0] == others[1] == (10, "stop")
+
+
+def test_alone_a_long_window_ends_with_the_next_batch(clock, capfd):
+    alone = Asking(None, 0, 0)
+    alone.begin_window(100)
+    clock.now = 3.0
+    assert not alone.ends_window(3)
+    alone._take(STOP, None)
+    assert alone.ends_window(4)
+    assert (alone.after_window(), alone.after_window()) == ("stop", "stop")
+
+
+def test_what_somebody_else_writes_into_the_store_stops_nothing():
+    raw = dist.HashStore()
+    leads = Asking(SealedStore(raw, Seal("of a test", "")), 0, 0)
+    raw.set("asked/0", "stop")
+    with pytest.raises(TrainingStopped, match="somebody else has written into torchrun's store"):
+        leads.after_window()

@@ -15,7 +15,13 @@ from pipetrain.schedule.actions import (
     parse_action,
     parse_program,
     placement,
+    shortened,
 )
+from pipetrain.schedule.check import check
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import pipedream
+from pipetrain.schedule.simulate import simulate
+from tests.schedule.cases import CASES, accepted
 
 NUMBER = st.integers(0, 200)
 
@@ -79,3 +85,26 @@ def test_a_placement_that_cannot_be_is_refused(text: str, message: str) -> None:
 def test_last_uses_tell_what_a_step_must_keep() -> None:
     (rank,) = parse_program("0F0@0 0F1@0 0B0@0 0STEP@1 0F2@1 0B1@0 0STEP@2 0B2@1 0STEP@3")
     assert last_uses(rank) == {(0, 0): 5, (0, 1): 7}
+
+
+# A window that ends early
+
+
+def test_a_shortened_window_is_the_window_of_so_many_batches() -> None:
+    """What it had begun of a batch after them would be missing: none had."""
+    whole, short = (lower(pipedream(3, batches, 2)) for batches in (5, 3))
+    assert [shortened(rank, 3, 2) for rank in whole] == short
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_shortened_window_is_sound_and_does_not_deadlock(case) -> None:
+    sizes = [(ranks, 4, m) for ranks in (1, 2, 3, 5) for m in (1, 2, 5)]
+    for (_, batches, m), program in accepted(case, sizes):
+        for buffer_size in (1, 2):
+            whole = simulate(program, m, buffer_size=buffer_size)
+            for left in range(1, batches):
+                short = [shortened(rank, left, m) for rank in program]
+                check(short, left, m)
+                run = simulate(short, m, buffer_size=buffer_size)
+                assert all(map(int.__le__, run.activations, whole.activations))
+                assert all(map(int.__le__, run.versions, whole.versions))

@@ -53,6 +53,7 @@ class Case:
     overrides: tuple[str, ...] = ()
     train_samples: int = 44  # with batches of 12: three whole ones and one of 8
     reference_model: str = ""  # a twin without recomputing
+    early: tuple[int, int] | None = None  # the epoch, and after how many of its batches, a window was left
 
     def __str__(self) -> str:
         return f"{self.schedule} on {self.ranks}: {' '.join(self.overrides)}"
@@ -115,6 +116,7 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
         epochs=run.settings.epochs,
         microbatches=run.settings.microbatches,
         window=run.settings.window,
+        early=dict([case.early] if case.early else []),
         cuts=run.plan.cuts,
         optimizer=run.optimizer,
         rate=run.settings.rate(run.updates),
@@ -219,17 +221,30 @@ class LocalMesh:
 
 
 class Told(Asking):
-    """Hears no signals: asks for what it is told, after so many windows."""
+    """Hears no signals: asks for what it is told, after so many windows.
 
-    def __init__(self, at: int = 0, asked: Asked = "") -> None:
+    `ends`: the number of the window, evaluations counted, that ends early, and after how many batches.
+    """
+
+    def __init__(self, at: int = 0, asked: Asked = "", ends: tuple[int, int] = (0, 0)) -> None:
         super().__init__(None, 0, 0)
         self._at, self._told_to, self._count = at, asked, 0
+        self._ends, self._begun = ends, 0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         yield
 
+    def begin_window(self, batches: int, batch_s: float | None = None) -> None:
+        self._begun += 1
+
+    def ends_window(self, batches: int) -> bool:
+        self.ended = self.ended or (self._begun, batches) == self._ends
+        return self.ended
+
     def after_window(self) -> Asked:
+        if self.ended:
+            return "stop"
         self._count += 1
         return self._told_to if self._count == self._at else ""
 
@@ -244,6 +259,7 @@ class Saved:
     keep: int = 1000
     at: int = 0
     asked: Asked = ""
+    ends: tuple[int, int] = (0, 0)
     config: dict[str, Any] = field(default_factory=dict)
 
     def keepers(self, ranks: int) -> list[Keeper]:
@@ -253,7 +269,7 @@ class Saved:
         return [
             Keeper(
                 Saver(self.folder, rank, store, self.keep, timeout=30),
-                Told(self.at, self.asked),
+                Told(self.at, self.asked, self.ends),
                 self.every,
                 self.unit,
                 run="a run",

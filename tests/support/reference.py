@@ -6,8 +6,9 @@ that the theory says, all at once in one pass over the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ class Recipe:
     epochs: int
     microbatches: int
     window: int | None
+    early: Mapping[int, int]  # epochs of which a window was left after so many batches of the epoch
     cuts: Sequence[int]
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
     rate: Callable[[int], float]
@@ -87,10 +89,11 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
         batches = recipe.sampler.epoch(epoch)
         window = recipe.window or len(batches)
         loss_sum, counted = 0.0, 0
-        for start in range(0, len(batches), window):
+        starts = sorted({*range(0, len(batches), window), recipe.early.get(epoch, 0)})
+        for start, end in pairwise([*starts, len(batches)]):
             history, delay = [_snapshot(live)], next(delay_of)
             mb = 0
-            for batch in batches[start : start + window]:
+            for batch in batches[start:end]:
                 samples = sum(map(len, batch))
                 buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
                 optimizer.zero_grad()

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import subprocess
+import sys
+from threading import Timer
+
 import pytest
 
 from pipetrain.errors import ConfigError
-from pipetrain.training.folder import claim, clear, rename_after
+from pipetrain.seal import SECRET
+from pipetrain.training.folder import KEY_BYTES, LOCK, claim, clear, read_key, rename_after
 
 
 def test_a_folder_is_made_and_taken(tmp_path):
@@ -78,3 +85,104 @@ def test_a_folder_is_called_after_the_data_set_really_used(tmp_path):
 
 def test_a_folder_with_a_name_of_its_own_keeps_it(tmp_path):
     assert rename_after(tmp_path, "cifar10", "digits") == tmp_path
+
+
+# The lock, and the key in it
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+    """What it led to was truncated."""
+    target = tmp_path / "somebody's"
+    target.write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).symlink_to(target)
+    with pytest.raises(ConfigError, match=f"run_dir={tmp_path}/run cannot be written: "):
+        claim(tmp_path / "run")
+    assert target.read_text() == "precious"
+    assert read_key(tmp_path / "run") == ""
+
+
+def test_a_pipe_in_its_place_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(ConfigError, match="cannot be written: "):
+        claim(tmp_path)
+    assert read_key(tmp_path) == ""
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o666])
+def test_nobody_else_may_read_the_lock_and_so_hold_it_or_know_its_key(tmp_path, mode):
+    """Of an older file, too; its key is then another."""
+    (tmp_path / LOCK).write_text("ab" * KEY_BYTES)
+    (tmp_path / LOCK).chmod(mode)
+    with claim(tmp_path) as claimed:
+        assert stat.S_IMODE((tmp_path / LOCK).stat().st_mode) == 0o600
+        assert claimed.key == read_key(tmp_path)
+        assert (claimed.key == "ab" * KEY_BYTES) == (mode == 0o600)
+        assert len(claimed.key) == 2 * KEY_BYTES
+
+
+def test_a_key_stays_that_of_its_folder(tmp_path):
+    """So that a run that is restarted knows what it said before."""
+    with claim(tmp_path) as first, claim(tmp_path.with_name("other")) as other:
+        assert first.key != other.key
+    with claim(tmp_path, resuming=True) as again:
+        assert again.key == first.key
+
+
+@pytest.mark.parametrize("text", ["", "x" * 2 * KEY_BYTES, "ab"])
+def test_what_is_no_key_is_made_anew(tmp_path, text):
+    (tmp_path / LOCK).touch(0o600)
+    (tmp_path / LOCK).write_text(text)
+    assert read_key(tmp_path) == ""
+    with claim(tmp_path) as claimed:
+        assert claimed.key == read_key(tmp_path) != ""
+
+
+def test_a_key_that_others_can_read_is_none_without_a_secret(tmp_path, monkeypatch):
+    """As on a file system that keeps no permissions."""
+    monkeypatch.setattr("os.fchmod", lambda handle, mode: None)
+    (tmp_path / LOCK).touch()
+    with claim(tmp_path) as claimed:
+        assert (claimed.key, read_key(tmp_path)) == ("", "")
+    monkeypatch.setenv(SECRET, "some random words")
+    with claim(tmp_path) as claimed:
+        assert claimed.key == read_key(tmp_path) != ""
+
+
+def test_a_process_that_was_forked_off_holds_no_lock(tmp_path):
+    """A data worker may outlive the process that it works for, and the run could not be started again."""
+    claimed = claim(tmp_path)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(write)
+        os.read(read, 1)  # until the parent lets it go
+        os._exit(0)
+    os.close(read)
+    try:
+        claimed.close()
+        claim(tmp_path, patience_s=20).close()  # as soon as the child has begun
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+
+
+def test_a_program_that_was_started_holds_none_either(tmp_path):
+    claimed = claim(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False):
+        claimed.close()
+        claim(tmp_path).close()
+
+
+def test_a_run_that_is_about_to_end_is_waited_for(tmp_path):
+    claimed = claim(tmp_path)
+    Timer(0.3, claimed.close).start()
+    with pytest.raises(ConfigError, match="is in use by a run that is going on"):
+        claim(tmp_path, patience_s=0.05)
+    claim(tmp_path, patience_s=20).close()
+
+
+def test_a_finished_run_is_taken_by_one_that_lengthens_it(tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    claim(tmp_path, resuming=True, finished=True).close()
+    assert (tmp_path / "summary.json").exists()

@@ -22,7 +22,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.runtime.stage import Stage
 from pipetrain.training.figures import most_accurate
 from pipetrain.training.resume import Source, conditions, find_source, refuse_other, with_cuts_of
-from tests.support.cases import SCHEDULES, Case, Saved, config, make_run, run_in_threads
+from tests.support.cases import SCHEDULES, Case, Saved, compare, config, make_run, run_in_threads
 from tests.support.damage import forge, put
 
 WINDOWS = {"pipedream": "window=2", "pipedream_2bw": "window=2"}
@@ -149,6 +149,48 @@ def test_a_run_that_is_asked_to_stop_saves_at_that_window_and_goes_on_later(tmp_
     assert len(some) == 1
     (source,) = checkpoints(tmp_path)
     assert read_whole(source).position == Position(1, 2, 6)
+    state, resumed = run_in_threads(case, source=source)
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+    assert losses(resumed) == losses(epochs)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_window_that_ends_early_trains_as_two_windows(schedule, microbatches, tmp_path):
+    """Held against the reference, which drains there too; of fbp nobody knows what it has read before."""
+    ranks = 3 if microbatches == 3 or schedule != "pipedream_2bw" else 1
+    words = (f"microbatches={microbatches}", "window=null", "batch_size=6", "epochs=2", "buffer_size=1")
+    case = Case(schedule, ranks, words, 48, early=(1, 5))
+    _, some = run_in_threads(case, saved=Saved(tmp_path, every=None, ends=(3, 5)))
+    assert len(some) == 1
+    (source,) = checkpoints(tmp_path)
+    assert read_whole(source).position == Position(1, 5, 13)
+    state, epochs = run_in_threads(case, source=source)
+    if schedule == "fbp":
+        assert len(epochs) == 2
+    else:
+        compare(case, state, epochs)
+
+
+def test_an_evaluation_that_ends_early_is_made_again(tmp_path):
+    case = Case("pipedream", 2, ("batch_size=3", "epochs=2", "buffer_size=1"), 12)
+    wanted, epochs = run_in_threads(case)
+    _, some = run_in_threads(case, saved=Saved(tmp_path, every=None, ends=(2, 3)))
+    assert some == []
+    (source,) = checkpoints(tmp_path)
+    assert read_whole(source).position == Position(0, 4, 4)
+    state, resumed = run_in_threads(case, source=source)
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+    assert losses(resumed) == losses(epochs)
+
+
+def test_a_stop_at_the_end_of_the_last_epoch_s_training_leaves_its_evaluation(tmp_path):
+    case = a_case("1f1b", 2)
+    wanted, epochs = run_in_threads(case)
+    _, some = run_in_threads(case, saved=Saved(tmp_path, every=None, at=12, asked="stop"))
+    assert len(some) == 2
+    (source,) = checkpoints(tmp_path)
+    assert read_whole(source).position == Position(2, 4, 12)
     state, resumed = run_in_threads(case, source=source)
     assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
     assert losses(resumed) == losses(epochs)
