@@ -112,6 +112,24 @@ def _refuse_unseen(model: nn.Sequential) -> None:
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("the model has no parameter to train: let one require a gradient")
+    state_names(model)
+
+
+def state_names(model: nn.Module) -> dict[str, str]:
+    """Return which parameter or buffer each entry of a model's state_dict is: a shared one has several.
+
+    Raises ConfigError for what else a layer keeps there, which a checkpoint cannot hold.
+    """
+    registered = [*model.named_parameters(), *model.named_buffers()]
+    names = {id(tensor): name for name, tensor in registered}
+    state = model.state_dict(keep_vars=True)
+    for key, value in state.items():
+        if id(value) not in names:
+            raise ConfigError(
+                f"the model keeps {key} in its state_dict, which is no parameter or buffer and would not be "
+                f"in a checkpoint: make it a buffer"
+            )
+    return {key: names[id(value)] for key, value in state.items()}
 
 
 def _cast(model: nn.Sequential, dtype: torch.dtype) -> None:

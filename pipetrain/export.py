@@ -11,24 +11,24 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipetrain.building import make_model
+from pipetrain.building import one_line
 from pipetrain.checkpoint.files import CHECKPOINTS, Tensors, best
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint
-from pipetrain.config import DTYPES
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
 from pipetrain.errors import ConfigError
 from pipetrain.launch import guarded
-from pipetrain.runtime.tally import numbers_of
 from pipetrain.training.figures import most_accurate, read_progress
 from pipetrain.training.resume import Source, find_source
+
+_COMPLEX = {torch.float16: "complex32", torch.float32: "complex64", torch.float64: "complex128"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export(checkpoint: str, of_best: bool, out: Path) -> int:
-    """Write a checkpoint's weights to `out`.safetensors and `out`.pt. Raises ConfigError."""
+    """Write a checkpoint's weights to `out`.safetensors and `out`.pt, complex ones to that alone.
+
+    Nothing of the model is built or run. Raises ConfigError.
+    """
     source = find_source(checkpoint, Path(checkpoint))
     if source is None:  # the word auto, in a folder that has none
         raise ConfigError(
@@ -51,13 +54,23 @@ def export(checkpoint: str, of_best: bool, out: Path) -> int:
     if of_best:
         source = _best(Path(checkpoint), source)
     state = merged(source)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    position = source.manifest.position
-    metadata = {"run": source.manifest.run, "update": str(position.update)}
-    save_file({name: tensor.clone() for name, tensor in state.items()}, f"{out}.safetensors", metadata)
-    torch.save(state, f"{out}.pt")
-    print(f"{len(state)} tensors of update {position.update} in {out}.safetensors and {out}.pt")
+    update = source.manifest.position.update
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        written = list(_written(state, out, {"run": source.manifest.run, "update": str(update)}))
+    except (OSError, RuntimeError, SafetensorError) as error:  # of the disk, in three libraries' words
+        raise ConfigError(f"--out {out} cannot be written: {one_line(error)}; choose another") from error
+    print(f"{len(state)} tensors of update {update} in {' and '.join(written)}")
     return 0
+
+
+def _written(state: dict[str, Tensor], out: Path, metadata: dict[str, str]) -> Iterator[str]:
+    """Write the files, and give their names. Not every safetensors holds complex numbers."""
+    if not any(tensor.is_complex() for tensor in state.values()):
+        save_file({name: tensor.clone() for name, tensor in state.items()}, f"{out}.safetensors", metadata)
+        yield f"{out}.safetensors"
+    torch.save(state, f"{out}.pt")
+    yield f"{out}.pt"
 
 
 def _best(run_dir: Path, newest: Source) -> Source:
@@ -87,19 +100,22 @@ def _best(run_dir: Path, newest: Source) -> Source:
 
 def merged(source: Source) -> dict[str, Tensor]:
     """Return the state_dict of the whole model that a checkpoint holds. Raises ConfigError."""
-    config = source.manifest.config
-    if not isinstance(config.get("model"), dict) or str(config.get("dtype")) not in DTYPES:
-        raise DamagedCheckpoint(f"{source.folder} does not say which model it is of, and its dtype")
-    try:
-        model = make_model(OmegaConf.create(dict(config)), 0, DTYPES[str(config["dtype"])])
-    except OmegaConfBaseException as error:
-        raise DamagedCheckpoint(f"the configuration of {source.folder} cannot be read: {error}") from error
+    terms, where = source.manifest.conditions, str(source.folder)
+    names = read_as(dict[str, str], terms.get("state_dict"), f"{where}: state_dict")
+    said = read_as(dict[str, list[Any]], terms.get("tensors"), f"{where}: tensors")
     tensors = Tensors(source.folder, list(source.manifest.parts))
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors.prove({f"model/{name}": numbers_of(tensor.data) for name, tensor in named.items()})
-    for name, tensor in named.items():
-        numbers_of(tensor.data).copy_(tensors[f"model/{name}"])
-    return model.state_dict()
+    found: dict[str, Tensor] = {}
+    for name in names.values():
+        dtype, *shape = said.get(name) or [None]
+        tensor = tensors[f"model/{name}"]
+        if dtype == _COMPLEX.get(tensor.dtype) and tensor.shape[-1:] == (2,):
+            tensor = torch.view_as_complex(tensor)
+        if [str(tensor.dtype), *tensor.shape] != [f"torch.{dtype}", *shape]:
+            raise DamagedCheckpoint(
+                f"{where} has a {tensor.dtype} of {list(tensor.shape)} as {name}, not a {dtype} of {shape}"
+            )
+        found[name] = tensor
+    return {key: found[name] for key, name in names.items()}
 
 
 if __name__ == "__main__":

@@ -139,6 +139,20 @@ def hooked(kind: str) -> nn.Sequential:
     return model
 
 
+class Extra(nn.Module):
+    """Keeps something beside its tensors."""
+
+    def get_extra_state(self) -> str:
+        return "seen"
+
+    def set_extra_state(self, state: str) -> None:
+        """Nothing to do."""
+
+
+def extra() -> nn.Sequential:
+    return nn.Sequential(*_flat(), Extra())
+
+
 def scaled(parameter: bool) -> nn.Sequential:
     model = nn.Sequential(*_flat())
     scale = torch.ones(1)
@@ -159,6 +173,7 @@ def _made(name: str, *words: str, dtype: torch.dtype = torch.float32) -> nn.Sequ
         ("own_forward", [], "the model is a OwnForward with its own forward, which a pipeline would not run"),
         ("own_mode", [], "the model is a OwnMode with its own train, which a pipeline would not run"),
         ("patched", [], "the model is a Sequential with its own forward, which a pipeline would not run"),
+        ("extra", [], "the model keeps 2._extra_state in its state_dict, which is no parameter or buffer"),
         ("hooked", ["model.kind=forward"], "the model has a hook on the whole of it, which a pipeline wo"),
         ("hooked", ["model.kind=forward_pre"], "the model has a hook on the whole of it"),
         ("hooked", ["model.kind=full_backward"], "the model has a hook on the whole of it"),

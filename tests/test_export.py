@@ -13,16 +13,15 @@ from safetensors.torch import load_file
 
 from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.export import main
-from tests.support.cases import Case, Saved, run_in_threads
+from tests.support import edges
+from tests.support.cases import Case, Saved, make_run, run_in_threads
 from tests.support.damage import ODD, forge, put
 from tests.support.models import with_norm
-
-CONFIG = {"model": {"_target_": "tests.support.models.with_norm"}, "dtype": "float64"}
 
 
 def test_both_files_load_into_the_model_that_was_trained(tmp_path, capsys):
     case = Case("pipedream", 2, ("microbatches=1", "window=2", "epochs=2"))
-    wanted, _ = run_in_threads(case, saved=Saved(tmp_path / "run", config=CONFIG))
+    wanted, _ = run_in_threads(case, saved=Saved(tmp_path / "run"))
     out = tmp_path / "deep" / "weights"
     assert main([str(tmp_path / "run"), "--out", str(out)]) == 0
     assert "of update 8 in" in capsys.readouterr().out
@@ -30,6 +29,21 @@ def test_both_files_load_into_the_model_that_was_trained(tmp_path, capsys):
         model = with_norm().double()
         model.load_state_dict(state)
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("factory", [edges.tied_registered, edges.fourier, edges.unsaved])
+def test_shared_complex_and_left_out_ones_come_back_as_they_are(factory, tmp_path):
+    case = Case("1f1b", 2, (f"model._target_={factory.__module__}.{factory.__name__}", "partition=[1]"))
+    wanted, _ = run_in_threads(case, saved=Saved(tmp_path / "run"))
+    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "weights")]) == 0
+    model = make_run(case).build_model()
+    states = [torch.load(tmp_path / "weights.pt")]
+    if factory is not edges.fourier:  # which not every version of that library could hold
+        states.append(load_file(tmp_path / "weights.safetensors"))
+    for state in states:
+        assert state.keys() == model.state_dict().keys()
+        model.load_state_dict(state)
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.named_parameters())
 
 
 BEST_OF_FIVE = Case(
@@ -40,7 +54,7 @@ BEST_OF_FIVE = Case(
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run_in_threads(BEST_OF_FIVE, saved=Saved(folder, every=2, unit="epochs", config=CONFIG))
+    run_in_threads(BEST_OF_FIVE, saved=Saved(folder, every=2, unit="epochs"))
     return folder
 
 
@@ -69,7 +83,7 @@ def test_one_checkpoint_or_the_best(run, capsys):
 
 
 def test_weights_of_a_best_epoch_that_lie_in_another_folder_are_said_to(run, tmp_path, capsys):
-    other = Saved(tmp_path / "other", every=1, unit="epochs", config=CONFIG)
+    other = Saved(tmp_path / "other", every=1, unit="epochs")
     run_in_threads(BEST_OF_FIVE, saved=other, source=run / CHECKPOINTS / "update-00000016")
     line = refusal(capsys, "other", "--best")
     assert "epoch 3 was the best of other, with an accuracy of 36.36%, and its weights are not in" in line
@@ -113,23 +127,40 @@ def test_before_the_first_evaluation_there_is_no_best(tmp_path, monkeypatch, cap
     assert "run has no best checkpoint: it has evaluated none" in refusal(capsys, "run", "--best")
 
 
-CONFIGS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "none": put("config", to={}),
-    "no model": put("config", "model", to=None),
-    "a model by name": put("config", "model", to="vgg16"),
-    "no dtype": put("config", "dtype", to="float128"),
-    "a dtype of lists": put("config", "dtype", to=[]),
-    "another value": put("config", "model", "_target_", to="${x}"),
-    "half a value": put("config", "more", to="${"),
-    "no target": put("config", "model", to={}),
-    "another model": put("config", "model", "_target_", to="pipetrain.models.mlp"),
+FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no names": put("conditions", to={}),
+    "names in a list": put("conditions", "state_dict", to=["1.1.bias"]),
+    "another name": put("conditions", "state_dict", "1.1.bias", to="1.1.width"),
+    "a name of lists": put("conditions", "state_dict", "1.1.bias", to=[]),
+    "no shapes": put("conditions", "tensors", to=None),
+    "no shape": put("conditions", "tensors", "1.1.bias", to=[]),
+    "another shape": put("conditions", "tensors", "1.1.bias", to=["float64", 2]),
+    "another dtype": put("conditions", "tensors", "1.1.bias", to=["complex128", 4]),
+    "a dtype of lists": put("conditions", "tensors", "1.1.bias", to=[[], 4]),
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_that_says_no_model_is_refused(name, run, capsys):
-    forge(max((run / CHECKPOINTS).glob("update-*")), CONFIGS[name])
+@pytest.mark.parametrize("name", FORGED)
+def test_a_checkpoint_that_does_not_say_what_its_tensors_are_is_refused(name, run, capsys):
+    forge(max((run / CHECKPOINTS).glob("update-*")), FORGED[name])
     refusal(capsys, "run")
+
+
+def test_no_code_is_run_from_a_checkpoint(run, capsys):
+    newest = max((run / CHECKPOINTS).glob("update-*"))
+    forge(newest, put("config", "model", to={"_target_": "os.mkdir", "path": "made"}))
+    forge(newest, put("conditions", "model", to={"_target_": "os.mkdir", "path": "made"}))
+    assert main(["run"]) == 0
+    assert not Path("made").exists()
+
+
+def test_a_place_that_cannot_be_written_is_refused(run, capsys):
+    Path("file").touch()
+    assert "--out file/weights cannot be written" in refusal(capsys, "run", "--out", "file/weights")
+    Path("there.safetensors").mkdir()
+    assert "--out there cannot be written" in refusal(capsys, "run", "--out", "there")
+    Path("here.pt").mkdir()
+    assert "--out here cannot be written" in refusal(capsys, "run", "--out", "here")
 
 
 @pytest.mark.parametrize("arguments", [["nowhere"], ["nowhere", "--best"], ["auto"], ["auto", "--best"]])

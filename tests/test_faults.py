@@ -234,7 +234,7 @@ def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(unharmed, tmp_path
         await_epoch(process, 2)
         os.kill(process.pid, signal.SIGTERM)  # torchrun's, which passes it on to every rank
         out = ended(process)
-    assert "got SIGTERM: saving at the end of this window, then stopping" in out
+    assert "got SIGTERM: saving when the pipeline is drained, then stopping" in out
     assert "go on with: run_dir=" in out
     assert not (tmp_path / "run" / "summary.json").exists()
     shutil.copytree(tmp_path / "run", tmp_path / "copy")

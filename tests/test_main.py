@@ -390,7 +390,7 @@ def test_one_process_trains_alone(tmp_path):
     assert again.out.endswith("here holds this run, finished: nothing is left to do\n")
     more = start([*ONE, *words, "resume=auto", "epochs=2"], tmp_path)
     assert (more.status, len(sentences(more))) == (2, 1)
-    assert "here holds a finished run; choose another, or remove it" in more.err
+    assert "the rates of 2 epochs are others from the start: train anew in another run_dir" in more.err
     metrics = (tmp_path / "here" / "metrics.csv").read_text()
     (tmp_path / "here" / "summary.json").unlink()  # as where it was killed between its checkpoint and its end
     ending = start([*ONE, *words, "resume=auto"], tmp_path)

@@ -92,7 +92,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 def torchrun(nproc: int, arguments: str, threads: int) -> str:
-    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={nproc} -m pipetrain"
+    launcher = f"-m pipetrain.launcher --standalone --nproc_per_node={nproc} -m pipetrain"
     return f"OMP={threads} {launcher} {arguments}".rstrip()
 
 
@@ -156,7 +156,7 @@ def test_a_wrong_nproc_is_refused(checkout, number):
 
 def test_arguments_and_status_pass_through(checkout):
     done = checkout.installed().run(
-        "launch.sh", "run_dir='a b'", "data.root=$HOME", "*", FAIL="torch.distributed"
+        "launch.sh", "run_dir='a b'", "data.root=$HOME", "*", FAIL="pipetrain.launcher"
     )
     assert done.returncode == 7
     assert checkout.calls() == [torchrun(2, "run_dir='a b' data.root=$HOME *", 2)]

@@ -27,7 +27,7 @@ from torch import Tensor
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, opened, read_as, read_json
 
 CHECKPOINTS, MANIFEST, BEST, PARTIAL, DAMAGED = "checkpoints", "manifest.json", "best", ".partial", ".damaged"
-VERSION = 2
+VERSION = 3
 MOST_BYTES = 2**26  # of a manifest: tens of thousands of epochs
 _NAME = re.compile("update-[0-9]+")
 _BLOCK = 2**22  # bytes

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetrain.building import one_line
+from pipetrain.building import one_line, state_names
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     MANIFEST,
@@ -146,13 +146,9 @@ def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
 
 def conditions(cfg: DictConfig, run: Run) -> dict[str, Any]:
     """Return what a run and the checkpoint that it goes on from must agree in."""
-    model = run.build_model()
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         "model": OmegaConf.to_container(cfg.model, resolve=True),
-        "tensors": {
-            name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in sorted(tensors.items())
-        },
+        **tensors_of(run.build_model()),
         "data": run.data.name,
         "data's fingerprint": run.data.fingerprint,
         "optim": str(cfg.optim._target_),
@@ -160,6 +156,17 @@ def conditions(cfg: DictConfig, run: Run) -> dict[str, Any]:
         "data.drop_last": run.settings.drop_last,
         "seed": run.settings.seed,
         "dtype": str(run.settings.dtype).removeprefix("torch."),
+    }
+
+
+def tensors_of(model: nn.Module) -> dict[str, Any]:
+    """Return each tensor's dtype and shape, and which of them each entry of the state_dict is."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        "tensors": {
+            name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in sorted(tensors.items())
+        },
+        "state_dict": state_names(model),
     }
 
 

@@ -35,6 +35,7 @@ from pipetrain.schedule.actions import Op, Program
 from pipetrain.seal import Seal, SealedStore
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.keeper import Keeper
+from pipetrain.training.resume import tensors_of
 from pipetrain.training.run import Run, prepare
 from pipetrain.training.tracer import Trace
 from pipetrain.training.trainer import Trainer
@@ -251,7 +252,7 @@ class Told(Asking):
 
 @dataclass(frozen=True)
 class Saved:
-    """Where and when the ranks of a case save. `conditions` are nobody's here."""
+    """Where and when the ranks of a case save."""
 
     folder: Path
     every: int | None = 1
@@ -262,7 +263,7 @@ class Saved:
     ends: tuple[int, int] = (0, 0)
     config: dict[str, Any] = field(default_factory=dict)
 
-    def keepers(self, ranks: int) -> list[Keeper]:
+    def keepers(self, ranks: int, terms: dict[str, Any] | None = None) -> list[Keeper]:
         """One a rank."""
         file = None if ranks == 1 else dist.FileStore(f"{self.folder}.store", -1)
         store = file and SealedStore(file, Seal("of a test", ""))
@@ -273,7 +274,7 @@ class Saved:
                 self.every,
                 self.unit,
                 run="a run",
-                conditions={},
+                conditions=terms or {},
                 config=self.config,
             )
             for rank in range(ranks)
@@ -289,7 +290,7 @@ def run_in_threads(
     """
     manifest = None if source is None else read_whole(source)
     run = make_run(case, 0 if manifest is None else manifest.position.batch)
-    keepers = saved.keepers(case.ranks) if saved else [None] * case.ranks
+    keepers = saved.keepers(case.ranks, tensors_of(run.build_model())) if saved else [None] * case.ranks
     wire, barrier, board = Wire(), Barrier(case.ranks), [None] * case.ranks
     listener, state, errors = listener or Listener(), {}, []
 

@@ -145,6 +145,21 @@ def fourier() -> nn.Sequential:
     return ended(nn.Linear(12, 12), Fourier(), nn.Linear(12, 12))
 
 
+class Unsaved(nn.Module):
+    """Has a table that it makes itself, and leaves out of its state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(12.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table
+
+
+def unsaved() -> nn.Sequential:
+    return ended(nn.Linear(12, 12), Unsaved(), nn.Linear(12, 12))
+
+
 class Words(nn.Module):
     """Looks up what it is given, taken for whole numbers, in a table with sparse gradients."""
 

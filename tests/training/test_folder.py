@@ -169,7 +169,9 @@ def test_a_process_that_was_forked_off_holds_no_lock(tmp_path):
 
 def test_a_program_that_was_started_holds_none_either(tmp_path):
     claimed = claim(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, close_fds=False):
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, close_fds=False
+    ):
         claimed.close()
         claim(tmp_path, patience_s=5).close()
 
