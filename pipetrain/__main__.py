@@ -17,6 +17,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.blueprint import Plan
 from pipetrain.checkpoint.asking import Asking
@@ -26,7 +27,7 @@ from pipetrain.comparison.runs import quoted
 from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
 from pipetrain.errors import ConfigError
-from pipetrain.launch import FAILED, Job, Leader, follow, guarded, leave
+from pipetrain.launch import FAILED, START_S, Job, Leader, follow, guarded, leave
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.plan import describe
 from pipetrain.profiling import measure, take_part, verdict
@@ -101,6 +102,7 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
     schedule = str(hydra.runtime.choices["schedule"])
     run_dir = Path(hydra.runtime.output_dir)
     cfg = contained(cfg, run_dir)
+    leader.phase("build and check the model", max(START_S, _seconds(cfg, "timeout")))
     draft = check_early(cfg, schedule, world.size)
     timeout = draft.settings.timeout
     leader.phase("choose its device and its folder", timeout)
@@ -120,9 +122,7 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
         else:
             cfg = with_cuts_of(cfg, source, world.size)
         asked = cfg.data.name
-        download_s = OmegaConf.select(cfg, "data.source.total_timeout")
-        download_s = download_s if isinstance(download_s, int | float) else 0
-        leader.phase("read the data set", timeout + download_s)
+        leader.phase("read the data set", timeout + _seconds(cfg, "data.source.total_timeout"))
         cfg, data = obtain_data(cfg)
         if not any(
             "run_dir=" in o or "run.dir=" in o for o in [*hydra.overrides.task, *hydra.overrides.hydra]
@@ -161,6 +161,15 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
         record(run, cfg, world, leader.announce(job), job, source, terms, files)
 
 
+def _seconds(cfg: DictConfig, key: str) -> float:
+    """Return a value that nobody has checked yet; 0 where it is no number."""
+    try:
+        value = OmegaConf.select(cfg, key)
+    except OmegaConfBaseException:
+        value = None
+    return value if isinstance(value, int | float) else 0.0
+
+
 def obtain_profile(
     cfg: DictConfig, job: Job, draft: Plan, world: World, leader: Leader, files: Files
 ) -> Profile | None:
@@ -197,10 +206,7 @@ def record(
     machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory())
     files.text(run_dir / "plan.txt", describe(run.plan))
     recorder = Recorder(run_dir, cfg, run, machine, files)
-    if train(run, device, world, store, job, source, recorder, terms):
-        recorder.close()
-    else:
-        recorder.stop()
+    train(run, device, world, store, job, source, recorder, terms)
 
 
 def join(job: Job, world: World, store: SealedStore | None) -> None:
@@ -236,8 +242,8 @@ def train(
     source: Source | None = None,
     recorder: Recorder | None = None,
     terms: Mapping[str, Any] | None = None,
-) -> bool:
-    """Connect this rank to the others and train its stages; return whether to the end."""
+) -> None:
+    """Connect this rank to the others and train its stages, to the end or to a stop."""
     settings, plan = run.settings, run.plan
     torch.set_num_threads(threads(run, world))
     if shares_gpu(world, device) and world.rank == 0:
@@ -257,7 +263,10 @@ def train(
         trainer.restore(source.folder, source.manifest)
     finished = trainer.fit()
     mesh.close()
-    return finished
+    if recorder and finished:
+        recorder.close()
+    elif recorder:
+        recorder.stop(keeper.saver.not_saved)
 
 
 if __name__ == "__main__":

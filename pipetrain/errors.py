@@ -21,4 +21,4 @@ class ActionFailed(TrainingStopped):
 
 
 class NotRecorded(RuntimeError):
-    """A run that came to its end, but whose records could not be written."""
+    """A run that came to its end, or was stopped, but whose records or weights could not be written."""

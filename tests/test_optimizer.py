@@ -80,7 +80,7 @@ def test_one_that_needs_all_parameters_at_once_is_for_one_stage():
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("Stores", "remembers a object, which a checkpoint"), ("Alone", "remembers 'count' of no par")],
+    [("Stores", "remembers values of type object, which a"), ("Alone", "remembers 'count' of no par")],
 )
 def test_what_cannot_be_saved_is_refused_where_there_are_checkpoints(name, says):
     assert says in refusal(lambda: made(f"{HERE}{name}"))

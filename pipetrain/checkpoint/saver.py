@@ -45,10 +45,11 @@ _SAVED, _NOT_SAVED = "saved", "not saved"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank saves: the tensors of its files, copied, and what is written beside them."""
+    """What one rank saves: the tensors of its files, copied, and what is written beside them; or why not."""
 
     files: Mapping[str, Mapping[str, Tensor]]
     metadata: Mapping[str, str]
+    failure: str = ""
 
 
 class Saver:
@@ -65,7 +66,8 @@ class Saver:
         self._timeout = timeout
         self._writer = ThreadPoolExecutor(1, "pipetrain-save")
         self._writing: Future[None] | None = None
-        self.failures = 0
+        self.not_saved: int | None = None
+        """The update of the newest save, where that has failed; rank 0 knows."""
         remove_unfinished(self._folder)  # on every rank: there may be one folder a machine, by mistake
 
     def save(self, update: int, snapshot: Snapshot, manifest: Manifest | None, best: bool) -> None:
@@ -98,7 +100,7 @@ class Saver:
     def _save(self, update: int, snapshot: Snapshot, manifest: Manifest | None, best: bool) -> None:
         partial = self._folder / (folder_name(update) + PARTIAL)
         parts: dict[str, Part] = {}
-        failure = ""
+        failure = snapshot.failure
         try:
             for name, tensors in snapshot.files.items():
                 parts[name] = write_part(partial, name, tensors, snapshot.metadata)
@@ -117,9 +119,10 @@ class Saver:
             if best:
                 mark_best(final)
             prune(self._folder, self._keep, final)
+            self.not_saved = None
             self._say(update, _SAVED)
         except (OSError, _SaveFailed) as error:
-            self.failures += 1
+            self.not_saved = update
             self._say(update, _NOT_SAVED)
             shutil.rmtree(partial, ignore_errors=True)
             log.warning(

@@ -77,7 +77,7 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
         return {type(value).__name__: [_packed(item, tensors) for item in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _packed(item, tensors) for key, item in value.items()}}
-    raise TypeError(f"a {type(value).__name__}")
+    raise TypeError(f"values of type {type(value).__name__}")
 
 
 def _unpacked(tree: Any, tensors: Sequence[Tensor]) -> Any:

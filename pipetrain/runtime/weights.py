@@ -189,11 +189,11 @@ class Weights:
             self._versions[self.newest] = leaves
 
     def _step(self, optimizer: Optimizer) -> None:
-        """Step; first over weights with their first gradient: torch's fused SGD takes no mixture."""
+        """Step; first over weights with their first gradient where torch's fused SGD takes no mixture."""
         given = {name: p.grad for name, p in self._live.items() if p.grad is not None}
         first = self._unmoved & given.keys()
         self._unmoved -= first
-        if first and len(first) < len(given):
+        if first and len(first) < len(given) and any(group.get("fused") for group in optimizer.param_groups):
             for name in given.keys() - first:
                 self._live[name].grad = None
             optimizer.step()

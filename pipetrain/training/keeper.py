@@ -65,17 +65,19 @@ class Keeper:
     ) -> None:
         """Start to save; all ranks must call it, with the same values but their own stages and residuals."""
         rank = mesh.world.rank
-        files: dict[str, dict[str, Tensor]] = {
-            stage_file(index): stage.state() for index, stage in stages.items()
-        }
-        files[stage_file(min(stages))] |= random_state(rank, mesh.device) | residual_state(residuals)
         metadata = {"run": self.run, "update": str(position.update)}
+        try:
+            files = {stage_file(index): stage.state() for index, stage in stages.items()}
+            files[stage_file(min(stages))] |= random_state(rank, mesh.device) | residual_state(residuals)
+            snapshot = Snapshot(files, metadata)
+        except TypeError as error:  # where checkpoint.every=null let it start, and a signal asks for one
+            snapshot = Snapshot({}, metadata, f"the optimizer of rank {rank} remembers {error}")
         manifest = None
         if rank == 0:
             manifest = Manifest(
                 self.run, position, self.conditions, pipeline, self.config, progress.to_json(), {}
             )
-        self.saver.save(position.update, Snapshot(files, metadata), manifest, is_best(position, progress))
+        self.saver.save(position.update, snapshot, manifest, is_best(position, progress))
 
     def close(self) -> None:
         """Wait until all is on the disk."""

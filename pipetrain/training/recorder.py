@@ -195,9 +195,18 @@ class Recorder:
                 f"run_dir={self._folder} resume=auto"
             )
 
-    def stop(self) -> None:
-        """End without a summary, for a run that was asked to stop."""
+    def stop(self, not_saved: int | None) -> None:
+        """End without a summary, for a run that was asked to stop.
+
+        Raises NotRecorded where the checkpoint of its last update was `not_saved`.
+        """
         if self._bar is not None:
             self._bar.close()
         self._write()
+        if not_saved is not None:
+            raise NotRecorded(
+                f"stopped, and the checkpoint of update {not_saved} was NOT saved: what was trained since the "
+                f"one before is lost; see to what was said of it, and go on with run_dir={self._folder} "
+                f"resume=auto"
+            )
         log.info("stopped after a checkpoint; go on with: run_dir=%s resume=auto", self._folder)

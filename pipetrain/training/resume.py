@@ -67,9 +67,17 @@ def find_source(resume: str, run_dir: Path) -> Source | None:
             f"{CHECKPOINTS}/update-... folders"
         )
     try:
-        return _whole(folder)
+        source = _whole(folder)
     except DamagedCheckpoint as damage:
         raise ConfigError(f"resume={resume} is damaged: {damage}; choose another checkpoint") from damage
+    if folder.parent.resolve() == (run_dir / CHECKPOINTS).resolve():
+        newest = _newest(run_dir)
+        if newest is not None and newest.manifest.position.update > source.manifest.position.update:
+            raise ConfigError(
+                f"resume={resume} is older than {newest.folder.name} in the same run_dir, from which "
+                f"resume=auto would go on later: choose another run_dir, or remove what is newer"
+            )
+    return source
 
 
 def _newest(run_dir: Path) -> Source | None:

@@ -60,15 +60,27 @@ def test_a_full_disk_on_any_rank_is_said_and_the_one_before_stays(tmp_path, monk
         return write(folder, name, *rest)
 
     monkeypatch.setattr(saver, "write_part", full)
-    assert save(tmp_path, 6).failures == 1
+    assert save(tmp_path, 6).not_saved == 6
     assert "the checkpoint of update 6 was NOT saved: rank 1 cannot write" in caplog.text
     assert "No space left on device" in caplog.text
     assert names(tmp_path) == ["update-00000005"]
     read_whole(tmp_path / CHECKPOINTS / "update-00000005")
 
 
+def test_what_cannot_be_saved_is_said_and_the_next_one_may_be(tmp_path, caplog):
+    one = Saver(tmp_path, 0, None, keep=1, timeout=1)
+    one.save(6, Snapshot({}, {}, "the optimizer of rank 0 remembers this"), manifest(6, 1), best=False)
+    one.wait()
+    assert one.not_saved == 6
+    assert "update 6 was NOT saved: the optimizer of rank 0 remembers this; training goes" in caplog.text
+    one.save(7, snapshot(0), manifest(7, 1), best=False)
+    one.close()
+    assert one.not_saved is None
+    assert names(tmp_path) == ["update-00000007"]
+
+
 def test_a_rank_that_writes_nothing_is_named(tmp_path, caplog):
-    assert save(tmp_path, 6, silent=True).failures == 1
+    assert save(tmp_path, 6, silent=True).not_saved == 6
     assert "rank 1 wrote nothing for 1 s" in caplog.text
     assert names(tmp_path) == []
 
@@ -94,7 +106,7 @@ def save_apart(folders: list[Path], update: int = 6) -> Saver:
 
 def test_a_folder_that_machines_do_not_share_is_said_and_nothing_is_pruned_or_left(apart, caplog):
     started = time.monotonic()
-    assert save_apart(apart).failures == 1
+    assert save_apart(apart).not_saved == 6
     assert time.monotonic() - started < 5
     assert (
         "the checkpoint of update 6 was NOT saved: rank 1 has written stage-1.safetensors, and rank 0 does "
@@ -115,7 +127,7 @@ def test_a_part_of_another_size_is_not_published(tmp_path, monkeypatch, caplog):
         return part
 
     monkeypatch.setattr(saver, "write_part", truncated)
-    assert save(tmp_path, 6).failures == 1
+    assert save(tmp_path, 6).not_saved == 6
     assert "stage-0.safetensors has 10 bytes instead of" in caplog.text
     assert names(tmp_path) == []
 
@@ -123,7 +135,7 @@ def test_a_part_of_another_size_is_not_published(tmp_path, monkeypatch, caplog):
 def test_what_a_network_shows_late_is_waited_for(apart):
     here, there = (folder / CHECKPOINTS / "update-00000006.partial" for folder in apart)
     Timer(0.3, lambda: shutil.copy(there / "stage-1.safetensors", here)).start()
-    assert save_apart(apart).failures == 0
+    assert save_apart(apart).not_saved is None
     assert names(apart[0]) == ["best", "update-00000006"]
     read_whole(apart[0] / CHECKPOINTS / "update-00000006")
 
@@ -133,7 +145,7 @@ def test_parts_that_are_not_those_of_the_placement_are_not_published(tmp_path, c
     files = {**snapshot(0).files, **snapshot(1).files}
     one.save(6, Snapshot(files, {}), manifest(6, 1), best=False)
     one.close()
-    assert one.failures == 1
+    assert one.not_saved == 6
     assert "the ranks wrote stage-0.safetensors, stage-1.safetensors instead of stage-0.saf" in caplog.text
     assert names(tmp_path) == []
 

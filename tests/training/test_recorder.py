@@ -309,6 +309,14 @@ def warned(caplog) -> list[str]:
     return [found[1] for record in caplog.records if (found := said.match(record.getMessage()))]
 
 
+def test_a_stop_whose_checkpoint_was_lost_says_so_and_keeps_the_records(twin, tmp_path):
+    twin.begin()
+    twin.epoch(figures(1))
+    with pytest.raises(NotRecorded, match="stopped, and the checkpoint of update 7 was NOT saved: what was"):
+        twin.stop(not_saved=7)
+    assert len((tmp_path / "again" / "metrics.csv").read_text().splitlines()) == 2
+
+
 @pytest.fixture
 def twin(made, tmp_path) -> Recorder:
     """Another recorder of the same run, as a resumed one has, whose folder is tmp_path/again."""
@@ -363,7 +371,7 @@ def test_what_there_was_no_room_for_is_tried_a_last_time_when_a_run_ends_or_stop
         with full_disk():
             each.epoch(figures(1))
     recorder.close()
-    twin.stop()
+    twin.stop(not_saved=None)
     for where in (folder, tmp_path / "again"):
         assert len((where / "metrics.csv").read_text().splitlines()) == 2
         assert [step for step, _ in scalars(where)["loss/train"]] == [1]

@@ -47,6 +47,7 @@ def a_case(schedule: str, ranks: int, *overrides: str) -> Case:
         *((schedule, 2, "optim=sgd") for schedule in SCHEDULES),
         ("1f1b", 1, "optim=sgd"),
         ("pipedream", 3, "optim=adamw"),
+        ("1f1b", 2, "optim._target_=tests.test_optimizer.Rich"),
     ],
 )
 def test_a_resumed_run_is_bit_equal_from_every_checkpoint(schedule, ranks, optimizer, tmp_path):
@@ -266,6 +267,20 @@ def test_the_newest_whole_one_is_taken_and_damage_is_named(tmp_path, caplog):
     assert "stage-1.safetensors has another checksum" in caplog.text
     with pytest.raises(ConfigError, match=r"is damaged: .* has another checksum"):
         find_source(str(newest), folder)
+
+
+def test_an_older_one_is_gone_on_from_in_another_folder(tmp_path):
+    older, newest = checkpoints(saved_run(tmp_path))[-2:]
+    says = f"is older than {newest.name} in the same run_dir, from which resume=auto would go on later"
+    with pytest.raises(ConfigError, match=says):
+        find_source(str(older), tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        find_source(str(older), tmp_path / "link")
+    assert find_source(str(older), tmp_path / "another") is not None
+    assert find_source(str(newest), tmp_path) is not None
+    (newest / "manifest.json").unlink()  # with what is damaged nobody would go on
+    assert find_source(str(older), tmp_path) is not None
 
 
 def test_nothing_to_go_on_from(tmp_path):

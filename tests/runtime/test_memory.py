@@ -1,0 +1,81 @@
+"""What an optimizer remembers comes back from tensors as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipetrain.runtime.memory import Memory
+
+NUMBERS = st.lists(st.floats(-9, 9), max_size=3)
+TENSORS = st.one_of(
+    NUMBERS.map(torch.tensor),
+    NUMBERS.map(lambda some: torch.complex(torch.tensor(some), torch.ones(len(some)))),
+    st.integers(0, 9).map(torch.tensor),
+)
+LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), TENSORS)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def equal(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+def sgd() -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    weight = nn.Parameter(torch.zeros(2))
+    return weight, torch.optim.SGD([weight], lr=0.1, momentum=0.5)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(state=st.dictionaries(st.text(), TREES, max_size=3), option=TREES)
+def test_any_tree_and_any_option_come_back(state, option):
+    weight, optimizer = sgd()
+    memory = Memory(optimizer)
+    optimizer.state[weight] = state
+    optimizer.param_groups[0]["k"] = option
+    tensors = memory.of(weight)
+    assert not any(tensor.is_complex() for tensor in tensors)
+    other, again = sgd()
+    Memory(again).restore(other, tensors)
+    assert equal(again.state[other], state)
+    assert equal(again.param_groups[0]["k"], option)
+
+
+def test_options_that_a_person_set_are_not_remembered():
+    weight, optimizer = sgd()
+    memory = Memory(optimizer)
+    optimizer.param_groups[0]["lr"] = 3.0  # the schedule's
+    tensors = memory.of(weight)
+    other = nn.Parameter(torch.zeros(2))
+    again = torch.optim.SGD([other], lr=0.1, momentum=0.9)
+    Memory(again).restore(other, tensors)
+    assert (again.param_groups[0]["momentum"], again.param_groups[0]["lr"]) == (0.9, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("thing", "says"),
+    [(object(), "type object"), ({1: 2}, "type dict"), ([{1, 2}], "type set"), (1j, "type complex")],
+)
+def test_what_cannot_be_told_is_named(thing, says):
+    weight, optimizer = sgd()
+    memory = Memory(optimizer)
+    optimizer.state[weight] = {"thing": thing}
+    with pytest.raises(TypeError, match=says):
+        memory.of(weight)
