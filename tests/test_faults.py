@@ -9,15 +9,12 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Timer
 
 import pytest
 from safetensors.torch import load_file
@@ -26,78 +23,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
 from pipetrain.schedule import chrome
 from tests.support.disk import full_disk
-
-CHECKOUT = Path(__file__).parents[1]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-MARK = "PIPETRAIN_TEST_MARK"
-SMALL = ["model=mlp", "data=digits", "data.train_limit=384", "data.test_limit=64", "batch_size=64"]
-SMALL += ["device=cpu", "threads=1"]
-DEADLINE_S = 120.0  # of each run, from its start
-FAULTY = ["model._target_=tests.support.models.faulty", "partition=[2]"]
-
-
-class Started(subprocess.Popen[str]):
-    """A process that, with all it starts, can be found by its mark."""
-
-    mark = ""
-
-
-@contextmanager
-def started(folder: Path, words: Sequence[str], *, restarts: int = 0, ranks: int = 2) -> Iterator[Started]:
-    """Start two ranks under torchrun, or one without; whatever is left of them at the end is killed."""
-    launcher = [*TORCHRUN, f"--max-restarts={restarts}"] if ranks > 1 else []
-    mark = uuid.uuid4().hex
-    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CHECKOUT), MARK: mark}
-    process = Started(
-        [sys.executable, *launcher, "-m", "pipetrain", *SMALL, *words],
-        cwd=folder,
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    process.mark = mark
-    deadline = Timer(DEADLINE_S, kill, (mark,))  # whoever reads what it says then comes to an end
-    deadline.start()
-    try:
-        yield process
-    finally:
-        deadline.cancel()
-        kill(mark)
-        process.wait()
-
-
-def kill(mark: str) -> None:
-    """Kill all that has a mark: a stopped process would outlive its torchrun."""
-    for pid in living(mark):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def living(mark: str) -> dict[int, dict[str, str]]:
-    """The processes that have inherited a mark, however they were started: pid -> environment."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
-            items = (path / "environ").read_text(errors="replace").split("\0")
-        except OSError:
-            continue
-        if state != "Z" and f"{MARK}={mark}" in items:
-            found[int(path.name)] = dict(item.split("=", 1) for item in items if "=" in item)
-    return found
-
-
-def ended(process: Started) -> str:
-    """Wait for the end, and return what was said."""
-    out, _ = process.communicate()
-    return out
-
-
-def said(out: str) -> str:
-    return "\n".join(line for line in out.splitlines() if line.startswith("pipetrain: "))
-
+from tests.support.processes import (
+    FAULTY,
+    await_epoch,
+    await_line,
+    ended,
+    living,
+    rank_of,
+    said,
+    started,
+)
 
 RANDOM = random.Random(0)
 WHAT = {
@@ -176,22 +111,6 @@ def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
 
-def rank_of(process: Started, rank: int) -> int:
-    """The pid of a rank."""
-    (pid,) = (pid for pid, variables in living(process.mark).items() if variables.get("RANK") == str(rank))
-    return pid
-
-
-def await_epoch(process: Started, epoch: int) -> str:
-    """Read what is said until an epoch is done."""
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if line.startswith(f"epoch {epoch}/"):
-            return "".join(seen)
-    raise AssertionError("".join(seen))
-
-
 EPOCHS = 20
 LONG = [f"epochs={EPOCHS}", "schedule=pipedream", "window=2", "checkpoint.every=3", "checkpoint.unit=updates"]
 
@@ -226,6 +145,19 @@ def test_runs_at_the_same_time_end_as_one_alone_and_so_they_do_when_a_rank_is_ki
             assert ("going on from" in out) == (run != runs[0])
             assert same(weights(run), weights(unharmed))
             assert rows(run) == rows(unharmed)
+
+
+def test_one_process_that_torchrun_restarts_goes_on_in_its_folder(tmp_path):
+    words = [*LONG, "epochs=6", "resume=auto"]
+    with started(tmp_path, words, ranks=1, restarts=1) as process:
+        await_epoch(process, 2)
+        os.kill(rank_of(process, 0), signal.SIGKILL)
+        out = ended(process)
+    assert process.returncode == 0, out
+    assert "going on from" in out
+    assert "epoch 1/" not in out
+    (run,) = (tmp_path / "runs").iterdir()
+    assert [row[0] for row in rows(run)[1:]] == [str(n) for n in range(1, 7)]
 
 
 def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(unharmed, tmp_path):
@@ -303,16 +235,6 @@ def eventful(tmp_path_factory) -> Eventful:
             *(run, out, process.returncode, intruder, second.returncode, configs, alone, addresses, asked),
             *(whole, warning),
         )
-
-
-def await_line(process: Started, word: str) -> str:
-    """Read what is said until a line with a word."""
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if word in line:
-            return line
-    raise AssertionError("".join(seen))
 
 
 def checkpoints(run: Path) -> list[str]:

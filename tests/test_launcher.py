@@ -1,0 +1,135 @@
+"""How a run that was started by pipetrain.launcher ends: its status, and that nobody shows a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
+from pipetrain.schedule import chrome
+from tests.support.processes import (
+    FAULTY,
+    LAUNCHER,
+    Started,
+    await_epoch,
+    await_handler,
+    ended,
+    living,
+    rank_of,
+    said,
+    started,
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up as Linux shows them")
+
+# A window of 48 batches, at least 24 seconds long: it would outlive what torchrun gives a rank.
+SLOW = [*FAULTY, "+model.kind=sleep", "+model.rank=1", "+model.at=500", "batch_size=8", "schedule=pipedream"]
+WORDS = {
+    "well": ["epochs=1"],
+    "stopped": [*SLOW, "trace=true"],
+    "in its start": [],
+    "refused": ["epochs=0"],
+    "killed": ["epochs=99"],
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is left of a run."""
+
+    status: int
+    out: str
+    living: int
+    run: Path
+
+
+def stop(process: Started) -> None:
+    for rank in range(2):
+        await_handler(process, rank, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
+
+
+def stop_early(process: Started) -> None:
+    while len(living(process.mark)) < 2:  # until the launcher has started a rank
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+
+
+def kill_one(process: Started) -> None:
+    await_epoch(process, 1)
+    os.kill(rank_of(process, 1), signal.SIGKILL)
+
+
+DEEDS = {"stopped": stop, "in its start": stop_early, "killed": kill_one}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory) -> dict[str, Ended]:
+    """A run for each way to end; all at once, because most of their time is the start."""
+    found = {}
+    with ExitStack() as stack:
+        runs = {}
+        for name, words in WORDS.items():
+            folder = tmp_path_factory.mktemp("run")
+            run = started(folder, [*words, "run_dir=run"], launcher=LAUNCHER)
+            runs[name] = folder / "run", stack.enter_context(run)
+        for name in ("in its start", "killed", "stopped"):
+            DEEDS[name](runs[name][1])
+        for name, (run, process) in runs.items():
+            out = ended(process)
+            found[name] = Ended(process.returncode, out, len(living(process.mark)), run)
+    return found
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_no_process_is_left_and_no_traceback_shown(name, ends):
+    assert ends[name].living == 0
+    assert "Traceback" not in ends[name].out
+    assert "SignalException" not in ends[name].out
+    assert "ChildFailedError" not in ends[name].out
+
+
+def test_a_run_that_ends_well(ends):
+    assert ends["well"].status == 0, ends["well"].out
+    assert (ends["well"].run / "summary.json").exists()
+
+
+def test_a_stop_within_a_window_is_saved_with_the_trace_and_ends_well(ends):
+    end = ends["stopped"]
+    assert end.status == 0, end.out
+    assert "got SIGTERM: saving when the pipeline is drained, then stopping" in end.out
+    assert "stopped after a checkpoint; go on with: run_dir=" in end.out
+    (checkpoint,) = newest_first(end.run / CHECKPOINTS)
+    manifest = checkpoint[1]
+    assert isinstance(manifest, Manifest), manifest
+    assert 1 <= manifest.position.batch < 47
+    _, windows = chrome.read(end.run / "trace.json")
+    assert [len(window.samples) for window in windows] == [manifest.position.batch]
+    assert "where the run was stopped" in end.out
+    assert not (end.run / "summary.json").exists()
+
+
+def test_a_stop_before_there_is_anything_to_save(ends):
+    end = ends["in its start"]
+    assert end.status == 128 + signal.SIGTERM
+    assert not list(end.run.glob(f"{CHECKPOINTS}/*"))
+
+
+def test_a_refusal_is_one_sentence_and_its_status(ends):
+    end = ends["refused"]
+    assert end.status == 2
+    assert said(end.out) == end.out.strip()
+    assert len(end.out.splitlines()) == 1
+
+
+def test_a_rank_that_was_killed_is_named(ends):
+    end = ends["killed"]
+    assert end.status == 1
+    assert "rank 0 lost rank 1" in said(end.out)
