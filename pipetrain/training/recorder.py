@@ -205,8 +205,8 @@ class Recorder:
         self._write()
         if not_saved is not None:
             raise NotRecorded(
-                f"stopped, and the checkpoint of update {not_saved} was NOT saved: what was trained since the "
-                f"one before is lost; see to what was said of it, and go on with: "
+                f"stopped, and the checkpoint of update {not_saved} was NOT saved, so what was trained since "
+                f"the one before is lost; see to what was said of it, and go on with: "
                 f"run_dir={self._folder} resume=auto"
             )
         log.info("stopped after a checkpoint; go on with: run_dir=%s resume=auto", self._folder)

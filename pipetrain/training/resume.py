@@ -118,7 +118,9 @@ def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
 
     Raises ConfigError where that would be another run: where its rates would have been others.
     """
-    if not (run_dir / SUMMARY).exists() or not is_of(run_dir, cfg, {"resume", "epochs"}):
+    if not ((run_dir / SUMMARY).exists() and folders(run_dir / CHECKPOINTS)):
+        return False
+    if not is_of(run_dir, cfg, {"resume", "epochs"}):
         return False
     try:
         summary = json.loads((run_dir / SUMMARY).read_text())

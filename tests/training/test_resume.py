@@ -12,16 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipetrain.checkpoint import files
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, Tensors, read_whole
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
+from pipetrain.cli import contained
+from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.stage import Stage
 from pipetrain.training.figures import most_accurate
-from pipetrain.training.resume import Source, conditions, find_source, refuse_other, with_cuts_of
+from pipetrain.training.resume import (
+    Source,
+    conditions,
+    find_source,
+    lengthens,
+    refuse_other,
+    with_cuts_of,
+)
 from tests.support.cases import SCHEDULES, Case, Saved, compare, config, make_run, run_in_threads
 from tests.support.damage import forge, put
 
@@ -581,6 +591,59 @@ def test_a_run_that_is_done_is_not_begun():
     source = source_of(position=Position(3, 0, 12))
     with pytest.raises(ConfigError, match="has all of its 3 epochs done; give epochs= more"):
         refuse_other(source, mine, epochs=3)
+
+
+# More epochs than a finished run had
+
+FINISHED = '{"updates": 8, "epochs": 2}'
+NONE = ["", "[]", "{}", '{"updates": 8, "epochs": 0}', '{"updates": [], "epochs": 2}']
+
+
+@pytest.fixture
+def lengthened(tmp_path):
+    """Make the records of a run of two epochs, four updates each, and say whether another lengthens it."""
+
+    def asked(*overrides: str, more: str = "epochs=3", summary: str = FINISHED, saved: bool = True) -> bool:
+        shutil.rmtree(tmp_path / CHECKPOINTS, ignore_errors=True)
+        if saved:
+            (tmp_path / CHECKPOINTS / "update-00000008").mkdir(parents=True)
+        mine = ["data=digits", "lr_schedule=constant", "warmup=0", *overrides]
+        cfg = contained(config([*mine, "epochs=2"]), tmp_path)
+        OmegaConf.save(cfg, tmp_path / "config.yaml", resolve=True)
+        (tmp_path / "summary.json").write_text(summary)
+        cfg = contained(config([*mine, more, "resume=auto"]), tmp_path)
+        return lengthens(tmp_path, cfg, read_settings(cfg, "1f1b", 2))
+
+    return asked
+
+
+def test_a_finished_run_goes_on_where_its_rates_stay(lengthened):
+    assert lengthened()
+    assert not lengthened(saved=False)
+    assert not lengthened(more="epochs=2")
+    assert not lengthened(more="epochs=1")
+    assert not lengthened(more="seed=1")
+
+
+@pytest.mark.parametrize("word", ["lr_schedule=cosine", "warmup=0.3", "lr_schedule=one_cycle"])
+def test_where_its_rates_would_have_been_others_it_is_told_how_to(lengthened, word, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        lengthened(word)
+    said = str(error.value)
+    assert said.startswith(
+        f"run_dir={tmp_path} holds a run that finished after 2 epochs, and with lr_schedule"
+    )
+    assert said.endswith(f"or go on there from its last weights with resume={tmp_path}")
+
+
+@pytest.mark.parametrize("summary", NONE)
+def test_a_summary_that_is_none_lengthens_nothing(lengthened, summary):
+    assert not lengthened(summary=summary)
+
+
+def test_a_run_without_a_summary_is_not_finished(tmp_path):
+    cfg = contained(config(["data=digits"]), tmp_path)
+    assert not lengthens(tmp_path, cfg, read_settings(cfg, "1f1b", 2))
 
 
 def test_a_profiled_run_keeps_its_cuts():
