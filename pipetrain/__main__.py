@@ -58,6 +58,7 @@ from pipetrain.training.resume import (
     find_source,
     lengthens,
     read_source,
+    refuse_older,
     refuse_other,
     with_cuts_of,
 )
@@ -120,6 +121,7 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
         if source is None:
             clear(run_dir)
         else:
+            refuse_older(source, run_dir)
             cfg = with_cuts_of(cfg, source, world.size)
         asked = cfg.data.name
         leader.phase("read the data set", timeout + _seconds(cfg, "data.source.total_timeout"))

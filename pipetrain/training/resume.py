@@ -67,17 +67,21 @@ def find_source(resume: str, run_dir: Path) -> Source | None:
             f"{CHECKPOINTS}/update-... folders"
         )
     try:
-        source = _whole(folder)
+        return _whole(folder)
     except DamagedCheckpoint as damage:
         raise ConfigError(f"resume={resume} is damaged: {damage}; choose another checkpoint") from damage
-    if folder.parent.resolve() == (run_dir / CHECKPOINTS).resolve():
-        newest = _newest(run_dir)
-        if newest is not None and newest.manifest.position.update > source.manifest.position.update:
-            raise ConfigError(
-                f"resume={resume} is older than {newest.folder.name} in the same run_dir, from which "
-                f"resume=auto would go on later: choose another run_dir, or remove what is newer"
-            )
-    return source
+
+
+def refuse_older(source: Source, run_dir: Path) -> None:
+    """Refuse to leave newer checkpoints of the same folder behind. Raises ConfigError."""
+    if source.folder.parent.resolve() != (run_dir / CHECKPOINTS).resolve():
+        return
+    newest = _newest(run_dir)
+    if newest is not None and newest.manifest.position.update > source.manifest.position.update:
+        raise ConfigError(
+            f"{source.folder} is older than {newest.folder.name} in the same run_dir, from which resume=auto "
+            f"would go on later: choose another run_dir, or remove what is newer"
+        )
 
 
 def _newest(run_dir: Path) -> Source | None:

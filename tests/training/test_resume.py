@@ -29,6 +29,7 @@ from pipetrain.training.resume import (
     conditions,
     find_source,
     lengthens,
+    refuse_older,
     refuse_other,
     with_cuts_of,
 )
@@ -280,17 +281,18 @@ def test_the_newest_whole_one_is_taken_and_damage_is_named(tmp_path, caplog):
 
 
 def test_an_older_one_is_gone_on_from_in_another_folder(tmp_path):
-    older, newest = checkpoints(saved_run(tmp_path))[-2:]
-    says = f"is older than {newest.name} in the same run_dir, from which resume=auto would go on later"
-    with pytest.raises(ConfigError, match=says):
-        find_source(str(older), tmp_path)
+    older, newest = (find_source(str(path), tmp_path) for path in checkpoints(saved_run(tmp_path))[-2:])
+    assert older is not None
+    assert newest is not None
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match=says):
-        find_source(str(older), tmp_path / "link")
-    assert find_source(str(older), tmp_path / "another") is not None
-    assert find_source(str(newest), tmp_path) is not None
-    (newest / "manifest.json").unlink()  # with what is damaged nobody would go on
-    assert find_source(str(older), tmp_path) is not None
+    for folder in (tmp_path, tmp_path / "link"):
+        says = f"is older than {newest.folder.name} in the same run_dir, from which resume=auto would go on"
+        with pytest.raises(ConfigError, match=says):
+            refuse_older(older, folder)
+    refuse_older(older, tmp_path / "another")
+    refuse_older(newest, tmp_path)
+    (newest.folder / "manifest.json").unlink()  # from what is damaged nobody would go on
+    refuse_older(older, tmp_path)
 
 
 def test_nothing_to_go_on_from(tmp_path):
