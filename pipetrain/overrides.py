@@ -23,3 +23,10 @@ def as_hydra(words: Sequence[str]) -> list[str]:
 
 def _plus(word: str) -> str:
     return "++" if _ARGUMENT.match(word) else "+" if _EITHER.match(word) else ""
+
+
+def quoted(value: str) -> str:
+    """Quote a value for Hydra's override grammar, where it has to be."""
+    if re.fullmatch(r"[\w./-]+", value, re.ASCII):
+        return value
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipetrain.bench.cli import main
+from benchmark.cli import main
 
 if __name__ == "__main__":  # the ranks import this file too
     sys.exit(main())

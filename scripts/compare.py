@@ -9,6 +9,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipetrain.comparison.cli import main
+from comparison.cli import main
 
 sys.exit(main())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pipetrain.comparison import cli, request
-from pipetrain.comparison.runs import Spec
+from comparison import cli, request
+from comparison.runs import Spec
 
 FAKE = Path(__file__).with_name("fake.py")
 

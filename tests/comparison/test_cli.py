@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.comparison import cli, request
-from pipetrain.comparison.methods import of_schedule
-from pipetrain.comparison.runs import Spec, quoted, torchrun
+from comparison import cli, request
+from comparison.methods import of_schedule
+from comparison.runs import Spec, torchrun
+from pipetrain.overrides import quoted
 from tests.comparison.support import compare, started
 
 ROOT = Path(__file__).parents[2]
@@ -155,7 +156,8 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out, number):
     arguments = [sys.executable, "-m", "tests.comparison.support", *TWO, "--out", str(out), *DIGITS]
-    environment = {**os.environ, "FAKE": '{"layer_dist:1": "hang"}'}
+    code = os.pathsep.join(map(str, (ROOT, ROOT / "scripts")))
+    environment = {**os.environ, "PYTHONPATH": code, "FAKE": '{"layer_dist:1": "hang"}'}
     process = subprocess.Popen(
         arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -298,11 +300,11 @@ def test_hydra_reads_a_quoted_path_as_it_was(path):
 
 def test_the_comparison_never_imports_torch():
     code = (
-        "import sys; from pipetrain.comparison import cli, request, timelines; "
+        "import sys; from comparison import cli, request, timelines; "
         "drawn = timelines.timelines(request.read(['--schedules', *request.names('schedule')])[1].specs); "
         "sys.exit('torch' in sys.modules or len(drawn) != len(request.names('schedule')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "scripts", check=False).returncode == 0
 
 
 def test_the_name_of_a_run():

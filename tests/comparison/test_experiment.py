@@ -8,12 +8,12 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from pipetrain.comparison import experiment
-from pipetrain.comparison.experiment import merged
-from pipetrain.comparison.methods import of_schedule
-from pipetrain.comparison.record import markdown, pairs
-from pipetrain.comparison.runs import Spec
-from pipetrain.comparison.table import make_rows
+from comparison import experiment
+from comparison.experiment import merged
+from comparison.methods import of_schedule
+from comparison.record import markdown, pairs
+from comparison.runs import Spec
+from comparison.table import make_rows
 from pipetrain.errors import ConfigError
 from tests.comparison.support import asked
 from tests.comparison.test_table import DONE, outcome

@@ -6,9 +6,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from pipetrain.comparison import plots
-from pipetrain.comparison.methods import of_schedule
-from pipetrain.comparison.runs import Outcome, Spec
+from comparison import plots
+from comparison.methods import of_schedule
+from comparison.runs import Outcome, Spec
 
 
 def outcome(schedule: str, seed: int, accuracies: list[float], model: str = "vgg16") -> Outcome:

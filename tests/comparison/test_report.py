@@ -12,8 +12,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from pipetrain.comparison import charts, plots, report
-from pipetrain.comparison.timelines import _played, timelines
+from comparison import charts, plots, report
+from comparison.timelines import _played, timelines
 from tests.comparison import browser
 from tests.comparison.support import asked, compare
 from tests.comparison.test_experiment import specs

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipetrain.comparison.methods import of_schedule
-from pipetrain.comparison.runs import Outcome, Spec
-from pipetrain.comparison.table import COLUMNS, make_rows, remarks, write
-from pipetrain.comparison.text import duration, size
+from comparison.methods import of_schedule
+from comparison.runs import Outcome, Spec
+from comparison.table import COLUMNS, make_rows, remarks, write
+from comparison.text import duration, size
 
 RECORD = (
     "method | dataset | model | device | lr | batch_size | data_worker | buffer_size | epoch | acc | eachtime"

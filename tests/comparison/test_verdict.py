@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipetrain.comparison.runs import Outcome
-from pipetrain.comparison.table import Row, make_rows
-from pipetrain.comparison.verdict import noise, verdict
+from comparison.runs import Outcome
+from comparison.table import Row, make_rows
+from comparison.verdict import noise, verdict
 from tests.comparison.test_table import outcome
 
 

@@ -14,9 +14,9 @@ from time import monotonic
 
 import torch
 
-from pipetrain.bench.report import progress
-from pipetrain.bench.worlds import titled
-from pipetrain.comparison.processes import interruptible
+from benchmark.report import progress
+from benchmark.worlds import titled
+from comparison.processes import interruptible
 from tests.gpu import memory, speed, training, transport
 from tests.gpu.rows import FAIL, NOT_RUN, Check, Line, Row, Setting, head, markdown
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipetrain.bench.ours import Ours
-from pipetrain.bench.tasks import Job, Task, prepare
-from pipetrain.bench.worlds import Say
+from benchmark.ours import Ours
+from benchmark.tasks import Job, Task, prepare
+from benchmark.worlds import Say
 from pipetrain.boundary import Boundary
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Target

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from pipetrain.bench.report import aligned, machine
-from pipetrain.bench.worlds import Place, Say, Work, run_world
+from benchmark.report import aligned, machine
+from benchmark.worlds import Place, Say, Work, run_world
 
 PASS, FAIL, SKIPPED, NOT_RUN, SEEN = "pass", "**FAIL**", "skipped", "not run", ""
 TIMEOUT_S = 60.0  # of any wait between ranks

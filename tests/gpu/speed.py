@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-from pipetrain.bench.figures import Series, ratio
-from pipetrain.bench.ours import Ours
-from pipetrain.bench.rounds import race
-from pipetrain.bench.tasks import Task, prepare
-from pipetrain.bench.theirs import Plain
-from pipetrain.bench.worlds import Say, titled
+from benchmark.figures import Series, ratio
+from benchmark.ours import Ours
+from benchmark.rounds import race
+from benchmark.tasks import Task, prepare
+from benchmark.theirs import Plain
+from benchmark.worlds import Say, titled
 from pipetrain.runtime.mesh import Mesh
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipetrain.bench.tasks import Task, prepare
-from pipetrain.bench.worlds import share_gpu
+from benchmark.tasks import Task, prepare
+from benchmark.worlds import share_gpu
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import parse_action
 from pipetrain.schedule.measured import RankWindow, TracedWindow

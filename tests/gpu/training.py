@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipetrain.bench.worlds import Say
+from benchmark.worlds import Say
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.mesh import Mesh

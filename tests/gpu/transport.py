@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from pipetrain.bench.worlds import Say
+from benchmark.worlds import Say
 from pipetrain.boundary import TensorSpec
 from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.mesh import Mesh

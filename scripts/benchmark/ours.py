@@ -9,7 +9,7 @@ import time
 
 from torch import Tensor
 
-from pipetrain.bench.tasks import Job
+from benchmark.tasks import Job
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.mesh import Mesh

@@ -20,8 +20,8 @@ import matplotlib
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from pipetrain.comparison.request import conf_dir
-from pipetrain.comparison.runs import Spec
+from comparison.request import conf_dir
+from comparison.runs import Spec
 from pipetrain.overrides import as_hydra
 from pipetrain.schedule.draw import as_figure
 from pipetrain.schedule.lower import lower

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from pipetrain.bench.figures import Row, Scale, Series, timed_row
-from pipetrain.bench.ours import Ours
-from pipetrain.bench.rounds import race
-from pipetrain.bench.sleep import Nap, naps, task
-from pipetrain.bench.tasks import prepare
-from pipetrain.bench.worlds import Say, run_world, titled
+from benchmark.figures import Row, Scale, Series, timed_row
+from benchmark.ours import Ours
+from benchmark.rounds import race
+from benchmark.sleep import Nap, naps, task
+from benchmark.tasks import prepare
+from benchmark.worlds import Say, run_world, titled
 from pipetrain.runtime.mesh import Mesh
 
 FULL_SIZE = Nap(0.01, 0.02, (2, 4), (1,), 96, spread=0.5)

@@ -20,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from pipetrain.comparison.runs import Outcome, columns
+from comparison.runs import Outcome, columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.bench.rounds import FULL, race, rotated
-from pipetrain.bench.worlds import WorldFailed, run_world, titled
+from benchmark.rounds import FULL, race, rotated
+from benchmark.worlds import WorldFailed, run_world, titled
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60
@@ -93,10 +93,10 @@ def test_a_rank_that_ends_early_ends_all(how, why):
 
 LINGER = f"""
 import sys
-sys.path.insert(0, {str(ROOT)!r})
-from pipetrain.bench.worlds import run_world
-from pipetrain.comparison.processes import interruptible
-from tests.bench.test_worlds import linger
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "scripts")!r}]
+from benchmark.worlds import run_world
+from comparison.processes import interruptible
+from tests.benchmark.test_worlds import linger
 if __name__ == "__main__":
     with interruptible():
         run_world(linger, 2, lambda text: print(text, flush=True))

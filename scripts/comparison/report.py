@@ -15,14 +15,14 @@ from pathlib import Path
 from statistics import fmean
 from string import Template
 
-from pipetrain.comparison import charts, record, sections, table
-from pipetrain.comparison.request import Request
-from pipetrain.comparison.runs import Outcome, Runs, columns
-from pipetrain.comparison.sections import card, grid, section
-from pipetrain.comparison.table import Row, mean
-from pipetrain.comparison.text import duration, size
-from pipetrain.comparison.timelines import timelines
-from pipetrain.comparison.verdict import verdict
+from comparison import charts, record, sections, table
+from comparison.request import Request
+from comparison.runs import Outcome, Runs, columns
+from comparison.sections import card, grid, section
+from comparison.table import Row, mean
+from comparison.text import duration, size
+from comparison.timelines import timelines
+from comparison.verdict import verdict
 
 FILE = "report.html"
 RESULTS = (

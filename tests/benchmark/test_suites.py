@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.bench import cli, memory, models, sleep
-from pipetrain.bench.figures import Row
-from pipetrain.bench.ours import Ours
-from pipetrain.bench.tasks import prepare
+from benchmark import cli, memory, models, sleep
+from benchmark.figures import Row
+from benchmark.ours import Ours
+from benchmark.tasks import prepare
 from pipetrain.partition.estimate import Layer
 from pipetrain.runtime.mesh import World
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipetrain.bench.figures import Row, Scale, Series, ratio
-from pipetrain.bench.ours import Ours
-from pipetrain.bench.rounds import FULL, race
-from pipetrain.bench.tasks import Task, prepare
-from pipetrain.bench.worlds import TIMEOUT_S, Say, run_world, titled
+from benchmark.figures import Row, Scale, Series, ratio
+from benchmark.ours import Ours
+from benchmark.rounds import FULL, race
+from benchmark.tasks import Task, prepare
+from benchmark.worlds import TIMEOUT_S, Say, run_world, titled
 from pipetrain.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel, Edge, Message, expired
 from pipetrain.runtime.mesh import Mesh

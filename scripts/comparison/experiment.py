@@ -14,9 +14,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipetrain.comparison import methods
-from pipetrain.comparison.methods import Method
-from pipetrain.comparison.record import Record, read_record
+from comparison import methods
+from comparison.methods import Method
+from comparison.record import Record, read_record
 from pipetrain.errors import ConfigError
 
 FOLDER = Path(__file__).with_name("experiments")

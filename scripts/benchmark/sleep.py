@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.bench.figures import Row, Scale, Series, timed_row
-from pipetrain.bench.ours import Ours
-from pipetrain.bench.rounds import FULL, Contestant, race
-from pipetrain.bench.tasks import Task, prepare
-from pipetrain.bench.theirs import RIVALS, SCHEDULES, Alone, TorchPipeline
-from pipetrain.bench.worlds import Say, run_world, titled
+from benchmark.figures import Row, Scale, Series, timed_row
+from benchmark.ours import Ours
+from benchmark.rounds import FULL, Contestant, race
+from benchmark.tasks import Task, prepare
+from benchmark.theirs import RIVALS, SCHEDULES, Alone, TorchPipeline
+from benchmark.worlds import Say, run_world, titled
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.costs import Costs
@@ -115,7 +115,7 @@ def task(nap: Nap, ranks: int, microbatches: int, slices: int = 1) -> Task:
     }
     return Task(
         (
-            "model._target_=pipetrain.bench.sleep.sleepers",
+            "model._target_=benchmark.sleep.sleepers",
             *(f"+model.{key}={value}" for key, value in model.items()),
             "partition=even",
             f"batch_size={microbatches}",

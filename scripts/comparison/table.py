@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from pipetrain.comparison.runs import Outcome
-from pipetrain.comparison.text import aligned, dash, duration, plus_minus, size
+from comparison.runs import Outcome
+from comparison.text import aligned, dash, duration, plus_minus, size
 
 FILES = ("table.md", "table.csv", "runs.csv")
 RECORD: tuple[str, ...] = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
-from pipetrain.comparison.plots import OFFSET, TICKS
+from comparison.plots import OFFSET, TICKS
 
 WIDTH, HEIGHT = 520, 320
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 14, 46

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipetrain.bench.figures import Row, Scale, Series, timed_row
-from pipetrain.bench.models import CONTIGUOUS, MODELS, SMALL
-from pipetrain.bench.ours import Ours
-from pipetrain.bench.rounds import race
-from pipetrain.bench.tasks import Task, prepare
-from pipetrain.bench.theirs import Plain
-from pipetrain.bench.worlds import Say, run_world, titled
+from benchmark.figures import Row, Scale, Series, timed_row
+from benchmark.models import CONTIGUOUS, MODELS, SMALL
+from benchmark.ours import Ours
+from benchmark.rounds import race
+from benchmark.tasks import Task, prepare
+from benchmark.theirs import Plain
+from benchmark.worlds import Say, run_world, titled
 from pipetrain.runtime.mesh import Mesh
 
 BATCHES = 4  # a turn

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import pipetrain
-from pipetrain.comparison import machine
-from pipetrain.comparison.methods import Method
-from pipetrain.comparison.processes import run
+from comparison import machine
+from comparison.methods import Method
+from comparison.processes import run
 from pipetrain.errors import ConfigError
+from pipetrain.overrides import quoted
 
 NEEDED: tuple[str, ...] = (
     "model",
@@ -119,13 +120,6 @@ def torchrun(spec: Spec, folder: Path) -> list[str]:
     # No checkpoints, unless the overrides ask for them: what is compared is the training.
     words = ["checkpoint.every=null", *spec.arguments, f"run_dir={quoted(str(folder))}"]
     return [*launcher, "-m", "pipetrain", *words]
-
-
-def quoted(value: str) -> str:
-    """Quote a value for Hydra's override grammar, where it has to be."""
-    if re.fullmatch(r"[\w./-]+", value, re.ASCII):
-        return value
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
 
 
 class Runs:

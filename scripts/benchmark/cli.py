@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from pipetrain.bench import jitter, memory, models, overhead, report, single, sleep, wire
-from pipetrain.bench.figures import Row, Scale
-from pipetrain.bench.worlds import Say, WorldFailed
-from pipetrain.comparison.processes import interruptible
+from benchmark import jitter, memory, models, overhead, report, single, sleep, wire
+from benchmark.figures import Row, Scale
+from benchmark.worlds import Say, WorldFailed
+from comparison.processes import interruptible
 
 SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
     "sleep": sleep.suite,

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from pipetrain.comparison import plots, record, report, request, table
-from pipetrain.comparison.processes import interruptible
-from pipetrain.comparison.request import Request
-from pipetrain.comparison.runs import Command, Outcome, Runs, torchrun
-from pipetrain.comparison.text import duration
+from comparison import plots, record, report, request, table
+from comparison.processes import interruptible
+from comparison.request import Request
+from comparison.runs import Command, Outcome, Runs, torchrun
+from comparison.text import duration
 from pipetrain.errors import ConfigError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130

@@ -11,10 +11,10 @@ from statistics import linear_regression, median
 
 from torch import nn
 
-from pipetrain.bench.figures import Row, Scale, Verdict
-from pipetrain.bench.ours import Ours
-from pipetrain.bench.tasks import Task, prepare
-from pipetrain.bench.worlds import Say, run_world, titled
+from benchmark.figures import Row, Scale, Verdict
+from benchmark.ours import Ours
+from benchmark.tasks import Task, prepare
+from benchmark.worlds import Say, run_world, titled
 from pipetrain.config import conf_dir
 from pipetrain.runtime.mesh import Mesh
 
@@ -22,7 +22,7 @@ RANKS, WINDOW = 2, 4  # batches of an asynchronous window
 WARMUP, WINDOWS = 10, 50
 ENDS = 10  # windows at either end, of which the medians are compared: single ones jitter by an activation
 NO_GROWTH = 0.01  # of the resident memory; a weight version kept a window would be 4 times as much
-TASK = Task(("model._target_=pipetrain.bench.memory.small_cnn", "partition=flops", "batch_size=32"))
+TASK = Task(("model._target_=benchmark.memory.small_cnn", "partition=flops", "batch_size=32"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from typing import ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
-from pipetrain.bench.figures import Row, Scale, Verdict
-from pipetrain.bench.ours import Ours
-from pipetrain.bench.rounds import Contestant
-from pipetrain.bench.tasks import Task, prepare
-from pipetrain.bench.theirs import Alone
-from pipetrain.bench.worlds import Say, run_world, titled
+from benchmark.figures import Row, Scale, Verdict
+from benchmark.ours import Ours
+from benchmark.rounds import Contestant
+from benchmark.tasks import Task, prepare
+from benchmark.theirs import Alone
+from benchmark.worlds import Say, run_world, titled
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.mesh import Mesh
@@ -32,7 +32,7 @@ SCHEDULES = ("layer_dist", "gpipe", "1f1b", "pipedream", "pipedream_2bw")
 MOST_US = 150.0
 TOTAL = "besides compute and waiting"
 CHANNEL, AROUND, LOOP = "of it the channel", "of it around compute", "of it the loop"
-TASK = Task(("model._target_=pipetrain.bench.overhead.tiny", "partition=even", "batch_size=16"), (8,), 8)
+TASK = Task(("model._target_=benchmark.overhead.tiny", "partition=even", "batch_size=16"), (8,), 8)
 
 P = ParamSpec("P")
 R = TypeVar("R")

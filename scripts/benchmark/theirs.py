@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from pipetrain.bench.tasks import LR, Job
+from benchmark.tasks import LR, Job
 from pipetrain.boundary import TensorSpec
 from pipetrain.runtime.mesh import Mesh
 

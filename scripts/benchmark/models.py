@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pipetrain.bench.figures import Row, Scale, Series, timed_row
-from pipetrain.bench.ours import Ours
-from pipetrain.bench.rounds import FULL, Contestant, race
-from pipetrain.bench.tasks import Job, Task, compose_task, prepare
-from pipetrain.bench.theirs import RIVALS, SCHEDULES, Alone, Plain, TorchPipeline
-from pipetrain.bench.worlds import Say, run_world, titled
+from benchmark.figures import Row, Scale, Series, timed_row
+from benchmark.ours import Ours
+from benchmark.rounds import FULL, Contestant, race
+from benchmark.tasks import Job, Task, compose_task, prepare
+from benchmark.theirs import RIVALS, SCHEDULES, Alone, Plain, TorchPipeline
+from benchmark.worlds import Say, run_world, titled
 from pipetrain.config import conf_dir
 from pipetrain.partition.balance import STRATEGIES, choose_cuts
 from pipetrain.partition.estimate import Layer

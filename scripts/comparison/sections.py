@@ -8,9 +8,9 @@ from html import escape
 from typing import Any
 from urllib.parse import quote
 
-from pipetrain.comparison.request import Request
-from pipetrain.comparison.runs import Outcome, Runs, Spec, torchrun
-from pipetrain.comparison.text import dash, duration
+from comparison.request import Request
+from comparison.runs import Outcome, Runs, Spec, torchrun
+from comparison.text import dash, duration
 
 RAN: tuple[str, ...] = (
     "method",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipetrain.bench.figures import Verdict, ratio, timed_row
+from benchmark.figures import Verdict, ratio, timed_row
 
 # The machine halves its speed from the third round on.
 SERIES = {"theirs": [0.2, 0.2, 0.4, 0.4], "ours": [0.1, 0.1, 0.2, 0.2], "slow": [0.2004, 0.2004, 0.4008, 0.4]}

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from pipetrain.bench.figures import Series
-from pipetrain.bench.worlds import Say
+from benchmark.figures import Series
+from benchmark.worlds import Say
 from pipetrain.runtime.mesh import Mesh
 
 FULL = ", once full"

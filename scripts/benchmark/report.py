@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from pipetrain.bench.figures import DIGITS, Row
+from benchmark.figures import DIGITS, Row
 
 MEANING = """\
 `median`: of the rounds; a batch's time where it is ms. A column of ratios says how many times as fast as

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
-from pipetrain.comparison.table import Row
-from pipetrain.comparison.text import duration
+from comparison.table import Row
+from comparison.text import duration
 
 TIE = 0.05
 # Student's t, two-sided 95 %, for 1 to 10 degrees of freedom; then by the next lower entry.

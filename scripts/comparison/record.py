@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.comparison.table import Row
-from pipetrain.comparison.text import aligned, dash, duration, plus_minus
+from comparison.table import Row
+from comparison.text import aligned, dash, duration, plus_minus
 from pipetrain.errors import ConfigError
 
 PRINTED = ("method", "dataset", "model", "device", "lr", "batch_size", "data_worker", "buffer_size")

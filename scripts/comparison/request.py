@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pipetrain
-from pipetrain.comparison import experiment, methods
-from pipetrain.comparison.experiment import Experiment, merged
-from pipetrain.comparison.methods import Method
-from pipetrain.comparison.runs import Spec
+from comparison import experiment, methods
+from comparison.experiment import Experiment, merged
+from comparison.methods import Method
+from comparison.runs import Spec
 from pipetrain.errors import ConfigError
 
 OWN = {"schedule": "--schedules", "seed": "--seeds", "run_dir": "--out", "model": "--models"}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.bench.figures import Row, Verdict
-from pipetrain.bench.report import figure, machine, markdown, table
+from benchmark.figures import Row, Verdict
+from benchmark.report import figure, machine, markdown, table
 
 ROWS = [
     Row("sleep, 2 stages", "1f1b", [451.2, 450.0, 455.04], "ms", {"of bound": 0.9965, "x torch": 1.0}),
