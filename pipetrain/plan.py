@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -26,12 +27,12 @@ from pipetrain.errors import ConfigError
 from pipetrain.launch import guarded
 from pipetrain.partition.profile import PROFILE
 from pipetrain.partition.stages import Prediction
+from pipetrain.prediction import played
 from pipetrain.profiling import draft_plan, measure
 from pipetrain.replay import Figures, Replay, read_trace
 from pipetrain.runtime.mesh import World, choose_device
 from pipetrain.schedule.actions import COMMUNICATION
 from pipetrain.schedule.draw import as_figure, as_text
-from pipetrain.schedule.simulate import Simulation, simulate
 from pipetrain.schedule.theory import theory
 
 BATCHES = 16  # what is played through of a window that is an epoch
@@ -66,30 +67,39 @@ def show(cfg: DictConfig) -> None:
     if traced:
         refuse_other(plan, traced, str(cfg.cost))
         plan = replace(plan, costs=traced.costs, prediction=None)
+    span = _span(cfg)
     if cfg.out is not None:
         try:
-            as_figure(timeline(plan), Path(str(cfg.out)), unit_of_time="s" if traced else "")
+            as_figure(played(plan), Path(str(cfg.out)), unit_of_time=_unit_of_time(plan), span=span)
         except OSError as error:
             raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
-    print(describe(plan), end="")
+    print(describe(plan, get_terminal_size((100, 24)).columns, span), end="")
     if traced:
         print(f"\n{compare(plan, traced, str(cfg.cost))}", end="")
     if cfg.out is not None:
         print(f"\ntimeline drawn in {cfg.out}")
 
 
-def timeline(plan: Plan) -> Simulation:
-    """Return the longest window's simulation: in seconds where the plan knows costs, else in units."""
-    if plan.costs is None:
-        return plan.window.simulation
-    m, buffer_size = plan.settings.microbatches, plan.settings.buffer_size
-    return simulate(plan.window.program, m, buffer_size=buffer_size, cost=plan.costs)
+def _span(cfg: DictConfig) -> tuple[int, int]:
+    """Return from which cell of the timeline to which it is to be drawn."""
+    value = str(cfg.span)
+    if value == "all":
+        return 0, sys.maxsize
+    ends = re.fullmatch(r"(\d+)-(\d+)", value)
+    if ends is None or int(ends[1]) >= int(ends[2]):
+        raise ConfigError(f"span={value} must be all, or from which cell to which, such as 0-40")
+    return int(ends[1]), int(ends[2])
 
 
-def describe(plan: Plan) -> str:
+def _unit_of_time(plan: Plan) -> str:
+    return "s" if plan.costs else ""
+
+
+def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) -> str:
     """Return the plan as text: partition, timeline of the longest window, and figures beside the formulas.
 
-    With a profile, the partition has the stages' predicted times, and what they come to stands below it.
+    The timeline goes by the stages' times, or their work where no times are known; see as_text for `width`
+    and `span`. With a profile, the partition has the predicted times, and what they come to stands below it.
     """
     settings = plan.settings
     batches = max(plan.windows)
@@ -100,7 +110,7 @@ def describe(plan: Plan) -> str:
     )
     if not settings.codecs.plain:
         head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"
-    picture = as_text(timeline(plan), unit_of_time="s" if plan.costs else "")
+    picture = as_text(played(plan), width, _unit_of_time(plan), span)
     predicted = [] if plan.prediction is None else [_predicted(plan, plan.prediction, batches)]
     return "\n".join((head, _partition(plan), *predicted, picture, _figures(plan, batches)))
 
@@ -139,11 +149,7 @@ def _partition(plan: Plan) -> str:
 
 def _predicted(plan: Plan, prediction: Prediction, batches: int) -> str:
     """Return what the schedule comes to at the profile's times, beside what other cuts would."""
-    settings, profile = plan.settings, prediction.profile
-    assert plan.costs is not None
-    run = simulate(
-        plan.window.program, settings.microbatches, buffer_size=settings.buffer_size, cost=plan.costs
-    )
+    profile, run = prediction.profile, played(plan)
     messages = f"messages {1e3 * profile.latency_s:.3f} ms + {1e3 * 2**20 * profile.s_per_byte:.3f} ms/MiB"
     if profile.latency_s == profile.s_per_byte == 0:
         messages = "messages free, as none were measured"
@@ -160,10 +166,10 @@ def _predicted(plan: Plan, prediction: Prediction, batches: int) -> str:
 
 
 def _figures(plan: Plan, batches: int) -> str:
-    settings, simulation = plan.settings, timeline(plan)
+    settings, simulation = plan.settings, plan.window.simulation
     virtual = plan.stages // settings.ranks
     formula = theory(settings.schedule, settings.ranks, batches, settings.microbatches, virtual)
-    rows: list[tuple[str, ...]] = [("", "simulated", "at most" if plan.policy else "formula")]
+    rows: list[tuple[str, ...]] = [("equal stages", "simulated", "at most" if plan.policy else "formula")]
     known = formula.bubble if formula else None
     rows.append(("bubble", f"{simulation.bubble:.4f}", "-" if known is None else f"{known:.4f}"))
     names = ("activations", "versions", "staleness")
@@ -171,7 +177,9 @@ def _figures(plan: Plan, batches: int) -> str:
     for name in names:
         expected = bounds[name] if plan.policy else getattr(formula, name, None)
         rows.append((name, _list(getattr(simulation, name)), _list(expected) if expected else "-"))
+    by = "times" if plan.costs else "work"
     note = "by stage; activations in microbatches, staleness in updates\n"
+    note += f"the timeline goes by the {by} of the stages, these figures as if all were equal\n"
     if plan.policy:
         note += "the order is decided while it runs: this is how it goes if times are even\n"
     return _aligned(rows) + note

@@ -27,11 +27,19 @@ class StageTimes:
     wait: float
 
 
-def predict(plan: Plan) -> list[StageTimes]:
-    """Predict the times of each stage, by the plan's longest window."""
-    costs = plan.costs or estimated_costs(plan)
+def played(plan: Plan) -> Simulation:
+    """Return the longest window at what its stages cost: in seconds where `plan.costs` says them.
+
+    Otherwise by their estimated work, where a forward of the mean stage takes 1.
+    """
+    m, buffer_size = plan.settings.microbatches, plan.settings.buffer_size
+    cost = plan.costs or estimated_costs(plan)
+    return simulate(plan.window.program, m, buffer_size=buffer_size, cost=cost)
+
+
+def predict(plan: Plan, run: Simulation) -> list[StageTimes]:
+    """Predict the times of each stage, by the plan's longest window as it was `played`."""
     settings = plan.settings
-    run = simulate(plan.window.program, settings.microbatches, buffer_size=settings.buffer_size, cost=costs)
     waited = [waits(run, rank, repeated=settings.window is not None) for rank in range(settings.ranks)]
     seconds = [0.0] * plan.stages
     for spans in run.spans:
@@ -49,12 +57,12 @@ def predict(plan: Plan) -> list[StageTimes]:
 
 
 def estimated_costs(plan: Plan) -> Costs:
-    """Price each stage's actions by its share of the model's work; updates and messages are free."""
+    """Price each stage's actions by its work beside that of the mean stage; updates and messages are free."""
     flops = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in range(plan.stages)]
-    total = sum(flops)
+    mean = sum(flops) / len(flops)
     times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
     return Costs(
-        {(stage, op): n * work / total for stage, work in enumerate(flops) for op, n in times.items()}
+        {(stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()}
     )
 
 

@@ -68,7 +68,7 @@ def test_vgg16_by_pipedream_on_four_stages():
     shares = [float(re.split(r"  +", row)[4].removesuffix("%")) for row in rows]
     assert sum(shares) == pytest.approx(100, abs=0.3)
     timeline = [line for line in text.splitlines() if line.startswith("rank ")]
-    assert [line.split()[2] for line in timeline] == ["F0-", ".", ".", "."]
+    assert [line.split()[2] for line in timeline] == ["F0", ".", ".", "."]
     # S = 4, m = 8: at stage s, S-s activations, ceil((S-1-s)/m)+1 versions, ceil((S-1-s)/m) updates late.
     assert figures(text) == {
         "bubble": (f"{3 / (16 * 8 + 3):.4f}",) * 2,

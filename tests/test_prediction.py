@@ -9,7 +9,7 @@ import pytest
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.building import make_model, make_schedule
 from pipetrain.config import read_settings
-from pipetrain.prediction import estimated_costs, predict
+from pipetrain.prediction import estimated_costs, played, predict
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.costs import Costs
 from tests.support.cases import config
@@ -22,13 +22,17 @@ def planned(schedule: str, *words: str, batches: int = 1) -> Plan:
     return make_plan(read, make_schedule(cfg), make_model(cfg, 0, read.dtype), (3, 32, 32), 10, samples)
 
 
+def predicted(plan):
+    return predict(plan, played(plan))
+
+
 def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known():
     plan = planned("gpipe", "partition=[3]")
     costs = estimated_costs(plan)
     work = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in (0, 1)]
     assert costs.seconds[0, Op.F] / costs.seconds[1, Op.F] == pytest.approx(work[0] / work[1])
     assert costs.seconds[1, Op.B] == pytest.approx(2 * costs.seconds[1, Op.F])
-    first, second = predict(plan)
+    first, second = predicted(plan)
     assert (first.stage_time_s, second.stage_time_s) == (None, None)
     # A flush: all that is no computing is waiting, for a message or for the next window's first.
     for stage in (first, second):
@@ -41,7 +45,7 @@ def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known(
 
 def test_with_costs_seconds_are_known_too():
     costs = {(0, Op.F): 1.0, (0, Op.B): 2.0, (1, Op.F): 1.0, (1, Op.B): 2.0, (0, Op.STEP): 0.5}
-    first, second = predict(replace(planned("gpipe"), costs=Costs(costs)))
+    first, second = predicted(replace(planned("gpipe"), costs=Costs(costs)))
     assert (first.stage_time_s, second.stage_time_s) == pytest.approx((12.5, 12.0))
     assert (first.bubble, second.bubble) == pytest.approx((3 / 15.5, 3.5 / 15.5))
     assert (first.wait, second.wait) == pytest.approx((3 / 15.5, 3.5 / 15.5))
@@ -49,7 +53,7 @@ def test_with_costs_seconds_are_known_too():
 
 def test_seconds_are_of_a_batch_and_the_end_of_an_epoch_is_no_wait():
     costs = Costs({(s, op): n for s in (0, 1) for op, n in ((Op.F, 1.0), (Op.B, 2.0))})
-    first, second = predict(replace(planned("pipedream", batches=5), costs=costs))
+    first, second = predicted(replace(planned("pipedream", batches=5), costs=costs))
     makespan = 5 * 12 + 3
     assert (first.stage_time_s, second.stage_time_s) == pytest.approx((12.0, 12.0))
     assert (first.bubble, second.bubble) == pytest.approx((3 / makespan, 3 / makespan))
@@ -57,6 +61,6 @@ def test_seconds_are_of_a_batch_and_the_end_of_an_epoch_is_no_wait():
 
 
 def test_stages_of_one_rank_share_its_bubble():
-    stages = predict(planned("interleaved_1f1b"))
+    stages = predicted(planned("interleaved_1f1b"))
     assert len(stages) == 4
     assert (stages[0].bubble, stages[1].bubble) == (stages[2].bubble, stages[3].bubble)

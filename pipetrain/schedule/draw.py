@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_FIGURE_UNITS = 48  # drawn at most; more would leave no room for the numbers
+SHORT = 48  # cells of a figure that is looked at as a whole
+_MOST_INCHES = 100.0
 _COLOURS = {Op.F: "#4e79a7", Op.B: "#e08a2e", Op.I: "#e08a2e", Op.W: "#59a14f"}
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 _STEP, _IDLE, _INK = "#222222", "#ececec", "#333333"
@@ -36,76 +37,99 @@ class _Bar(NamedTuple):
     depth: int  # place of the stage among its rank's
 
 
-def as_text(simulation: Simulation, width: int = 100, unit_of_time: str = "") -> str:
+def as_text(
+    simulation: Simulation, width: int = 100, unit_of_time: str = "", span: tuple[int, int] | None = None
+) -> str:
     """Draw a row a rank, a cell the shortest action's time (one unit, at `unit_cost`), in `width` columns.
 
     `F3` is the forward of microbatch 3, `B3--` its backward (`I` and `W` its halves), `1F3` says the stage
-    too where a rank holds several; a dot is idle, `|` a step. What does not fit is cut, and the first line
-    says so. `unit_of_time` is what the costs are in, such as `s`.
+    too where a rank holds several; a dot is idle, `|` a step. `span` says from which cell to which to draw,
+    in as many lines a rank as that takes; without it there is one line, as long as it may be. The first line
+    says what is left out. `unit_of_time` is what the costs are in, such as `s`.
     """
     unit, stages = _unit(simulation), _stages(simulation)
     several = any(len(on_rank) > 1 for on_rank in stages)
-    bars = _bars(simulation, width / 3 * unit)  # a cell is at least 3 wide
+    total = round(simulation.makespan / unit)
+    begin, end = (0, min(total, width // 3)) if span is None else (min(cells, total) for cells in span)
+    bars = _bars(simulation, (end + 0.5) * unit)
     names = [f"rank {rank}  " for rank in range(len(stages))]
     left = max(map(len, names), default=0)
     cell = 1 + max((len(_label(bar.action, several)) for bar in bars), default=1)
-    total = round(simulation.makespan / unit)
-    cells = total if left + total * cell <= width else max(1, (width - left - 1) // cell)
-    rows = [list(("." + " " * (cell - 1)) * cells) for _ in stages]
+    rows = [list(("." + " " * (cell - 1)) * end) for _ in stages]
     for bar in bars:
         first, last = int(bar.start / unit + 0.5), int(bar.end / unit + 0.5)
-        if bar.action.op is Op.STEP and 0 < first <= cells:
+        if bar.action.op is Op.STEP and 0 < first <= end:
             rows[bar.rank][first * cell - 1] = "|"
-        elif first < min(last, cells):
+        elif first < min(last, end):
             bar_text = _label(bar.action, several).ljust((last - first) * cell - 1, "-") + " "
-            rows[bar.rank][first * cell : last * cell] = bar_text[: (cells - first) * cell]
+            rows[bar.rank][first * cell : last * cell] = bar_text[: (end - first) * cell]
+
+    fits = (width - left) // cell
+    if fits < end - begin or end < total:  # each line then ends in a mark
+        fits = max(1, (width - left - 1) // cell)
+    starts = range(begin, end, fits)
+    if span is None:
+        starts, end = starts[:1], min(end, fits)
     title = ", ".join(_facts(simulation, unit_of_time))
     title += f", a cell is {unit:.3g} {unit_of_time}".rstrip() if unit != 1 else ""
-    title += f", the first {cells} cells of {total}" if cells < total else ""
-    end = "…" if cells < total else ""
-    lines = [name.ljust(left) + "".join(row).rstrip() + end for name, row in zip(names, rows, strict=True)]
-    return "\n".join([title, *lines]) + "\n"
+    if begin or end < total:
+        title += f", cells {begin} to {end} of {total}" if begin else f", the first {end} cells of {total}"
+    groups = []
+    for start in starts:
+        stop = min(start + fits, end)
+        parts = ("".join(row[start * cell : stop * cell]).rstrip() for row in rows)
+        more = "…" * (stop < total)
+        groups.append("".join(f"{n.ljust(left)}{part}{more}\n" for n, part in zip(names, parts, strict=True)))
+    return f"{title}\n" + "\n".join(groups)
 
 
-def as_figure(simulation: Simulation, path: Path | str, title: str = "", unit_of_time: str = "") -> None:
+def as_figure(
+    simulation: Simulation,
+    path: Path | str,
+    title: str = "",
+    unit_of_time: str = "",
+    span: tuple[int, int] = (0, SHORT),
+) -> None:
     """Write the timeline to `path`, by its suffix as SVG or PNG. Raises ScheduleError for another suffix.
 
-    A long program is drawn as far as its numbers can be read, and the title says how far.
+    `span` says from which cell to which to draw, as in `as_text`; the title says what is left out.
     """
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
         raise ScheduleError(f"a timeline is written as .svg or .png; got {path.name}")
-    figure = _figure(simulation, title, unit_of_time)
+    figure = _figure(simulation, title, unit_of_time, span)
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
 def as_png(simulation: Simulation) -> bytes:
-    """Return the timeline as a PNG."""
+    """Return the beginning of the timeline as a PNG."""
     buffer = BytesIO()
-    _figure(simulation).savefig(buffer, format="png")
+    _figure(simulation, "", "", (0, SHORT)).savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def _figure(simulation: Simulation, title: str = "", unit_of_time: str = "") -> Figure:
+def _figure(simulation: Simulation, title: str, unit_of_time: str, span: tuple[int, int]) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     unit, stages = _unit(simulation), _stages(simulation)
-    until = min(simulation.makespan, _FIGURE_UNITS * unit)
-    size = (max(6.5, 1.1 + 0.25 * until / unit), 1.15 + 0.4 * len(stages))
+    since, until = (min(simulation.makespan, cells * unit) for cells in span)
+    size = (min(max(6.5, 1.1 + 0.25 * (until - since) / unit), _MOST_INCHES), 1.15 + 0.4 * len(stages))
     figure = Figure(figsize=size, dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _draw_frame(axes, stages, until, unit_of_time)
-    _draw_bars(axes, simulation, until)
+    _draw_frame(axes, stages, since, until, unit_of_time)
+    _draw_bars(axes, simulation, since, until)
     facts = [title] * bool(title) + _facts(simulation, unit_of_time)
-    if until < simulation.makespan:
+    if since:
+        facts.append(f"{_time(since, unit_of_time)} to {_time(until, unit_of_time)} drawn")
+    elif until < simulation.makespan:
         facts.append(f"the first {_time(until, unit_of_time)} drawn")
     axes.set_title("  ·  ".join(facts), loc="left", fontsize=9.5, color=_INK, pad=22)
     return figure
 
 
-def _draw_frame(axes: Axes, stages: list[list[int]], until: float, unit_of_time: str) -> None:
+def _draw_frame(axes: Axes, stages: list[list[int]], since: float, until: float, unit_of_time: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     several = any(len(on_rank) > 1 for on_rank in stages)
@@ -115,7 +139,7 @@ def _draw_frame(axes: Axes, stages: list[list[int]], until: float, unit_of_time:
     ]
     axes.set_yticks(range(len(stages)), names, fontsize=8, color=_INK)
     axes.set_ylim(len(stages) - 0.4, -0.6)
-    axes.set_xlim(0, until * 1.004)
+    axes.set_xlim(since, until + 0.004 * (until - since))
     note = " (paler: a later stage of the rank)" if several else ""
     time = f"time, {unit_of_time}" if unit_of_time else "time"
     axes.set_xlabel(time + note, fontsize=8, color=_INK)
@@ -125,11 +149,11 @@ def _draw_frame(axes: Axes, stages: list[list[int]], until: float, unit_of_time:
     for side in axes.spines:
         axes.spines[side].set_visible(False)
     for rank in range(len(stages)):
-        axes.broken_barh([(0, until)], (rank - 0.38, 0.76), facecolors=_IDLE, zorder=1)
+        axes.broken_barh([(since, until - since)], (rank - 0.38, 0.76), facecolors=_IDLE, zorder=1)
 
 
-def _draw_bars(axes: Axes, simulation: Simulation, until: float) -> None:
-    bars = _bars(simulation, until)
+def _draw_bars(axes: Axes, simulation: Simulation, since: float, until: float) -> None:
+    bars = [bar for bar in _bars(simulation, until) if bar.end > since]
     deepest = max((bar.depth for bar in bars), default=0)
     for rank, action, start, end, depth in bars:
         if action.op is Op.STEP:
@@ -137,14 +161,14 @@ def _draw_bars(axes: Axes, simulation: Simulation, until: float) -> None:
             continue
         paleness = 0.55 * depth / max(deepest, 1)
         axes.broken_barh(
-            [(start, min(end, until) - start)],
+            [(max(start, since), min(end, until) - max(start, since))],
             (rank - 0.38, 0.76),
             facecolors=_paler(_COLOURS[action.op], paleness),
             edgecolors="white",
             linewidth=0.7,
             zorder=2,
         )
-        if end <= until:
+        if since <= start and end <= until:
             ink = "white" if paleness < 0.4 else _INK
             at = ((start + end) / 2, rank + 0.02)
             axes.text(*at, str(action.mb), ha="center", va="center", color=ink, fontsize=7.5, zorder=3)

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipetrain.prediction import StageTimes, predict
+from pipetrain.prediction import StageTimes, played, predict
 from pipetrain.runtime.record import StageRecord
 from pipetrain.training import stage_table
 from pipetrain.training.figures import EpochFigures, most_accurate
@@ -33,7 +33,8 @@ class History:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._plan = run.plan
-        self.predicted = predict(run.plan)
+        self.simulated = played(run.plan)
+        self.predicted = predict(run.plan, self.simulated)
         self.epochs: list[EpochFigures] = []
         self.since = 0
 
@@ -168,7 +169,7 @@ class History:
             "codec_s_per_epoch": sum(record.codec_s for record in records) / self.counted,
             "updates": self._run.updates,
             "straggler": None if straggler is None else asdict(straggler),
-            "simulated_bubble": self._plan.window.simulation.bubble,
+            "simulated_bubble": self.simulated.bubble,
             "per_stage": [self._stage_summary(stage, seen) for stage, seen in enumerate(self.measured())],
         }
 

@@ -48,7 +48,7 @@ class Recorder:
         self._spoke = time.perf_counter()
         self._done = 0
         self._bar: Any = None
-        config, picture = OmegaConf.to_yaml(cfg, resolve=True), as_png(run.plan.window.simulation)
+        config, picture = OmegaConf.to_yaml(cfg, resolve=True), as_png(self._history.simulated)
         files.text(folder / CONFIG, config)
         files.whole(folder / "timeline.png", lambda new: new.write_bytes(picture))
         self._introduction, self._outcome = events.introduction(run, config, picture), b""
@@ -72,9 +72,9 @@ class Recorder:
             ),
         )
         log.info(
-            "%d stages, cut before layers %s; batch %d in %d microbatches; bubble %.1f %% on paper",
+            "%d stages, cut before layers %s; batch %d in %d microbatches; bubble %.1f %% by the stages' %s",
             *(self._plan.stages, self._plan.cuts, settings.batch_size, settings.microbatches),
-            100 * self._plan.window.simulation.bubble,
+            *(100 * self._history.simulated.bubble, "times" if self._plan.costs else "work"),
         )
         log.info(
             "%s, %s, %d threads a process; %s%s",
