@@ -265,7 +265,7 @@ def train(
         trainer.restore(source.folder, source.manifest)
     finished = trainer.fit()
     mesh.close()
-    if recorder and finished:
+    if recorder and finished and keeper.saver.not_saved is None:
         recorder.close()
     elif recorder:
         recorder.stop(keeper.saver.not_saved)

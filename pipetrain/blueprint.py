@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipetrain.boundary import Boundary, TensorSpec, named_layers
@@ -155,6 +155,7 @@ def make_plan(
     _refuse_cuts(model, layers[full], cuts)
     _refuse_output(layers[full], full, classes)
     evaluated = _estimates(numerics, model, mode, example, set(samples.evaluation), train=False)
+    _refuse_changing([*layers.values(), *evaluated.values()], cuts)
     program = lower(forward_only(where, len(samples.evaluation)))
     simulate(program, 1, buffer_size=settings.buffer_size)
     return Plan(
@@ -302,7 +303,7 @@ def _entries(
 ) -> dict[int, list[Boundary]]:
     return {
         size: [
-            Boundary((_input(numerics, example, size),), needs_grad=(False,)),
+            Boundary((_input(numerics, example, size),), needs_grad=(False,), requires_grad=(False,)),
             *(estimated[cut - 1].output for cut in cuts),
         ]
         for size, estimated in layers.items()
@@ -343,13 +344,27 @@ def _refuse_cuts(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[i
     _refuse_sharing(model, layers, cuts)
 
 
+def _refuse_changing(sizes: Sequence[Sequence[Layer]], cuts: Sequence[int]) -> None:
+    """Refuse a cut over which other things go for another microbatch size, or in an evaluation."""
+    for cut in cuts:
+        outputs = [layers[cut - 1].output for layers in sizes]
+        kinds = {output.single for output in outputs}
+        needs = {output.needs_grad for output in outputs if output.needs_grad is not None}
+        if len(kinds) > 1 or len(needs) > 1:
+            what = "gradients are needed there" if len(kinds) == 1 else "it is one tensor or a tuple"
+            raise ConfigError(
+                f"whether {what} behind layer {cut - 1} ({sizes[0][cut - 1].name}) changes with the size of "
+                f"a microbatch, or in evaluation; choose a partition that does not cut before layer {cut}"
+            )
+
+
 def _refuse_sharing(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
     """Refuse a parameter or a buffer that two stages use: each would have a copy of its own."""
-    registered = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    registered = {_address(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     user: dict[str, int] = {}
     for index, (name, layer) in enumerate(named_layers(model)):
         stage = sum(cut <= index for cut in cuts)
-        used = [(place.name, registered.get(id(place.tensor), "")) for place in places(layer)]
+        used = [(place.name, registered.get(_address(place.tensor), "")) for place in places(layer)]
         used += [(tensor, tensor) for tensor in layers[index].borrows]
         for said, tensor in used:
             if tensor and user.setdefault(tensor, stage) != stage:
@@ -357,6 +372,13 @@ def _refuse_sharing(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequenc
                     f"layer {index} ({name}) of stage {stage} shares its {said} with stage {user[tensor]}; "
                     f"choose a partition that keeps both layers in one stage"
                 )
+
+
+def _address(tensor: Tensor) -> tuple[str, int]:
+    """Return what tells a tensor's memory from others'."""
+    if tensor.layout is not torch.strided or not tensor.data_ptr():
+        return "object", id(tensor)
+    return "memory", tensor.data_ptr()
 
 
 def _refuse_output(layers: Sequence[Layer], size: int, classes: int) -> None:

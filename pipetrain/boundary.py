@@ -38,12 +38,14 @@ class Boundary:
     """The tensors between two layers for one microbatch size. `single`: a bare tensor, not a tuple of one.
 
     `needs_grad`: those whose gradient one process would need, because it reaches weights before them from the
-    loss behind them; None where that is not known, which stands for every floating-point tensor.
+    loss behind them; `requires_grad`: those that depend on such weights, used behind them or not. None where
+    that is not known, which stands for every floating-point tensor.
     """
 
     specs: tuple[TensorSpec, ...]
     single: bool = True
     needs_grad: tuple[bool, ...] | None = None
+    requires_grad: tuple[bool, ...] | None = None
 
     @property
     def gradients(self) -> tuple[TensorSpec, ...]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import random
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
@@ -21,7 +23,7 @@ from pipetrain.runtime.codec import Codec
 from pipetrain.schedule.actions import Schedule
 
 # What one process would run of a model, and a pipeline, which runs its layers, would not.
-_METHODS = ("forward", "__call__", "train", "eval")
+_METHODS = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "train", "eval")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -77,6 +79,8 @@ def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
     trained as one process trains it.
     """
     torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     model = build(cfg, "model")
     if not isinstance(model, nn.Sequential) or not len(model):
         raise ConfigError(
@@ -102,9 +106,19 @@ def _refuse_unseen(model: nn.Sequential) -> None:
         )
     for name in (*model._parameters, *model._buffers):
         raise ConfigError(f"the model has {name} outside of its layers: put it into the layer that uses it")
+    addresses: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"layer {name} of the model is lazy: give it its sizes")
+        if type(parameter) is not nn.Parameter:
+            raise ConfigError(
+                f"parameter {name} of the model is a {type(parameter).__name__}, and each weight "
+                f"version would be a plain nn.Parameter: make it one"
+            )
+        if (first := addresses.setdefault(parameter.data_ptr(), name)) != name and parameter.numel():
+            raise ConfigError(
+                f"parameters {first} and {name} of the model share memory: use one nn.Parameter for both"
+            )
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
                 f"parameter {name} of the model has a hook, which would not be called: each weight version "

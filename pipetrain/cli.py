@@ -10,7 +10,8 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,15 @@ def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
 
 
 def _refuse_choice(word: str) -> None:
-    """Refuse a word that gives a group something else than a name, which Hydra answers in riddles."""
-    group, _, value = word.lstrip("+").partition("=")
+    """Refuse a word of the wrong kind for its key, which Hydra answers in riddles."""
+    group, given, value = word.lstrip("+").partition("=")
     folder = conf_dir() / group
+    if group == "run_dir" and re.fullmatch(r"null|[\[{].*", value):
+        raise ConfigError(f"{word} must be a folder")
+    parts = sorted(key for key in _known(("config",)) if key.startswith(f"{group}."))
+    chosen = folder.is_dir() or group.startswith("codec.") or group in READ_WHOLE
+    if given and parts and not chosen and not value.startswith("{"):
+        raise ConfigError(f"{word} must be given by its parts: {'=, '.join(parts)}=")
     if not group.isidentifier() or not folder.is_dir() or (group, value) == ("experiment", "null"):
         return
     if value == "null" or not re.match(r"\w*[A-Za-z_]", value):
@@ -92,7 +99,7 @@ def _sentence(error: Exception) -> str:
     text = re.split(r"\s*(?:Set the environment variable HYDRA_FULL_ERROR=1|full_key: )", text)[0]
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
-        meant = _suggestion(key[1], _known(["config", "plan"]))
+        meant = _suggestion(key[1], _known(("config", "plan")))
         return f"there is no {key[1]} in the configuration{meant}; --cfg job shows all there is"
     text = re.sub(r"\s*Available options in '[^']*':\s*", "; choose one of: ", text)
     choices = text.partition("choose one of: ")
@@ -104,7 +111,7 @@ def _sentence(error: Exception) -> str:
 
 def _refuse_unread(cfg: DictConfig, name: str) -> None:
     """Refuse a key that nothing reads, as one with a plus may be; what a `_target_` takes is read."""
-    known, content = _known([name, "config"]), OmegaConf.to_container(cfg, resolve=False)
+    known, content = _known((name, "config")), OmegaConf.to_container(cfg, resolve=False)
     for key in _keys(content, arguments=False):
         if key not in known and not re.search(rf"\$\{{{re.escape(key)}\b", str(content)):
             raise ConfigError(f"nothing reads {key}{_suggestion(key, known)}; --cfg job shows all there is")
@@ -115,7 +122,8 @@ def _suggestion(key: str, known: Collection[str]) -> str:
     return f"; did you mean {close[0]}" if close else ""
 
 
-def _known(names: Sequence[str]) -> set[str]:
+@cache
+def _known(names: tuple[str, ...]) -> set[str]:
     """Name all keys that the files of conf/ have, as they are overridden."""
     paths = [*(conf_dir() / f"{name}.yaml" for name in names), *conf_dir().glob("*/*.yaml")]
     known = {path.name for path in conf_dir().iterdir() if path.is_dir()}

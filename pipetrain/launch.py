@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -39,6 +40,7 @@ from pipetrain.training.folder import LOCK, read_key
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes how it ended, for pipetrain.launcher
 _RUN_DIR = "pipetrain/run_dir"
+_ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 START_S, MOST_S = 300.0, 3600.0  # how long the others wait for rank 0 to start, and for anything at most
 LATE_S = 15.0  # how long a file may take to be seen on another machine
 POLL_S = 0.1
@@ -67,7 +69,9 @@ class Leader:
 
     def __init__(self, world: World) -> None:
         self._store = _store(world)
+        self._size = world.size
         self._others = world.size > 1
+        self._met = [_nonce()]
         self._jobs = 0
         self._words = sys.argv[1:]  # as typed
         self._folder, self._key = "", ""
@@ -93,45 +97,62 @@ class Leader:
         self._say({"job": asdict(job), "code": code_fingerprint(), "words": self._words})
         if self._store is None or not self._others:
             return None
-        return _store_of(self._jobs, self._store, self._key)
+        return _store_of(self._jobs, self._store, self._key, self._met)
 
     def end(self, status: int) -> None:
         """Let the others exit with a status."""
+        if status and len(self._met) < self._size:  # some may never start; to give up needs no proof
+            self._folder = ""
         self._say({"end": status})
 
     def remember(self, run_dir: Path) -> None:
-        """Keep the run's folder for whoever leads after a restart."""
+        """Keep the run's folder for whoever leads after a restart by the same torchrun."""
         if self._store is not None and (self._key or os.environ.get(SECRET)):
-            sealed = Seal(self._key, _endpoint()).close(_RUN_DIR, str(run_dir).encode())
+            sealed = Seal(self._key, _agent()).close(_RUN_DIR, str(run_dir).encode())
             _across_restarts(self._store).set(_RUN_DIR, sealed)  # type: ignore[arg-type]
 
     def remembered(self) -> str | None:
-        """Return the folder of the run that torchrun has restarted, if it has."""
-        if self._store is None or not restarts():
+        """Return the folder of the run that torchrun has restarted, if it has; nothing if that was typed."""
+        if self._store is None or not restarts() or any(word.startswith("run_dir=") for word in sys.argv):
             return None
         store = _across_restarts(self._store)
         if not store.check([_RUN_DIR]):
             return None
         sealed = store.get(_RUN_DIR)
         key = read_key(Path(sealed[MAC_BYTES:].decode("utf-8", "replace")))
-        return Seal(key, _endpoint()).open(_RUN_DIR, sealed).decode()
+        return Seal(key, _agent()).open(_RUN_DIR, sealed).decode()
 
     def _say(self, word: dict[str, Any]) -> None:
         if self._store is None or not self._others:
             return
         name, content = f"word/{self._jobs}", json.dumps(word).encode()
-        sealed = Seal(self._key, _attempt()).close(name, content).decode("latin-1")
-        self._store.set(name, json.dumps({"folder": self._folder, "key": _digest(self._key), "word": sealed}))
+        if self._folder:
+            self._meet(self._store)
+        sealed = Seal(self._key, _scope(self._met)).close(name, content).decode("latin-1")
+        said = {"folder": self._folder, "key": _digest(self._key), "met": self._met, "word": sealed}
+        self._store.set(name, json.dumps(said))
         self._jobs += 1
+
+    def _meet(self, store: Store) -> None:
+        """Wait for every rank's random number. Raises ChannelError."""
+        end = time.monotonic() + START_S
+        for rank in range(len(self._met), self._size):
+            while not store.check([f"met/{rank}"]):
+                if time.monotonic() > end:
+                    raise ChannelError(f"rank 0 waited {START_S:g} s for rank {rank} to start")
+                time.sleep(POLL_S)
+            self._met.append(store.get(f"met/{rank}").decode("latin-1"))
 
 
 def follow(world: World, run: Run) -> int:
     """Do what rank 0 says until it ends; return the exit status."""
     store = _store(world)
     assert store is not None
-    done = 0
+    done, nonce, keys = 0, _nonce(), dict[str, str]()
+    store.set(f"met/{world.rank}", nonce)
     while True:
-        word, key, shared = _believed(f"word/{done}", _awaited(f"word/{done}", store, world), world)
+        said = _awaited(f"word/{done}", store, world)
+        word, key, met, shared = _believed(f"word/{done}", said, world, nonce, keys)
         if "end" in word:
             return int(word["end"])
         done += 1
@@ -148,7 +169,7 @@ def follow(world: World, run: Run) -> int:
         job = Job(**word["job"])
         if job.saves and not shared:
             raise _not_shared(world, job.run_dir)
-        run(job, world, _store_of(done, store, key))
+        run(job, world, _store_of(done, store, key, met))
 
 
 def _awaited(key: str, store: Store, world: World) -> bytes:
@@ -174,29 +195,37 @@ def _awaited(key: str, store: Store, world: World) -> bytes:
         raise ChannelError(f"rank {world.rank} lost rank 0 in its start: {' '.join(cause)}") from error
 
 
-def _believed(name: str, said: bytes, world: World) -> tuple[dict[str, Any], str, bool]:
-    """Prove a word; return it with the run's key, and whether this rank sees the run's folder.
+def _believed(
+    name: str, said: bytes, world: World, nonce: str, keys: dict[str, str]
+) -> tuple[dict[str, Any], str, list[str], bool]:
+    """Prove a word; return it with the run's key, whom rank 0 has met, and whether we see the run's folder.
 
-    Before rank 0 has a folder it can only end, and nobody has to be believed in order to give up.
+    It was said in this start of the run if rank 0 has met this rank's `nonce`. `keys` of folders are read
+    once. Before rank 0 has a folder it can only end, and nobody has to be believed in order to give up.
     """
     try:
         outer = json.loads(said)
         folder, digest, word = str(outer["folder"]), outer["key"], outer["word"].encode("latin-1")
+        met = [str(other) for other in outer["met"]]
         end = None if folder else json.loads(word[MAC_BYTES:])["end"]
     except (LookupError, AttributeError, TypeError, ValueError):
-        folder, digest, word, end = "", "", b"", None
+        folder, digest, word, met, end = "", "", b"", [], None
     if not folder and (end in (FAILED, REFUSED, INTERRUPTED) or (end == 0 and _only_asks())):
-        return {"end": end}, "", False
-    key = _key_of(Path(folder), digest) if folder else ""
+        return {"end": end}, "", met, False
+    if folder not in keys:
+        keys[folder] = _key_of(Path(folder), digest) if folder else ""
+    key = keys[folder]
     shared = bool(key) and _digest(key) == digest
     if folder and not (shared or os.environ.get(SECRET)):
         raise _not_shared(world, folder)
-    return json.loads(Seal(key, _attempt()).open(name, word)), key, shared
+    if met[world.rank : world.rank + 1] != [nonce]:
+        word = b""  # it is of another start
+    return json.loads(Seal(key, _scope(met)).open(name, word)), key, met, shared
 
 
 def _only_asks() -> bool:
     """Whether the command line has a flag, such as --help or --cfg, with which nothing is run."""
-    return any(word.startswith("-") for word in sys.argv[1:])
+    return not _ASKING.isdisjoint(sys.argv[1:])
 
 
 def _key_of(folder: Path, digest: str) -> str:
@@ -219,16 +248,25 @@ def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def _store_of(job: int, store: Store, key: str) -> SealedStore:
-    return SealedStore(store, Seal(key, _attempt())).under(f"job/{job}")
+def _store_of(job: int, store: Store, key: str, met: list[str]) -> SealedStore:
+    return SealedStore(store, Seal(key, _scope(met))).under(f"job/{job}")
 
 
-def _endpoint() -> str:
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+def _scope(met: list[str]) -> str:
+    """Name this start of the run, by a random number of each rank: nothing sealed before has this name."""
+    return f"attempt {restarts()} of {' '.join(met)}"
 
 
-def _attempt() -> str:
-    return f"{_endpoint()} attempt {restarts()}"
+def _nonce() -> str:
+    return secrets.token_hex(16)
+
+
+def _agent() -> str:
+    """Name the torchrun that has started this process: its process, and when that began."""
+    with suppress(OSError, IndexError):
+        began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{os.getppid()} since {began}"
+    return str(os.getppid())
 
 
 def _difference(theirs: list[str], mine: list[str]) -> str | None:

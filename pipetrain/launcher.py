@@ -25,12 +25,17 @@ from torch.distributed.run import parse_args, run
 
 from pipetrain.launch import ENDED, FAILED
 
+SHUTDOWN_S = (
+    "120"  # that ranks have to save after a signal, where torchrun gives 30 seconds, and torch knows how
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start and wait; return the status."""
     logging.disable()  # torch's: the ranks speak for themselves
     with TemporaryDirectory() as folder:
         os.environ[ENDED] = folder
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S)
         options = parse_args(sys.argv[1:] if arguments is None else arguments)  # type: ignore[no-untyped-call]
         try:
             run(options)  # type: ignore[no-untyped-call]

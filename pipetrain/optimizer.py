@@ -21,7 +21,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.runtime.memory import Memory
 from pipetrain.runtime.weights import OptimizerFactory
 
-STEPS = 3
+SIZES = (1.0, 1e4, 1e-2)  # of the gradients that are tried: one that clips them together shows
 
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> OptimizerFactory:
@@ -61,6 +61,8 @@ def _tried(cfg: DictConfig, factory: OptimizerFactory, model: nn.Module, stages:
             f"optim {target} lets the step of one parameter depend on others, and each of {stages} stages "
             f"sees its own alone: choose another optimizer, or one stage"
         )
+    if not all(sample.weight.isfinite().all() for sample in together):
+        raise ConfigError(f"optim {target} makes weights that are not finite: see to its settings")
     try:
         for sample in together:
             memory.of(sample.weight)
@@ -93,7 +95,7 @@ def _samples(model: nn.Module) -> list[_Sample]:
     made = []
     for number, (shape, dtype, is_sparse) in enumerate([*kinds, *kinds]):
         numbers = torch.linspace(0.5, 1, math.prod(shape)).reshape(shape).to(dtype)
-        gradients = [numbers * (number + 1) * (step + 1) for step in range(STEPS)]
+        gradients = [numbers * (number + 1) * size for size in SIZES]
         gradients = [g.to_sparse(1) if is_sparse else g for g in gradients]
         made.append(_Sample(nn.Parameter(numbers.clone()), gradients))
     return made
@@ -103,7 +105,7 @@ def _stepped(factory: OptimizerFactory, samples: Sequence[_Sample]) -> Memory:
     """Let a new optimizer take some steps; return what it remembers."""
     optimizer = factory([sample.weight for sample in samples])
     memory = Memory(optimizer)
-    for step in range(STEPS):
+    for step in range(len(SIZES)):
         for sample in samples:
             sample.weight.grad = sample.gradients[step].clone()
         optimizer.step()

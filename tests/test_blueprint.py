@@ -23,7 +23,7 @@ from pipetrain.schedule.actions import Action, Op, Program, Schedule, ScheduleEr
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import Deadlock, simulate
 from tests.support.cases import config
-from tests.support.models import complex_inside, tied, with_norm
+from tests.support.models import Fork, complex_inside, tied, with_norm
 from tests.support.profiles import profile_of
 
 IMAGE = (3, 32, 32)
@@ -281,6 +281,46 @@ def test_more_scores_than_classes_are_no_harm():
 def test_a_layer_that_cannot_take_what_it_is_given_is_named():
     model = nn.Sequential(FLAT, nn.Linear(48, 10), nn.BatchNorm2d(10))
     assert refused(model=model).startswith("layer 2 (2) of the model cannot take float32[3, 10]: ")
+
+
+class Splits(nn.Module):
+    """Returns a pair, but one tensor for few samples or in evaluation."""
+
+    def __init__(self, few: int) -> None:
+        super().__init__()
+        self.linear, self.few = nn.Linear(48, 10), few
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return (y, y) if self.training and len(x) > self.few else y
+
+
+class Sums(nn.Module):
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        return x if isinstance(x, Tensor) else x[0] + x[1]
+
+
+class UsesSome(Sums):
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return x[0] + x[1] if len(x[0]) == 3 else x[0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "what"),
+    [
+        ((Splits(0), Sums()), "it is one tensor or a tuple"),
+        ((Splits(2), Sums()), "it is one tensor or a tuple"),
+        ((Fork(nn.Linear(48, 48)), UsesSome(), nn.Linear(48, 10)), "gradients are needed there"),
+    ],
+)
+def test_a_cut_over_which_other_things_go_now_and_then_is_refused(layers, what):
+    said = refused(
+        overrides=["partition=[1]"],
+        model=nn.Sequential(nn.Sequential(FLAT, nn.Linear(48, 48), layers[0]), *layers[1:]),
+    )
+    assert said.startswith(
+        f"whether {what} behind layer 0 (0) changes with the size of a microbatch, or in eva"
+    )
 
 
 def given_program(text: str) -> Schedule:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -133,6 +136,38 @@ def patched() -> nn.Sequential:
     return model
 
 
+class OwnCall(nn.Sequential):
+    def _call_impl(self, x: Tensor) -> Tensor:
+        return 2 * self.forward(x)
+
+
+def own_call() -> nn.Sequential:
+    return OwnCall(*_flat())
+
+
+class Scaled(nn.Parameter):
+    """Behaves otherwise than a plain one."""
+
+
+def subclass() -> nn.Sequential:
+    model = nn.Sequential(*_flat())
+    model[1].weight = Scaled(model[1].weight.data)
+    return model
+
+
+def shared_memory() -> nn.Sequential:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 3072), nn.Linear(3072, 10))
+    model[2].weight = nn.Parameter(model[1].weight.data[:10])
+    return model
+
+
+def drawn() -> nn.Sequential:
+    """Draws with everything that draws."""
+    model = nn.Sequential(*_flat())
+    model[1].weight.data[0, :3] = torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
+    return model
+
+
 def hooked(kind: str) -> nn.Sequential:
     model = nn.Sequential(*_flat())
     getattr(model, f"register_{kind}_hook")(lambda *args: None)
@@ -173,6 +208,13 @@ def _made(name: str, *words: str, dtype: torch.dtype = torch.float32) -> nn.Sequ
         ("own_forward", [], "the model is a OwnForward with its own forward, which a pipeline would not run"),
         ("own_mode", [], "the model is a OwnMode with its own train, which a pipeline would not run"),
         ("patched", [], "the model is a Sequential with its own forward, which a pipeline would not run"),
+        ("own_call", [], "the model is a OwnCall with its own _call_impl, which a pipeline would not run"),
+        (
+            "subclass",
+            [],
+            "parameter 1.weight of the model is a Scaled, and each weight version would be a pl",
+        ),
+        ("shared_memory", [], "parameters 1.weight and 2.weight of the model share memory: use one nn.Para"),
         ("extra", [], "the model keeps 2._extra_state in its state_dict, which is no parameter or buffer"),
         ("hooked", ["model.kind=forward"], "the model has a hook on the whole of it, which a pipeline wo"),
         ("hooked", ["model.kind=forward_pre"], "the model has a hook on the whole of it"),
@@ -183,6 +225,10 @@ def _made(name: str, *words: str, dtype: torch.dtype = torch.float32) -> nn.Sequ
 )
 def test_what_a_pipeline_would_leave_out_is_refused(name, words, says):
     assert refusal(lambda: _made(name, *words)).startswith(says)
+
+
+def test_whatever_draws_draws_from_the_seed():
+    assert torch.equal(_made("drawn")[1].weight, _made("drawn")[1].weight)
 
 
 def test_a_container_that_only_puts_itself_together_is_taken():

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
-from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -244,11 +243,26 @@ def test_a_follower_s_error_is_its_own(raw, folder, job):
     def refuse(job: Job, world: World, store: SealedStore) -> None:
         raise ConfigError("not here")
 
-    leader = Leader(World(0, 2))
-    leader.trust(folder, read_key(folder))
-    leader.announce(job)
+    def lead() -> None:
+        leader = Leader(World(0, 2))
+        leader.trust(folder, read_key(folder))
+        leader.announce(job)
+
+    leading = Thread(target=lead, daemon=True)
+    leading.start()
     with pytest.raises(ConfigError, match="not here"):
         follow(World(1, 2), refuse)
+    leading.join(20)
+
+
+def test_a_rank_that_never_starts_is_named(raw, folder, job, monkeypatch):
+    monkeypatch.setattr(launch, "START_S", 0.1)
+    leader = Leader(World(0, 3))
+    leader.trust(folder, read_key(folder))
+    raw.set("met/1", "here")
+    with pytest.raises(ChannelError, match=r"rank 0 waited 0\.1 s for rank 2 to start"):
+        leader.announce(job)
+    leader.end(FAILED)  # and waits for nobody
 
 
 def test_alone_there_is_nobody_to_tell(job):
@@ -294,13 +308,16 @@ def test_each_phase_has_its_own_time(ranks, monkeypatch):
 # Whoever reaches the store
 
 
-def slipped_in(raw: dist.Store, word: dict, folder: str, key: str) -> None:
-    """Speak in rank 0's place, with a key of one's own."""
-    content = json.dumps(word).encode()
-    said = Seal(key, launch._attempt()).close("word/0", content)
-    raw.set(
-        "word/0", json.dumps({"folder": folder, "key": launch._digest(key), "word": said.decode("latin-1")})
-    )
+MET = ["theirs", "mine"]
+
+
+def slipped_in(
+    raw: dist.Store, word: dict, folder: str, key: str, sealed_for: list[str], met: list[str]
+) -> None:
+    """Speak in rank 0's place, with a key of one's own, or what was said before."""
+    said = Seal(key, launch._scope(sealed_for)).close("word/0", json.dumps(word).encode()).decode("latin-1")
+    outer = {"folder": folder, "key": launch._digest(key), "met": met, "word": said}
+    raw.set("word/0", json.dumps(outer))
 
 
 TRAP = {"model": {"_target_": "os.system", "command": "true"}, "checkpoint": {"every": 1}}
@@ -310,10 +327,11 @@ TRAP = {"model": {"_target_": "os.system", "command": "true"}, "checkpoint": {"e
 def hostile(raw, folder, monkeypatch):
     """Give a function that returns what rank 1 answers to words of somebody else's, which it must not run."""
     monkeypatch.setattr(launch, "LATE_S", 0.1)
+    monkeypatch.setattr(launch, "_nonce", lambda: MET[1])
     monkeypatch.setattr(sys, "argv", ["pipetrain"])
 
-    def answer(word: dict, folder: str, key: str) -> object:
-        slipped_in(raw, word, folder, key)
+    def answer(word: dict, folder: str, key: str, sealed_for=MET, met=MET) -> object:
+        slipped_in(raw, word, folder, key, sealed_for, met)
         try:
             return follow(World(1, 2), lambda *_: pytest.fail("it was believed"))
         except (ConfigError, TrainingStopped) as error:
@@ -343,12 +361,16 @@ def test_a_job_of_somebody_else_is_not_run(hostile, folder, tmp_path, monkeypatc
 
 
 def test_a_job_that_was_said_elsewhere_is_not_run_again(hostile, folder, monkeypatch):
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setenv("MASTER_PORT", "1")
-        scope = launch._attempt()
-    key = read_key(folder)
-    monkeypatch.setattr(launch, "_attempt", Mock(side_effect=[scope, launch._attempt()]))
-    assert FORGED in hostile(trap(folder), str(folder), key)
+    key, before = read_key(folder), ["theirs", "another's"]
+    assert FORGED in hostile(trap(folder), str(folder), key, before, before)
+    assert FORGED in hostile(trap(folder), str(folder), key, before, MET)
+    assert FORGED in hostile(trap(folder), str(folder), key, ["theirs"], ["theirs"])
+    monkeypatch.setenv(SECRET, "some random words")
+    assert FORGED in hostile(trap(folder), str(folder), key, before, before)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    scope = launch._scope(MET)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert scope != launch._scope(MET)
 
 
 @pytest.mark.parametrize("folder_of", ["", "/nowhere"])
@@ -356,6 +378,8 @@ def test_nobody_else_ends_a_run_well(hostile, folder_of, monkeypatch):
     said = hostile({"end": 0}, folder_of, "ab" * 32)
     assert "was not said by this run" in said or "does not see" in said
     assert hostile({"end": 1}, "", "") == 1  # to give up, nobody has to be believed
+    monkeypatch.setattr(sys, "argv", ["pipetrain", "--config-dir=x"])
+    assert FORGED in hostile({"end": 0}, "", "")
     monkeypatch.setattr(sys, "argv", ["pipetrain", "--help"])
     assert hostile({"end": 0}, "", "") == 0
 
@@ -419,13 +443,19 @@ def restarted(raw, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_restart_finds_its_folder(restarted, folder, size):
+def test_a_restart_finds_its_folder(restarted, folder, size, monkeypatch):
     """One process alone too: it began from nothing in a new folder."""
     leader = Leader(World(0, size))
     assert leader.remembered() is None
     leader.trust(folder, read_key(folder))
     leader.remember(folder)
     assert Leader(World(0, size)).remembered() == str(folder)
+    with monkeypatch.context() as typed:
+        typed.setattr(sys, "argv", ["pipetrain", "run_dir=here"])
+        assert Leader(World(0, size)).remembered() is None
+    monkeypatch.setattr(launch, "_agent", lambda: "another torchrun")
+    with pytest.raises(TrainingStopped, match="was not said by this run"):
+        Leader(World(0, size)).remembered()
 
 
 @pytest.mark.parametrize("said", [b"", b"/etc", b"x" * 40 + b"/etc\0"])

@@ -33,6 +33,14 @@ class Jointly(torch.optim.SGD):
         return super().step(closure)
 
 
+class Clips(torch.optim.SGD):
+    """Clips all gradients together, where they are large."""
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 50.0)
+        return super().step(closure)
+
+
 class Rich(torch.optim.SGD):
     """Remembers a tree for each parameter, and a count in its group."""
 
@@ -76,6 +84,12 @@ def test_one_that_needs_all_parameters_at_once_is_for_one_stage():
         "stages sees its own alone: choose another optimizer, or one stage"
     )
     assert made(f"{HERE}Jointly", stages=1)
+    assert "lets the step of one parameter depend on others" in refusal(lambda: made(f"{HERE}Clips"))
+
+
+def test_settings_that_make_no_weights_are_refused():
+    says = refusal(lambda: made("torch.optim.SGD", momentum=float("nan")))
+    assert says == "optim torch.optim.SGD makes weights that are not finite: see to its settings"
 
 
 @pytest.mark.parametrize(

@@ -75,27 +75,27 @@ class Asking:
         self._batches, self._began = batches, time.monotonic()
         self._every = 1 if batch_s is None else max(1, int(LOOK_S / max(batch_s, 1e-6)))
 
-    def ends_window(self, batches: int) -> bool:
+    def ends_window(self, batches: int, begun: int) -> bool:
         """Say whether the window ends after so many batches; see runtime.engine.Ends."""
-        if batches % self._every or not self._decides_end(batches):
+        if batches % self._every or not self._decides_end(batches, begun):
             return False
         self.ended = True
         return True
 
-    def _decides_end(self, batches: int) -> bool:
+    def _decides_end(self, batches: int, begun: int) -> bool:
         store, key = self._store, f"ended/{self._windows}"
         if store is None:
-            return self._asked == "stop" and self._goes_on_for_long(batches)
+            return self._asked == "stop" and self._goes_on_for_long(batches, begun)
         self._tell(store)
         if not self._leads:
             return store.check(key) and store.get(key) == str(batches)
-        if self._asked_by_any(store) != "stop" or not self._goes_on_for_long(batches):
+        if self._asked_by_any(store) != "stop" or not self._goes_on_for_long(batches, begun):
             return False
         _say(store, key, str(batches))
         return True
 
-    def _goes_on_for_long(self, batches: int) -> bool:
-        batch_s = (time.monotonic() - self._began) / batches
+    def _goes_on_for_long(self, batches: int, begun: int) -> bool:
+        batch_s = (time.monotonic() - self._began) / begun
         return batch_s * (self._batches - batches) > MOST_LEFT_S
 
     def after_window(self) -> Asked:

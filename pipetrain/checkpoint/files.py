@@ -28,7 +28,7 @@ from pipetrain.checkpoint.untrusted import DamagedCheckpoint, opened, read_as, r
 
 CHECKPOINTS, MANIFEST, BEST, PARTIAL, DAMAGED = "checkpoints", "manifest.json", "best", ".partial", ".damaged"
 VERSION = 3
-MOST_BYTES = 2**26  # of a manifest: tens of thousands of epochs
+MOST_BYTES = 2**24  # of a manifest: thousands of epochs
 _NAME = re.compile("update-[0-9]+")
 _BLOCK = 2**22  # bytes
 
@@ -221,6 +221,8 @@ def read_manifest(folder: Path) -> Manifest:
     del data["pipetrain_checkpoint"]
     manifest: Manifest = read_as(Manifest, data, str(path))
     _prove_pipeline(manifest, str(path))
+    if _NAME.fullmatch(folder.name) and folder.name != manifest.name:
+        raise DamagedCheckpoint(f"{path} is of {manifest.name}")
     return manifest
 
 

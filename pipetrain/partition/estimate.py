@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -77,11 +77,8 @@ def estimate(
                 raise ConfigError(
                     f"layer {index} ({name}) of the model cannot take {describe(value)}: {_line(error)}"
                 ) from error
-            if made.outside:
-                raise ConfigError(
-                    f"layer {index} ({name}) of the model uses {made.outside}, which is not registered in it "
-                    f"and would not be trained as in one process; make it an attribute of the layer"
-                )
+            if made.wrong:
+                raise ConfigError(f"layer {index} ({name}) of the model {made.wrong}")
             value = made.handed_on(mode)
             passes.append(made)
         return _with_gradients(passes) if model.training else [made.layer for made in passes]
@@ -91,7 +88,9 @@ def _with_gradients(passes: Sequence[_Pass]) -> list[Layer]:
     layers: list[Layer] = []
     needed = tuple(t.requires_grad for t in passes[-1].outputs)
     for made in reversed(passes):
-        layers.append(replace(made.layer, output=replace(made.layer.output, needs_grad=needed)))
+        requires = tuple(t.requires_grad for t in made.outputs)
+        output = replace(made.layer.output, needs_grad=needed, requires_grad=requires)
+        layers.append(replace(made.layer, output=output))
         needed = made.backward(needed)
     return layers[::-1]
 
@@ -129,7 +128,7 @@ class _Pass:
         self._mode: FakeTensorMode | None = mode
         self._registered = registered
         self._train = train
-        self.outside = ""
+        self.wrong = ""  # what it does that would not be trained as in one process
 
     def forward(self) -> None:
         """Run the layer, and find out all about it."""
@@ -183,13 +182,19 @@ class _Pass:
             )
             inputs = tuple(leaf.clone() for leaf in self._leaves)  # a leaf must not be worked on in place
             before = [t._version for t in inputs]
-            spy = _Spy(self._registered, [*self._others.values(), *self._leaves])
+            known = [*self._others.values(), *inputs]
+            spy = _Spy(self._registered, known)
+            held, names = [_storage(t) for t in known], _names(self._module)
             with self._numerics.context("cpu"), FlopCounterMode(display=False) as counter, spy:
                 result = self._module(inputs[0] if isinstance(self._value, Tensor) else inputs)
             self.outputs = as_tuple(result)
             returned = [_storage(t) for t in self.outputs]
             kept = {_storage(place.tensor) for place in places(self._module)}
-            self.outside = spy.outside
+            self.wrong = spy.wrong
+            if held != [_storage(t) for t in known]:
+                self.wrong = "replaces the data of a parameter; change it in place, under torch.no_grad()"
+            elif new := sorted(_names(self._module) - names):
+                self.wrong = f"makes its {new[0]} when it first runs; make it when the layer is made"
             self.layer = Layer(
                 name=self._name,
                 params=sum(p.numel() for p in self._module.parameters()),
@@ -223,27 +228,47 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._registered = registered
         self._known = {_storage(t) for t in known}
-        self.outside = ""
+        self.wrong = ""
         self.borrowed: set[str] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+        for tensor in _strided(args, kwargs):
+            if _storage(tensor) not in self._known:
                 self._look_at(tensor)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._known.update(map(_storage, _strided(result)))
+        return result
 
     def _look_at(self, tensor: Tensor) -> None:
-        if tensor.layout is not torch.strided or _storage(tensor) in self._known:
-            return
         name = self._registered.names.get(_storage(tensor), "")
         if name in self._registered.trained:
-            self.outside = f"parameter {name}"
+            self._refuse(f"parameter {name}")
         elif name:
             self.borrowed.add(name)
         elif tensor.requires_grad and tensor.is_leaf:
-            self.outside = f"a parameter {list(tensor.shape)} of no layer"
+            self._refuse(f"a parameter {list(tensor.shape)} of no layer")
+        elif tensor.requires_grad:
+            self.wrong = (
+                f"uses a tensor {list(tensor.shape)} that a layer before it has made and not returned: hand "
+                f"it on from layer to layer, as one of a tuple"
+            )
+
+    def _refuse(self, what: str) -> None:
+        self.wrong = (
+            f"uses {what}, which is not registered in it and would not be trained as in one process; make it "
+            f"an attribute of the layer"
+        )
+
+
+def _strided(*values: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout is torch.strided]
+
+
+def _names(module: nn.Module) -> set[str]:
+    """Name what is registered in a module."""
+    return {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
 
 
 def _storage(tensor: Tensor) -> int:

@@ -30,8 +30,10 @@ Tensors = tuple[Tensor, ...]
 Boundaries = Mapping[int, Sequence[Boundary]]
 Progress = Callable[[int], None]
 """Told of a stage that has done one more of what is counted."""
-Ends = Callable[[int], bool]
-"""Says whether a window ends after so many batches; asked by every rank, of the same numbers, in order."""
+Ends = Callable[[int, int], bool]
+"""(batches, begun) -> whether a window, of which so many batches have begun, ends after so many.
+
+Asked by every rank, of the same numbers of batches, in order."""
 Observer = Callable[[RankWindow], None]
 """Given what was measured of a window, after its end."""
 
@@ -255,7 +257,8 @@ class Engine:
     def _ask(self, action: Action | Wait, window: _Window, ends: Ends) -> None:
         assert isinstance(action, Action)
         batches, rest = divmod(action.mb + self._channel.bound + 1, window.microbatches)
-        if rest or batches >= window.order.batches or not ends(batches):
+        begun = action.mb // window.microbatches + 1
+        if rest or batches >= window.order.batches or not ends(batches, begun):
             return
         window.order.shorten(batches)
         self._channel.forget(batches * window.microbatches)

@@ -44,6 +44,13 @@ class StateReader(Protocol):
         """Return all names that begin so, without that beginning."""
 
 
+_CHANGES = (
+    "the plan says otherwise: which of its inputs a layer uses, and which of its outputs depend on weights, "
+    "must not change from one microbatch to another; keep it in one stage with the layers beside it, by "
+    "partition="
+)
+
+
 def _host_copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
@@ -114,8 +121,8 @@ class Stage:
         """Updates that were left out, because their gradient was not finite."""
         self._loss = loss
         self._single_input = entry is None or entry.single
-        self._entry = entry and entry.needs_grad
-        self._exit = exit and exit.needs_grad
+        self._entry = entry
+        self._exit = exit
         self._copy_input = copy_input
         self._copy_output = copy_output
         self._saved: dict[int, _Saved] = {}
@@ -137,8 +144,8 @@ class Stage:
         target and the loss instead. Raises TrainingStopped where outputs or loss are not finite.
         """
         x = tuple(self._numerics.arrange(t.detach()) for t in x)
-        needs = self._entry or [self.index > 0 and differentiable(t) for t in x]
-        x = tuple(t.requires_grad_(need) for t, need in zip(x, needs, strict=True))
+        requires = self._requires(self._entry, x) if self.index else [False] * len(x)
+        x = tuple(t.requires_grad_(require) for t, require in zip(x, requires, strict=True))
         if self._skips:
             self._before[mb] = self.weights.buffers()
         with self.weights.installed(version):
@@ -157,6 +164,13 @@ class Stage:
         else:
             made = tuple(t for t in outputs if t.requires_grad)  # others, as a mask of -inf, are not trained
             self._check(f"the activation of microbatch {mb} is not finite", made, forward)
+            planned = self._requires(self._exit, outputs)
+            for number, (t, require) in enumerate(zip(outputs, planned, strict=True)):
+                if t.requires_grad and not require:
+                    raise TrainingStopped(
+                        f"output {number} of stage {self.index} depends on weights in microbatch {mb}, and "
+                        f"{_CHANGES}"
+                    )
         self._saved[mb] = _Saved(x, outputs, version, target)
         return () if self._loss is not None else self._handed_on(outputs)
 
@@ -288,7 +302,12 @@ class Stage:
         return self._numerics.narrow(result) if self._loss is None else result
 
     def _handed_on(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(t.detach().clone() if self._copy_output else t.detach() for t in outputs)
+        """Return what is sent: copies of what the layers may keep and change meanwhile."""
+        requires = self._requires(self._exit, outputs)
+        return tuple(
+            t.detach() if require and not self._copy_output else t.detach().clone()
+            for t, require in zip(outputs, requires, strict=True)
+        )
 
     def _check(self, said: str, tensors: tuple[Tensor, ...], origin: Callable[[], str]) -> None:
         """Stop where what was made of a microbatch is not finite; `origin` then tells where that began."""
@@ -323,7 +342,11 @@ class Stage:
         loss = None if self._loss is None else partial(self._loss_of, saved.target)
         with self.weights.installed(saved.version, backward=True), self._numerics.context(self._device):
             return backward_origin(
-                self._named_layers, self._value(saved.inputs), grads, self._needs(saved.outputs), loss
+                self._named_layers,
+                self._value(saved.inputs),
+                grads,
+                self._needs(self._exit, saved.outputs),
+                loss,
             )
 
     @property
@@ -355,7 +378,7 @@ class Stage:
     ) -> None:
         if self._loss is not None:
             grads = (torch.ones_like(saved.outputs[0]),)
-        needs = self._needs(saved.outputs)
+        needs = self._needs(self._exit, saved.outputs)
         outputs = [t for t, need in zip(saved.outputs, needs, strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs and inputs != []:
@@ -363,17 +386,24 @@ class Stage:
             with self.weights.installed(saved.version, backward=True):
                 torch.autograd.backward(made, given, retain_graph=retain_graph, inputs=inputs)
 
-    def _needs(self, outputs: tuple[Tensor, ...]) -> Sequence[bool]:
-        """Say which outputs need a gradient."""
-        return self._exit or [differentiable(t) for t in outputs]
+    def _needs(self, boundary: Boundary | None, tensors: tuple[Tensor, ...]) -> Sequence[bool]:
+        """Say which tensors of a boundary need a gradient."""
+        return (boundary and boundary.needs_grad) or self._requires(boundary, tensors)
+
+    def _requires(self, boundary: Boundary | None, tensors: tuple[Tensor, ...]) -> Sequence[bool]:
+        """Say which tensors of a boundary depend on weights before it."""
+        return (boundary and boundary.requires_grad) or [differentiable(t) for t in tensors]
 
     def _input_gradients(self, mb: int, saved: _Saved) -> tuple[Tensor, ...]:
-        gradients = {n: t.grad for n, t in enumerate(saved.inputs) if t.requires_grad}
-        for number, gradient in gradients.items():
-            if gradient is None:
+        """Return the gradients that the stage before needs. Raises TrainingStopped where these are others."""
+        if not self.index:
+            return ()
+        needs = self._needs(self._entry, saved.inputs)
+        for number, (t, need) in enumerate(zip(saved.inputs, needs, strict=True)):
+            if need != (t.grad is not None):
+                found = "no" if need else "a"
                 raise TrainingStopped(
-                    f"no gradient reaches input {number} of stage {self.index} in microbatch {mb}, and the "
-                    f"plan says that one does: which of its inputs a layer uses must not change from one "
-                    f"microbatch to another; keep it in one stage with the layer before it, by partition="
+                    f"{found} gradient reaches input {number} of stage {self.index} in microbatch {mb}, and "
+                    f"{_CHANGES}"
                 )
-        return tuple(gradient for gradient in gradients.values() if gradient is not None)
+        return tuple(t.grad for t in saved.inputs if t.grad is not None)

@@ -42,6 +42,12 @@ def _finite(tensor: Tensor) -> Tensor:
     return numbers_of(tensor).isfinite()
 
 
+def _leaf(parameter: nn.Parameter) -> Tensor:
+    leaf = nn.Parameter(parameter.data)
+    vars(leaf).update(vars(parameter))  # what a layer has noted on it
+    return leaf
+
+
 class Weights:
     """Versions 0, 1, 2, ... of a module's trainable parameters, counted from the window's start."""
 
@@ -212,7 +218,7 @@ class Weights:
         self._spare.append([leaf.data for leaf in leaves])
 
     def _fresh_leaves(self) -> dict[str, Tensor]:
-        return {name: p.data.requires_grad_() for name, p in self._live.items()}
+        return {name: _leaf(p) for name, p in self._live.items()}
 
     def _move(self) -> None:
         """Put the live parameters on other storage, with the same values."""

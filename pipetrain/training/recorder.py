@@ -196,7 +196,7 @@ class Recorder:
             )
 
     def stop(self, not_saved: int | None) -> None:
-        """End without a summary, for a run that was asked to stop.
+        """End without a summary, for a run that was asked to stop, or could not save what it has come to.
 
         Raises NotRecorded where the checkpoint of its last update was `not_saved`.
         """
@@ -205,7 +205,7 @@ class Recorder:
         self._write()
         if not_saved is not None:
             raise NotRecorded(
-                f"stopped, and the checkpoint of update {not_saved} was NOT saved, so what was trained since "
+                f"ended, and the checkpoint of update {not_saved} was NOT saved, so what was trained since "
                 f"the one before is lost; see to what was said of it, and go on with: "
                 f"run_dir={self._folder} resume=auto"
             )

@@ -6,6 +6,7 @@ after the last update.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.data import Split, Transform, inputs
+from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.coded import Feedback
 from pipetrain.runtime.engine import Ends, Observer
 from pipetrain.runtime.mesh import Mesh
@@ -286,6 +288,11 @@ class Trainer:
         if self._mesh.world.rank == 0:
             self._prove(epoch, [list(ran) for ran in zip(*(figures.ran for figures in ranks), strict=True)])
         trained, evaluated = next(figures.tallies for figures in ranks if figures.tallies is not None)
+        if self._run.settings.on_nan == "stop" and math.isnan(evaluated.mean_loss):
+            raise TrainingStopped(
+                f"the loss of the evaluation after update {self._position.update} is nan: the weights "
+                f"are not finite, or what the model makes of the test samples; lower lr, or see on_nan"
+            )
         epoch_figures = EpochFigures(
             epoch=epoch + 1,
             trained=trained,

@@ -105,7 +105,7 @@ def ended(
             ranks[asked[1]]._take(STOP, None)
         for rank, asking in enumerate(ranks):
             asks = batch if rank == 0 else batch - 2
-            if found[rank] is None and 1 <= asks < batches and asking.ends_window(asks):
+            if found[rank] is None and 1 <= asks < batches and asking.ends_window(asks, batch):
                 found[rank] = asks
     return [(end, asking.after_window()) for end, asking in zip(found, ranks, strict=True)]
 
@@ -125,6 +125,15 @@ def test_a_window_that_is_soon_over_is_run_to_its_end(clock, capfd):
     assert ended(clock, None, 100, 1.0) == [(None, "")] * 3
 
 
+def test_batches_that_have_not_begun_say_nothing_of_how_long_one_takes(clock, capfd):
+    """With a large buffer_size it is asked of batches far ahead."""
+    alone = Asking(None, 0, 0)
+    alone.begin_window(60)
+    alone._take(STOP, None)
+    clock.now = 8.0
+    assert alone.ends_window(52, begun=2)  # 4 s each, and 8 more
+
+
 def test_it_asks_about_twice_a_second_once_it_knows_how_long_a_batch_takes(clock, capfd):
     """So that quick batches do not pay for it."""
     first, *others = ended(clock, (7, 0), 3000, 0.05, known=True)
@@ -135,9 +144,9 @@ def test_alone_a_long_window_ends_with_the_next_batch(clock, capfd):
     alone = Asking(None, 0, 0)
     alone.begin_window(100)
     clock.now = 3.0
-    assert not alone.ends_window(3)
+    assert not alone.ends_window(3, 3)
     alone._take(STOP, None)
-    assert alone.ends_window(4)
+    assert alone.ends_window(4, 4)
     assert (alone.after_window(), alone.after_window()) == ("stop", "stop")
 
 

@@ -17,7 +17,8 @@ IMAGES = TensorSpec((2, 3, 8, 8), torch.float32)
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32, needs: bool | None = True) -> Boundary:
-    return Boundary((TensorSpec(shape, dtype),), needs_grad=None if needs is None else (needs,))
+    gradients = None if needs is None else (needs,)
+    return Boundary((TensorSpec(shape, dtype),), needs_grad=gradients, requires_grad=gradients)
 
 
 def test_a_convolution_and_a_linear_layer_by_hand():
@@ -65,8 +66,12 @@ def test_tuples_are_boundaries_of_their_own_kind():
         IMAGES,
     )
     pair = (TensorSpec((2, 4, 8, 8), torch.float32), TensorSpec((2, 3, 8, 8), torch.float32))
-    assert fork.output == Boundary(pair, single=False, needs_grad=(True, False))  # the skip is the data
-    assert through.output == Boundary((pair[1], pair[1]), single=False, needs_grad=(True, False))
+    assert fork.output == Boundary(
+        pair, single=False, needs_grad=(True, False), requires_grad=(True, False)
+    )  # the skip is the data
+    assert through.output == Boundary(
+        (pair[1], pair[1]), single=False, needs_grad=(True, False), requires_grad=(True, False)
+    )
     assert join.output == spec(2, 3, 8, 8)
     assert fork.flops == 2 * 3 * (2 * 4 * 64) + 2 * 4 * 64 + 2 * 3 * 64  # both its tensors are counted
 
@@ -83,10 +88,13 @@ class Once(nn.Module):
 
 def test_a_list_and_a_tuple_of_one_are_tuples():
     assert estimate(nn.Sequential(Listed()), IMAGES)[0].output == Boundary(
-        (TensorSpec((2, 3, 8, 8), torch.float32),) * 2, single=False, needs_grad=(False,) * 2
+        (TensorSpec((2, 3, 8, 8), torch.float32),) * 2,
+        single=False,
+        needs_grad=(False,) * 2,
+        requires_grad=(False,) * 2,
     )
     assert estimate(nn.Sequential(Once()), IMAGES)[0].output == Boundary(
-        (TensorSpec((2, 3, 8, 8), torch.float32),), single=False, needs_grad=(False,)
+        (TensorSpec((2, 3, 8, 8), torch.float32),), single=False, needs_grad=(False,), requires_grad=(False,)
     )
 
 
@@ -334,6 +342,69 @@ def test_a_parameter_outside_of_the_registries_is_refused():
         estimate(nn.Sequential(nn.ReLU(), Calls(conv), conv), IMAGES)
     made = estimate(nn.Sequential(norm, Borrows(norm.running_mean), Borrows(torch.ones(3))), IMAGES)
     assert [layer.borrows for layer in made] == [(), ("0.running_mean",), ()]
+
+
+class Keeps(nn.Module):
+    """Keeps what it is given where another layer finds it."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.kept = (kept,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept[0].append(x)
+        return x
+
+
+class Finds(Keeps):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.kept[0].pop()
+
+
+def test_a_tensor_that_does_not_go_from_layer_to_layer_is_refused():
+    kept: list[Tensor] = []
+    with pytest.raises(
+        ConfigError, match=r"layer 2 \(2\) of the model uses a tensor \[2, 3, 8, 8\] that a lay"
+    ):
+        estimate(nn.Sequential(nn.Conv2d(3, 3, 1), Keeps(kept), Finds(kept)), IMAGES)
+    assert len(estimate(nn.Sequential(nn.ReLU(), Keeps(kept), Finds(kept)), IMAGES)) == 3  # it trains nothing
+
+
+class Renormed(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data / self.weight.data.norm()
+        return super().forward(x)
+
+
+class InPlace(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm())
+        return super().forward(x)
+
+
+class Late(nn.Module):
+    """Makes its buffer when it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.zeros(1) if self.seen is None else self.seen + 1
+        return x
+
+
+def test_what_no_weight_version_or_checkpoint_would_follow_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"layer 0 \(0\) of the model replaces the data of a parameter; change"
+    ):
+        estimate(nn.Sequential(Renormed(3, 3, 1)), IMAGES)
+    assert estimate(nn.Sequential(InPlace(3, 3, 1)), IMAGES)
+    with pytest.raises(
+        ConfigError, match=r"layer 1 \(1\) of the model makes its seen when it first runs; make"
+    ):
+        estimate(nn.Sequential(nn.Conv2d(3, 3, 1), Late()), IMAGES)
 
 
 def test_a_parameter_in_a_list_or_a_plain_attribute_is_a_registered_one():

@@ -136,6 +136,43 @@ def test_an_input_that_is_not_used_against_the_plan_stops_the_training():
         middle.backward(4, (torch.ones_like(output),), 0)
 
 
+def test_an_input_that_is_used_against_the_plan_stops_the_training():
+    """Weights before it would miss its gradient."""
+    middle = stage(Join(), entry=replace(PAIR, needs_grad=(True, False)))
+    output = middle.forward(4, (randn(2), randn(2)), 0)[0]
+    with pytest.raises(
+        TrainingStopped, match="a gradient reaches input 1 of stage 1 in microbatch 4, and the"
+    ):
+        middle.backward(4, (torch.ones_like(output),), 0)
+
+
+def test_an_output_that_depends_on_weights_against_the_plan_stops_the_training():
+    never = replace(PAIR, needs_grad=(True, False), requires_grad=(True, False))
+    middle = stage(Fork(nn.Linear(3, 3)), exit=never)
+    with pytest.raises(
+        TrainingStopped, match="output 1 of stage 1 depends on weights in microbatch 4, and the"
+    ):
+        middle.forward(4, (randn(2, 3),), 0)
+
+
+class Counts(nn.Module):
+    """Hands on a tensor of its own, and changes it at its next forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = (torch.zeros(1),)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.count[0].add_(1)
+        return x, self.count[0]
+
+
+def test_what_has_no_gradient_is_sent_as_a_copy():
+    middle = stage(Counts(), exit=replace(PAIR, needs_grad=(True, False), requires_grad=(True, False)))
+    sent = [middle.forward(mb, (randn(2),), 0)[1] for mb in range(3)]
+    assert [float(count) for count in sent] == [1.0, 2.0, 3.0]
+
+
 def test_an_output_that_has_no_gradient_leaves_its_weights_alone():
     middle = stage(Fork(nn.Linear(3, 3)), exit=replace(PAIR, needs_grad=(False, True)))
     _, skip = middle.forward(0, (randn(2, 3),), 0)

@@ -57,6 +57,25 @@ def update(module: nn.Module, weights: Weights, keep: bool, version: int | None 
 # Versions
 
 
+def test_a_layer_finds_a_parameter_in_every_version():
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.weight.scale = 3.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert isinstance(self.weight, nn.Parameter)
+            return x * self.weight * self.weight.scale
+
+    module = Scales()
+    weights = Weights(module, lambda parameters: torch.optim.SGD(parameters, lr=1.0), lambda update: 1.0)
+    for version in range(2):
+        with weights.installed(version):
+            assert module(torch.ones(1)).item() == 3.0
+        weights.step(keep=True)
+
+
 def test_a_kept_version_is_read_beside_the_newest():
     module = Scale(1.0)
     weights = versions_of(module)

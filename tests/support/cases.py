@@ -239,7 +239,7 @@ class Told(Asking):
     def begin_window(self, batches: int, batch_s: float | None = None) -> None:
         self._begun += 1
 
-    def ends_window(self, batches: int) -> bool:
+    def ends_window(self, batches: int, begun: int) -> bool:
         self.ended = self.ended or (self._begun, batches) == self._ends
         return self.ended
 

@@ -312,7 +312,7 @@ def warned(caplog) -> list[str]:
 def test_a_stop_whose_checkpoint_was_lost_says_so_and_keeps_the_records(twin, tmp_path):
     twin.begin()
     twin.epoch(figures(1))
-    with pytest.raises(NotRecorded, match="stopped, and the checkpoint of update 7 was NOT saved, so what"):
+    with pytest.raises(NotRecorded, match="ended, and the checkpoint of update 7 was NOT saved, so what"):
         twin.stop(not_saved=7)
     assert len((tmp_path / "again" / "metrics.csv").read_text().splitlines()) == 2
 
