@@ -314,10 +314,8 @@ class UsesSome(Sums):
     ],
 )
 def test_a_cut_over_which_other_things_go_now_and_then_is_refused(layers, what):
-    said = refused(
-        overrides=["partition=[1]"],
-        model=nn.Sequential(nn.Sequential(FLAT, nn.Linear(48, 48), layers[0]), *layers[1:]),
-    )
+    model = nn.Sequential(nn.Sequential(FLAT, nn.Linear(48, 48), layers[0]), *layers[1:])
+    said = refused(overrides=["partition=[1]"], model=model, samples=Samples([12, 8], [11]))
     assert said.startswith(
         f"whether {what} behind layer 0 (0) changes with the size of a microbatch, or in eva"
     )
