@@ -150,6 +150,13 @@ def test_a_failed_job_ends_the_sweep(monkeypatch):
             "Could not find 'codec/zip'; choose one of: half, identity, int8, topk, topk_int8",
         ),
         ("codec.forward=half,int8", "Ambiguous value"),
+        (
+            "checkpoint=5",
+            "checkpoint=5 must be given by its parts: checkpoint.every=, checkpoint.keep=, check",
+        ),
+        ("checkpoint=null", "checkpoint=null must be given by its parts"),
+        ("run_dir=null", "run_dir=null must be a folder"),
+        ("run_dir=[1]", "run_dir=[1] must be a folder"),
         ("model=[1]", "model=[1] must be a name; choose one of: mlp, resnet18, "),
         ("data=null", "data=null must be a name; choose one of: cifar10, digits"),
         ("schedule={a:1}", "schedule={a:1} must be a name; choose one of: 1f1b, "),

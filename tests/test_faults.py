@@ -401,6 +401,23 @@ def test_a_run_without_a_summary_ends_not_well_and_writes_it_when_it_is_started_
     assert json.loads((resumed.run / "summary.json").read_text())["epochs"] == RECORDED
 
 
+def test_a_run_whose_last_checkpoint_was_lost_ends_not_well_and_goes_on_when_there_is_room(tmp_path):
+    """Its records have room, its weights have not: a run that has finished would never be trained again."""
+    words = ["epochs=1", "run_dir=run"]
+    with full_disk(room=2**19), started(tmp_path, words, ranks=1) as process:
+        out = ended(process)
+    assert process.returncode == 1
+    assert "the checkpoint of update 6 was NOT saved: " in out
+    assert out.splitlines()[-1].startswith(
+        "pipetrain: ended, and the checkpoint of update 6 was NOT saved, so"
+    )
+    assert not (tmp_path / "run" / "summary.json").exists()
+    with started(tmp_path, [*words, "resume=auto"], ranks=1) as process:
+        out = ended(process)
+    assert process.returncode == 0, out
+    assert checkpoints(tmp_path / "run")
+
+
 def test_a_disk_that_is_full_from_the_start_to_the_end_is_no_traceback(tmp_path):
     """Sixteen bytes are left, because PyTorch is not imported where no temporary file can be made."""
     with (

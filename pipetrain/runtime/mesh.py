@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
+import re
 import socket
 import struct
 import sys
@@ -235,6 +236,10 @@ class Mesh:
 
     def _lost(self, doing: str, error: RuntimeError) -> ChannelError:
         cause = str(error).strip().splitlines()[0]
+        if not re.search("timed? ?out", cause, re.IGNORECASE):
+            return ChannelError(
+                f"rank {self.world.rank} could not {doing}: {cause}; a rank has ended, look at what it says"
+            )
         return ChannelError(
             f"rank {self.world.rank} could not {doing} within {self._timeout:g} s: {cause}; look at what the "
             f"other ranks say, or give it longer with timeout="

@@ -130,6 +130,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
     },
     **{f"{v!r:.9} bytes": put("parts", "stage-0.safetensors", "nbytes", to=v) for v in NO_NUMBERS},
     **{f"sha256={v!r}": put("parts", "stage-0.safetensors", "sha256", to=v) for v in (1, None, [], {})},
+    "another update": put("position", "update", to=8),
     "no parts": put("parts", to={}),
     **{f"a part {name!r} instead": put("parts", to={name: PART}) for name in STRANGE},
     **{f"a part {name!r} too": put("parts", name, to=PART) for name in STRANGE},

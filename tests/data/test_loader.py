@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -118,8 +119,8 @@ class Misbehave:
 @pytest.mark.parametrize(
     ("what", "timeout", "says"),
     [
-        ("die", 30.0, "exited unexpectedly"),
-        ("hang", 0.5, "timed out after 0.5 seconds"),
+        ("die", 30.0, r"exited unexpectedly|killed by signal"),
+        ("hang", 0.5, r"timed out after 0\.5 seconds"),
         ("raise", 30.0, "no good"),
     ],
 )
@@ -128,7 +129,7 @@ def test_a_worker_that_fails_is_said_in_one_sentence(what, timeout, says):
     made = inputs(SPLIT, ids, Misbehave(what), workers=1, timeout=timeout)
     with pytest.raises(TrainingStopped) as stop:
         list(made)
-    assert says in str(stop.value)
+    assert re.search(says, str(stop.value))
     assert "data workers (1)" in str(stop.value)
     assert "\n" not in str(stop.value)
     assert no_children()

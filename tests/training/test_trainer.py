@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.training.run import Run
@@ -143,6 +145,27 @@ def test_an_epoch_s_figures_are_of_the_weights_after_its_last_update():
     trainer.fit()
     (figures,) = listener.epochs
     assert (figures.evaluated.mean_loss, figures.evaluated.accuracy) == pytest.approx(plainly(run, trainer))
+
+
+class Spoils(nn.Module):
+    """Makes nothing of test samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else x * math.nan
+
+
+def spoils() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10), Spoils())
+
+
+def test_an_evaluation_that_is_not_a_number_stops_the_run_unless_it_may_be():
+    words = ["model._target_=tests.training.test_trainer.spoils", "epochs=1"]
+    case = Case("1f1b", 1, ("microbatches=2", *words))
+    with pytest.raises(
+        TrainingStopped, match="the loss of the evaluation after update 4 is nan: the weights"
+    ):
+        trainer_of(make_run(case)).fit()
+    assert trainer_of(make_run(replace(case, overrides=(*case.overrides, "on_nan=skip")))).fit()
 
 
 # An epoch
