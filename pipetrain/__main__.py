@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.blueprint import Plan
 from pipetrain.checkpoint.asking import Asking
+from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.saver import Saver
 from pipetrain.cli import compose, contained
 from pipetrain.config import share_of_cores
@@ -49,7 +50,6 @@ from pipetrain.training.folder import (
 )
 from pipetrain.training.history import Machine
 from pipetrain.training.keeper import Keeper
-from pipetrain.training.recorder import Recorder
 from pipetrain.training.resume import (
     AUTO,
     Source,
@@ -64,6 +64,9 @@ from pipetrain.training.resume import (
 )
 from pipetrain.training.run import Run, check_early, obtain_data, prepare
 from pipetrain.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from pipetrain.training.recorder import Recorder
 
 log = logging.getLogger("pipetrain")
 
@@ -202,6 +205,8 @@ def record(
     files: Files,
 ) -> None:
     """Train as rank 0, and write the records."""
+    from pipetrain.training.recorder import Recorder  # with TensorBoard and Matplotlib, for this rank alone
+
     run_dir = Path(cfg.run_dir)
     device = choose_device(world, cfg.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -263,12 +268,23 @@ def train(
     trainer = Trainer(run, mesh, recorder, keeper)
     if source is not None:
         trainer.restore(source.folder, source.manifest)
-    finished = trainer.fit()
+    try:
+        finished = trainer.fit()
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(saved_so_far(Path(job.run_dir))) from stop
     mesh.close()
     if recorder and finished and keeper.saver.not_saved is None:
         recorder.close()
     elif recorder:
         recorder.stop(keeper.saver.not_saved)
+
+
+def saved_so_far(run_dir: Path) -> str:
+    """Say what is left of a run that is interrupted."""
+    saved = folders(run_dir / CHECKPOINTS)
+    if not saved:
+        return "interrupted before there was a checkpoint"
+    return f"interrupted; {saved[0].name} is saved: go on with run_dir={run_dir} resume=auto"
 
 
 if __name__ == "__main__":

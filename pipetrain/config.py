@@ -228,13 +228,14 @@ def _trace(cfg: DictConfig) -> int:
 
 def share_of_cores(local_size: int) -> int:
     """Return how many threads each of the processes of this machine should use."""
-    return max(1, _cores() // local_size)
+    return max(1, cores() // local_size)
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _most_threads() -> int:
     """Return how many threads, or processes, are still likely to be meant."""
-    return max(64, 8 * _cores())
+    return max(64, 8 * cores())

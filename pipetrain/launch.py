@@ -11,6 +11,7 @@ Whoever reaches that store could speak in rank 0's place, so all that it says is
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -150,6 +151,7 @@ def follow(world: World, run: Run) -> int:
     assert store is not None
     done, nonce, keys = 0, _nonce(), dict[str, str]()
     store.set(f"met/{world.rank}", nonce)
+    importlib.import_module("torch._dynamo")  # planning will, and takes a second, while rank 0 has work to do
     while True:
         said = _awaited(f"word/{done}", store, world)
         word, key, met, shared = _believed(f"word/{done}", said, world, nonce, keys)
@@ -320,8 +322,12 @@ def guarded(action: Callable[[], int]) -> int:
         return _complain(error, FAILED)
     except (ChannelError, NotRecorded, TrainingStopped) as error:
         return _complain(error, FAILED)
-    except KeyboardInterrupt:
-        return _complain("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        return _complain(str(stop) or "interrupted", INTERRUPTED) if not _rank() else INTERRUPTED
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def _complain(error: object, status: int) -> int:
@@ -335,13 +341,11 @@ def _complain(error: object, status: int) -> int:
 
 
 def leave(status: int) -> None:
-    """Exit at once with a failure's status: a half-dead process group may hang in its destructors."""
+    """Exit at once: a half-dead process group may hang in its destructors, and a whole one takes long."""
     if (folder := os.environ.get(ENDED)) is not None:
         with suppress(OSError):
-            Path(folder, os.environ.get("RANK", "0")).write_text(str(status))
+            Path(folder, str(_rank())).write_text(str(status))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if status:
-        os._exit(status)
-    sys.exit(0)
+    os._exit(status)

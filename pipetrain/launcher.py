@@ -1,44 +1,100 @@
-"""Starts the processes of a run as torchrun does, and ends as they end.
+"""The command `pipetrain`: starts the processes of a run by torchrun's own means, and ends as they end.
 
-    python -m pipetrain.launcher --nproc_per_node=2 -m pipetrain model=vgg16
+    pipetrain                                              the quickstart: a few minutes, no download
+    pipetrain model=resnet18 schedule=pipedream epochs=3   any override of the configuration
+    pipetrain --max-restarts=3 model=vgg16 resume=auto     torchrun's options, as --OPTION=VALUE
+    pipetrain --nproc_per_node=2 -m pipetrain model=vgg16  torchrun's whole command line
 
-takes torchrun's own arguments. torchrun reports every failure by a traceback of its own, after what the
-ranks have said, and ends with 1 when it is stopped by a signal, however well its ranks ended. This says only
-what they cannot say themselves, and ends with 0 where all went well, a stop that was saved too; with 128 and
-the signal's number (143 for SIGTERM) where a signal ended it before there was anything to save; otherwise
-with the status of the rank that failed first.
+Processes of this machine: NPROC, or stages= among the overrides, or one per GPU; two where there is no GPU,
+and two for the quickstart. They share the machine's cores between them; threads= says otherwise.
+
+torchrun reports every failure by a traceback of its own, after what the ranks have said, and ends with 1 when
+it is stopped by a signal, however well its ranks ended. This says only what they cannot say themselves, and
+ends with 0 where all went well, a stop that was saved too; with 128 and the signal's number (143 for SIGTERM,
+130 for Ctrl-C) where a signal ended it before all was saved; otherwise with the status of the rank that
+failed first.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import get_args_parser, parse_args, run
 
-from pipetrain.launch import ENDED, FAILED
+from pipetrain.config import cores
+from pipetrain.errors import ConfigError
+from pipetrain.launch import ENDED, FAILED, guarded
 
 SHUTDOWN_S = (
     "120"  # that ranks have to save after a signal, where torchrun gives 30 seconds, and torch knows how
 )
+MANY = 8  # processes, above which the plan is tried first where there are not as many cores
+QUICKSTART = ["experiment=quickstart"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Start and wait; return the status."""
+    return guarded(lambda: _main(sys.argv[1:] if words is None else words))
+
+
+def _main(words: Sequence[str]) -> int:
+    if "-m" in words:
+        return start(words)
+    theirs, ours = split(words)
+    count = processes(ours)
+    if count > MANY and count > cores():  # ask on paper before so many processes are started in vain
+        plan = [sys.executable, "-m", "pipetrain.plan", *ours, f"stages={count}"]
+        if status := subprocess.run(plan, stdout=subprocess.DEVNULL, check=False).returncode:
+            return status
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
+    if not any(word.startswith("--nproc") for word in theirs):
+        theirs.append(f"--nproc_per_node={count}")
+    if not any(word.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for word in theirs):
+        theirs.append("--standalone")
+    return start([*theirs, "-m", "pipetrain", *ours])
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tell torchrun's options from the words that are the ranks' own."""
+    options = get_args_parser()._option_string_actions.keys() - {"-h", "--help"}
+    theirs = [word for word in words if word.partition("=")[0] in options]
+    return theirs, [word for word in words if word not in theirs] or QUICKSTART
+
+
+def processes(words: Sequence[str]) -> int:
+    """Return how many processes to start. Raises ConfigError."""
+    asked = os.environ.get("NPROC", "")
+    if asked:
+        if not re.fullmatch("[1-9][0-9]{0,3}", asked):
+            raise ConfigError(f"NPROC must be a whole number from 1 to 9999; got {asked}")
+        return int(asked)
+    stages = [match[1] for word in words if (match := re.fullmatch(r"\+*stages=(.*)", word))]
+    if stages and re.fullmatch("[1-9][0-9]*", stages[-1]):
+        return int(stages[-1])
+    if words == QUICKSTART or "device=cpu" in words:
+        return 2
+    return torch.cuda.device_count() or 2
+
+
+def start(arguments: Sequence[str]) -> int:
+    """Start what torchrun would start by these arguments, and wait; return the status."""
     logging.disable()  # torch's: the ranks speak for themselves
     with TemporaryDirectory() as folder:
         os.environ[ENDED] = folder
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S)
-        options = parse_args(sys.argv[1:] if arguments is None else arguments)  # type: ignore[no-untyped-call]
         try:
-            run(options)  # type: ignore[no-untyped-call]
+            run(parse_args(arguments))  # type: ignore[no-untyped-call]
         except SignalException as stop:
             ended = [path.read_text() for path in Path(folder).iterdir()]
             if ended and set(ended) == {"0"}:

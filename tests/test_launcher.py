@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from pipetrain import launcher
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
 from pipetrain.schedule import chrome
 from tests.support.processes import (
@@ -39,6 +41,65 @@ WORDS = {
     "refused": ["epochs=0"],
     "killed": ["epochs=99"],
 }
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "gpus", "arguments", "threads"),
+    [
+        ("", {}, 0, "--nproc_per_node=2 --standalone -m pipetrain experiment=quickstart", 2),
+        ("", {"NPROC": "4"}, 0, "--nproc_per_node=4 --standalone -m pipetrain experiment=quickstart", 1),
+        ("", {}, 4, "--nproc_per_node=2 --standalone -m pipetrain experiment=quickstart", 2),
+        ("epochs=3", {}, 0, "--nproc_per_node=2 --standalone -m pipetrain epochs=3", 2),
+        ("epochs=3", {}, 1, "--nproc_per_node=1 --standalone -m pipetrain epochs=3", 4),
+        ("epochs=3", {}, 4, "--nproc_per_node=4 --standalone -m pipetrain epochs=3", 1),
+        ("device=cpu", {}, 4, "--nproc_per_node=2 --standalone -m pipetrain device=cpu", 2),
+        ("--cfg job", {}, 0, "--nproc_per_node=2 --standalone -m pipetrain --cfg job", 2),
+        ("--help", {}, 0, "--nproc_per_node=2 --standalone -m pipetrain --help", 2),
+        ("stages=4 ++stages=3", {}, 0, "--nproc_per_node=3 --standalone -m pipetrain stages=4 ++stages=3", 1),
+        ("stages=null", {}, 0, "--nproc_per_node=2 --standalone -m pipetrain stages=null", 2),
+        ("stages=4", {"NPROC": "1"}, 4, "--nproc_per_node=1 --standalone -m pipetrain stages=4", 4),
+        ("x=1", {"OMP_NUM_THREADS": "3"}, 0, "--nproc_per_node=2 --standalone -m pipetrain x=1", 3),
+        (
+            "--max-restarts=3 x=1",
+            {},
+            0,
+            "--max-restarts=3 --nproc_per_node=2 --standalone -m pipetrain x=1",
+            2,
+        ),
+        (
+            "x=1 --nnodes=2 --rdzv_endpoint=a:1 --nproc-per-node=2",
+            {},
+            8,
+            "--nnodes=2 --rdzv_endpoint=a:1 --nproc-per-node=2 -m pipetrain x=1",
+            1,
+        ),
+        ("--standalone -m pipetrain x=1", {}, 4, "--standalone -m pipetrain x=1", None),
+    ],
+)
+def test_processes_and_threads(monkeypatch, words, environment, gpus, arguments, threads):
+    started = []
+    monkeypatch.setattr(launcher, "start", lambda given: started.append(" ".join(given)) or 7)
+    monkeypatch.setattr(launcher, "cores", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(os, "environ", dict(environment))
+    assert launcher.main(words.split()) == 7
+    assert started == [arguments]
+    assert os.environ.get("OMP_NUM_THREADS") == (None if threads is None else str(threads))
+
+
+@pytest.mark.parametrize("number", ["abc", "0", "-1", "2.5", "99999"])
+def test_a_wrong_nproc_is_refused(monkeypatch, capsys, number):
+    monkeypatch.setenv("NPROC", number)
+    assert launcher.main([]) == 2
+    assert (
+        capsys.readouterr().err == f"pipetrain: NPROC must be a whole number from 1 to 9999; got {number}\n"
+    )
+
+
+def test_far_more_stages_than_cores_are_tried_on_paper_first(monkeypatch, capfd):
+    monkeypatch.setattr(launcher, "start", lambda given: pytest.fail("it was started"))
+    assert launcher.main(["stages=4000", "model=mlp"]) == 2
+    assert "pipetrain: " in capfd.readouterr().err
 
 
 @dataclass(frozen=True)

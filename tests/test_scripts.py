@@ -35,7 +35,7 @@ esac
 
 
 class Checkout:
-    """A copy of the scripts and what they read, and a machine of four cores and no GPU."""
+    """A copy of the scripts and what they read, and a folder of programs."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "a checkout"
@@ -48,8 +48,6 @@ class Checkout:
         self.bin.mkdir()
         self.elsewhere.mkdir()
         self.program("python3", PYTHON)
-        self.program("nproc", "#!/bin/bash\necho 4\n")
-        self.program("nvidia-smi", "#!/bin/bash\nexit 9\n")
         self.environment = {"PATH": f"{self.bin}:{os.environ['PATH']}", "NOTES": str(self.notes)}
 
     def program(self, name: str, text: str) -> None:
@@ -59,10 +57,6 @@ class Checkout:
     def installed(self) -> Checkout:
         (self.bin / "packages").touch()
         return self
-
-    def gpus(self, count: int) -> None:
-        lines = "".join(f"echo 'GPU {i}: NVIDIA H200 (UUID: GPU-{i})'\n" for i in range(count))
-        self.program("nvidia-smi", "#!/bin/bash\n" + lines)
 
     def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -91,11 +85,6 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def torchrun(nproc: int, arguments: str, threads: int) -> str:
-    launcher = f"-m pipetrain.launcher --standalone --nproc_per_node={nproc} -m pipetrain"
-    return f"OMP={threads} {launcher} {arguments}".rstrip()
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bash_can_read_it(script):
     assert subprocess.run(["bash", "-n", ROOT / script], check=False).returncode == 0
@@ -106,65 +95,12 @@ def test_it_can_be_executed(script):
     assert os.access(ROOT / script, os.X_OK)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "started"),
-    [
-        ("", {}, torchrun(2, "experiment=quickstart", 2)),
-        ("", {"NPROC": "4"}, torchrun(4, "experiment=quickstart", 1)),
-        ("model=resnet18 epochs=3", {}, torchrun(2, "model=resnet18 epochs=3", 2)),
-        ("--cfg job", {}, torchrun(2, "--cfg job", 2)),
-        ("--help", {}, torchrun(2, "--help", 2)),
-        ("stages=4", {}, torchrun(4, "stages=4", 1)),
-        ("stages=4 ++stages=3", {}, torchrun(3, "stages=4 ++stages=3", 1)),
-        ("stages=null", {}, torchrun(2, "stages=null", 2)),
-        ("stages=two", {}, torchrun(2, "stages=two", 2)),
-        ("stages=4", {"NPROC": "1"}, torchrun(1, "stages=4", 4)),
-        ("stages=7", {}, torchrun(7, "stages=7", 1)),
-        ("epochs=1", {"OMP_NUM_THREADS": "3"}, torchrun(2, "epochs=1", 3)),
-    ],
-)
-def test_processes_and_threads(checkout, arguments, environment, started):
-    assert checkout.installed().run("launch.sh", *arguments.split(), **environment).returncode == 0
-    assert checkout.calls() == [started]
-
-
-@pytest.mark.parametrize(
-    ("gpus", "arguments", "environment", "processes"),
-    [
-        (1, "epochs=1", {}, 1),
-        (4, "epochs=1", {}, 4),
-        (4, "", {}, 2),
-        (4, "device=cpu", {}, 2),
-        (4, "stages=3", {}, 3),
-        (4, "epochs=1", {"CUDA_VISIBLE_DEVICES": "0,2,3"}, 3),
-        (4, "epochs=1", {"CUDA_VISIBLE_DEVICES": ""}, 2),
-        (4, "epochs=1", {"CUDA_VISIBLE_DEVICES": "-1"}, 2),
-    ],
-)
-def test_a_process_a_gpu(checkout, gpus, arguments, environment, processes):
-    checkout.gpus(gpus)
-    assert checkout.installed().run("launch.sh", *arguments.split(), **environment).returncode == 0
-    assert f"--nproc_per_node={processes} " in checkout.calls()[0]
-
-
-@pytest.mark.parametrize("number", ["abc", "0", "-1", "2.5", "99999"])
-def test_a_wrong_nproc_is_refused(checkout, number):
-    done = checkout.run("launch.sh", NPROC=number)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"pipetrain: NPROC must be a whole number from 1 to 9999; got {number}\n"
-
-
 def test_arguments_and_status_pass_through(checkout):
     done = checkout.installed().run(
         "launch.sh", "run_dir='a b'", "data.root=$HOME", "*", FAIL="pipetrain.launcher"
     )
     assert done.returncode == 7
-    assert checkout.calls() == [torchrun(2, "run_dir='a b' data.root=$HOME *", 2)]
-
-
-def test_far_more_stages_than_cores_are_tried_on_paper_first(checkout):
-    assert checkout.installed().run("launch.sh", "stages=40", FAIL="pipetrain.plan").returncode == 7
-    assert checkout.calls() == ["OMP= -m pipetrain.plan stages=40 stages=40"]
+    assert checkout.calls() == ["OMP= -m pipetrain.launcher run_dir='a b' data.root=$HOME *"]
 
 
 def test_a_link_to_the_launcher_finds_the_checkout(checkout, tmp_path):
@@ -184,7 +120,7 @@ def test_the_code_that_runs_is_the_checkout_s(checkout):
 VENV = "OMP= -m venv {root}/.venv"
 RUN = "OMP= -m pip install -q -c constraints.txt -e ."
 TEST = "OMP= -m pip install -q -c constraints.txt -e .[test]"
-TRAIN = torchrun(2, "epochs=1", 2)
+TRAIN = "OMP= -m pipetrain.launcher epochs=1"
 
 
 @pytest.fixture
@@ -230,7 +166,7 @@ def test_ci_tests_without_a_terminal(checkout):
     checkout.program("python3", '#!/bin/bash\n[[ $1 == -P ]] || { echo "$CI $*" >>"$NOTES"; cat; }\n')
     assert checkout.run(".ci/run").returncode == 0
     calls = checkout.calls()
-    assert any("-m pipetrain experiment=quickstart" in call for call in calls)
+    assert "true -m pipetrain.launcher" in calls
     assert calls[-1] == "true -m pytest"
 
 
