@@ -273,10 +273,11 @@ def train(
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(saved_so_far(Path(job.run_dir))) from stop
     mesh.close()
-    if recorder and finished and keeper.saver.not_saved is None:
+    lost = keeper.saver.not_saved
+    if recorder and finished and lost != run.updates:
         recorder.close()
     elif recorder:
-        recorder.stop(keeper.saver.not_saved)
+        recorder.stop(lost)
 
 
 def saved_so_far(run_dir: Path) -> str:
