@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -107,7 +108,17 @@ def start(arguments: Sequence[str]) -> int:
             name = signal.Signals(-failure.exitcode).name
             print(f"pipetrain: rank {rank} was ended by {name}", file=sys.stderr)
             return FAILED
+        finally:
+            _end_children()
     return 0
+
+
+def _end_children() -> None:
+    """End what is left: torchrun forgets a process that it is just starting when a signal comes."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in path.read_text().split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from pipetrain import launcher
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
@@ -98,8 +100,22 @@ def test_a_wrong_nproc_is_refused(monkeypatch, capsys, number):
 
 def test_far_more_stages_than_cores_are_tried_on_paper_first(monkeypatch, capfd):
     monkeypatch.setattr(launcher, "start", lambda given: pytest.fail("it was started"))
-    assert launcher.main(["stages=4000", "model=mlp"]) == 2
+    assert launcher.main(["stages=40", "model=mlp"]) == 2
     assert "pipetrain: " in capfd.readouterr().err
+
+
+def test_a_process_that_torchrun_has_lost_is_ended(monkeypatch):
+    """As it loses one that it is just starting when a signal comes."""
+    lost = []
+
+    def interrupted(options: object) -> None:
+        lost.append(subprocess.Popen(["sleep", "60"]))
+        raise SignalException("stop", signal.SIGTERM)
+
+    monkeypatch.setattr(launcher, "run", interrupted)
+    monkeypatch.setattr(launcher.logging, "disable", lambda: None)
+    assert launcher.main(["-m", "pipetrain"]) == 128 + signal.SIGTERM
+    assert lost[0].wait(20) == -signal.SIGKILL
 
 
 @dataclass(frozen=True)

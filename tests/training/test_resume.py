@@ -390,7 +390,7 @@ def test_losses_may_be_infinite(harmed):
     run_in_threads(HARMED, source=newest)
 
 
-@pytest.mark.parametrize("position", [Position(1, 3, 6), Position(1, 2, 7), Position(1, 3, 2**62)])
+@pytest.mark.parametrize("position", [Position(1, 2, 7), Position(0, 3, 7)])
 def test_updates_that_are_not_those_of_the_epochs_are_damage(position, harmed):
     newest = checkpoints(harmed)[-1]
     forge(newest, put("position", to=dict(zip(("epoch", "batch", "update"), astuple(position), strict=True))))
