@@ -34,6 +34,8 @@ from tests.support.processes import (
     started,
 )
 
+pytestmark = pytest.mark.processes
+
 RANDOM = random.Random(0)
 WHAT = {
     "SIGKILL": r"rank {peer} lost rank {rank} at the \w+ of microbatch \d+: .*; stage {peer} was at",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,9 @@ from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.schedule.actions import ScheduleError
 from tests.support.cases import SCHEDULES, Case, run_in_threads
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "500"))
+pytestmark = pytest.mark.slow
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "250"))
 MODELS = [
     "with_norm",
     "without_norm",

@@ -32,7 +32,10 @@ from tests.support.processes import (
     started,
 )
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up as Linux shows them")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up as Linux shows them"),
+]
 
 # A window of 48 batches, at least 24 seconds long: it would outlive what torchrun gives a rank.
 SLOW = [*FAULTY, "+model.kind=sleep", "+model.rank=1", "+model.at=500", "batch_size=8", "schedule=pipedream"]

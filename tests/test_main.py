@@ -26,6 +26,8 @@ from pipetrain.launch import Leader
 from pipetrain.replay import read_trace
 from pipetrain.runtime.mesh import World
 
+pytestmark = pytest.mark.processes
+
 CHECKOUT = Path(__file__).parents[1]
 TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "pipetrain"]
 ONE = ["-m", "pipetrain"]

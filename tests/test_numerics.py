@@ -14,6 +14,8 @@ from tests.support.cases import Case, compare, make_run, run_in_threads
 from tests.support.jobs import train_cases
 from tests.support.worlds import run_world
 
+pytestmark = pytest.mark.slow
+
 NORM = "model._target_=tests.support.models.with_norm"
 BF16 = ("precision=bf16", "dtype=float32", "memory_format=contiguous", "optim.lr=0.02", "epochs=2")
 

@@ -31,6 +31,8 @@ from tests.support.cases import SCHEDULES, config
 from tests.support.profiles import profile_of
 from tests.support.traces import about, as_measured
 
+pytestmark = pytest.mark.slow
+
 IMAGE = (3, 32, 32)
 
 

@@ -21,6 +21,8 @@ from tests.support.jobs import profile_that_fails, profile_then_train
 from tests.support.profiles import profile
 from tests.support.worlds import run_world
 
+pytestmark = pytest.mark.processes
+
 WORDS = ["data=digits", "batch_size=12", "microbatches=4", "epochs=2", "timeout=60", "threads=1"]
 CPU = torch.device("cpu")
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ["launch.sh", ".ci/run", *(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh"))]
 CONFIG = ["setup.cfg", "pyproject.toml", "constraints.txt"]
@@ -161,13 +163,24 @@ def test_testing_stops_at_the_first_tool_that_fails(checkout, start, tool, steps
     assert len(start("scripts/test.sh", status=7, FAIL=tool)) == steps
 
 
+def test_tests_that_start_processes_run_beside_the_others_unless_it_is_to_be_quick(checkout):
+    halves = ["OMP=1 -m pytest -m not processes", "OMP=1 -m pytest -m processes"]
+    assert checkout.installed().run("scripts/test.sh").returncode == 0
+    assert sorted(checkout.calls()[3:]) == halves
+    for half in halves:  # whichever fails
+        assert checkout.run("scripts/test.sh", FAIL=half[6:]).returncode == 7
+        assert sorted(checkout.calls()[3:]) == halves
+    assert checkout.run("scripts/test.sh", "--quick", "-x").returncode == 0
+    assert checkout.calls()[3:] == ["OMP=1 -m pytest -m not processes and not slow -x"]
+
+
 def test_ci_tests_without_a_terminal(checkout):
     checkout.program("chromium", "#!/bin/bash\n")
     checkout.program("python3", '#!/bin/bash\n[[ $1 == -P ]] || { echo "$CI $*" >>"$NOTES"; cat; }\n')
     assert checkout.run(".ci/run").returncode == 0
     calls = checkout.calls()
     assert "true -m pipetrain.launcher" in calls
-    assert calls[-1] == "true -m pytest"
+    assert sorted(calls[-2:]) == ["true -m pytest -m not processes", "true -m pytest -m processes"]
 
 
 @pytest.mark.parametrize(("status", "warned"), [(0, False), (100, True)])
@@ -186,7 +199,7 @@ def test_ci_installs_a_browser_where_there_is_none_and_goes_on_where_it_cannot(
     calls = checkout.calls()
     install = "apt-get install -yq --no-install-recommends chromium fonts-dejavu-core"
     assert calls[: 2 - warned] == ["apt-get update -q", install][: 2 - warned]
-    assert calls[-1] == "OMP=1 -m pytest"
+    assert sorted(calls[-2:]) == ["OMP=1 -m pytest -m not processes", "OMP=1 -m pytest -m processes"]
     assert ("nobody looks at the report" in done.stderr) == warned
 
 

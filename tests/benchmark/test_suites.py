@@ -15,6 +15,8 @@ from benchmark.tasks import prepare
 from pipetrain.partition.estimate import Layer
 from pipetrain.runtime.mesh import World
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 NAP = sleep.Nap(0.03, 0.06, (2, 4), (4, 16), 32)
 

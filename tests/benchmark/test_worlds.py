@@ -14,6 +14,8 @@ import pytest
 from benchmark.rounds import FULL, race, rotated
 from benchmark.worlds import WorldFailed, run_world, titled
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60
 

@@ -19,6 +19,8 @@ from comparison.runs import Spec, torchrun
 from pipetrain.overrides import quoted
 from tests.comparison.support import compare, started
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 TWO = ("--schedules", "layer_dist", "pipedream", "--seeds", "0", "1")
 ALL = ["layer_dist-seed0", "pipedream-seed0", "layer_dist-seed1", "pipedream-seed1"]

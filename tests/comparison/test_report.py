@@ -18,6 +18,8 @@ from tests.comparison import browser
 from tests.comparison.support import asked, compare
 from tests.comparison.test_experiment import specs
 
+pytestmark = pytest.mark.slow
+
 EVIL = "<script>alert(1)</script> & $x$ \"'"
 LONG = "a-method-whose-name-is-longer-than-a-phone-is-wide-and-has-no-place-to-break-it"
 VOID = {"meta", "br", "img"}

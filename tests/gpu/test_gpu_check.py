@@ -21,6 +21,8 @@ from pipetrain.schedule.measured import RankWindow, TracedWindow
 from tests.gpu import cli, memory, speed, training, transport
 from tests.gpu.rows import FAIL, MIB, NOT_RUN, PASS, SKIPPED, Check, Row, Setting, head, judged, markdown
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 REHEARSED = [check.name for check in cli.CHECKS if check.name != "nccl-4"]  # as nccl-2, and slow
 OPTIONS = ["--device", "cpu", "--quick", "--out", "found", "--only"]

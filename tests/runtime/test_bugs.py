@@ -8,6 +8,8 @@ import torch
 from pipetrain.errors import ConfigError, TrainingStopped
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 
+pytestmark = pytest.mark.slow
+
 
 def _model(name: str) -> str:
     return f"model._target_=tests.support.models.{name}"

@@ -21,6 +21,8 @@ from tests.support.codecs import Signs
 from tests.support.jobs import exchange_coded, train_cases
 from tests.support.worlds import run_world
 
+pytestmark = pytest.mark.slow
+
 
 class Ends:
     """Both ends of stage 0 on rank 0 and stage 1 on rank 1, in one thread: nothing is waited for."""

@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
 
+pytestmark = pytest.mark.slow
+
 NORM = "model._target_=tests.support.models.with_norm"
 PLAIN = "model._target_=tests.support.models.without_norm"
 RECOMPUTING = "model._target_=tests.support.models.recomputing"

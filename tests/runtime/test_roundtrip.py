@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from pipetrain.runtime import roundtrip
@@ -13,6 +14,8 @@ from pipetrain.schedule.lower import edges
 from pipetrain.schedule.programs import forward_only
 from pipetrain.seal import SealedStore
 from tests.support.worlds import run_world
+
+pytestmark = pytest.mark.processes
 
 CPU = torch.device("cpu")
 

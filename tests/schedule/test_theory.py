@@ -13,6 +13,8 @@ from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.theory import Theory, theory
 from tests.schedule.cases import CASES, NAMES, Case, accepted, sound
 
+pytestmark = pytest.mark.slow
+
 
 def assert_as_the_theory_says(program: Program, microbatches: int, expected: Theory | None) -> None:
     """At both bounds: with equal stages and free messages a single buffer already costs no time."""

@@ -90,6 +90,7 @@ def tiny_data(train: int, test: int = 11) -> ImageData:
     return ImageData("tiny", split(train), split(test), 10, (0.5,) * 3, (0.25,) * 3)
 
 
+@lru_cache(maxsize=8)
 def make_run(case: Case, resumed: int = 0) -> Run:
     """Prepare a case as a rank would, in float64, after so many batches of an epoch."""
     cfg = _config(case)
@@ -109,7 +110,9 @@ def _config(case: Case, model: str = "") -> DictConfig:
 def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
     """Train a case by the reference; where a policy decided the order, by the versions that were read."""
     cfg = _config(case, case.reference_model)
-    run = prepare(cfg, case.schedule, case.ranks, tiny_data(case.train_samples))
+    run = make_run(case)
+    if case.reference_model:
+        run = prepare(cfg, case.schedule, case.ranks, tiny_data(case.train_samples))
     recipe = reference.Recipe(
         data=run.data,
         transform=run.transform,

@@ -1,4 +1,4 @@
-"""Spawned gloo worlds: real processes, a file for a rendezvous, a hard deadline, nothing left behind."""
+"""Gloo worlds: real processes, a file for a rendezvous, a hard deadline, nothing left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def run_world(work: Work, size: int, *arguments: Any, deadline: float = 120) -> 
     Raises AssertionError with the first traceback where one fails, or with the ranks that were still running
     at the deadline (seconds); kills whatever is left.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "tests.support.jobs"])  # imported once for all ranks
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
