@@ -59,11 +59,13 @@ def table() -> str:
 
 
 def readme() -> str:
-    return (ROOT / "README.md").read_text()
+    """The README, and the pages that it leads to."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return "\n".join(page.read_text() for page in pages)
 
 
 def commands() -> list[str]:
-    """The lines of the README's shell blocks, continued lines joined, comments left out."""
+    """The lines of the shell blocks, continued lines joined, comments left out."""
     blocks = re.findall(r"```bash\n(.*?)```", readme(), re.DOTALL)
     text = "".join(blocks).replace("\\\n", " ")
     return [line for line in (raw.split("  #")[0].strip() for raw in text.splitlines()) if line]
@@ -108,13 +110,15 @@ def test_every_gpu_check_can_be_read(command):
     gpu.parser().parse_args(shlex.split(command)[2:])
 
 
-def python_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", readme(), re.DOTALL)
+def python_block(name: str) -> str:
+    """Return the block of code that defines a name."""
+    blocks = re.findall(r"```python\n(.*?)```", readme(), re.DOTALL)
+    return next(block for block in blocks if name in block)
 
 
 def test_its_own_schedule_is_sound():
     names = {"Action": Action, "Op": Op, "Program": Program}
-    exec(python_blocks()[0], names)
+    exec(python_block("take_turns"), names)
     for ranks, batches, microbatches in [(1, 1, 1), (2, 3, 4), (4, 2, 1)]:
         program = lower(names["take_turns"](ranks, batches, microbatches))
         check(program, batches, microbatches)
@@ -123,7 +127,7 @@ def test_its_own_schedule_is_sound():
 
 def test_its_own_model_can_be_cut():
     names = {"nn": torch.nn}
-    exec(python_blocks()[1], names)
+    exec(python_block("my_factory"), names)
     layers = estimate(names["my_factory"](), TensorSpec((2, 3, 32, 32), torch.float32))
     assert choose_cuts([2], layers, 2) == [2]
 
@@ -136,7 +140,7 @@ def test_its_own_codec_can_be_used():
         "torch": torch,
         "Sequence": Sequence,
     }
-    exec(python_blocks()[2], names)
+    exec(python_block("class Sign"), names)
     codec, x = names["Sign"](0.5), torch.tensor([3.0, -1.0])
     spec = TensorSpec((2,), torch.float32)
     assert specs_of(codec.encode(x)) == codec.wire_specs(spec)
@@ -149,6 +153,12 @@ def test_the_table_of_codecs_has_the_bytes_of_each():
     names = sorted(path.stem for path in (conf_dir() / "codec").glob("*.yaml"))
     codecs = {name: read_settings(config([f"codec.forward={name}"]), "1f1b", 2).codecs for name in names}
     assert said == {name: chosen.wire_bytes([boundary], forward=True) for name, chosen in codecs.items()}
+
+
+def test_every_page_and_picture_is_there():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +179,7 @@ def test_the_annotated_tree_names_every_script():
 
 
 def test_the_annotated_tree_names_what_there_is():
-    for name in re.findall(r"^  (\w+\.py|\w+/)\s", readme().split("## The house")[1], re.MULTILINE):
+    for name in re.findall(r"^  (\w+\.py|\w+/)\s", (ROOT / "docs" / "house.md").read_text(), re.MULTILINE):
         assert (ROOT / "pipetrain" / name).exists() or (ROOT / "scripts" / name).exists(), name
 
 
