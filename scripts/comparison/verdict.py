@@ -1,8 +1,10 @@
 """What a comparison found, in plain words: which method is fastest, what that costs, and whether it is noise.
 
 Computed from the same rows as the table, by rules that are said with the figures: a time within five
-percent is a tie, and a difference of accuracies is noise as long as Welch's 95 % interval holds zero. With
-one seed, or seeds that all came out the same, nothing is said of noise, because nothing is known of it.
+percent is a tie, and a difference of times or accuracies is noise as long as Welch's 95 % interval holds zero.
+The best of several methods is better than it should be by chance alone, so the 5 % are divided by the number
+of methods that the first is compared with (Bonferroni). With one seed, or seeds that all came out the same,
+nothing is said of noise, because nothing is known of it.
 """
 
 from __future__ import annotations
@@ -14,9 +16,7 @@ from comparison.table import Row
 from comparison.text import duration
 
 TIE = 0.05
-# Student's t, two-sided 95 %, for 1 to 10 degrees of freedom; then by the next lower entry.
-T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-T95_BEYOND = ((15, 2.13), (20, 2.09), (30, 2.04))
+TOO_FEW = "too few seeds to say what of it is noise"
 
 
 def verdict(rows: Sequence[Row], failed: int, missing: int, total: int) -> list[str]:
@@ -41,11 +41,11 @@ def _of_model(rows: Sequence[Row]) -> str:
         return f"{where}: only {first.method} finished; there is nothing to compare it with."
     fastest = min(done, key=lambda row: row.eachtime or 0.0)
     return " ".join(
-        [_speed(where, first, fastest), *_accuracy(first, fastest, done), *_bytes(first, fastest, done)]
+        [_speed(where, first, fastest, done), *_accuracy(first, fastest, done), *_bytes(first, fastest, done)]
     )
 
 
-def _speed(where: str, first: Row, fastest: Row) -> str:
+def _speed(where: str, first: Row, fastest: Row, done: Sequence[Row]) -> str:
     times = f"{duration(fastest.eachtime or 0)} against {duration(first.eachtime or 0)} an epoch of training"
     gain = (fastest.speedup or 1.0) - 1
     if fastest is first:
@@ -54,54 +54,68 @@ def _speed(where: str, first: Row, fastest: Row) -> str:
         tie = f"no method was faster than {first.method} by more than five percent"
         return f"{where}: {tie}; the fastest was {fastest.method}."
     factor = f"{1 + gain:.2f} times as fast as {first.method}"
-    return f"{where}: {fastest.method} was the fastest, {factor} ({times})."
+    margin = _interval(first.train_dev, first.finished, fastest.train_dev, fastest.finished, len(done) - 1)
+    if margin is None:
+        sure = TOO_FEW
+    else:
+        apart = (first.eachtime or 0) - (fastest.eachtime or 0)
+        sure = f"{'within the' if apart <= margin else 'more than'} noise of ±{duration(margin)} at 95 %"
+    return f"{where}: {fastest.method} was the fastest, {factor} ({times}; {sure})."
 
 
 def _accuracy(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
     """Say what the fastest costs, and which is the most accurate."""
-    best = max(done, key=lambda row: row.last_acc or 0.0)
+    best, others = max(done, key=lambda row: row.last_acc or 0.0), len(done) - 1
     said = []
     if fastest is not first:
         said.append(
             f"After the last epoch {fastest.method} stands at {fastest.last_acc:.2f} %, "
-            f"{difference(fastest, first)}."
+            f"{difference(fastest, first, others)}."
         )
     if best not in (fastest, first):
         said.append(
-            f"The most accurate, {best.method}, has {best.last_acc:.2f} %, {difference(best, first)}."
+            f"The most accurate, {best.method}, has {best.last_acc:.2f} %, {difference(best, first, others)}."
         )
     return said
 
 
-def difference(row: Row, first: Row) -> str:
+def difference(row: Row, first: Row, compared: int = 1) -> str:
     """Say how a row's last accuracy differs from another's, and whether that may be noise."""
     assert row.last_acc is not None
     assert first.last_acc is not None
     points = row.last_acc - first.last_acc
     direction = "above" if points > 0 else "below"
     said = f"{abs(points):.2f} points {direction} {first.method}" if points else f"the same as {first.method}"
-    margin = noise(row, first)
+    margin = noise(row, first, compared)
     if margin is None:
-        return f"{said} (too few seeds to say what of it is noise)"
+        return f"{said} ({TOO_FEW})"
     if abs(points) <= margin:
         return f"{said}, which is within the noise (±{margin:.2f} at 95 %)"
     return f"{said}, which is more than noise (±{margin:.2f} at 95 %)"
 
 
-def noise(a: Row, b: Row) -> float | None:
+def noise(a: Row, b: Row, compared: int = 1) -> float | None:
     """Return half of Welch's 95 % interval of the difference of two rows' last accuracies, in points.
 
-    None where a row has one seed, or all seeds of both came out the same, which says nothing of the next one.
-    Welch 1947; the degrees of freedom after Satterthwaite 1946, rounded down.
+    `compared`: how many such differences are looked at. None where a row has one seed, or all seeds of both
+    came out the same, which says nothing of the next one.
     """
-    if a.last_dev is None or b.last_dev is None:
+    return _interval(a.last_dev, a.finished, b.last_dev, b.finished, compared)
+
+
+def _interval(
+    deviation_a: float | None, n_a: int, deviation_b: float | None, n_b: int, compared: int
+) -> float | None:
+    """Welch 1947; the degrees of freedom after Satterthwaite 1946."""
+    from scipy.stats import t
+
+    if deviation_a is None or deviation_b is None:
         return None
-    va, vb = a.last_dev**2 / a.finished, b.last_dev**2 / b.finished
+    va, vb = deviation_a**2 / n_a, deviation_b**2 / n_b
     if va + vb == 0:
         return None
-    freedom = int((va + vb) ** 2 / (va**2 / (a.finished - 1) + vb**2 / (b.finished - 1)) + 1e-9)
-    beyond = next((t for n, t in reversed(T95_BEYOND) if freedom >= n), T95[-1])
-    return sqrt(va + vb) * (T95[freedom - 1] if freedom <= len(T95) else beyond)
+    freedom = (va + vb) ** 2 / (va**2 / (n_a - 1) + vb**2 / (n_b - 1))
+    return sqrt(va + vb) * float(t.ppf(1 - 0.025 / compared, freedom))
 
 
 def _bytes(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
@@ -111,5 +125,5 @@ def _bytes(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
         return []
     said = [f"{least.method} sent the least: {least.bytes_ratio:.1%} of the bytes of {first.method}."]
     if least not in (first, fastest):
-        said.append(f"It ends at {least.last_acc:.2f} %, {difference(least, first)}.")
+        said.append(f"It ends at {least.last_acc:.2f} %, {difference(least, first, len(done) - 1)}.")
     return said
