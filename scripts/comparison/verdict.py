@@ -1,7 +1,7 @@
 """What a comparison found, in plain words: which method is fastest, what that costs, and whether it is noise.
 
 Computed from the same rows as the table, by rules that are said with the figures: a time within five
-percent is a tie, and a difference of times or accuracies is noise as long as Welch's 95 % interval holds zero.
+percent is a tie, and a difference of times or accuracies is noise as long as Welch's 95 % interval holds 0.
 The best of several methods is better than it should be by chance alone, so the 5 % are divided by the number
 of methods that the first is compared with (Bonferroni). With one seed, or seeds that all came out the same,
 nothing is said of noise, because nothing is known of it.
