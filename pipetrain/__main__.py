@@ -34,6 +34,7 @@ from pipetrain.plan import describe
 from pipetrain.profiling import measure, take_part, verdict
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
+from pipetrain.schedule.actions import ScheduleError
 from pipetrain.seal import SealedStore
 from pipetrain.training.files import Files
 from pipetrain.training.folder import (
@@ -44,6 +45,7 @@ from pipetrain.training.folder import (
     TRACE,
     claim,
     clear,
+    discard,
     is_finished,
     read_key,
     rename_after,
@@ -94,10 +96,20 @@ def lead(world: World) -> int:
     try:
         if (run_dir := leader.remembered()) is not None:  # or each restart would have a folder of its own
             sys.argv.append(f"run_dir={quoted(run_dir)}")
-        status = guarded(lambda: compose("config", lambda cfg: start(cfg, world, leader)))
+        status = guarded(lambda: compose("config", lambda cfg: begin(cfg, world, leader)))
     finally:
         leader.end(status)
     return status
+
+
+def begin(cfg: DictConfig, world: World, leader: Leader) -> None:
+    """Refuse the configuration, and leave no folder then, or start it on all ranks."""
+    hydra = HydraConfig.get()
+    try:
+        start(cfg, world, leader)
+    except (ConfigError, ScheduleError):
+        discard(Path(hydra.runtime.output_dir), f"{hydra.job.name}.log")
+        raise
 
 
 def start(cfg: DictConfig, world: World, leader: Leader) -> None:

@@ -272,6 +272,7 @@ def test_a_wrong_override_is_one_sentence_and_every_rank_ends(tmp_path):
     ]
     assert no_traceback_of_ours(ended)
     assert ended.out == ""
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # nor a run's folder
     assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", ended.err)
 
 

@@ -149,6 +149,21 @@ def clear(folder: Path, names: Sequence[str] = (METRICS, TRACE, RAN, PROFILE_FIL
             left.unlink()
 
 
+def discard(folder: Path, log: str) -> None:
+    """Remove the folder of a refused run, if it holds nothing but its log and no other run has it."""
+    with suppress(OSError):
+        if {path.name for path in folder.iterdir()} - {log, LOCK}:
+            return
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _ITSELF, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in (log, LOCK):
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
+        finally:
+            os.close(lock)
+
+
 def is_finished(folder: Path, cfg: DictConfig | None) -> bool:
     """Whether a folder holds a finished run: of this configuration but for `resume`, unless that is None."""
     return (folder / SUMMARY).exists() and (cfg is None or is_of(folder, cfg, {"resume"}))

@@ -6,13 +6,14 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 from threading import Timer
 
 import pytest
 
 from pipetrain.errors import ConfigError
 from pipetrain.seal import SECRET
-from pipetrain.training.folder import KEY_BYTES, LOCK, claim, clear, read_key, rename_after
+from pipetrain.training.folder import KEY_BYTES, LOCK, claim, clear, discard, read_key, rename_after
 
 
 def test_a_folder_is_made_and_taken(tmp_path):
@@ -188,3 +189,19 @@ def test_a_finished_run_is_taken_by_one_that_lengthens_it(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
     claim(tmp_path, resuming=True, finished=True).close()
     assert (tmp_path / "summary.json").exists()
+
+
+def test_the_folder_of_a_refused_run_goes_unless_there_is_more_or_another_run(tmp_path):
+    def run(name: str, *files: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in ("run.log", *files):
+            (folder / file).touch()
+        return folder
+
+    refused, full, held = run("refused", LOCK), run("full", "config.yaml"), run("held")
+    with claim(held):
+        for folder in (refused, full, held, tmp_path / "none"):
+            discard(folder, "run.log")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "held"]
+    assert (held / "run.log").exists()
