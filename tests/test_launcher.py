@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from pipetrain import launcher
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
 from pipetrain.schedule import chrome
 from tests.support.processes import (
+    CHECKOUT,
     FAULTY,
     LAUNCHER,
     Started,
@@ -107,18 +107,27 @@ def test_far_more_stages_than_cores_are_tried_on_paper_first(monkeypatch, capfd)
     assert "pipetrain: " in capfd.readouterr().err
 
 
-def test_a_process_that_torchrun_has_lost_is_ended(monkeypatch):
+LOSES = """
+import signal, subprocess
+from pipetrain import launcher
+
+def interrupted(options):
+    print(subprocess.Popen(["sleep", "60"]).pid, flush=True)
+    raise launcher.SignalException("stop", signal.SIGTERM)
+
+launcher.run = interrupted
+raise SystemExit(launcher.main(["-m", "pipetrain"]))
+"""
+
+
+def test_a_process_that_torchrun_has_lost_is_ended():
     """As it loses one that it is just starting when a signal comes."""
-    lost = []
-
-    def interrupted(options: object) -> None:
-        lost.append(subprocess.Popen(["sleep", "60"]))
-        raise SignalException("stop", signal.SIGTERM)
-
-    monkeypatch.setattr(launcher, "run", interrupted)
-    monkeypatch.setattr(launcher.logging, "disable", lambda: None)
-    assert launcher.main(["-m", "pipetrain"]) == 128 + signal.SIGTERM
-    assert lost[0].wait(20) == -signal.SIGKILL
+    done = subprocess.run(
+        [sys.executable, "-c", LOSES], capture_output=True, text=True, cwd=CHECKOUT, check=False
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
 
 
 @dataclass(frozen=True)
