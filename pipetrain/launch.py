@@ -10,6 +10,7 @@ Whoever reaches that store could speak in rank 0's place, so all that it says is
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib
 import json
@@ -345,6 +346,8 @@ def leave(status: int) -> None:
     if (folder := os.environ.get(ENDED)) is not None:
         with suppress(OSError):
             Path(folder, str(_rank())).write_text(str(status))
+    if not status:
+        atexit._run_exitfuncs()  # those of a model's own libraries too
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -93,8 +93,9 @@ def test_the_sentence_is_in_the_run_s_log_too(tmp_path, capsys):
 @pytest.mark.parametrize("status", [0, 2])
 def test_leave_ends_the_process_with_the_status_and_all_that_was_printed(status):
     code = f"from pipetrain.launch import leave; print('said', end=''); leave({status}); print('never')"
+    code = f"import atexit; atexit.register(lambda: print(' at exit', end='')); {code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (status, "said", "")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "said" + " at exit" * (not status), "")
 
 
 # Agreement

@@ -32,7 +32,7 @@ from pipetrain.training.tracer import Trace, about_trace
 
 log = logging.getLogger("pipetrain")
 
-SILENCE_S = 60.0  # off a terminal, an epoch that takes longer says how far it is this often
+SILENCE_S = 10.0  # off a terminal, an epoch that takes longer says how far it is this often
 
 
 class Recorder:

@@ -1,4 +1,6 @@
-"""The processes of a suite: spawned, met through a file, and never left behind.
+"""The processes of a suite: met through a file, and never left behind.
+
+On the CPU they are forked from a server that has imported torch; CUDA wants processes that are spawned.
 
 Each has one thread, and the allocator's settings that a run of ours has, whoever's turn it is.
 A rank that dies closes its pipe, which ends the suite; a parent that dies, however it does, takes its ranks
@@ -73,7 +75,8 @@ def run_world(
     It may take `deadline` seconds. However this is left, by an exception too, its processes are gone.
     """
     end = monotonic() + deadline
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver" if place.device == "cpu" else "spawn")
+    context.set_forkserver_preload(["torch._dynamo", "benchmark.tasks"])  # imported once for all ranks
     pipes: list[Connection] = []
     processes = []
     with tempfile.TemporaryDirectory() as folder:
