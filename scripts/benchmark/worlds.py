@@ -75,7 +75,7 @@ def run_world(
     It may take `deadline` seconds. However this is left, by an exception too, its processes are gone.
     """
     end = monotonic() + deadline
-    context = multiprocessing.get_context("forkserver" if place.device == "cpu" else "spawn")
+    context: Any = multiprocessing.get_context("forkserver" if place.device == "cpu" else "spawn")
     context.set_forkserver_preload(["torch._dynamo", "benchmark.tasks"])  # imported once for all ranks
     pipes: list[Connection] = []
     processes = []
