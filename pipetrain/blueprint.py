@@ -142,9 +142,9 @@ def make_plan(
 
     training_sizes = {size for batch in set(samples.batches) for size in pieces(batch, m)}
     full = settings.batch_size // m
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    numerics = _choose_numerics(settings, model, mode, example)
-    layers = _estimates(numerics, model, mode, example, training_sizes | {full}, train=True)
+    estimates = _Estimates(model, example)
+    numerics = _choose_numerics(settings, estimates)
+    layers = estimates(numerics, training_sizes | {full}, train=True)
     costs = prediction = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
@@ -154,7 +154,7 @@ def make_plan(
         cuts = choose_cuts(settings.partition, layers[full], len(where))
     _refuse_cuts(model, layers[full], cuts)
     _refuse_output(layers[full], full, classes)
-    evaluated = _estimates(numerics, model, mode, example, set(samples.evaluation), train=False)
+    evaluated = estimates(numerics, set(samples.evaluation), train=False)
     _refuse_changing([*layers.values(), *evaluated.values()], cuts)
     program = lower(forward_only(where, len(samples.evaluation)))
     simulate(program, 1, buffer_size=settings.buffer_size)
@@ -260,9 +260,31 @@ def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
     return Window(program, run, bounds)
 
 
-def _choose_numerics(
-    settings: Settings, model: nn.Sequential, mode: FakeTensorMode, example: Sequence[int]
-) -> Numerics:
+class _Estimates:
+    """The layers of a model as estimated for each size of a microbatch, each once."""
+
+    def __init__(self, model: nn.Sequential, example: Sequence[int]) -> None:
+        self._model, self._example = model, example
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[tuple[Numerics, int, bool], list[Layer]] = {}
+
+    def __call__(self, numerics: Numerics, sizes: Iterable[int], train: bool) -> dict[int, list[Layer]]:
+        """Return the layers by size. Raises ConfigError."""
+        self._model.train(train)
+        try:
+            return {size: self._of(numerics, size, train) for size in sorted(sizes)}
+        finally:
+            self._model.train()
+
+    def _of(self, numerics: Numerics, size: int, train: bool) -> list[Layer]:
+        key = numerics, size, train
+        if key not in self._known:
+            entry = _input(numerics, self._example, size)
+            self._known[key] = estimate(self._model, entry, self._mode, numerics)
+        return self._known[key]
+
+
+def _choose_numerics(settings: Settings, estimates: _Estimates) -> Numerics:
     numerics = Numerics(
         settings.dtype, settings.precision == "bf16", settings.memory_format == "channels_last"
     )
@@ -271,7 +293,7 @@ def _choose_numerics(
     inner = replace(numerics, channels_last=True)
     try:
         for train in (True, False):
-            _estimates(inner, model, mode, example, {settings.batch_size // settings.microbatches}, train)
+            estimates(inner, {settings.batch_size // settings.microbatches}, train)
     except ConfigError:  # such as a view that wants the channels outermost
         return numerics
     return inner
@@ -279,23 +301,6 @@ def _choose_numerics(
 
 def _input(numerics: Numerics, example: Sequence[int], size: int) -> TensorSpec:
     return TensorSpec((size, *example), numerics.dtype)
-
-
-def _estimates(
-    numerics: Numerics,
-    model: nn.Sequential,
-    mode: FakeTensorMode,
-    example: Sequence[int],
-    sizes: Iterable[int],
-    train: bool,
-) -> dict[int, list[Layer]]:
-    model.train(train)
-    try:
-        return {
-            size: estimate(model, _input(numerics, example, size), mode, numerics) for size in sorted(sizes)
-        }
-    finally:
-        model.train()
 
 
 def _entries(

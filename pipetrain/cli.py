@@ -128,13 +128,18 @@ def _known(names: tuple[str, ...]) -> set[str]:
     paths = [*(conf_dir() / f"{name}.yaml" for name in names), *conf_dir().glob("*/*.yaml")]
     known = {path.name for path in conf_dir().iterdir() if path.is_dir()}
     for path in paths:
-        content, group = OmegaConf.to_container(OmegaConf.load(path)), path.parent.name
+        content, group = _content(path), path.parent.name
         if path.parent == conf_dir() or "@package _global_" in path.read_text():  # it sets keys of the top
             known.update(_keys(content))
         else:
             places = ["codec.forward", "codec.backward"] if group == "codec" else [group]
             known.update(_keys(dict.fromkeys(places, content)))
     return known - {"defaults"}
+
+
+@cache
+def _content(path: Path) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(path))
 
 
 def _keys(content: Any, arguments: bool = True) -> Iterator[str]:
