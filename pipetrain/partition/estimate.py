@@ -192,7 +192,7 @@ class _Pass:
             kept = {_storage(place.tensor) for place in places(self._module)}
             self.wrong = spy.wrong
             if held != [_storage(t) for t in known]:
-                self.wrong = "replaces the data of a parameter; change it in place, under torch.no_grad()"
+                self.wrong = "replaces the data of a parameter or of its input; change these in place"
             elif new := sorted(_names(self._module) - names):
                 self.wrong = f"makes its {new[0]} when it first runs; make it when the layer is made"
             self.layer = Layer(

@@ -392,7 +392,10 @@ class Stage:
 
     def _requires(self, boundary: Boundary | None, tensors: tuple[Tensor, ...]) -> Sequence[bool]:
         """Say which tensors of a boundary depend on weights before it."""
-        return (boundary and boundary.requires_grad) or [differentiable(t) for t in tensors]
+        known = boundary.requires_grad if boundary else None
+        if known is None or len(known) != len(tensors):  # in an evaluation there may be fewer or more
+            return [differentiable(t) for t in tensors]
+        return known
 
     def _input_gradients(self, mb: int, saved: _Saved) -> tuple[Tensor, ...]:
         """Return the gradients that the stage before needs. Raises TrainingStopped where these are others."""

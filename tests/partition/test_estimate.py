@@ -396,9 +396,7 @@ class Late(nn.Module):
 
 
 def test_what_no_weight_version_or_checkpoint_would_follow_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"layer 0 \(0\) of the model replaces the data of a parameter; change"
-    ):
+    with pytest.raises(ConfigError, match=r"layer 0 \(0\) of the model replaces the data of a parameter or "):
         estimate(nn.Sequential(Renormed(3, 3, 1)), IMAGES)
     assert estimate(nn.Sequential(InPlace(3, 3, 1)), IMAGES)
     with pytest.raises(

@@ -155,6 +155,18 @@ def test_an_output_that_depends_on_weights_against_the_plan_stops_the_training()
         middle.forward(4, (randn(2, 3),), 0)
 
 
+class Trimmed(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x, x + 1) if self.training else (x,)
+
+
+def test_an_evaluation_may_hand_on_fewer_tensors():
+    pair = replace(PAIR, needs_grad=(True, True), requires_grad=(True, True))
+    middle = stage(Trimmed(), exit=pair)
+    assert len(middle.forward(0, (randn(2),), 0)) == 2
+    assert len(middle.predict((randn(2),))) == 1
+
+
 class Counts(nn.Module):
     """Hands on a tensor of its own, and changes it at its next forward."""
 
