@@ -46,7 +46,7 @@ def _of_model(rows: Sequence[Row]) -> str:
 
 
 def _speed(where: str, first: Row, fastest: Row, done: Sequence[Row]) -> str:
-    times = f"{duration(fastest.eachtime or 0)} against {duration(first.eachtime or 0)} an epoch of training"
+    times = f"{_time(fastest.eachtime or 0)} against {_time(first.eachtime or 0)} an epoch of training"
     gain = (fastest.speedup or 1.0) - 1
     if fastest is first:
         return f"{where}: no method was faster than {first.method}."
@@ -59,8 +59,12 @@ def _speed(where: str, first: Row, fastest: Row, done: Sequence[Row]) -> str:
         sure = TOO_FEW
     else:
         apart = (first.eachtime or 0) - (fastest.eachtime or 0)
-        sure = f"{'within the' if apart <= margin else 'more than'} noise of ±{duration(margin)} at 95 %"
+        sure = f"{'within the' if apart <= margin else 'more than'} noise of ±{_time(margin)} at 95 %"
     return f"{where}: {fastest.method} was the fastest, {factor} ({times}; {sure})."
+
+
+def _time(seconds: float) -> str:
+    return duration(seconds) if seconds >= 10 else f"{seconds:.2g}s"
 
 
 def _accuracy(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
