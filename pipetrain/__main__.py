@@ -27,7 +27,7 @@ from pipetrain.cli import compose, contained
 from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
 from pipetrain.errors import ConfigError
-from pipetrain.launch import FAILED, START_S, Job, Leader, follow, guarded, leave
+from pipetrain.launch import FAILED, START_S, Job, Leader, follow, guarded, leave, names_folder
 from pipetrain.overrides import quoted
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.plan import describe
@@ -94,7 +94,8 @@ def lead(world: World) -> int:
     leader = Leader(world)
     status = 1
     try:
-        if (run_dir := leader.remembered()) is not None:  # or each restart would have a folder of its own
+        run_dir = leader.remembered()
+        if run_dir is not None and not names_folder():  # or each restart would have a folder of its own
             sys.argv.append(f"run_dir={quoted(run_dir)}")
         status = guarded(lambda: compose("config", lambda cfg: begin(cfg, world, leader)))
     finally:

@@ -114,15 +114,23 @@ class Leader:
             _across_restarts(self._store).set(_RUN_DIR, sealed)  # type: ignore[arg-type]
 
     def remembered(self) -> str | None:
-        """Return the folder of the run that torchrun has restarted, if it has; nothing if that was typed."""
-        if self._store is None or not restarts() or any(word.startswith("run_dir=") for word in sys.argv):
+        """Return the folder of the run that torchrun has restarted, if it has.
+
+        Raises TrainingStopped where another torchrun, or somebody else, has said it, and none was typed.
+        """
+        if self._store is None or not restarts():
             return None
         store = _across_restarts(self._store)
         if not store.check([_RUN_DIR]):
             return None
         sealed = store.get(_RUN_DIR)
         key = read_key(Path(sealed[MAC_BYTES:].decode("utf-8", "replace")))
-        return Seal(key, _agent()).open(_RUN_DIR, sealed).decode()
+        try:
+            return Seal(key, _agent()).open(_RUN_DIR, sealed).decode()
+        except TrainingStopped:
+            if names_folder():
+                return None
+            raise
 
     def _say(self, word: dict[str, Any]) -> None:
         if self._store is None or not self._others:
@@ -288,6 +296,11 @@ def code_fingerprint() -> str:
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def names_folder() -> bool:
+    """Whether the command line names the run's folder."""
+    return any(word.startswith("run_dir=") for word in sys.argv)
 
 
 def _across_restarts(store: Store) -> Store:

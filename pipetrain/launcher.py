@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser, parse_args, run
 
-from pipetrain.config import cores
+from pipetrain.config import cores, share_of_cores
 from pipetrain.errors import ConfigError
 from pipetrain.launch import ENDED, FAILED, guarded
 
@@ -58,7 +58,7 @@ def _main(words: Sequence[str]) -> int:
         plan = [sys.executable, "-m", "pipetrain.plan", *ours, f"stages={count}"]
         if status := subprocess.run(plan, stdout=subprocess.DEVNULL, check=False).returncode:
             return status
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(count)))
     if not any(word.startswith("--nproc") for word in theirs):
         theirs.append(f"--nproc_per_node={count}")
     if not any(word.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for word in theirs):

@@ -33,6 +33,7 @@ from pipetrain.replay import Figures, Replay, read_trace
 from pipetrain.runtime.mesh import World, choose_device
 from pipetrain.schedule.actions import COMMUNICATION
 from pipetrain.schedule.draw import as_figure, as_text
+from pipetrain.schedule.simulate import Simulation
 from pipetrain.schedule.theory import theory
 
 BATCHES = 16  # what is played through of a window that is an epoch
@@ -110,8 +111,9 @@ def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) 
     )
     if not settings.codecs.plain:
         head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"
-    picture = as_text(played(plan), width, _unit_of_time(plan), span)
-    predicted = [] if plan.prediction is None else [_predicted(plan, plan.prediction, batches)]
+    run = played(plan)
+    picture = as_text(run, width, _unit_of_time(plan), span)
+    predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches)]
     return "\n".join((head, _partition(plan), *predicted, picture, _figures(plan, batches)))
 
 
@@ -147,9 +149,9 @@ def _partition(plan: Plan) -> str:
     return _aligned(rows)
 
 
-def _predicted(plan: Plan, prediction: Prediction, batches: int) -> str:
+def _predicted(run: Simulation, prediction: Prediction, batches: int) -> str:
     """Return what the schedule comes to at the profile's times, beside what other cuts would."""
-    profile, run = prediction.profile, played(plan)
+    profile = prediction.profile
     messages = f"messages {1e3 * profile.latency_s:.3f} ms + {1e3 * 2**20 * profile.s_per_byte:.3f} ms/MiB"
     if profile.latency_s == profile.s_per_byte == 0:
         messages = "messages free, as none were measured"

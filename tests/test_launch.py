@@ -453,6 +453,8 @@ def test_a_restart_finds_its_folder(restarted, folder, size, monkeypatch):
     assert Leader(World(0, size)).remembered() == str(folder)
     with monkeypatch.context() as typed:
         typed.setattr(sys, "argv", ["pipetrain", "run_dir=here"])
+        assert Leader(World(0, size)).remembered() == str(folder)  # it is finished, or goes on, as this run
+        typed.setattr(launch, "_agent", lambda: "another torchrun")
         assert Leader(World(0, size)).remembered() is None
     monkeypatch.setattr(launch, "_agent", lambda: "another torchrun")
     with pytest.raises(TrainingStopped, match="was not said by this run"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipetrain import launcher
+from pipetrain import config, launcher
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
 from pipetrain.schedule import chrome
 from tests.support.processes import (
@@ -85,6 +85,7 @@ def test_processes_and_threads(monkeypatch, words, environment, gpus, arguments,
     started = []
     monkeypatch.setattr(launcher, "start", lambda given: started.append(" ".join(given)) or 7)
     monkeypatch.setattr(launcher, "cores", lambda: 4)
+    monkeypatch.setattr(config, "cores", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "environ", dict(environment))
     assert launcher.main(words.split()) == 7
@@ -109,7 +110,7 @@ def test_far_more_stages_than_cores_are_tried_on_paper_first(monkeypatch, capfd)
 
 LOSES = """
 import signal, subprocess
-from pipetrain import launcher
+from pipetrain import config, launcher
 
 lost = []
 
