@@ -65,8 +65,8 @@ def measure(mesh: Mesh, say: Say, schedule: str, warmup: int, windows: int) -> H
     records = sorted(ours.records.items())
     return Held(
         resident,
-        [(record.peak_in_flight, simulated.activations[stage]) for stage, record in records],
-        [(record.peak_versions, simulated.versions[stage]) for stage, record in records],
+        [(record.activations, simulated.activations[stage]) for stage, record in records],
+        [(record.versions, simulated.versions[stage]) for stage, record in records],
     )
 
 

@@ -13,8 +13,8 @@ from benchmark.tasks import Job
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.record import StageRecord
 from pipetrain.runtime.stage import Target
+from pipetrain.schedule.timeline import StageStats
 from pipetrain.training.assembly import make_engine, make_stages
 
 
@@ -71,9 +71,9 @@ class Ours:
         self._engine = make_engine(plan, stages, mesh, channel, clock)
 
     @property
-    def records(self) -> dict[int, StageRecord]:
+    def records(self) -> dict[int, StageStats]:
         """What each stage of this rank has done."""
-        return self._engine.records
+        return self._engine.stats
 
     def run(self) -> float | None:
         """See Contestant.run."""

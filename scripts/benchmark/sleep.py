@@ -23,8 +23,8 @@ from benchmark.theirs import RIVALS, SCHEDULES, Alone, TorchPipeline
 from benchmark.worlds import Say, run_world, titled
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Costs
 
 FEATURES = 2**18  # float32: a sample is a message of 1 MiB
 CLASSES = 10

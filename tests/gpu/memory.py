@@ -85,7 +85,7 @@ def _measure(mesh: Mesh, say: Say, schedule: str, task: Task) -> Held:
     simulation = ours.plan.window.simulation
     activations, versions = simulation.activations[index], simulation.versions[index]
     return Held(
-        (record.peak_in_flight, record.peak_versions),
+        (record.activations, record.versions),
         (activations, versions),
         measured,
         _fixed(job, index)

@@ -16,6 +16,7 @@ from pipetrain.runtime.channel import Message
 from pipetrain.runtime.codec import Codec, Codecs, Half, Identity, Int8, TopK, TopKInt8
 from pipetrain.runtime.coded import CodedChannel, Feedback
 from pipetrain.runtime.local import LocalChannel, Wire
+from pipetrain.schedule.actions import COMMUNICATION, SENDS
 from tests.support.cases import Case, Listener, run_in_threads
 from tests.support.codecs import Signs
 from tests.support.jobs import exchange_coded, train_cases
@@ -180,11 +181,11 @@ def test_a_coded_channel_that_changes_nothing_trains_as_none_to_the_last_bit(sch
     assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
     assert [(f.trained, f.evaluated) for f in figures] == [(f.trained, f.evaluated) for f in epochs]
     plain, coded = (
-        {stage: (r.bytes_sent, r.raw_bytes) for stage, r in f[-1].records.items()} for f in (epochs, figures)
+        {stage: (r.bytes_sent, r.raw_bytes) for stage, r in f[-1].stages.items()} for f in (epochs, figures)
     )
     assert coded == plain
-    assert all(record.codec_s > 0 for record in figures[-1].records.values())
-    assert all(record.codec_s == 0 for record in epochs[-1].records.values())
+    assert all(record.codec_s > 0 for record in figures[-1].stages.values())
+    assert all(record.codec_s == 0 for record in epochs[-1].stages.values())
 
 
 def test_an_evaluation_is_not_encoded():
@@ -200,12 +201,12 @@ def test_an_evaluation_is_not_encoded():
 def test_bytes_of_training_are_those_of_the_codecs():
     overrides = (PLAIN, "microbatches=2", "epochs=1", "codec.forward=half", "codec.backward=int8")
     _, (figures,) = run_in_threads(Case("1f1b", 2, overrides))
-    (raw_up, up), (raw_down, down) = ((r.raw_bytes, r.bytes_sent) for _, r in sorted(figures.records.items()))
+    (raw_up, up), (raw_down, down) = ((r.raw_bytes, r.bytes_sent) for _, r in sorted(figures.stages.items()))
     assert raw_up == 4 * up  # float64 to 16 bits
     assert raw_down == 8 * (
         down - 8 * 2 * 8
     )  # to 8 bits, and 8 messages of 2 tensors with a step of 8 bytes each
-    assert all(record.codec_s > 0 for record in figures.records.values())
+    assert all(record.codec_s > 0 for record in figures.stages.values())
 
 
 def test_a_trace_has_the_bytes_and_the_time_of_each_message():
@@ -215,13 +216,12 @@ def test_a_trace_has_the_bytes_and_the_time_of_each_message():
     (trace,) = listener.traces
     sent = [0, 0]
     for window in trace.windows:
-        for rank, ran in enumerate(window.ranks):
-            talk = [action for action, *_ in ran.timed if "SEND" in action.op or "RECV" in action.op]
-            assert len(ran.messages) == len(talk)
-            for action, (nbytes, codec_s) in zip(talk, ran.messages, strict=True):
-                assert (codec_s > 0) == action.op.endswith("B")
-                sent[rank] += nbytes * ("SEND" in action.op)
-    assert sent == [figures.records[stage].bytes_sent for stage in (0, 1)]
+        for rank, row in enumerate(window.timeline.rows):
+            for span in row.spans:
+                if span.action is not None and span.action.op in COMMUNICATION:
+                    assert (span.codec_s > 0) == span.action.op.endswith("B")
+                    sent[rank] += span.nbytes if span.action.op in SENDS else 0
+    assert sent == [figures.stages[stage].bytes_sent for stage in (0, 1)]
 
 
 # Over real processes
