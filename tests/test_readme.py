@@ -18,7 +18,8 @@ from hydra.utils import instantiate
 
 from benchmark import cli
 from pipetrain.boundary import TensorSpec, specs_of
-from pipetrain.config import conf_dir, read_settings
+from pipetrain.cli import conf_dir
+from pipetrain.config import read_settings
 from pipetrain.partition.balance import choose_cuts
 from pipetrain.partition.estimate import estimate
 from pipetrain.runtime.codec import Codec

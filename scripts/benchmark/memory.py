@@ -15,7 +15,7 @@ from benchmark.figures import Row, Scale, Verdict
 from benchmark.ours import Ours
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, run_world, titled
-from pipetrain.config import conf_dir
+from pipetrain.cli import conf_dir
 from pipetrain.runtime.mesh import Mesh
 
 RANKS, WINDOW = 2, 4  # batches of an asynchronous window

@@ -18,7 +18,7 @@ from benchmark.rounds import FULL, Contestant, race
 from benchmark.tasks import Job, Task, compose_task, prepare
 from benchmark.theirs import RIVALS, SCHEDULES, Alone, Plain, TorchPipeline
 from benchmark.worlds import Say, run_world, titled
-from pipetrain.config import conf_dir
+from pipetrain.cli import conf_dir
 from pipetrain.partition.balance import STRATEGIES, choose_cuts
 from pipetrain.partition.estimate import Layer
 from pipetrain.partition.profile import PROFILE
