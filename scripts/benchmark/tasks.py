@@ -28,6 +28,15 @@ LR = 1e-3  # low: the same random batch again and again must not blow up
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured. `quick` makes everything small, to see that it works and nothing else."""
+
+    rounds: int = 5
+    quick: bool = False
+    profile: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """Something to train: overrides, a sample's shape, and how many classes the last layer tells apart."""
 
@@ -88,3 +97,8 @@ def prepare(task: Task, schedule: str, ranks: int, window: int = 1, profile: Pro
         samples=torch.randn(n, *task.example, generator=generator, dtype=settings.dtype),
         labels=torch.randint(task.classes, (n,), generator=generator),
     )
+
+
+def schedules() -> list[str]:
+    """Return the names of all schedules that ship with pipetrain."""
+    return sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml"))
