@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -74,6 +75,7 @@ class Job:
         return nn.Sequential(OrderedDict(named_layers(self.model)[self.plan.slice(index)]))
 
 
+@cache
 def compose_task(task: Task, schedule: str) -> DictConfig:
     """Return the configuration of a task."""
     overrides = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", "device=cpu", f"schedule={schedule}"]

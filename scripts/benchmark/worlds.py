@@ -7,6 +7,7 @@ takes its ranks with it, because each watches it. Ctrl-C is the parent's alone.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import math
 import multiprocessing
 import os
@@ -161,6 +162,7 @@ def _enter(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    gc.freeze()  # what has been imported is not looked through again and again
     if deadline < math.inf:  # where it stands, if it hangs
         faulthandler.dump_traceback_later(max(1.0, deadline - LAST_WORDS_S))
 
