@@ -139,6 +139,8 @@ def test_a_failed_or_broken_set_up_is_started_over(checkout, start):
     assert start() == [VENV, RUN, TRAIN]
     (checkout.root / ".venv/bin/packages").unlink()
     assert start() == [VENV, RUN, TRAIN]
+    assert start("scripts/test.sh", status=1, FAIL="pip install") == [TEST]
+    assert start() == [VENV, RUN, TRAIN]
 
 
 def test_a_killed_set_up_is_started_over(checkout, start):
