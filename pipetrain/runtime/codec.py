@@ -9,8 +9,6 @@ Sources: top-k with error feedback, Deep Gradient Compression (Lin et al., 2018)
 bits, QSGD (Alistarh et al., 2017).
 """
 
-# ruff: noqa: D102  (Codec says what the methods of every codec do)
-
 from __future__ import annotations
 
 import math

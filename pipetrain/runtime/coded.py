@@ -6,8 +6,6 @@ and shape, so that what arrives adds up to what was meant, but for the last resi
 residual. An evaluation is not encoded: it judges the weights, not the wire.
 """
 
-# ruff: noqa: D102  (Channel says what the methods of every channel do)
-
 from __future__ import annotations
 
 import time

@@ -28,8 +28,8 @@ from pipetrain.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.record import StageRecord
 from pipetrain.runtime.stage import Target
+from pipetrain.schedule.timeline import StageStats
 from pipetrain.training.assembly import make_engine, make_stages
 
 FULL = ", once full"
@@ -140,9 +140,9 @@ class Ours:
         self._engine = make_engine(plan, stages, mesh, channel, clock)
 
     @property
-    def records(self) -> dict[int, StageRecord]:
+    def stats(self) -> dict[int, StageStats]:
         """What each stage of this rank has done."""
-        return self._engine.records
+        return self._engine.stats
 
     def run(self) -> float | None:
         """Train whole windows. The rank of the last stage knows when the pipeline was full."""

@@ -60,11 +60,11 @@ def measure(mesh: Mesh, say: Say, schedule: str, warmup: int, windows: int) -> H
         if number >= warmup:
             resident.append(resident_mib())
     simulated = ours.plan.window.simulation
-    records = sorted(ours.records.items())
+    records = sorted(ours.stats.items())
     return Held(
         resident,
-        [(record.peak_in_flight, simulated.activations[stage]) for stage, record in records],
-        [(record.peak_versions, simulated.versions[stage]) for stage, record in records],
+        [(record.activations, simulated.activations[stage]) for stage, record in records],
+        [(record.versions, simulated.versions[stage]) for stage, record in records],
     )
 
 

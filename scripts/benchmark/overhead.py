@@ -128,7 +128,7 @@ def _round(mesh: Mesh, ours: Ours, timed: Ours, alone: Alone, channel: TimedChan
 
 
 def _busy(ours: Ours) -> float:
-    return sum(record.busy_s for record in ours.records.values())
+    return sum(record.busy_s for record in ours.stats.values())
 
 
 def _cpu(mesh: Mesh, contestant: Contestant) -> float:

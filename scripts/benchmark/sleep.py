@@ -27,8 +27,8 @@ from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import Say, run_world, titled
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Costs
 
 FEATURES = 2**18  # float32: a sample is a message of 1 MiB
 CLASSES = 10
@@ -231,7 +231,7 @@ def measure_jitter(
         work = task(nap, ranks, 1).extended(*overrides)
         contestants.append(Ours(name, prepare(work, schedule, ranks, nap.pieces), mesh))
     series = race(mesh, contestants, rounds, say)
-    mine = {one.name: record.mean_staleness for one in contestants for record in one.records.values()}
+    mine = {one.name: record.mean_staleness for one in contestants for record in one.stats.values()}
     by_rank: list[dict[str, float]] = mesh.gather("how late gradients were", mine)  # type: ignore[assignment]
     return series, jitter_bounds(ranks, nap, rounds), by_rank[0]
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.boundary import named_layers
 from pipetrain.building import make_model, make_schedule
-from pipetrain.config import conf_dir, read_settings
+from pipetrain.cli import as_hydra, conf_dir
+from pipetrain.config import read_settings
 from pipetrain.data import IMAGE
 from pipetrain.optimizer import make_optimizer
-from pipetrain.overrides import as_hydra
 from pipetrain.partition.profile import Profile
 from pipetrain.runtime.weights import OptimizerFactory
 

@@ -137,7 +137,7 @@ def measure(mesh: Mesh, say: Say, bandwidth: float, scale: Scale) -> Found:
 
 def _sent(one: Ours, batches: int) -> tuple[float, float]:
     """Return the MiB that a rank has sent a batch, and the milliseconds of its codecs."""
-    records = list(one.records.values())
+    records = list(one.stats.values())
     nbytes, codec_s = sum(r.bytes_sent for r in records), sum(r.codec_s for r in records)
     return nbytes / 2**20 / batches, 1e3 * codec_s / batches
 

@@ -27,8 +27,8 @@ import pipetrain
 from comparison import machine
 from comparison.methods import Method
 from comparison.processes import run
+from pipetrain.cli import quoted
 from pipetrain.errors import ConfigError
-from pipetrain.overrides import quoted
 
 NEEDED: tuple[str, ...] = (
     "model",

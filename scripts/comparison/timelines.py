@@ -22,7 +22,7 @@ from hydra.utils import instantiate
 
 from comparison.request import conf_dir
 from comparison.runs import Spec
-from pipetrain.overrides import as_hydra
+from pipetrain.cli import as_hydra
 from pipetrain.schedule.draw import as_figure
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import compute_program

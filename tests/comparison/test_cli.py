@@ -16,7 +16,7 @@ import pytest
 from comparison import cli, request
 from comparison.methods import of_schedule
 from comparison.runs import Spec, torchrun
-from pipetrain.overrides import quoted
+from pipetrain.cli import quoted
 from tests.comparison.support import compare, started
 
 pytestmark = pytest.mark.processes

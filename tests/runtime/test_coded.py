@@ -16,6 +16,7 @@ from pipetrain.runtime.channel import Message
 from pipetrain.runtime.codec import Codec, Codecs, Half, Identity, Int8, TopK, TopKInt8
 from pipetrain.runtime.coded import CodedChannel, Feedback
 from pipetrain.runtime.local import LocalChannel, Wire
+from pipetrain.schedule.actions import COMMUNICATION, SENDS
 from tests.support.cases import Case, Listener, run_in_threads
 from tests.support.codecs import Signs
 from tests.support.jobs import exchange_coded
@@ -179,11 +180,11 @@ def test_a_coded_channel_that_changes_nothing_trains_as_none_to_the_last_bit(sch
     assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
     assert [(f.trained, f.evaluated) for f in figures] == [(f.trained, f.evaluated) for f in epochs]
     plain, coded = (
-        {stage: (r.bytes_sent, r.raw_bytes) for stage, r in f[-1].records.items()} for f in (epochs, figures)
+        {stage: (r.bytes_sent, r.raw_bytes) for stage, r in f[-1].stages.items()} for f in (epochs, figures)
     )
     assert coded == plain
-    assert all(record.codec_s > 0 for record in figures[-1].records.values())
-    assert all(record.codec_s == 0 for record in epochs[-1].records.values())
+    assert all(record.codec_s > 0 for record in figures[-1].stages.values())
+    assert all(record.codec_s == 0 for record in epochs[-1].stages.values())
 
 
 @pytest.mark.slow
@@ -209,7 +210,7 @@ def test_bytes_of_training_are_those_of_the_codecs_in_the_trace_too():
     )
     listener = Listener()
     _, (figures,) = run_in_threads(Case("1f1b", 2, overrides), listener)
-    up, down = (record for _, record in sorted(figures.records.items()))
+    up, down = (record for _, record in sorted(figures.stages.items()))
     assert up.raw_bytes == 4 * up.bytes_sent  # float64 to 16 bits
     steps = 8 * 2 * 8  # bytes: 8 messages of 2 tensors, each with a step of 8 bytes
     assert down.raw_bytes == 8 * (down.bytes_sent - steps)
@@ -217,12 +218,11 @@ def test_bytes_of_training_are_those_of_the_codecs_in_the_trace_too():
     (trace,) = listener.traces
     sent = [0, 0]
     for window in trace.windows:
-        for rank, ran in enumerate(window.ranks):
-            talk = [action for action, *_ in ran.timed if "SEND" in action.op or "RECV" in action.op]
-            assert len(ran.messages) == len(talk)
-            for action, (nbytes, codec_s) in zip(talk, ran.messages, strict=True):
-                assert codec_s > 0
-                sent[rank] += nbytes * ("SEND" in action.op)
+        for rank, row in enumerate(window.timeline.rows):
+            for span in row.spans:
+                if span.action is not None and span.action.op in COMMUNICATION:
+                    assert span.codec_s > 0
+                    sent[rank] += span.nbytes if span.action.op in SENDS else 0
     assert sent == [up.bytes_sent, down.bytes_sent]
 
 
