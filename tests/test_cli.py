@@ -131,6 +131,10 @@ def test_a_failed_job_ends_the_sweep(monkeypatch):
         ("+grad_clip=1.0", "nothing reads grad_clip; --cfg job shows all there is"),
         ("++precison=bf16", "nothing reads precison; did you mean precision;"),
         ("+data.recipe.warmupp=0.1", "nothing reads data.recipe.warmupp; did you mean data.recipe.warmup;"),
+        (
+            "codec=int8",
+            "there is no codec in the configuration; did you mean codec.backward or codec.forward;",
+        ),
         ("+codec=int8", "nothing reads codec._target_; "),
         ("+batches=3", "nothing reads batches; "),  # the plan's
         (
