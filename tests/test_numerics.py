@@ -81,7 +81,7 @@ def test_channels_last_and_bf16_over_gloo_equal_one_process():
     layout = [Case(schedule, 2, (NORM, *words)) for schedule in ("1f1b", "pipedream")]
     bf16 = Case("pipedream", 2, (NORM, "partition=[3]", "microbatches=2", *BF16))
     assert make_run(layout[0]).plan.numerics.channels_last
-    run_world(train_both, 2, layout, bf16, deadline=120)
+    run_world(train_both, 2, layout, bf16)
 
 
 def test_auto_is_channels_last_in_float32_unless_a_layer_does_not_take_it():

@@ -86,12 +86,8 @@ class Recorder:
             *(settings.epochs, self._run.updates, settings.seed, self._folder),
         )
 
-    def begin(self, history: Sequence[EpochFigures] = (), since: int = 0) -> None:
-        """Write the epochs that are done down again, as if this process had trained them, and go on.
-
-        The stages' times count from epoch number `since` on (from 0).
-        """
-        self._history.since = since
+    def begin(self, history: Sequence[EpochFigures] = ()) -> None:
+        """Write the epochs that are done down again, as if this process had trained them, and go on."""
         self._history.epochs.extend(history)
         self._write()
         self._spoke = time.perf_counter()

@@ -160,7 +160,7 @@ class Listener:
         self.epochs = Epochs()
         self.traces: list[Trace] = []
 
-    def begin(self, history: Sequence[EpochFigures] = (), since: int | None = 0) -> None:
+    def begin(self, history: Sequence[EpochFigures] = ()) -> None:
         self.epochs.extend(history)
 
     def tick(self, what: str, total: int) -> None: ...

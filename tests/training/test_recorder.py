@@ -23,7 +23,7 @@ from pipetrain.errors import NotRecorded
 from pipetrain.prediction import played, predict
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.timeline import Costs, StageStats
 from pipetrain.training import recorder as module
 from pipetrain.training.files import Files
 from pipetrain.training.history import COLUMNS, Machine
@@ -178,7 +178,8 @@ def test_tensorboard_has_the_run(made):
 
 def test_how_late_gradients_were_is_a_bar_for_each_number(made):
     recorder, _, folder = made
-    recorder.epoch(replace(figures(1), staleness={0: {1: 3, 3: 2**40}, 1: {}}))
+    stages = {0: StageStats(4, staleness={1: 3, 3: 2**40}), 1: StageStats(4)}
+    recorder.epoch(replace(figures(1), stages=stages))
     recorder.close()
     of_first, of_last = (
         events(folder).Histograms(f"distribution/staleness/stage{stage}")[0].histogram_value
@@ -194,12 +195,9 @@ def test_epochs_of_another_pipeline_say_nothing_of_these_stages(tmp_path):
     words = ["data=digits", "model._target_=tests.support.models.with_norm", "schedule=1f1b", "epochs=2"]
     cfg = contained(config([*words, "microbatches=3", "batch_size=12"]), tmp_path)
     recorder = Recorder(tmp_path, cfg, prepare(cfg, "1f1b", 3, tiny_data(44)), MACHINE, Files())
-    recorder.begin([figures(1)], since=1)
+    recorder.begin([replace(figures(1), stages={})])
     now = figures(2)
-    of_three = {
-        name: {**getattr(now, name), 2: getattr(now, name)[1]} for name in ("busy_s", "wait_s", "staleness")
-    }
-    recorder.epoch(replace(now, records={**now.records, 2: now.records[1]}, **of_three))
+    recorder.epoch(replace(now, stages={**now.stages, 2: now.stages[1]}))
     recorder.close()
     seen = events(tmp_path)
     assert [scalar.step for scalar in seen.Scalars("accuracy/val")] == [1, 2]
@@ -289,7 +287,7 @@ def test_a_trace_is_written_and_said_once(made, caplog, cut):
     )
     about, (window,) = chrome.read(folder / "trace.json")
     assert about["partition"] == [4]
-    assert [[action for action, *_ in rank.timed] for rank in window.ranks] == program
+    assert [row.actions for row in window.timeline.rows] == program
     recorder.epoch(figures(1))
     recorder.close()
 

@@ -184,14 +184,15 @@ def test_figures_count_every_sample_of_every_epoch():
     assert [figures.lr for figures in listener.epochs] == [rate(3), rate(7), rate(11)]
 
 
-def test_busy_time_is_the_epoch_s_own_and_records_are_the_run_s():
+def test_what_stages_did_is_counted_epoch_by_epoch():
     _, epochs = run_in_threads(Case("pipedream", 2, (NORM, "microbatches=1", "epochs=2")))
     first, second = epochs
     for stage in (0, 1):
-        assert 0 < first.busy_s[stage] <= first.train_s
-        assert second.records[stage].busy_s == pytest.approx(first.busy_s[stage] + second.busy_s[stage])
-    assert second.records[0].max_staleness == 1
-    assert second.records[1].max_staleness == 0
+        for epoch in (first, second):
+            assert 0 < epoch.stages[stage].busy_s <= epoch.train_s
+            assert epoch.stages[stage].updates == 4
+            assert sum(epoch.stages[stage].staleness.values()) == 4
+    assert [second.stages[stage].max_staleness for stage in (0, 1)] == [1, 0]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "interleaved_1f1b"])
