@@ -180,11 +180,9 @@ def test_a_misspelled_key_of_an_experiment_of_one_s_own_is_refused(command, tmp_
 @pytest.mark.parametrize(
     "words",
     [
-        ("+tag=x", "run_dir=runs/${tag}"),  # an interpolation reads it
-        ("+trace.windows=2",),
-        ("partition.profile=p.json",),
-        ("model.width=16", "optim.nesterov=true", "schedule.colour=red", "codec.forward.fraction=1"),
-        ("data=cifar10", "data.source.timeout=3", "data.augment.crop=1"),
+        ("+tag=x", "run_dir=runs/${tag}", "+trace.windows=2"),  # an interpolation reads the tag
+        ("partition.profile=p.json", "model.width=16", "optim.nesterov=true", "schedule.colour=red"),
+        ("data=cifar10", "data.source.timeout=3", "data.augment.crop=1", "codec.forward.fraction=1"),
     ],
 )
 def test_what_something_reads_and_what_a_target_takes_needs_no_plus(command, words):
