@@ -99,8 +99,8 @@ MOST_THREADS = max(64, 8 * cores())  # more are unlikely to be meant
 class Settings:
     """The scalar settings of one run, validated.
 
-    The value of an Annotated field keeps the rule. It is read from the key of the field's name, or from the key
-    after the rule, and may be null where the type has None.
+    The value of an Annotated field keeps the rule. It is read from the key of the field's name, or from the
+    key after the rule, and may be null where the type has None.
     """
 
     model: str
