@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from benchmark.ours import Ours
 from torch import Tensor
 
+from benchmark.contestants import Ours
 from benchmark.tasks import Job, Task, prepare
 from benchmark.worlds import Say
 from pipetrain.boundary import Boundary
