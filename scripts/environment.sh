@@ -30,7 +30,7 @@ use_environment() {
 
 # _has_all PYTHON run|test: whether it finds the packages, the current folder not counted.
 _has_all() {
-    local modules=(pipetrain torch hydra tensorboard numpy tqdm matplotlib sklearn scipy safetensors)
+    local modules=(pipetrain torch hydra tensorboard numpy tqdm matplotlib sklearn scipy jinja2 safetensors)
     [[ $2 == run ]] || modules+=(hypothesis mypy pytest ruff)
     "$1" -P -c 'import sys; from importlib.util import find_spec
 sys.exit(not all(map(find_spec, sys.argv[1:])))' "${modules[@]}" >/dev/null 2>&1

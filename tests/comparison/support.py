@@ -21,7 +21,7 @@ def compare(*arguments: str) -> int:
 
 def asked(*arguments: str) -> list[Spec]:
     """The runs that a command line asks for."""
-    return request.read(arguments)[1].specs
+    return request.read(arguments).specs
 
 
 def started(out: Path) -> list[str]:
