@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from comparison import plots, record, report, request, table
-from comparison.processes import interruptible
+from comparison.processes import Workers, interruptible
 from comparison.request import Request
-from comparison.runs import Command, Outcome, Runs, torchrun
+from comparison.runs import Outcome, Runs
 from comparison.table import duration
 from pipetrain.errors import ConfigError
 
@@ -20,20 +20,24 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 FILES = (*table.FILES, *plots.FILES, report.FILE)
 
 
-def main(arguments: Sequence[str] | None = None, command: Command = torchrun) -> int:
-    """Compare, and return the exit status. `command` starts a run; the tests give another."""
+def main(arguments: Sequence[str] | None = None, workers: Workers | None = None) -> int:
+    """Compare, and return the exit status. `workers` make the runs; the tests give others."""
+    workers = workers or Workers()
     try:
         asked = request.read(sys.argv[1:] if arguments is None else arguments)
         with interruptible():
-            return compare(asked, command)
+            try:
+                return compare(asked, workers)
+            finally:
+                workers.end()
     except ConfigError as error:
         print(f"compare: {error}", file=sys.stderr)
         return REFUSED
 
 
-def compare(asked: Request, command: Command) -> int:
+def compare(asked: Request, workers: Workers) -> int:
     """Make the runs that are not done, and write tables, plots and report of all. Return the exit status."""
-    runs, specs, out = Runs(asked.out, command), asked.specs, asked.out
+    runs, specs, out = Runs(asked.out, workers), asked.specs, asked.out
     with runs.claimed() as lock:
         runs.check(specs, asked.fresh)
         if asked.fresh:
@@ -50,6 +54,7 @@ def compare(asked: Request, command: Command) -> int:
             text = write(asked, outcomes, runs)
         except KeyboardInterrupt:
             done = sum(outcome.summary is not None for outcome in outcomes)
+            workers.end()
             kept = f"{done} of {len(specs)} runs are kept in {out}; the same command goes on there"
             print(f"interrupted\n{kept}", flush=True)
             if done:

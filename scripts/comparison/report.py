@@ -22,7 +22,7 @@ from markupsafe import Markup
 from comparison import record, table
 from comparison.plots import Picture, timelines
 from comparison.request import Request
-from comparison.runs import Outcome, Runs, Spec, Summary, torchrun
+from comparison.runs import Outcome, Runs, Spec, Summary, words
 from comparison.table import Column, Row, by_model, dash, duration, two
 from comparison.verdict import verdict
 
@@ -217,7 +217,8 @@ def _every_run(asked: Request, outcomes: Sequence[Outcome]) -> Grid:
 
 
 def _command(spec: Spec, asked: Request) -> list[str]:
-    return ["python", *torchrun(spec, asked.out / "runs" / spec.name)[1:]]
+    launcher = ["torchrun", "--standalone", f"--nproc_per_node={spec.nproc}", "-m", "pipetrain"]
+    return [*launcher, *words(spec, asked.out / "runs" / spec.name)]
 
 
 def _overrides(asked: Request) -> dict[str, str]:

@@ -15,12 +15,10 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -31,7 +29,7 @@ from typing import Any
 
 import pipetrain
 from comparison.experiment import Method
-from comparison.processes import run
+from comparison.processes import Workers
 from pipetrain.errors import ConfigError
 from pipetrain.overrides import quoted
 
@@ -42,7 +40,6 @@ NEEDED = (
 )
 NEEDED += " best_epoch samples_per_s epoch_s total_s"
 CURVES = ("epoch", "val_acc", "elapsed_s")
-REPORT_OF_TORCHRUN = re.compile(r"^E\d{4} .*torch/distributed/elastic/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +93,18 @@ class Outcome:
         return str(self.summary["model"]) if self.summary else self.spec.model or ""
 
 
-Command = Callable[[Spec, Path], list[str]]
-
-
-def torchrun(spec: Spec, folder: Path) -> list[str]:
-    """Return the command that a user would type."""
+def words(spec: Spec, folder: Path) -> list[str]:
+    """Return the run's command line, after `torchrun -m pipetrain`."""
     # No checkpoints, unless the overrides ask for them: what is compared is the training.
-    words = ["checkpoint.every=null", *spec.arguments, f"run_dir={quoted(str(folder))}"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={spec.nproc}"]
-    return [sys.executable, *launcher, "-m", "pipetrain", *words]
+    return ["checkpoint.every=null", *spec.arguments, f"run_dir={quoted(str(folder))}"]
 
 
 class Runs:
     """The folder of a comparison's runs."""
 
-    def __init__(self, out: Path, command: Command = torchrun) -> None:
+    def __init__(self, out: Path, workers: Workers) -> None:
         self._folder = out.resolve() / "runs"
-        self._command = command
+        self._workers = workers
 
     @contextmanager
     def claimed(self) -> Iterator[int]:
@@ -157,9 +149,11 @@ class Runs:
         folder = self._folder / spec.name
         folder.mkdir()
         _write(folder, spec.identity)
-        made, load, begin = describe_machine(), OtherLoad(), time.perf_counter()
-        status = run(self._command(spec, folder), self.log(spec), _environment(spec.nproc), keep_open=[lock])
-        wall_s, other = time.perf_counter() - begin, load.cores()
+        made, busy_s, begin = describe_machine(), _busy_s(), time.perf_counter()
+        typed, environment = words(spec, folder), _environment(spec.nproc)
+        status, ours_s = self._workers.run(typed, spec.nproc, self.log(spec), environment, keep_open=[lock])
+        wall_s = time.perf_counter() - begin
+        other = round(max(0.0, _busy_s() - busy_s - ours_s) / wall_s, 2)
         try:
             if status:
                 raise ValueError(f"status {status}")
@@ -180,14 +174,9 @@ class Runs:
         return self._folder / f"{spec.name}.log"
 
     def last_words(self, spec: Spec, lines: int = 8) -> list[str]:
-        """Return the last lines that the run itself said, without torchrun's report of its failure."""
-        said = []
-        for line in self.log(spec).read_text(errors="replace").splitlines():
-            if REPORT_OF_TORCHRUN.match(line):
-                break
-            if line.strip():
-                said.append(line.rstrip())
-        return said[-lines:]
+        """Return the last lines that the run said."""
+        said = self.log(spec).read_text(errors="replace").splitlines()
+        return [line.rstrip() for line in said if line.strip()][-lines:]
 
     def _found(self, spec: Spec) -> tuple[dict[str, Any] | None, Outcome | None]:
         """Return what compare.json says, None where there is none, and the run if it finished."""
@@ -241,29 +230,13 @@ def _environment(nproc: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-class OtherLoad:
-    """How many cores other programs keep busy: the machine's busy time, less that of our processes."""
-
-    def __init__(self) -> None:
-        self._before = self._seconds()
-
-    def cores(self) -> float | None:
-        """Return their mean since the start; None where /proc does not say."""
-        if self._before is None or (now := self._seconds()) is None:
-            return None
-        wall, busy, ours = (after - before for after, before in zip(now, self._before, strict=True))
-        return round(max(0.0, busy - ours) / max(wall, 1e-9), 2)
-
-    @staticmethod
-    def _seconds() -> tuple[float, float, float] | None:
-        """Return the time, the seconds that all cores were busy until now, and those that were ours."""
-        try:
-            user, nice, system, _, _, irq, softirq, steal, *_ = Path("/proc/stat").read_text().split()[1:]
-        except (OSError, ValueError):
-            return None
-        busy = sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
-        mine = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
-        return time.monotonic(), busy, sum(one.ru_utime + one.ru_stime for one in mine)
+def _busy_s() -> float:
+    """Return the seconds that all cores together were busy until now; 0 where /proc does not say."""
+    try:
+        user, nice, system, _, _, irq, softirq, steal, *_ = Path("/proc/stat").read_text().split()[1:]
+    except (OSError, ValueError):
+        return 0.0
+    return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
 
 
 def describe_machine() -> dict[str, str]:

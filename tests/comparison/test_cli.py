@@ -72,13 +72,32 @@ def test_it_goes_on_past_a_failed_run_and_tries_it_again(out, capsys, monkeypatc
     said = capsys.readouterr().out
     assert "[3/4] layer_dist seed 1 ... FAILED (status 1) after " in said
     assert "    pipetrain: batch_size=0 must be a whole number of at least 1\n" in said
-    assert "elastic" not in said
     assert f"    its output: {out}/runs/layer_dist-seed1.log\n" in said
     assert "1 of 4 runs failed: layer_dist seed 1;" in said
     assert "layer_dist vgg16 1 of 2" in (out / "table.md").read_text()
     misbehave(monkeypatch)
     assert compare(*TWO, "--out", str(out), *DIGITS) == 0
     assert started(out) == [*ALL, "layer_dist-seed1"]
+
+
+def test_workers_that_died_are_replaced(out, capsys, monkeypatch):
+    misbehave(monkeypatch, **{"pipedream:0": "die"})
+    assert compare(*TWO, "--out", str(out), *DIGITS) == 1
+    assert started(out) == ALL
+    assert "[2/4] pipedream seed 0 ... FAILED (status 3) after " in capsys.readouterr().out
+
+
+def test_workers_make_a_run_as_torchrun_would_and_go_on_after_a_refused_one(out, capsys):
+    methods = ["--method", "bad: schedule=gpipe microbatches=0", "--method", "good: schedule=layer_dist"]
+    words = ["model=mlp", "data=digits", "epochs=1", "data.train_limit=64"]
+    assert cli.main([*methods, "--out", str(out), *words]) == 1
+    said = capsys.readouterr().out
+    assert "bad seed 0 ... FAILED (status 2) after " in said
+    assert "pipetrain: microbatches=0 must be" in said
+    summary = json.loads((out / "runs" / "good-seed0" / "summary.json").read_text())
+    assert (summary["stages"], summary["updates"]) == (2, 1)
+    log = (out / "runs" / "good-seed0.log").read_text()
+    assert log.startswith("pipetrain: mlp on digits (64 train, 360 test samples), schedule layer_dist, 2 x ")
 
 
 @pytest.mark.parametrize("what", ["empty", "partial"])

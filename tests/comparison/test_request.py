@@ -11,7 +11,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from comparison import request
-from comparison.runs import torchrun
+from comparison.runs import words
 from pipetrain.overrides import quoted
 from tests.comparison.support import asked, compare
 
@@ -74,10 +74,10 @@ def test_the_command_that_makes_it_again_removes_nothing():
     assert made.typed == "--schedules gpipe --out 'a b' data=digits"
 
 
-def test_a_run_is_started_as_a_user_would():
+def test_a_run_has_the_words_that_a_user_would_type():
     (spec,) = asked("--schedules", "gpipe", "--", "stages=3", "epochs=2")
-    assert torchrun(spec, Path("/a b/c"))[1:] == [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "-m", "pipetrain"),
+    assert spec.nproc == 3
+    assert words(spec, Path("/a b/c")) == [
         *("checkpoint.every=null", "stages=3", "epochs=2", "schedule=gpipe", "seed=0", "run_dir='/a b/c'"),
     ]
     for path in ("/plain/path-1.0", "/it's", "/x=1,y", "/a\\'b", "/(1)"):
