@@ -73,8 +73,7 @@ def compare(asked: Request, workers: Workers) -> int:
 def write(asked: Request, outcomes: Sequence[Outcome], runs: Runs) -> str:
     """Write everything that there is to show, and return the tables as Markdown."""
     rows = table.make_rows(outcomes)
-    reported = asked.experiment.record if asked.experiment else None
-    text = table.write(asked.out, rows, record.markdown(rows, reported) if reported else None)
+    text = table.write(asked.out, rows, record.markdown(rows, asked.record) if asked.record else None)
     pictures = plots.write(asked.out, asked.methods, rows)
     report.write(asked, outcomes, runs, rows, pictures)
     return text

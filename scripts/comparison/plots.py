@@ -201,7 +201,7 @@ def _bars(
         one.set_xlim(0, 1.17 * longest)
         one.xaxis.set_major_locator(MaxNLocator(5))
         one.xaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
-        several = ", a stroke for each seed" if max(len(row.done) for row in rows) > 1 else ""
+        several = ", a stroke for each seed" if any(len({*row.values(key)}) > 1 for row in rows) else ""
         one.set_xlabel(label + several)
     return figure
 

@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import pipetrain
 
 MARK = "PIPETRAIN_COMPARISON"
 PATIENCE_S = 10.0  # that killed processes have to be gone
@@ -33,31 +35,20 @@ class Workers:
         self._mark = f"{MARK}={os.getpid()}-{time.monotonic_ns()}"
         self._cpu_s = 0.0
 
-    def run(
-        self,
-        words: Sequence[str],
-        nproc: int,
-        log: Path,
-        environment: Mapping[str, str],
-        keep_open: Sequence[int],
-    ) -> tuple[int, float]:
+    def run(self, words: Sequence[str], nproc: int, log: Path, keep_open: Sequence[int]) -> tuple[int, float]:
         """Make a run with its output in `log`; return its exit status, and the seconds that it computed.
 
         No process of the run remains. The file descriptors `keep_open` stay open in its processes, and with
         them a lock that hangs on one.
         """
-        log.touch()
-        if self._process is None:
-            self._start(log, environment, keep_open)
-        process = self._process
-        assert process is not None
+        process = self._process = self._process or self._started(nproc, log, keep_open)
         assert process.stdin is not None
         assert process.stdout is not None
+        log.touch()
         answer = ""
         with suppress(BrokenPipeError):
-            print(
-                json.dumps({"words": words, "nproc": nproc, "log": str(log)}), file=process.stdin, flush=True
-            )
+            asked = json.dumps({"words": words, "nproc": nproc, "log": str(log)})
+            print(asked, file=process.stdin, flush=True)
             answer = process.stdout.readline()
         if not answer:  # it has died, and the next run starts another one
             self.end()
@@ -67,24 +58,29 @@ class Workers:
         self._kill(but=process.pid)
         return said["status"], self._cpu_s - before
 
-    def _start(self, log: Path, environment: Mapping[str, str], keep_open: Sequence[int]) -> None:
+    def _started(self, nproc: int, log: Path, keep_open: Sequence[int]) -> subprocess.Popen[str]:
+        """Start the process, with this pipetrain's code, and the cores shared between the ranks."""
+        code = str(Path(pipetrain.__file__).resolve().parents[1])
         name, _, value = self._mark.partition("=")
+        environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **os.environ}
+        environment |= {name: value, "PYTHONUNBUFFERED": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (code, os.environ.get("PYTHONPATH"))))
+        self._cpu_s = 0.0
         with log.open("wb") as errors:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**environment, name: value},
+                env=environment,
                 pass_fds=keep_open,
                 start_new_session=True,
             )
-        self._cpu_s = 0.0
 
     def end(self) -> None:
         """End the workers and all that they have started, at once: an interrupted run is started over."""
-        with _handled(signal.SIG_IGN):  # a second Ctrl-C does not stop the cleaning up
+        with interruptible(signal.SIG_IGN):  # a second Ctrl-C does not stop the cleaning up
             self._kill()
             if self._process is not None:
                 self._process.kill()
@@ -115,22 +111,17 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """Answer the signals that end us by a handler, unless they are ignored."""
-    before = {
-        number: signal.signal(number, handler)
-        for number in ENDING
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
+def interruptible(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers = _interrupt,
+) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, unless they are ignored.
+
+    `handler`: what all three are to do instead.
+    """
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, unless they are ignored."""
-    with _handled(_interrupt):
-        yield

@@ -9,7 +9,7 @@ there is. What it looks like is said in the template `report.html`, which escape
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -58,12 +58,13 @@ def write(
     failed = [outcome for outcome in outcomes if outcome.summary is None]
     said = verdict(rows, len(failed), len(asked.specs) - len(outcomes), len(asked.specs))
     drawn, missing = timelines(asked.specs)
+    shown = [*(table.RECORD if asked.record else []), *table.filled(table.RESULTS, rows)]
     page = environment.get_template(FILE).render(
         title=_title(asked),
         facts=_facts(asked, outcomes),
         verdict=said or ["No run was made."],
         results=_results(asked, rows),
-        notes=[table.meaning(_columns(asked), rows), *table.remarks(rows)] if rows else [],
+        notes=[table.meaning(shown, rows), *table.remarks(rows)] if rows else [],
         failures=[
             (o.spec.title, o.failure, duration(o.wall_s), "\n".join(runs.last_words(o.spec))) for o in failed
         ],
@@ -77,7 +78,7 @@ def write(
         commands="\n\n".join(shlex.join(_command(spec, asked)) for spec in asked.specs),
         overrides=_overrides(asked),
         machine=_machine(outcomes),
-        revisions=list(dict.fromkeys(filter(None, (o.made.get("pipetrain") for o in outcomes)))),
+        revisions=_each(outcome.made.get("pipetrain", "unknown") for outcome in outcomes),
         again=f"python scripts/compare.py {asked.typed}",
         logs=shlex.quote(str(asked.out / "runs")),
         date=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
@@ -97,23 +98,24 @@ def _facts(asked: Request, outcomes: Sequence[Outcome]) -> list[str]:
     seeds = sorted({spec.seed for spec in asked.specs})
     dates = sorted(date[:10] for outcome in outcomes if (date := outcome.made.get("date")))
     facts = [
-        ", ".join(dict.fromkeys(f"{s['model']} on {s['data']}" for s in done)),
-        ", ".join(dict.fromkeys(f"{s['epochs']} epochs" for s in done)),
+        _each(f"{summary['model']} on {summary['data']}" for summary in done),
+        _each(f"{summary['epochs']} epochs" for summary in done),
         f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}",
-        ", ".join(dict.fromkeys(str(s["device"]) for s in done)),
-        " to ".join(dict.fromkeys(dates[:1] + dates[-1:])),
+        _each(summary["device"] for summary in done),
+        _each(dates[:1] + dates[-1:], " to "),
     ]
     return [fact for fact in facts if fact]
 
 
-def _columns(asked: Request) -> Sequence[Column]:
-    return [*table.RECORD, *table.RESULTS] if asked.experiment and asked.experiment.record else table.RESULTS
+def _each(values: Iterable[str], between: str = ", ") -> str:
+    """Join values, each once."""
+    return between.join(dict.fromkeys(values))
 
 
 def _results(asked: Request, rows: Sequence[Row]) -> list[Grid]:
     """Return what is to be trusted first, then the columns of the record where there is one."""
     grids = [_grid("Results", [table.METHOD, *table.filled(table.RESULTS, rows)], rows)]
-    if asked.experiment and asked.experiment.record:
+    if asked.record:
         grids.append(_grid("In the record's columns", table.RECORD, rows))
     return grids if rows else []
 
@@ -128,7 +130,7 @@ def _grid(name: str, columns: Sequence[Column], rows: Sequence[Row]) -> Grid:
 
 def _beside(asked: Request, rows: Sequence[Row]) -> dict[str, Any] | None:
     """Return our rows beside the record's; nothing where it has none of ours."""
-    reported = asked.experiment.record if asked.experiment else None
+    reported = asked.record
     found = record.pairs(rows, reported) if reported else []
     if reported is None or not found:
         return None
@@ -237,5 +239,5 @@ def _overrides(asked: Request) -> dict[str, str]:
 def _machine(outcomes: Sequence[Outcome]) -> dict[str, str]:
     """Return what the runs were made on."""
     keys = dict.fromkeys(key for outcome in outcomes for key in outcome.made if key != "date")
-    values = {key: dict.fromkeys(o.made[key] for o in outcomes if key in o.made) for key in keys}
-    return {key: "; ".join(each) for key, each in values.items()} or {"machine": "unknown"}
+    made = {key: _each((o.made[key] for o in outcomes if key in o.made), "; ") for key in keys}
+    return made or {"machine": "unknown"}

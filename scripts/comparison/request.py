@@ -17,7 +17,16 @@ from pathlib import Path
 
 import pipetrain
 from comparison import experiment
-from comparison.experiment import Experiment, Method, merged, of_schedule, parse_method, refuse_alike, split
+from comparison.experiment import (
+    Experiment,
+    Method,
+    Record,
+    merged,
+    of_schedule,
+    parse_method,
+    refuse_alike,
+    split,
+)
 from comparison.runs import Spec
 from pipetrain.errors import ConfigError
 
@@ -43,6 +52,11 @@ class Request:
     def methods(self) -> list[str]:
         """The names of its methods, in the order of the rows."""
         return list(dict.fromkeys(spec.method.name for spec in self.specs))
+
+    @property
+    def record(self) -> Record | None:
+        """What somebody else has reported for the same."""
+        return self.experiment.record if self.experiment else None
 
 
 def parser() -> argparse.ArgumentParser:

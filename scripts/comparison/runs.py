@@ -19,15 +19,14 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pipetrain
 from comparison.experiment import Method
 from comparison.processes import Workers
 from pipetrain.errors import ConfigError
@@ -35,10 +34,8 @@ from pipetrain.overrides import quoted
 
 Summary = dict[str, Any]
 
-NEEDED = (
-    "model data schedule device lr batch_size data_workers buffer_size epochs updates val_acc best_val_acc"
-)
-NEEDED += " best_epoch samples_per_s epoch_s total_s"
+NEEDED = "model data schedule device lr batch_size data_workers buffer_size epochs updates"
+NEEDED += " val_acc best_val_acc best_epoch samples_per_s epoch_s total_s"
 CURVES = ("epoch", "val_acc", "elapsed_s")
 
 
@@ -150,10 +147,9 @@ class Runs:
         folder.mkdir()
         _write(folder, spec.identity)
         made, busy_s, begin = describe_machine(), _busy_s(), time.perf_counter()
-        typed, environment = words(spec, folder), _environment(spec.nproc)
-        status, ours_s = self._workers.run(typed, spec.nproc, self.log(spec), environment, keep_open=[lock])
+        status, ours_s = self._workers.run(words(spec, folder), spec.nproc, self.log(spec), keep_open=[lock])
         wall_s = time.perf_counter() - begin
-        other = round(max(0.0, _busy_s() - busy_s - ours_s) / wall_s, 2)
+        other = min(max(0.0, _busy_s() - busy_s - ours_s) / wall_s, float(os.cpu_count() or 1))
         try:
             if status:
                 raise ValueError(f"status {status}")
@@ -161,7 +157,9 @@ class Runs:
         except ValueError as error:
             _write(folder, {**spec.identity, "failed": str(error)})
             return Outcome(spec, wall_s, failure=str(error), made=made)
-        _write(folder, {**spec.identity, "wall_s": round(wall_s, 1), "other_load": other, "made": made})
+        _write(
+            folder, {**spec.identity, "wall_s": round(wall_s, 1), "other_load": round(other, 2), "made": made}
+        )
         return Outcome(spec, wall_s, summary, curves, made=made, other_load=other)
 
     def forget(self, spec: Spec) -> None:
@@ -222,14 +220,6 @@ def _write(folder: Path, mark: dict[str, Any]) -> None:
     new.replace(folder / "compare.json")
 
 
-def _environment(nproc: int) -> dict[str, str]:
-    """Return the run's environment: this pipetrain's code, and the cores shared between its processes."""
-    code = str(Path(pipetrain.__file__).resolve().parents[1])
-    threads = max(1, (os.cpu_count() or 1) // nproc)
-    path = os.pathsep.join(filter(None, (code, os.environ.get("PYTHONPATH"))))
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-
-
 def _busy_s() -> float:
     """Return the seconds that all cores together were busy until now; 0 where /proc does not say."""
     try:
@@ -247,36 +237,21 @@ def describe_machine() -> dict[str, str]:
 @cache
 def _lasting() -> dict[str, str]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     return {
-        "machine": f"{_cpu()}, {os.cpu_count()} cores, {memory:.0f} GiB",
+        "machine": f"{name[1] if name else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "torch": _version("torch"),
+        "torch": version("torch"),
         "pipetrain": _revision(),
     }
 
 
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
-    return found[1] if found else platform.machine()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def _revision() -> str:
-    """Return the checkout's commit, or the version where it is none."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    root = Path(__file__).resolve().parents[2]
-    try:
-        if (root / ".git").exists():
-            done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=10)
-            return done.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        pass
-    return _version("pipetrain")
+    """Return the checkout's commit."""
+    root, words = Path(__file__).resolve().parents[2], "describe --always --dirty --abbrev=10 --exclude=*"
+    command = ["git", "--git-dir", str(root / ".git"), "--work-tree", str(root), *words.split()]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or "unknown"
+    return "unknown"
