@@ -25,8 +25,8 @@ from contextlib import suppress
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 PATIENCE_S = 10.0  # that ranks have to end after another one failed
-TRAINER = "pipetrain.__main__"
-HEAVY = (TRAINER, "torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets", "matplotlib.figure")
+HEAVY = ("torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets", "matplotlib.figure")
+HEAVY += ("pipetrain.plan", "pipetrain.training.trainer")
 
 
 def main() -> None:
@@ -36,7 +36,6 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())  # as -m has it: a model of one's own may stand there
     for module in HEAVY:
         importlib.import_module(module)
-    del sys.modules[TRAINER]  # which each rank runs anew
     for line in sys.stdin:
         status = run(**json.loads(line))
         usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
