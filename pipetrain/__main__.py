@@ -23,12 +23,11 @@ from pipetrain.blueprint import Plan
 from pipetrain.checkpoint.asking import Asking
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.saver import Saver
-from pipetrain.cli import compose, contained
+from pipetrain.cli import compose, contained, quoted
 from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
 from pipetrain.errors import ConfigError
 from pipetrain.launch import FAILED, START_S, Job, Leader, follow, guarded, leave, names_folder
-from pipetrain.overrides import quoted
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.plan import describe
 from pipetrain.profiling import measure, take_part, verdict

@@ -27,11 +27,11 @@ from pipetrain.places import places
 from pipetrain.runtime.order import Decided, Listed, Order
 from pipetrain.schedule.actions import Program, Schedule, ScheduleError, placement
 from pipetrain.schedule.check import check
-from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.policy import Bounds, Policy, compute_program
 from pipetrain.schedule.programs import forward_only
-from pipetrain.schedule.simulate import Simulation, simulate
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Costs, Timeline
 
 Edges = list[tuple[int, int]]
 
@@ -41,7 +41,7 @@ class Window:
     """The program of a window of so many batches, lowered, and what it was proved to do."""
 
     program: Program
-    simulation: Simulation
+    simulation: Timeline
     bounds: list[Bounds]  # by stage: what it may hold
 
 
@@ -249,6 +249,7 @@ def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
         raise ConfigError(
             f"schedule {settings.schedule} cannot be made: {type(error).__name__}: {error}"
         ) from error
+    placement(compute)  # one rank a stage: the engine has no replicas yet
     program = lower(compute)
     check(program, batches, settings.microbatches)
     run = simulate(program, settings.microbatches, buffer_size=settings.buffer_size)

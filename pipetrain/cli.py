@@ -1,7 +1,8 @@
-"""Hydra at the edge: the commands compose their configuration here, and a mistake in it is one sentence.
+"""The command line: where the configuration lies, how an override is spelled, and what is said of a slip.
 
-Hydra's own report of a mistake is several lines and, inside a job, a traceback. With HYDRA_FULL_ERROR it lets
-its exceptions through instead, and they are said here.
+Hydra composes the configuration. Its own report of a mistake is several lines and, inside a job, a traceback.
+With HYDRA_FULL_ERROR it lets its exceptions through, and each becomes one sentence here. This module does not
+import torch, so that scripts/compare.py can read overrides without it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,44 +21,77 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipetrain.config import conf_dir
 from pipetrain.errors import ConfigError
-from pipetrain.overrides import as_hydra
 
-READ_WHOLE = ("partition", "trace")  # a value or a mapping: whoever reads it knows which
+CODECS = ("codec.forward", "codec.backward")
+ALL = "--cfg job shows all there is"
+
+# Keys that `++` lets Hydra add: arguments of a `_target_`, and parts of what may be a plain value too.
+_ADDED = re.compile(
+    r"(model|schedule|optim|codec\.(forward|backward)|data\.(source|augment))\.[^=]+="
+    r"|(partition\.profile|trace\.windows)="
+)
+# A choice from one group for each of two places, which Hydra spells GROUP@PLACE=NAME.
+_CODEC = re.compile(r"^([+~]*)(codec\.(?:forward|backward)=)")
+
+OmegaConf.register_new_resolver("name_of", lambda target: str(target).rpartition(".")[2], replace=True)
+
+
+def conf_dir() -> Path:
+    """Return the folder of the YAML files: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
+
+
+def as_hydra(words: Sequence[str]) -> list[str]:
+    """Return a command line's words as Hydra spells them."""
+    return [f"++{word}" if _ADDED.match(word) else _CODEC.sub(r"\1codec@\2", word) for word in words]
+
+
+def quoted(value: str) -> str:
+    """Quote a value for Hydra's override grammar, where it has to be."""
+    if re.fullmatch(r"[\w./-]+", value, re.ASCII):
+        return value
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
+
+
+class _JobFailed(BaseException):
+    """Carries the error of a job past Hydra, which prints a line of its own for each Exception."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 def compose(name: str, task: Callable[[DictConfig], None]) -> int:
     """Run `task` with the configuration that the command line composes, once, or once a job of a sweep.
 
-    Returns the exit status. Raises ConfigError for a command line that composes nothing.
+    Returns the exit status. Raises what `task` raises, and ConfigError where nothing can be composed.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     for word in sys.argv[1:]:
-        _refuse_choice(word)
+        _refuse_word(word)
     sys.argv[1:] = as_hydra(sys.argv[1:])
-    failed: list[Exception] = []
 
     def job(cfg: DictConfig) -> None:
         try:
-            _refuse_unread(cfg, name)
+            content: Any = OmegaConf.to_container(cfg, resolve=False)
+            _refuse_unread(content, _known(name), str(content))
             task(cfg)
-        except Exception as error:  # out of Hydra's sight: it would print a line of its own
-            failed.append(error)
-            sys.exit(1)
+        except Exception as error:
+            raise _JobFailed(error) from error
 
     try:
         hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(job)()
+    except _JobFailed as failed:
+        if isinstance(failed.error, OmegaConfBaseException):
+            raise ConfigError(_sentence(failed.error, _known(name))) from failed.error
+        raise failed.error from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(_sentence(error)) from error
+        raise ConfigError(_sentence(error, _known(name))) from error
     except OSError as error:
         made = f"{error.filename}: {error.strerror}"
         raise ConfigError(f"the folder of the run cannot be made: {made}; choose another run_dir") from error
-    except SystemExit as end:
-        if failed and isinstance(failed[0], OmegaConfBaseException):
-            raise ConfigError(_sentence(failed[0])) from None
-        if failed:
-            raise failed[0] from None
+    except SystemExit as end:  # of the parser of flags
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     return 0
 
@@ -76,45 +110,27 @@ def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
     return cfg
 
 
-def _refuse_choice(word: str) -> None:
-    """Refuse a word of the wrong kind for its key, which Hydra answers in riddles."""
-    group, given, value = word.lstrip("+").partition("=")
-    folder = conf_dir() / group
-    if group == "run_dir" and re.fullmatch(r"null|[\[{].*", value):
+def _refuse_word(word: str) -> None:
+    """Refuse a folder or a group's choice that is no name, for which Hydra would not name the key."""
+    key, _, value = word.lstrip("+").partition("=")
+    if key == "run_dir" and re.fullmatch(r"null|[\[{].*", value):
         raise ConfigError(f"{word} must be a folder")
-    parts = sorted(key for key in _known(("config",)) if key.startswith(f"{group}."))
-    chosen = folder.is_dir() or group.startswith("codec.") or group in READ_WHOLE
-    if given and parts and not chosen and not value.startswith("{"):
-        raise ConfigError(f"{word} must be given by its parts: {'=, '.join(parts)}=")
-    if not group.isidentifier() or not folder.is_dir() or (group, value) == ("experiment", "null"):
-        return
-    if value == "null" or not re.match(r"\w*[A-Za-z_]", value):
-        choices = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        raise ConfigError(f"{group}={value} must be a name; choose one of: {choices}")
+    group = "codec" if key in CODECS else key
+    if group in _groups() and not re.match(r"(?!null$)\w*[A-Za-z_]", value):
+        choices = ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+        raise ConfigError(f"{word} must be a name; choose one of: {choices}")
 
 
-def _sentence(error: Exception) -> str:
-    """Say Hydra's complaint on one line, and what was meant if a key is nearly right."""
+def _sentence(error: Exception, known: Collection[str]) -> str:
+    """Say Hydra's complaint on one line, and which of the known keys was meant if one is nearly right."""
     text = str(error.__cause__ if isinstance(error.__cause__, HydraException) else error)
     text = re.split(r"\s*(?:Set the environment variable HYDRA_FULL_ERROR=1|full_key: )", text)[0]
-    key = re.search(r"Could not override '([^']+)'", text)
-    if key:
-        meant = _suggestion(key[1], _known(("config", "plan")))
-        return f"there is no {key[1]} in the configuration{meant}; --cfg job shows all there is"
+    if key := re.search(r"Could not override '([^']+)'", text):
+        return f"there is no {key[1]} in the configuration{_suggestion(key[1], known)}; {ALL}"
     text = re.sub(r"\s*Available options in '[^']*':\s*", "; choose one of: ", text)
-    choices = text.partition("choose one of: ")
-    if choices[1]:
-        names = ", ".join(line.strip() for line in choices[2].splitlines() if line.strip())
-        text = "".join((choices[0], choices[1], names.split(", Config search path")[0]))
-    return " ".join(text.split())
-
-
-def _refuse_unread(cfg: DictConfig, name: str) -> None:
-    """Refuse a key that nothing reads, as one with a plus may be; what a `_target_` takes is read."""
-    known, content = _known((name, "config")), OmegaConf.to_container(cfg, resolve=False)
-    for key in _keys(content, arguments=False):
-        if key not in known and not re.search(rf"\$\{{{re.escape(key)}\b", str(content)):
-            raise ConfigError(f"nothing reads {key}{_suggestion(key, known)}; --cfg job shows all there is")
+    text, choose, names = text.partition("; choose one of: ")
+    names = ", ".join(names.partition("Config search path")[0].split())
+    return " ".join(f"{text}{choose}{names}".split())
 
 
 def _suggestion(key: str, known: Collection[str]) -> str:
@@ -122,29 +138,38 @@ def _suggestion(key: str, known: Collection[str]) -> str:
     return f"; did you mean {close[0]}" if close else ""
 
 
+def _refuse_unread(content: Mapping[str, Any], known: Collection[str], text: str, prefix: str = "") -> None:
+    """Refuse a key that nothing reads, not even an interpolation in `text`, or that must have parts."""
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        parts = sorted(other for other in known if other.startswith(f"{key}."))
+        if key not in known and not re.search(rf"\$\{{{re.escape(key)}\b", text):
+            raise ConfigError(f"nothing reads {key}{_suggestion(key, known)}; {ALL}")
+        if parts and not isinstance(value, dict):
+            raise ConfigError(f"{key} must be given by its parts: {'=, '.join(parts)}=")
+        if parts:
+            _refuse_unread(value, known, text, f"{key}.")
+
+
 @cache
-def _known(names: tuple[str, ...]) -> set[str]:
-    """Name all keys that the files of conf/ have, as they are overridden."""
-    paths = [*(conf_dir() / f"{name}.yaml" for name in names), *conf_dir().glob("*/*.yaml")]
-    known = {path.name for path in conf_dir().iterdir() if path.is_dir()}
-    for path in paths:
-        content, group = _content(path), path.parent.name
-        if path.parent == conf_dir() or "@package _global_" in path.read_text():  # it sets keys of the top
-            known.update(_keys(content))
-        else:
-            places = ["codec.forward", "codec.backward"] if group == "codec" else [group]
-            known.update(_keys(dict.fromkeys(places, content)))
+def _known(name: str) -> set[str]:
+    """Return the keys that the files of conf/ have, as an override spells them."""
+    known = {*_groups(), *CODECS}
+    for stem in (name, "config"):
+        known.update(_keys(OmegaConf.load(conf_dir() / f"{stem}.yaml")))
+    for path in (conf_dir() / "data").glob("*.yaml"):
+        known.update(_keys(OmegaConf.load(path), "data."))
     return known - {"defaults"}
 
 
-@cache
-def _content(path: Path) -> Any:
-    return OmegaConf.to_container(OmegaConf.load(path))
+def _groups() -> set[str]:
+    return {path.name for path in conf_dir().iterdir() if path.is_dir()}
 
 
-def _keys(content: Any, arguments: bool = True) -> Iterator[str]:
-    """Give the dotted keys of a configuration, with or without the `arguments` of its `_target_`s."""
-    for key, value in content.items():
-        yield key
-        if isinstance(value, dict) and key not in READ_WHOLE and (arguments or "_target_" not in value):
-            yield from (f"{key}.{name}" for name in _keys(value, arguments))
+def _keys(node: Any, prefix: str = "") -> Iterator[str]:
+    """Give the dotted keys of a configuration, without the arguments of a `_target_`."""
+    for name in node:
+        yield f"{prefix}{name}"
+        value = node._get_node(name)
+        if isinstance(value, DictConfig) and "_target_" not in value:
+            yield from _keys(value, f"{prefix}{name}.")

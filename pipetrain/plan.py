@@ -33,8 +33,8 @@ from pipetrain.replay import Figures, Replay, read_trace
 from pipetrain.runtime.mesh import World, choose_device
 from pipetrain.schedule.actions import COMMUNICATION
 from pipetrain.schedule.draw import as_figure, as_text
-from pipetrain.schedule.simulate import Simulation
 from pipetrain.schedule.theory import theory
+from pipetrain.schedule.timeline import Timeline
 
 BATCHES = 16  # what is played through of a window that is an epoch
 WITHOUT_FOLDER = ["hydra.run.dir=.", "hydra.output_subdir=null"]
@@ -149,7 +149,7 @@ def _partition(plan: Plan) -> str:
     return _aligned(rows)
 
 
-def _predicted(run: Simulation, prediction: Prediction, batches: int) -> str:
+def _predicted(run: Timeline, prediction: Prediction, batches: int) -> str:
     """Return what the schedule comes to at the profile's times, beside what other cuts would."""
     profile = prediction.profile
     messages = f"messages {1e3 * profile.latency_s:.3f} ms + {1e3 * 2**20 * profile.s_per_byte:.3f} ms/MiB"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipetrain.blueprint import Plan
-from pipetrain.schedule.actions import COMMUNICATION, Op
-from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.simulate import Simulation, simulate
+from pipetrain.schedule.actions import Op
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Costs, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class StageTimes:
     wait: float
 
 
-def played(plan: Plan) -> Simulation:
+def played(plan: Plan) -> Timeline:
     """Return the longest window at what its stages cost: in seconds where `plan.costs` says them.
 
     Otherwise by their estimated work, where a forward of the mean stage takes 1.
@@ -37,19 +37,13 @@ def played(plan: Plan) -> Simulation:
     return simulate(plan.window.program, m, buffer_size=buffer_size, cost=cost)
 
 
-def predict(plan: Plan, run: Simulation) -> list[StageTimes]:
+def predict(plan: Plan, run: Timeline) -> list[StageTimes]:
     """Predict the times of each stage, by the plan's longest window as it was `played`."""
-    settings = plan.settings
-    waited = [waits(run, rank, repeated=settings.window is not None) for rank in range(settings.ranks)]
-    seconds = [0.0] * plan.stages
-    for spans in run.spans:
-        for action, start, end in spans:
-            if action.op not in COMMUNICATION:
-                seconds[action.stage] += end - start
+    waited = run.waits(repeated=plan.settings.window is not None)
     return [
         StageTimes(
             bubble=run.bubble_per_rank[rank],
-            stage_time_s=seconds[stage] / max(plan.windows) if plan.costs else None,
+            stage_time_s=run.stages[stage].busy_s / max(plan.windows) if plan.costs else None,
             wait=waited[rank] / run.makespan,
         )
         for stage, rank in enumerate(plan.placement)
@@ -64,10 +58,3 @@ def estimated_costs(plan: Plan) -> Costs:
     return Costs(
         {(stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()}
     )
-
-
-def waits(run: Simulation, rank: int, repeated: bool) -> float:
-    """Say how long a rank waits in its messages, and for the next window where windows are `repeated`."""
-    spans = run.spans[rank]
-    tail = run.makespan - spans[-1][2] if repeated else 0.0
-    return tail + sum(end - start for action, start, end in spans if action.op in COMMUNICATION)

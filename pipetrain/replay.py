@@ -23,12 +23,10 @@ from statistics import mean, median
 from typing import Any
 
 from pipetrain.errors import ConfigError
-from pipetrain.prediction import waits
 from pipetrain.schedule import chrome
-from pipetrain.schedule.actions import COMMUNICATION, COMPUTE, UPDATE, Action, Op, Program
-from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.measured import RankWindow, TracedWindow
+from pipetrain.schedule.actions import COMMUNICATION, COMPUTE, RECEIVES, UPDATE, Action, Op, Program
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Costs, Row, TracedWindow
 
 CONDITIONS = {"model", "parameters", "schedule", "ranks", "placement", "partition", "dtype", "precision"}
 CONDITIONS |= {"memory_format", "epoch_batches", "batch_size", "microbatches", "window", "buffer_size"}
@@ -56,31 +54,30 @@ class Replay:
     @property
     def measured(self) -> Figures:
         """Return what is typical of the traced windows."""
-        began = [min(rank.began for rank in window.ranks) for window in self.windows]
-        ended = [max(rank.ended for rank in window.ranks) for window in self.windows]
+        began = [min(row.began for row in window.timeline.rows) for window in self.windows]
+        ended = [max(row.ended for row in window.timeline.rows) for window in self.windows]
         lasted = _lasted(self.windows, began, ended)
         batches = [sum(window.samples) / self.about["batch_size"] for window in self.windows]
 
-        def share(seconds: Callable[[RankWindow], float]) -> list[float]:
+        def share(seconds: Callable[[Row], float]) -> list[float]:
             shares = [
-                [seconds(rank) / time for rank in window.ranks]
+                [seconds(row) / time for row in window.timeline.rows]
                 for window, time in zip(self.windows, lasted, strict=True)
             ]
             return [mean(of_rank) for of_rank in zip(*shares, strict=True)]
 
         return Figures(
             batch_s=typical(time / n for time, n in zip(lasted, batches, strict=True)),
-            bubble=[1 - busy for busy in share(_computed)],
-            wait=share(lambda rank: rank.waited),
+            bubble=[1 - busy for busy in share(lambda row: row.busy)],
+            wait=share(lambda row: row.waited),
         )
 
     @property
     def again(self) -> Figures:
         """Return the traced schedule by its own costs: from `measured` it differs by the replay's error."""
         longest = max(self.windows, key=lambda window: sum(window.samples))
-        program = [[action for action, *_ in rank.timed] for rank in longest.ranks]
         return self.figures(
-            program,
+            [row.actions for row in longest.timeline.rows],
             longest.samples,
             batch_size=self.about["batch_size"],
             buffer_size=self.about["buffer_size"],
@@ -110,7 +107,7 @@ class Replay:
         return Figures(
             batch_s=run.makespan * batch_size / sum(samples),
             bubble=[bubble + seconds / run.makespan for bubble, seconds in bubbles],
-            wait=[waits(run, rank, repeated) / run.makespan for rank in range(len(program))],
+            wait=[seconds / run.makespan for seconds in run.waits(repeated)],
         )
 
 
@@ -142,11 +139,11 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
     whole = about["batch_size"] // about["microbatches"]
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     for window in windows:
-        for rank in window.ranks:
-            for action, start, end, _ in rank.timed:
-                counts = action.op in UPDATE or window.samples[action.mb] == whole
-                if counts and action.op not in COMMUNICATION:
-                    durations[action.stage, action.op].append(end - start)
+        for span in (span for row in window.timeline.rows for span in row.spans):
+            if (action := span.action) is None or action.op in COMMUNICATION:
+                continue
+            if action.op in UPDATE or window.samples[action.mb] == whole:
+                durations[action.stage, action.op].append(span.end - span.start)
     seconds = {
         (stage, op): typical(times) + (own[about["placement"][stage]] if op in COMPUTE else 0.0)
         for (stage, op), times in durations.items()
@@ -156,11 +153,11 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
 
 def _own_time(windows: Sequence[TracedWindow], rank: int) -> float:
     """Say how much of its own time a rank takes for each F, B, I and W."""
-    ran = [window.ranks[rank] for window in windows]
-    lasted = _lasted(windows, [window.began for window in ran], [window.ended for window in ran])
+    rows = [window.timeline.rows[rank] for window in windows]
+    lasted = _lasted(windows, [row.began for row in rows], [row.ended for row in rows])
     own = [
-        (time - _computed(window) - window.waited) / sum(action.op in COMPUTE for action, *_ in window.timed)
-        for window, time in zip(ran, lasted, strict=True)
+        (time - row.busy - row.waited) / sum(action.op in COMPUTE for action in row.actions)
+        for row, time in zip(rows, lasted, strict=True)
     ]
     return max(0.0, typical(own))
 
@@ -172,19 +169,15 @@ def _lasted(windows: Sequence[TracedWindow], began: Sequence[float], ended: Sequ
     return [end - start for start, end in zip(starts, ended, strict=True)]
 
 
-def _computed(window: RankWindow) -> float:
-    return sum(end - start for action, start, end, _ in window.timed if action.op not in COMMUNICATION)
-
-
 def _travels(windows: Sequence[TracedWindow]) -> dict[tuple[int, Op], float]:
     """Say how long messages travel, by the stage and op of their SEND."""
     times: dict[tuple[int, Op], list[float]] = defaultdict(list)
     for window in windows:
-        sent = chrome.sent(window)
-        for rank in window.ranks:
-            for action, since, _, blocked in rank.timed:
-                if action.op in chrome.SENT_BY:
-                    message = chrome.message_of(action)
-                    if since < sent[message]:
-                        times[message[:2]].append(max(0.0, since + blocked - sent[message]))
+        sent = chrome.sent(window.timeline)
+        for span in (span for row in window.timeline.rows for span in row.spans):
+            if (action := span.action) is not None and action.op in RECEIVES:
+                left = sent[action.edge, action.mb]
+                if span.start < left:
+                    send = Op.SEND_F if action.op is Op.RECV_F else Op.SEND_B
+                    times[action.peer, send].append(max(0.0, span.start + span.waited - left))
     return {edge: typical(travelled) for edge, travelled in times.items()}

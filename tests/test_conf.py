@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from pipetrain.building import make_model, make_schedule
-from pipetrain.config import conf_dir, read_settings
+from pipetrain.cli import conf_dir
+from pipetrain.config import read_settings
 from pipetrain.data import load_augment
 from pipetrain.optimizer import make_optimizer
 from pipetrain.runtime.rate import SHAPES

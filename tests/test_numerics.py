@@ -52,7 +52,7 @@ def test_bf16_travels_in_bf16():
     assert plan.boundaries[6][0].specs[0].dtype == torch.float32  # images
     whole = make_run(replace(case, overrides=(*case.overrides, "precision=fp32"))).plan
     assert plan.boundaries[6][1].nbytes * 2 == whole.boundaries[6][1].nbytes
-    assert run_world(train_cases, 2, [case], 1e-5, deadline=120) == [1, 1]
+    assert run_world(train_cases, 2, [case], 1e-5) == [1, 1]
 
 
 def test_bf16_of_float64_is_refused():
@@ -73,7 +73,7 @@ def test_channels_last_over_gloo_equals_one_process():
     layout = ("memory_format=channels_last", "microbatches=2", "partition=[3]")
     cases = [Case(schedule, 2, (NORM, *layout)) for schedule in ("1f1b", "pipedream")]
     assert make_run(cases[0]).plan.numerics.channels_last
-    assert run_world(train_cases, 2, cases, 1e-10, deadline=120) == [2, 2]
+    assert run_world(train_cases, 2, cases, 1e-10) == [2, 2]
 
 
 def test_auto_is_channels_last_in_float32_unless_a_layer_does_not_take_it():

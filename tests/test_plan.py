@@ -23,10 +23,10 @@ from pipetrain.config import read_settings
 from pipetrain.plan import describe
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.chrome import write
-from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.theory import theory
+from pipetrain.schedule.timeline import Costs
 from tests.support.cases import SCHEDULES, config
 from tests.support.profiles import profile_of
 from tests.support.traces import about, as_measured

@@ -11,7 +11,7 @@ from pipetrain.building import make_model, make_schedule
 from pipetrain.config import read_settings
 from pipetrain.prediction import estimated_costs, played, predict
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.timeline import Costs
 from tests.support.cases import config
 
 

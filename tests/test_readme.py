@@ -18,7 +18,8 @@ from hydra.utils import instantiate
 
 from benchmark import cli
 from pipetrain.boundary import TensorSpec, specs_of
-from pipetrain.config import conf_dir, read_settings
+from pipetrain.cli import conf_dir
+from pipetrain.config import read_settings
 from pipetrain.partition.balance import choose_cuts
 from pipetrain.partition.estimate import estimate
 from pipetrain.runtime.codec import Codec
@@ -26,7 +27,8 @@ from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.simulate import Simulation, simulate
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Timeline
 from tests.comparison.support import asked
 from tests.gpu import cli as gpu
 from tests.support.cases import SCHEDULES, config
@@ -38,7 +40,7 @@ RANKS, MICROBATCHES, WINDOW = 4, 8, 128
 CODEC = re.compile(r"^\| `(\w+)`.*?\| ([\d,]+)(?: bytes)? \|", re.MULTILINE)
 
 
-def played(schedule: str, microbatches: int = MICROBATCHES) -> Simulation:
+def played(schedule: str, microbatches: int = MICROBATCHES) -> Timeline:
     """A batch of a schedule that flushes, a window of 128 microbatches of one that does not."""
     cfg = config([f"schedule={schedule}"])
     m = 1 if cfg.microbatches == 1 else microbatches

@@ -11,10 +11,10 @@ from pipetrain.errors import ConfigError
 from pipetrain.replay import read_trace, replay, typical
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import gpipe, layer_dist, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Costs, Row, Timeline
 from tests.support.traces import about, as_measured
 
 STAGES = range(2)
@@ -36,7 +36,7 @@ TRACED = lower(one_f_one_b(2, 1, 4))
 
 
 def traced(program=TRACED, m=4, **more):
-    return replay(about(program, m), as_measured(program, COSTS, **more))
+    return replay(about(program, m), as_measured(program, COSTS, m, **more))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_short_microbatches_set_no_durations_and_cost_their_share():
     whole, short = as_measured(TRACED, COSTS, windows=2)
     half = Costs({key: seconds / 2 for key, seconds in COSTS.seconds.items()})
     (late,) = as_measured(TRACED, half)
-    short = replace(short, samples=[2] * 4, ranks=late.ranks, epoch=1)
+    short = replace(short, samples=[2] * 4, timeline=late.timeline, epoch=1)
     made = replay(about(TRACED, 4), [whole, short])
     assert made.costs.seconds[0, Op.F] == pytest.approx(1.0)
     figures = made.figures(TRACED, [2] * 4, batch_size=8, buffer_size=2, repeated=True)
@@ -95,23 +95,15 @@ def test_messages_that_nobody_waited_for_say_nothing_of_their_travel():
     assert made.costs.seconds[1, Op.SEND_B] == pytest.approx(0.0625)
 
 
+def a_bit_later(row: Row) -> Row:
+    spans = [span._replace(start=span.start + 100, end=span.end + 100) for span in row.spans]
+    return Row(row.began + 100, row.ended + 100, spans)
+
+
 def test_an_evaluation_between_epochs_is_nobody_s_time():
     first, second = as_measured(TRACED, COSTS), as_measured(TRACED, COSTS)
     late = [
-        replace(
-            window,
-            epoch=1,
-            ranks=[
-                replace(
-                    rank,
-                    began=rank.began + 100,
-                    ended=rank.ended + 100,
-                    drain=(rank.drain[0] + 100, rank.drain[1] + 100),
-                    timed=[(a, start + 100, end + 100, blocked) for a, start, end, blocked in rank.timed],
-                )
-                for rank in window.ranks
-            ],
-        )
+        replace(window, epoch=1, timeline=Timeline([a_bit_later(row) for row in window.timeline.rows], 4))
         for window in second
     ]
     made = replay(about(TRACED, 4), [*first, *late])

@@ -1,13 +1,9 @@
-"""The data room: data sets as bytes in memory, the order of their samples, and the images of a microbatch.
-
-`load_data` reads what the config asks for. It never takes another data set in its place: that is the caller's
-choice, because a data set's recipe goes with it; `fallback_message` is the line that says so.
-"""
+"""Data sets as bytes in memory, the order of their samples, and the images of a microbatch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -33,20 +29,22 @@ __all__ = [
     "pieces",
 ]
 
+Made = TypeVar("Made")
+
 
 def load_data(data: DictConfig) -> ImageData:
     """Read the data set of a config of the group `data`, cut to its `train_limit` and `test_limit`.
 
+    It never takes another data set in its place: that is the caller's choice, as a recipe goes with each.
     Raises DataMissing where it can't be had; with `fallback: null` the message names the ways out. Raises
-    ConfigError for a limit under 1, `workers` under 0, a damaged file, a `source` that is none, or a data set
-    that is not what it should be, cut or not.
+    ConfigError for a limit under 1, a damaged file, or a `source` that gives no sound data set.
     """
-    for name, least in (("train_limit", 1), ("test_limit", 1), ("workers", 0)):
-        number = data.get(name)
-        if number is not None and (type(number) is not int or number < least):
-            raise ConfigError(f"data.{name} must be a whole number, {least} or more; got {number}")
+    limits = {split: data.get(f"{split}_limit") for split in ("train", "test")}
+    for split, limit in limits.items():
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise ConfigError(f"data.{split}_limit must be a whole number, 1 or more; got {limit}")
     try:
-        loaded = _make(data, "source")
+        loaded = _make(data, "source", ImageData)
     except DataMissing as error:
         if data.get("fallback") is not None:
             raise
@@ -54,14 +52,9 @@ def load_data(data: DictConfig) -> ImageData:
             f"{error}; put the files there (data.root says where), or give a network or a data.source.url "
             "that answers, or train on the digits with data=digits or data.fallback=digits"
         ) from error
-    if not isinstance(loaded, ImageData):
-        raise ConfigError(f"data.source must give a pipetrain.data.ImageData; got {type(loaded).__name__}")
     prove(loaded)
-    if data.get("train_limit") is not None:
-        loaded = replace(loaded, train=loaded.train.first(data.train_limit))
-    if data.get("test_limit") is not None:
-        loaded = replace(loaded, test=loaded.test.first(data.test_limit))
-    return loaded
+    cut = {split: getattr(loaded, split).first(limit) for split, limit in limits.items() if limit is not None}
+    return replace(loaded, **cut)
 
 
 def load_augment(data: DictConfig) -> Augment | None:
@@ -69,12 +62,7 @@ def load_augment(data: DictConfig) -> Augment | None:
 
     Raises ConfigError where `augment` is something else.
     """
-    if data.get("augment") is None:
-        return None
-    augment = _make(data, "augment")
-    if not isinstance(augment, Augment):
-        raise ConfigError(f"data.augment must give a pipetrain.data.Augment; got {type(augment).__name__}")
-    return augment
+    return None if data.get("augment") is None else _make(data, "augment", Augment)
 
 
 def fallback_message(error: DataMissing, name: str) -> str:
@@ -82,14 +70,19 @@ def fallback_message(error: DataMissing, name: str) -> str:
     return f"{error}; using {name} instead"
 
 
-def _make(data: DictConfig, part: str) -> Any:
-    """Call a part's `_target_`. What it refuses comes through; keys that are wrong are a ConfigError."""
+def _make(data: DictConfig, part: str, kind: type[Made]) -> Made:
+    """Return what a part's `_target_` makes. Raises its errors, and ConfigError for what it cannot make."""
     try:
         call = instantiate(data[part], _partial_=True)
     except InstantiationException as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise ConfigError(f"data.{part} cannot be made: {reason}") from error
     try:
-        return call()
+        made = call()
     except TypeError as error:  # a missing or unknown argument
         raise ConfigError(f"data.{part} cannot be made: {error}") from error
+    if not isinstance(made, kind):
+        raise ConfigError(
+            f"data.{part} must give a pipetrain.data.{kind.__name__}; got {type(made).__name__}"
+        )
+    return made

@@ -1,8 +1,8 @@
-"""From bytes to what the model eats: random crop and flip, then normalisation, all of a microbatch at once.
+"""From bytes to the model's input: random crop and flip, then normalisation, of a whole microbatch at once.
 
-The random numbers come from a hash of (seed, epoch, sample id), so an image looks the same in whatever
-batch, worker or schedule it is made. The arithmetic is per element and rounds after each step, so that it too
-does not depend on the company an image is in.
+Random numbers are a hash of (seed, epoch, sample id), not the next ones of a generator. So an image looks the
+same in whatever batch, worker process, schedule or resumed run it is made. For the same reason the arithmetic
+is per element.
 """
 
 from __future__ import annotations
@@ -11,21 +11,50 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from pipetrain.data.hashing import Words, draw, key
 from pipetrain.errors import ConfigError
 
-_DRAWS = 3  # numbers a sample takes from its stream: row, column, flip
+Words = NDArray[np.uint64]
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_DRAWS = 3  # numbers that a sample takes from the stream: row, column, flip
+
+
+def mix(words: Words) -> Words:
+    """Mix each 64-bit word: a bijection in which every bit of the input moves half of the output's.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (SplitMix64), 2014, with
+    the constants of Stafford's variant 13, as in java.util.SplittableRandom.
+    """
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def key(*numbers: int) -> int:
+    """Hash integers, in their order, to a 64-bit key; negative ones count modulo 2**64."""
+    state = 0
+    for number in numbers:
+        word = np.array([(state ^ (number & _MASK)) + _GAMMA & _MASK], dtype=np.uint64)
+        state = int(mix(word)[0])
+    return state
+
+
+def draw(stream: int, counters: Words) -> Words:
+    """Return the numbers of a stream at the given positions: 64 random bits each, the counters' shape."""
+    return mix(np.uint64(stream) + (counters + np.uint64(1)) * np.uint64(_GAMMA))
 
 
 @dataclass(frozen=True)
 class Augment:
     """Pad by `crop` black pixels on each side, crop at random to the old size, flip half of the images.
 
-    The padding is black in the raw image, before normalisation, as in torchvision's RandomCrop(32, padding).
-    Raises ConfigError for a negative crop.
+    The padding is black in the raw image, as in torchvision's RandomCrop(32, padding). Raises ConfigError for
+    a negative crop.
     """
 
     crop: int
@@ -36,10 +65,10 @@ class Augment:
             raise ConfigError(f"data.augment.crop must be 0 pixels or more; got {self.crop}")
 
     def __call__(self, images: Tensor, ids: Tensor, seed: int, epoch: int) -> Tensor:
-        """Augment uint8 images (n, c, h, w) with sample ids (n,): uint8 (n, c, h, w), a new tensor."""
-        first: Words = ids.numpy().astype(np.uint64)[:, None] * np.uint64(_DRAWS)
+        """Augment uint8 images [n, c, h, w] with sample ids [n]: uint8 [n, c, h, w], a new tensor."""
+        positions: Words = ids.numpy().astype(np.uint64)[:, None] * np.uint64(_DRAWS)
         steps: Words = np.arange(_DRAWS, dtype=np.uint64)
-        words = draw(key(seed, epoch), first + steps)
+        words = draw(key(seed, epoch), positions + steps)
         if self.crop:
             offsets = torch.from_numpy((words[:, :2] % np.uint64(2 * self.crop + 1)).astype(np.int64))
             images = _shift(images, offsets, self.crop)
@@ -49,9 +78,16 @@ class Augment:
         return images
 
 
+def _shift(images: Tensor, offsets: Tensor, crop: int) -> Tensor:
+    """Cut each padded image at its (row, column): one gather over a view of all (2 crop + 1)**2 cuts."""
+    n, _, height, width = images.shape
+    cuts = functional.pad(images, (crop,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+    return cuts[torch.arange(n), :, offsets[:, 0], offsets[:, 1]]
+
+
 @dataclass(frozen=True)
 class Transform:
-    """What turns bytes into the model's input; without `augment` it only normalises, as for evaluation.
+    """Turns bytes into the model's input; without `augment` it only normalises, as for evaluation.
 
     It is plain data, so a worker process can be given it. The next epoch's is `replace(transform, epoch=1)`.
     """
@@ -64,16 +100,9 @@ class Transform:
     dtype: torch.dtype = torch.float32
 
     def __call__(self, images: Tensor, ids: Tensor) -> Tensor:
-        """Make uint8 images (n, 3, h, w) with sample ids (n,) into `dtype` (n, 3, h, w), contiguous."""
+        """Turn uint8 images [n, 3, h, w] with sample ids [n] into `dtype` [n, 3, h, w], contiguous."""
         if self.augment is not None:
             images = self.augment(images, ids, self.seed, self.epoch)
         mean = torch.tensor(self.mean, dtype=self.dtype)[:, None, None]
         std = torch.tensor(self.std, dtype=self.dtype)[:, None, None]
         return images.to(self.dtype).div_(255).sub_(mean).div_(std)
-
-
-def _shift(images: Tensor, offsets: Tensor, crop: int) -> Tensor:
-    """Cut each padded image at its (row, column): one gather over a view of all (2 crop + 1)**2 cuts."""
-    n, _, height, width = images.shape
-    cuts = functional.pad(images, (crop,) * 4).unfold(2, height, 1).unfold(3, width, 1)
-    return cuts[torch.arange(n), :, offsets[:, 0], offsets[:, 1]]

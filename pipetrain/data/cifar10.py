@@ -1,10 +1,7 @@
 """CIFAR-10 from its official python files, downloaded when they are not there, and proved by their MD5.
 
-Nothing is used that was not proved. The archive comes into a folder of its own with a name that nobody else
-has, and the finished data set is renamed into place in one step: a run that is killed, or two that download
-at once, leave no half of one behind. Of the archive only the files that are asked for are copied, under names
-that are ours, so it cannot write anywhere else (tarfile's own `filter="data"` is not in every Python 3.11);
-and the pickles are read by an unpickler that knows arrays and nothing more.
+The finished folder is renamed into place in one step: a run that is killed, or two that download at once,
+leave no half of one behind. Nothing is unpacked or unpickled before it is proved to be the official file.
 
 Source: A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009,
 https://www.cs.toronto.edu/~kriz/cifar.html
@@ -13,70 +10,54 @@ https://www.cs.toronto.edu/~kriz/cifar.html
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import pickle
-import shutil
+import sys
 import tarfile
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import Future
+from http.client import HTTPException
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import TIMEOUT_MAX
-from typing import Any, ClassVar
+from threading import TIMEOUT_MAX, Event, Thread
+from typing import Any
+from urllib.error import URLError
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from pipetrain.data.download import DownloadFailed, download
-from pipetrain.data.sets import IMAGE, DataMissing, ImageData, Split, split_fault
+from pipetrain.data.sets import IMAGE, DataMissing, ImageData, Split
 from pipetrain.errors import ConfigError
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
-TRAIN_FILES = tuple(f"data_batch_{index}" for index in range(1, 6))
-TEST_FILES = ("test_batch",)
-CLASSES = 10
-LARGEST_MEMBER = 64 << 20  # bytes; the official files have 31 MB each
+ARCHIVE_MD5 = "c58f30108f718f92721af3b95e74349a"
+TRAIN_MD5 = {
+    "data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "data_batch_4": "634d18415352ddfa80567beed471001a",
+    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+}
+TEST_MD5 = {"test_batch": "40351d587109b95175f43aff81a1287e"}
 
-
-@dataclass(frozen=True)
-class Checksums:
-    """What the archive and each of its files must hash to, MD5 in hexadecimal."""
-
-    archive: str
-    files: Mapping[str, str]
-
-
-OFFICIAL = Checksums(
-    archive="c58f30108f718f92721af3b95e74349a",
-    files={
-        "data_batch_1": "c99cafc152244af753f735de768cd75f",
-        "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
-        "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
-        "data_batch_4": "634d18415352ddfa80567beed471001a",
-        "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
-        "test_batch": "40351d587109b95175f43aff81a1287e",
-        "batches.meta": "5ff9c542aee3614f3951f8cda6e48888",
-    },
-)
+_BLOCK = 1 << 18
+_SAID_EVERY_S = 10.0  # where stderr is not a terminal
 
 
 def load(
-    root: str,
-    url: str = URL,
-    timeout: float = 20.0,
-    checksums: Checksums = OFFICIAL,
-    total_timeout: float = 3000.0,
-    max_bytes: int = 1 << 30,
+    root: str, url: str = URL, timeout: float = 20.0, total_timeout: float = 3000.0, max_bytes: int = 1 << 30
 ) -> ImageData:
     """Read CIFAR-10 from `<root>/cifar-10-batches-py`, after downloading it there if there is no such folder.
 
     `timeout` is how many seconds the server may be silent, `total_timeout` how many the whole download may
     take, and `max_bytes` how much may come. Mean and deviation are those of the usual recipe, whose deviation
     is the mean of the images' own. Raises DataMissing where the data can't be had, and ConfigError for a time
-    that is none, or, with its name, for a file that is not there, not the official one, or not of its form.
+    that is none or, with its name, for a file that is not there or not the official one.
     """
     for name, seconds in (("timeout", timeout), ("total_timeout", total_timeout)):
         if not 0 < seconds <= TIMEOUT_MAX:
@@ -86,122 +67,139 @@ def load(
             )
     folder = Path(root).absolute() / FOLDER
     if not folder.exists():
-        _fetch(folder, checksums, url, timeout, total_timeout, max_bytes)
-    contents = {name: _proved(folder / name, md5) for name, md5 in checksums.files.items()}
+        try:
+            _unpack(_downloaded(url, timeout, total_timeout, max_bytes), folder)
+        except OSError as error:
+            reason = " ".join(str(error).split())
+            raise DataMissing(
+                f"CIFAR-10 is not in {folder} and could not be had from {url}: {reason}"
+            ) from error
     return ImageData(
         name="cifar10",
-        train=_split(folder, TRAIN_FILES, contents),
-        test=_split(folder, TEST_FILES, contents),
-        classes=CLASSES,
+        train=_joined([_batch(folder / name, md5) for name, md5 in TRAIN_MD5.items()]),
+        test=_joined([_batch(folder / name, md5) for name, md5 in TEST_MD5.items()]),
+        classes=10,
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2023, 0.1994, 0.2010),
     )
 
 
-def _fetch(
-    folder: Path, checksums: Checksums, url: str, timeout: float, total_timeout: float, max_bytes: int
-) -> None:
-    """Download the archive and put its files at `folder`, all of them or none."""
+def _downloaded(url: str, timeout: float, total_timeout: float, max_bytes: int) -> bytes:
+    """Return the archive that `url` gives. Raises OSError, which says why not.
+
+    urllib bounds how long the server is silent, but it would listen for ever to one that sends a byte now and
+    then. So a thread listens, and is waited for only so long. It ends with the block that it then waits for.
+    """
+    content, done, given_up = bytearray(), Future[None](), Event()
+
+    def listen() -> None:
+        try:
+            _receive(content, given_up, url, timeout, max_bytes)
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    if not sys.stderr.isatty():
+        print(f"downloading {url}, for {total_timeout:g} s at most", file=sys.stderr, flush=True)
+    Thread(target=listen, daemon=True, name="download").start()
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(
-            prefix=".cifar-10-", dir=folder.parent, ignore_cleanup_errors=True
-        ) as temporary:
-            archive, unpacked = Path(temporary) / "archive", Path(temporary) / FOLDER
-            download(url, archive, checksums.archive, timeout, total_timeout, max_bytes)
-            _unpack(archive, unpacked, checksums)
-            _move(unpacked, folder)
-    except (OSError, tarfile.TarError, EOFError, zlib.error, DownloadFailed) as error:
-        raise DataMissing(
-            f"CIFAR-10 is not in {folder} and could not be had from {url}: {' '.join(str(error).split())}"
+        done.result(total_timeout)
+    except TimeoutError as error:
+        raise OSError(
+            f"the download took longer than {total_timeout:g} s ({len(content):,} bytes came)"
         ) from error
+    finally:
+        given_up.set()
+    if (md5 := _md5(content)) != ARCHIVE_MD5:
+        raise OSError(f"what came has MD5 {md5}, not {ARCHIVE_MD5}")
+    return bytes(content)
 
 
-def _unpack(archive: Path, folder: Path, checksums: Checksums) -> None:
-    """Copy the files that are asked for out of the archive; of all else only the size is looked at."""
-    folder.mkdir()
-    with tarfile.open(archive, "r:gz") as tar:
-        members = {}
-        for entry in tar:
-            if entry.size > LARGEST_MEMBER:
-                raise DownloadFailed(f"the archive's {entry.name} would have {entry.size:,} bytes")
-            if entry.isreg():
-                members[entry.name] = entry
-        for name in checksums.files:
-            member = members.get(f"{FOLDER}/{name}")
-            content = tar.extractfile(member) if member is not None else None
-            if content is None:
-                raise DownloadFailed(f"the archive has no file {FOLDER}/{name}")
-            with (folder / name).open("xb") as file:
-                shutil.copyfileobj(content, file)
-
-
-def _move(unpacked: Path, folder: Path) -> None:
-    """Rename into place; where another process was first, its folder is as good as ours."""
+def _receive(content: bytearray, given_up: Event, url: str, timeout: float, max_bytes: int) -> None:
+    """Add what `url` gives to `content`, with signs of progress. Raises OSError, but no TimeoutError."""
+    name, said = url.rpartition("/")[2], time.monotonic()
     try:
-        os.replace(unpacked, folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
+        with urllib.request.urlopen(url, timeout=timeout) as response:
+            length = response.headers.get("Content-Length")
+            total = int(length) if length is not None else None
+            if total is not None and total > max_bytes:
+                raise OSError(f"the server offers {total:,} bytes, and {max_bytes:,} may come")
+            with tqdm(
+                total=total, unit="B", unit_scale=True, desc=name, disable=None
+            ) as bar:  # on a terminal
+                # read1 gives what is there; it is not asked again once all is, as it may wait for more.
+                while len(content) != total and not given_up.is_set() and (block := response.read1(_BLOCK)):
+                    content += block
+                    bar.update(len(block))
+                    if len(content) > max_bytes:
+                        raise OSError(f"the server sent more than the {max_bytes:,} bytes that may come")
+                    if bar.disable and time.monotonic() - said >= _SAID_EVERY_S:
+                        said = time.monotonic()
+                        of = "" if total is None else f" of {total / 1e6:.0f}"
+                        line = f"downloading {name}: {len(content) / 1e6:.0f}{of} MB"
+                        print(line, file=sys.stderr, flush=True)
+    except TimeoutError as error:
+        raise OSError(f"the server was silent for {timeout:g} s after {len(content):,} bytes") from error
+    except (URLError, HTTPException, ValueError) as error:
+        reason = error.reason if type(error) is URLError else error
+        raise OSError(str(reason) or repr(reason)) from error
+    if total is not None and len(content) != total:
+        raise OSError(f"the server stopped after {len(content):,} of {total:,} bytes")
 
 
-def _proved(path: Path, md5: str) -> bytes:
-    """Read a file whole. Raises ConfigError where it is not the official one, before anyone looks inside."""
+def _unpack(archive: bytes, folder: Path) -> None:
+    """Put the files of a proved archive at `folder`, all of them or none."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        TemporaryDirectory(prefix=".cifar-10-", dir=folder.parent, ignore_cleanup_errors=True) as temporary,
+        tarfile.open(fileobj=BytesIO(archive)) as tar,
+    ):
+        unpacked = Path(temporary) / FOLDER
+        unpacked.mkdir()
+        for name in (*TRAIN_MD5, *TEST_MD5, "batches.meta"):
+            content = tar.extractfile(f"{FOLDER}/{name}")
+            assert content is not None
+            (unpacked / name).write_bytes(content.read())
+        try:
+            os.replace(unpacked, folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first: its folder is as good
+                raise
+
+
+def _md5(content: bytes | bytearray) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+def _batch(path: Path, md5: str) -> Split:
+    """Read what a file holds: `data`, uint8 [n, 3072], by channel and row, and `labels`.
+
+    Raises ConfigError where it is not the official one, before anything of it is unpickled.
+    """
+    again = f"delete the folder {path.parent} to download it again"
     try:
         content = path.read_bytes()
     except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): {again}") from error
+    if (found := _md5(content)) != md5:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}): delete the folder {path.parent} to download it again"
-        ) from error
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != md5:
-        raise ConfigError(
-            f"{path} is truncated or altered ({len(content):,} bytes, MD5 {found}, not {md5}): "
-            f"delete the folder {path.parent} to download it again"
+            f"{path} is truncated or altered ({len(content):,} bytes, MD5 {found}, not {md5}): {again}"
         )
-    return content
+    batch = _ArrayUnpickler(BytesIO(content), encoding="latin1").load()
+    return Split(torch.from_numpy(batch["data"].reshape(-1, *IMAGE)), torch.tensor(batch["labels"]))
 
 
-def _split(folder: Path, names: Sequence[str], contents: Mapping[str, bytes]) -> Split:
-    """Join what the files of a split hold."""
-    batches = [_batch(folder / name, contents[name]) for name in names]
-    images, labels = [batch.images for batch in batches], [batch.labels for batch in batches]
-    return Split(torch.cat(images), torch.cat(labels))
-
-
-def _batch(path: Path, content: bytes) -> Split:
-    """Read what a file holds: `data`, uint8 (n, 3072), by channel and row, and `labels`.
-
-    Raises ConfigError, which names the file, where it holds something else: unpickling may end in any error.
-    """
-    try:
-        batch = _ArrayUnpickler(io.BytesIO(content), encoding="latin1").load()
-        images = torch.from_numpy(batch["data"].reshape(-1, *IMAGE))
-        split = Split(images, torch.tensor(batch["labels"]))
-        fault = split_fault(split, CLASSES)
-    except Exception as error:
-        fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if fault:
-        raise ConfigError(
-            f"{path} is not of the form of CIFAR-10's files ({fault}): "
-            f"delete the folder {path.parent} to download it again"
-        )
-    return split
+def _joined(batches: Sequence[Split]) -> Split:
+    return Split(torch.cat([b.images for b in batches]), torch.cat([b.labels for b in batches]))
 
 
 class _ArrayUnpickler(pickle.Unpickler):
     """An unpickler that can make numpy arrays and plain values, and call nothing else."""
 
-    _ALLOWED: ClassVar[dict[tuple[str, str], Any]] = {
-        # The function has moved within numpy, and old pickles name its old place.
-        ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-        ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
-    }
-
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return self._ALLOWED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no array") from None
+        # The function has moved within numpy, and old pickles name its old place.
+        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
+            return np.empty(0).__reduce__()[0]
+        if module == "numpy" and name in ("ndarray", "dtype"):
+            return getattr(np, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no array")

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipetrain.data.hashing import draw
+from pipetrain.data.augment import draw
 from pipetrain.data.sets import ImageData, Split
 
-TEST_EVERY = 5
-"""One sample in five of each class is for testing: 360 of the 1,797."""
+TEST_EVERY = 5  # one sample in five of each class is for testing: 360 of the 1,797
 
 
 def load() -> ImageData:
@@ -28,13 +27,15 @@ def load() -> ImageData:
     table = _table()
     images = _enlarge(torch.from_numpy(table[:, :-1].reshape(-1, 8, 8)).float())
     labels = torch.from_numpy(table[:, -1].astype(np.int64))
-    test = _test_samples(labels)
-    train = Split(images[~test], labels[~test])
-    grey = train.images[:, 0].double() / 255
+    hashes = draw(0, np.arange(len(labels), dtype=np.uint64))
+    order = np.lexsort((hashes, table[:, -1]))  # by class, then by the hash
+    test = torch.zeros(len(labels), dtype=torch.bool)
+    test[torch.from_numpy(order[::TEST_EVERY].copy())] = True
+    grey = images[~test, 0].double() / 255
     mean, std = float(grey.mean()), float(grey.std())
     return ImageData(
         name="digits",
-        train=train,
+        train=Split(images[~test], labels[~test]),
         test=Split(images[test], labels[test]),
         classes=10,
         mean=(mean, mean, mean),
@@ -43,9 +44,9 @@ def load() -> ImageData:
 
 
 def _table() -> npt.NDArray[np.float64]:
-    """Read a row a sample: 64 pixels and the label.
+    """Read a row a sample, 64 pixels and the label: from scikit-learn's file, where it is found.
 
-    From scikit-learn's file, where it lies as it always did: importing the package takes most of a second.
+    Importing the package takes most of a second.
     """
     found = importlib.util.find_spec("sklearn")
     for place in (found and found.submodule_search_locations) or ():
@@ -59,18 +60,9 @@ def _table() -> npt.NDArray[np.float64]:
 
 
 def _enlarge(images: Tensor) -> Tensor:
-    """Make 8x8 images of 0 to 16 (n, 8, 8) into uint8 (n, 3, 32, 32), grey, bilinear.
+    """Make 8x8 images of 0 to 16 [n, 8, 8] into uint8 [n, 3, 32, 32], grey, bilinear.
 
     The weights are eighths and the pixels whole, so float32 is exact and no machine rounds differently.
     """
     large = functional.interpolate(images[:, None], size=32, mode="bilinear", align_corners=False)
     return (large * (255 / 16)).round().to(torch.uint8).repeat(1, 3, 1, 1)
-
-
-def _test_samples(labels: Tensor) -> Tensor:
-    """Choose which samples (n,) are for testing: each fifth, ordered by class and then by a hash."""
-    hashes = draw(0, np.arange(len(labels), dtype=np.uint64))
-    order = np.lexsort((hashes, labels.numpy()))
-    chosen = torch.zeros(len(labels), dtype=torch.bool)
-    chosen[torch.from_numpy(order[::TEST_EVERY].copy())] = True
-    return chosen

@@ -2,10 +2,6 @@
 
 Images stay uint8 until a microbatch is made of them: CIFAR-10 is 184 MB this way and 737 MB as floats, and
 every process holds it.
-
-A data set may be anybody's own, so `prove` looks at all of it once, when it is read. What is wrong with it
-would otherwise show after minutes, as an index error in a loss, or never: cross entropy leaves out a label of
--100 without a word.
 """
 
 from __future__ import annotations
@@ -22,14 +18,13 @@ from torch import Tensor
 
 from pipetrain.errors import ConfigError
 
-IMAGE = (3, 32, 32)
-"""Channels, height and width of every image."""
+IMAGE = (3, 32, 32)  # channels, height and width of every image
 
 
 class DataMissing(ConfigError):
-    """A data set that is not there and could not be had. The message says in one line what and why.
+    """A data set that is not there and cannot be downloaded: what `data.fallback` is for.
 
-    It is what `data.fallback` answers; a file that is there and wrong is a plain ConfigError and is not.
+    A file that is there and damaged is a plain ConfigError, and no reason for a fallback.
     """
 
 
@@ -37,35 +32,32 @@ class DataMissing(ConfigError):
 class Split:
     """Samples in a fixed order: a sample's id is its position."""
 
-    images: Tensor
-    """uint8 (n, 3, 32, 32)"""
-    labels: Tensor
-    """int64 (n,)"""
+    images: Tensor  # uint8 [n, 3, 32, 32]
+    labels: Tensor  # int64 [n]
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def first(self, n: int) -> Split:
-        """Keep the first n samples, or all of them where there are fewer. Raises ConfigError for n < 1."""
-        if n < 1:
-            raise ConfigError(f"a limit on samples must be 1 or more, or null for all of them; got {n}")
+        """Keep the first n samples, or all of them where there are fewer."""
         return Split(self.images[:n], self.labels[:n])
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """A data set of images: what to train on, what to test on, and how to normalise them."""
+    """A data set of images: what to train on, what to test on, and how to normalise them.
+
+    `mean` and `std` are those of each channel of the training images, where white is 1. `note` says why it is
+    not the data set that was asked for, if it is not.
+    """
 
     name: str
     train: Split
     test: Split
     classes: int
     mean: tuple[float, float, float]
-    """Of each channel of the training images, where white is 1."""
     std: tuple[float, float, float]
-    """Likewise."""
     note: str = ""
-    """Why it is not the data set that was asked for, if it is not."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -79,7 +71,11 @@ class ImageData:
 
 
 def prove(data: ImageData) -> None:
-    """Refuse a data set that is not what its fields promise: a ConfigError that names the first fault."""
+    """Refuse a data set that is not what its fields promise: a ConfigError that names the first fault.
+
+    It may be anybody's own. What is wrong with it would otherwise show after minutes, as an index error in a
+    loss, or never: cross entropy ignores a label of -100.
+    """
     if fault := _fault(data):
         fault = " ".join(fault.split())
         raise ConfigError(f"the data set {data.name} cannot be used: {fault}; correct what data.source gives")
@@ -94,21 +90,20 @@ def _fault(data: ImageData) -> str | None:
     if not _are_three(data.std) or min(data.std) <= 0:
         return f"std must be three finite numbers above 0; got {data.std!r}"
     for name, split in (("train", data.train), ("test", data.test)):
-        if fault := split_fault(split, data.classes):
+        if fault := _split_fault(split, data.classes):
             return f"{name} {fault}"
     return None
 
 
 def _are_three(numbers: Any) -> bool:
-    """Whether they are a finite number for each channel."""
     return (
         isinstance(numbers, Sequence)
-        and len(numbers) == IMAGE[0]
+        and len(numbers) == 3
         and all(isinstance(number, Real) and math.isfinite(number) for number in numbers)
     )
 
 
-def split_fault(split: Any, classes: int) -> str | None:
+def _split_fault(split: Any, classes: int) -> str | None:
     """Say what is wrong with a split, if anything is."""
     if not isinstance(split, Split):
         return f"must be a pipetrain.data.Split; got {type(split).__name__}"
@@ -131,7 +126,7 @@ def split_fault(split: Any, classes: int) -> str | None:
 
 
 def _form(tensor: Any) -> str:
-    """Say what a tensor of n samples is made of, and what is none by its type."""
+    """Say of which dtype, shape and device a tensor of n samples is, or of which type something else is."""
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
     sizes = ["n", *map(str, tensor.shape[1:])] if tensor.dim() else []

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.timeline import Costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,7 +155,6 @@ class DistChannel:
         self._sent: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
-        """See Channel.expect."""
         if watched and not self._polled:
             self._watch = Watch(self._groups)
         for message in messages:
@@ -164,7 +163,6 @@ class DistChannel:
             self._post(edge)
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """See Channel.send."""
         unfinished = self._sent[message.edge]
         while len(unfinished) >= self.bound:
             self._wait(unfinished.popleft(), sending=True)
@@ -174,7 +172,6 @@ class DistChannel:
         self.carried += message.nbytes
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
-        """See Channel.recv."""
         posted = self._posted[message.edge]
         assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
         transfer = posted.popleft()
@@ -184,13 +181,11 @@ class DistChannel:
         return tuple(self._from_wire(t) for t in transfer.tensors)
 
     def forget(self, mb: int) -> None:
-        """See Channel.forget."""
         for edge, waiting in self._to_post.items():
             self._to_post[edge] = deque(message for message in waiting if message.mb < mb)
             assert all(transfer.message.mb < mb for transfer in self._posted[edge]), f"posted beyond {mb}"
 
     def drain(self) -> None:
-        """See Channel.drain."""
         for unfinished in self._sent.values():
             while unfinished:
                 self._wait(unfinished.popleft(), sending=True)
@@ -202,20 +197,17 @@ class DistChannel:
             self._watch = None
 
     def arrived(self, message: Message) -> bool:
-        """See Channel.arrived."""
         posted = self._posted[message.edge]
         assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
         return self._finished(posted[0])
 
     def room(self, message: Message) -> bool:
-        """See Channel.room."""
         unfinished = self._sent[message.edge]
         while unfinished and self._finished(unfinished[0]):
             self._wait(unfinished.popleft(), sending=True)
         return len(unfinished) < self.bound
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        """See Channel.wait."""
 
         def ready() -> bool:
             awaited = [self._posted[message.edge][0] for message in receives]

@@ -1,9 +1,9 @@
 """What a tensor looks like on the wire: codecs, each a pure pair of encode and decode.
 
 What a tensor becomes has sizes that are known from its shape alone, so the receiver can post its receives
-ahead and no header travels. A codec keeps nothing between two tensors: what it left out is kept, where error
-feedback asks for that, by the channel (see coded.py). The bounds that are stated here are for finite tensors;
-others are refused, because one infinity would make a step beside which all else is zero.
+ahead and no header travels. A codec keeps nothing between two tensors: with error feedback the channel keeps
+what a message lost (see coded.py). The bounds that are stated here are for finite tensors; others are
+refused, because one infinity would make a step beside which all else is zero.
 
 Sources: top-k with error feedback, Deep Gradient Compression (Lin et al., 2018); stochastic rounding to few
 bits, QSGD (Alistarh et al., 2017).
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -24,9 +24,7 @@ from torch import Tensor
 from pipetrain.boundary import TensorSpec
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-SCALES = ("tensor", "channel")
 LEVELS = 127  # of int8 on either side of zero
-INT32_MOST = 2**31 - 1
 
 
 class NotFinite(ValueError):
@@ -71,19 +69,39 @@ class Identity(Codec):
     name = "identity"
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """See Codec.wire_specs."""
         return (spec,)
 
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """See Codec.encode."""
         return (tensor,)
 
     def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        """See Codec.decode."""
         return tensors[0]
 
 
-class Half(Codec):
+class Cast(Codec):
+    """Rounded to a dtype, and clamped to its range; what has no more bits than that keeps its own dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = DTYPES[dtype]
+
+    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(spec.shape, self._narrower(spec.dtype)),)
+
+    def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        largest, dtype = _largest(tensor), self._narrower(tensor.dtype)
+        most = torch.finfo(dtype).max
+        if tensor.dtype != dtype and largest.item() > most:
+            tensor = tensor.clamp(-most, most)
+        return (tensor.to(dtype),)
+
+    def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
+        return tensors[0].to(spec.dtype)
+
+    def _narrower(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype.itemsize < dtype.itemsize else dtype
+
+
+class Half(Cast):
     """Rounded to `dtype`, fp16 or bf16; what has no more bits than that already keeps its own dtype.
 
     |x - decoded| <= 2^-11 |x| + 2^-25 for fp16 and 2^-8 |x| + 2^-134 for bf16. What is larger than the
@@ -93,49 +111,7 @@ class Half(Codec):
     name = "half"
 
     def __init__(self, dtype: str = "fp16") -> None:
-        if dtype not in ("fp16", "bf16"):
-            raise ValueError(f"dtype={dtype} is unknown; choose one of fp16, bf16")
-        self._cast = Cast(dtype)
-
-    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """See Codec.wire_specs."""
-        return self._cast.wire_specs(spec)
-
-    def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """See Codec.encode."""
-        return self._cast.encode(tensor)
-
-    def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        """See Codec.decode."""
-        return self._cast.decode(tensors, spec)
-
-
-class Cast(Codec):
-    """Rounded to a dtype by its short name, and clamped to its range; never to more bits than there are."""
-
-    def __init__(self, dtype: str) -> None:
-        self._dtype = DTYPES[dtype]
-
-    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """See Codec.wire_specs."""
-        return (TensorSpec(spec.shape, self._narrower(spec.dtype)),)
-
-    def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """See Codec.encode."""
-        largest = _largest(tensor)
-        _refuse_not_finite(largest)
-        dtype = self._narrower(tensor.dtype)
-        most = torch.finfo(dtype).max
-        if tensor.dtype != dtype and largest.item() > most:
-            tensor = tensor.clamp(-most, most)
-        return (tensor.to(dtype),)
-
-    def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        """See Codec.decode."""
-        return tensors[0].to(spec.dtype)
-
-    def _narrower(self, dtype: torch.dtype) -> torch.dtype:
-        return self._dtype if self._dtype.itemsize < dtype.itemsize else dtype
+        super().__init__(_one_of("dtype", dtype, ("fp16", "bf16")))
 
 
 class Int8(Codec):
@@ -151,37 +127,27 @@ class Int8(Codec):
     name = "int8"
 
     def __init__(self, scale: str = "tensor", stochastic: bool = False, error_feedback: bool = False) -> None:
-        if scale not in SCALES:
-            raise ValueError(f"scale={scale} is unknown; choose one of {', '.join(SCALES)}")
-        self._by_channel = scale == "channel"
+        self._by_channel = _one_of("scale", scale, ("tensor", "channel")) == "channel"
         self._stochastic = _yes_or_no("stochastic", stochastic)
         self.error_feedback = _yes_or_no("error_feedback", error_feedback)
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """See Codec.wire_specs: the numbers, and the steps."""
-        steps = spec.shape[1] if self._steps_by_channel(len(spec.shape)) else 1
+        steps = spec.shape[1] if self._by_channel and len(spec.shape) > 1 else 1
         return TensorSpec(spec.shape, torch.int8), TensorSpec((steps,), _at_least_float32(spec.dtype))
 
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """See Codec.encode."""
         x = tensor.to(_at_least_float32(tensor.dtype))
-        by_channel = self._steps_by_channel(x.dim())
-        largest = _largest_by_channel(x) if by_channel else _largest(x).reshape(1)
-        _refuse_not_finite(largest)
         finfo = torch.finfo(x.dtype)
         # Below the largest number over 127, so that 127 steps do not overflow.
-        step = (largest / LEVELS).clamp(finfo.tiny, finfo.max * (1 - 2 * finfo.eps) / LEVELS)
+        most = finfo.max * (1 - 2 * finfo.eps) / LEVELS
+        step = (_largest(x, self._by_channel and x.dim() > 1) / LEVELS).clamp(finfo.tiny, most)
         steps = x / _spread(step, x.dim())
         steps = (steps + torch.rand_like(steps)).floor_() if self._stochastic else steps.round_()
         return steps.clamp_(-LEVELS, LEVELS).to(torch.int8), step
 
     def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        """See Codec.decode."""
         numbers, step = tensors
         return (numbers.to(step.dtype) * _spread(step, numbers.dim())).to(spec.dtype)
-
-    def _steps_by_channel(self, dimensions: int) -> bool:
-        return self._by_channel and dimensions > 1
 
 
 class TopK(Codec):
@@ -196,22 +162,27 @@ class TopK(Codec):
     name = "topk"
 
     def __init__(self, fraction: float = 0.01, values: str = "fp16", error_feedback: bool = True) -> None:
-        if values not in ("fp16", "fp32"):
-            raise ValueError(f"values={values} is unknown; choose one of fp16, fp32")
-        self._sparse = _Sparse(_fraction(fraction), Cast(values))
+        self._fraction = _exactly(fraction)
+        self._values: Codec = Cast(_one_of("values", values, ("fp16", "fp32")))
         self.error_feedback = _yes_or_no("error_feedback", error_feedback)
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """See Codec.wire_specs: the places, and the values."""
-        return self._sparse.wire_specs(spec)
+        n = math.prod(spec.shape)
+        kept = (math.ceil(self._fraction * n),)
+        places = TensorSpec(kept, torch.int32 if n < 2**31 else torch.int64)
+        return places, *self._values.wire_specs(TensorSpec(kept, spec.dtype))
 
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """See Codec.encode."""
-        return self._sparse.encode(tensor)
+        places, *_ = self.wire_specs(TensorSpec(tuple(tensor.shape), tensor.dtype))
+        flat = tensor.reshape(-1)
+        indices = _places_of_largest(flat, places.shape[0])
+        return indices.to(places.dtype), *self._values.encode(flat[indices])
 
     def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        """See Codec.decode."""
-        return self._sparse.decode(tensors, spec)
+        places, *values = tensors
+        flat = torch.zeros(math.prod(spec.shape), dtype=spec.dtype, device=places.device)
+        kept = TensorSpec(tuple(places.shape), spec.dtype)
+        return flat.index_copy_(0, places.long(), self._values.decode(values, kept)).reshape(spec.shape)
 
 
 class TopKInt8(TopK):
@@ -220,34 +191,8 @@ class TopKInt8(TopK):
     name = "topk_int8"
 
     def __init__(self, fraction: float = 0.01, stochastic: bool = False, error_feedback: bool = True) -> None:
-        self._sparse = _Sparse(_fraction(fraction), Int8(stochastic=stochastic))
-        self.error_feedback = _yes_or_no("error_feedback", error_feedback)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sparse:
-    """The largest numbers of a tensor: their places, and their values as another codec has them."""
-
-    fraction: Fraction
-    values: Codec
-
-    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        n = math.prod(spec.shape)
-        kept = (math.ceil(self.fraction * n),)
-        places = TensorSpec(kept, torch.int32 if n <= INT32_MOST else torch.int64)
-        return places, *self.values.wire_specs(TensorSpec(kept, spec.dtype))
-
-    def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        places, *_ = self.wire_specs(TensorSpec(tuple(tensor.shape), tensor.dtype))
-        flat = tensor.reshape(-1)
-        indices = _places_of_largest(flat, places.shape[0])
-        return indices.to(places.dtype), *self.values.encode(flat[indices])
-
-    def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        places, *values = tensors
-        flat = torch.zeros(math.prod(spec.shape), dtype=spec.dtype, device=places.device)
-        kept = TensorSpec(tuple(places.shape), spec.dtype)
-        return flat.index_copy_(0, places.long(), self.values.decode(values, kept)).reshape(spec.shape)
+        super().__init__(fraction, error_feedback=error_feedback)
+        self._values = Int8(stochastic=stochastic)
 
 
 def _places_of_largest(flat: Tensor, k: int) -> Tensor:
@@ -258,25 +203,15 @@ def _places_of_largest(flat: Tensor, k: int) -> Tensor:
     return torch.from_numpy(np.argpartition(sizes, len(sizes) - k)[-k:])  # a tenth of topk's time on a CPU
 
 
-def _largest(x: Tensor) -> Tensor:
-    """Return the largest absolute number, 0 of an empty tensor; it is not finite if any number is not."""
+def _largest(x: Tensor, by_channel: bool = False) -> Tensor:
+    """Return the largest absolute number [1], or that of each index of dimension 1. Raises NotFinite."""
     if not x.numel():
-        return x.new_zeros(())
-    low, high = torch.aminmax(x)
-    return torch.maximum(-low, high)
-
-
-def _largest_by_channel(x: Tensor) -> Tensor:
-    """As _largest, for each index of dimension 1."""
-    if not x.numel():
-        return x.new_zeros(x.shape[1])
-    others = [dimension for dimension in range(x.dim()) if dimension != 1]
-    return torch.maximum(-x.amin(others), x.amax(others))
-
-
-def _refuse_not_finite(largest: Tensor) -> None:
+        return x.new_zeros(x.shape[1] if by_channel else 1)
+    others = [dimension for dimension in range(x.dim()) if not (by_channel and dimension == 1)]
+    largest = torch.maximum(-x.amin(others), x.amax(others)).reshape(-1)
     if not bool(largest.isfinite().all()):
         raise NotFinite("an infinity or NaN")
+    return largest
 
 
 def _spread(step: Tensor, dimensions: int) -> Tensor:
@@ -288,7 +223,13 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize >= 4 else torch.float32
 
 
-def _fraction(fraction: float) -> Fraction:
+def _one_of(name: str, value: str, choices: Collection[str]) -> str:
+    if value not in choices:
+        raise ValueError(f"{name}={value} is unknown; choose one of {', '.join(choices)}")
+    return value
+
+
+def _exactly(fraction: float) -> Fraction:
     """Return a fraction exactly as it is written: 0.07 of 100 is 7, and not a little more."""
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction} must be a number above 0 and at most 1")

@@ -1,9 +1,9 @@
-"""A channel whose messages are encoded: maps each message to what travels, over any other channel.
+"""Channels around another channel, and the one that encodes: it maps each message to what travels.
 
 Error feedback (Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback
 Fixes SignSGD", 2019): what a message lost is kept by its sender and added to the next one of the same edge
 and shape, so that what arrives adds up to what was meant, but for the last residual: sum(decoded) = sum(x) -
-residual. Evaluation does not come through here: what is evaluated is the weights, not the wire.
+residual. An evaluation is not encoded: it judges the weights, not the wire.
 """
 
 from __future__ import annotations
@@ -22,6 +22,60 @@ from pipetrain.runtime.codec import Codec, Codecs, Identity, NotFinite, on_wire
 
 Slot = tuple[Edge, int, tuple[int, ...]]
 """Whose residual: the edge, the number of the tensor in the message, its shape."""
+
+
+class WrappedChannel:
+    """A channel that passes everything on to another one; a subclass changes what it needs to.
+
+    Each message travels as `travels` says.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def travels(self, message: Message) -> Message:
+        """Return the message that travels in place of another."""
+        return message
+
+    @property
+    def bound(self) -> int:
+        return self._channel.bound
+
+    @property
+    def waited(self) -> float:
+        return self._channel.waited
+
+    @property
+    def coded(self) -> float:
+        return self._channel.coded
+
+    @property
+    def carried(self) -> int:
+        return self._channel.carried
+
+    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
+        self._channel.expect([*map(self.travels, messages)], watched)
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        self._channel.send(self.travels(message), tensors)
+
+    def recv(self, message: Message) -> tuple[Tensor, ...]:
+        return self._channel.recv(self.travels(message))
+
+    def forget(self, mb: int) -> None:
+        self._channel.forget(mb)
+
+    def drain(self) -> None:
+        self._channel.drain()
+
+    def arrived(self, message: Message) -> bool:
+        return self._channel.arrived(self.travels(message))
+
+    def room(self, message: Message) -> bool:
+        return self._channel.room(self.travels(message))
+
+    def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        self._channel.wait([*map(self.travels, receives)], [*map(self.travels, sends)])
 
 
 class Feedback:
@@ -44,7 +98,7 @@ class Feedback:
         self.residuals[slot] = owed - decoded
 
 
-class CodedChannel:
+class CodedChannel(WrappedChannel):
     """Encodes what `channel` sends and decodes what it receives, by the codec of each direction.
 
     With `channels_last` four-dimensional tensors arrive with their channels innermost. Codecs look for
@@ -55,124 +109,75 @@ class CodedChannel:
     def __init__(
         self, channel: Channel, codecs: Codecs, feedback: Feedback, channels_last: bool = False
     ) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._codecs = codecs
         self._feedback = feedback
         self._channels_last = channels_last
-        self._on_wire: dict[tuple[bool, tuple[TensorSpec, ...]], tuple[TensorSpec, ...]] = {}
+        self._wire: dict[tuple[bool, tuple[TensorSpec, ...]], tuple[TensorSpec, ...]] = {}
         self._coded = 0.0
 
     @property
-    def bound(self) -> int:
-        """See Channel."""
-        return self._channel.bound
-
-    @property
-    def waited(self) -> float:
-        """See Channel."""
-        return self._channel.waited
-
-    @property
     def coded(self) -> float:
-        """See Channel."""
         return self._coded
 
-    @property
-    def carried(self) -> int:
-        """See Channel."""
-        return self._channel.carried
-
-    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
-        """See Channel.expect."""
-        self._channel.expect([self._encoded(message) for message in messages], watched)
+    def travels(self, message: Message) -> Message:
+        key = _is_forward(message), message.specs
+        if key not in self._wire:
+            codec = self._codec(message)
+            self._wire[key] = tuple(wire for spec in message.specs for wire in on_wire(codec, spec))
+        return replace(message, specs=self._wire[key])
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """See Channel.send. Raises TrainingStopped for a tensor that its codec cannot carry."""
+        """Encode and send. Raises TrainingStopped for a tensor that its codec cannot carry."""
         codec = self._codec(message)
         if not isinstance(codec, Identity):
             if any(t.is_cuda for t in tensors):  # encoding waits for it anyhow, and is not to be charged
                 torch.cuda.current_stream().synchronize()
             start = time.perf_counter()
-            numbered = enumerate(zip(message.specs, tensors, strict=True))
             try:
-                tensors = [wire for n, pair in numbered for wire in self._encode(codec, message, n, *pair)]
+                tensors = self._encode(codec, message, tensors)
             except NotFinite as error:
-                raise self._refusal(codec, message, error) from error
+                direction = "forward" if _is_forward(message) else "backward"
+                raise TrainingStopped(
+                    f"{message.name} from stage {message.src} to stage {message.dst} has {error}, which "
+                    f"codec {codec} cannot carry; try a lower optim.lr, or a warmup, or "
+                    f"codec.{direction}=identity, with which on_nan=skip can leave such an update out"
+                ) from error
             self._coded += time.perf_counter() - start
-        self._channel.send(self._encoded(message), tensors)
+        super().send(message, tensors)
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
-        """See Channel.recv."""
-        arrived = self._channel.recv(self._encoded(message))
-        codec = self._codec(message)
+        arrived, codec = super().recv(message), self._codec(message)
         if isinstance(codec, Identity):
             return arrived
-        start, left, tensors = time.perf_counter(), list(arrived), []
+        start, pieces, decoded = time.perf_counter(), iter(arrived), []
         for spec in message.specs:
-            pieces = [left.pop(0) for _ in on_wire(codec, spec)]
-            decoded = codec.decode(pieces, spec) if spec.dtype.is_floating_point else pieces[0]
-            tensors.append(self._laid_out(decoded))
+            wire = [next(pieces) for _ in on_wire(codec, spec)]
+            tensor = codec.decode(wire, spec) if spec.dtype.is_floating_point else wire[0]
+            if self._channels_last and tensor.dim() == 4:
+                tensor = tensor.contiguous(memory_format=torch.channels_last)
+            decoded.append(tensor)
         self._coded += time.perf_counter() - start
-        return tuple(tensors)
-
-    def forget(self, mb: int) -> None:
-        """See Channel.forget."""
-        self._channel.forget(mb)
-
-    def drain(self) -> None:
-        """See Channel.drain."""
-        self._channel.drain()
-
-    def arrived(self, message: Message) -> bool:
-        """See Channel.arrived."""
-        return self._channel.arrived(self._encoded(message))
-
-    def room(self, message: Message) -> bool:
-        """See Channel.room."""
-        return self._channel.room(self._encoded(message))
-
-    def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        """See Channel.wait."""
-        self._channel.wait([*map(self._encoded, receives)], [*map(self._encoded, sends)])
+        return tuple(decoded)
 
     def _codec(self, message: Message) -> Codec:
         return self._codecs.forward if _is_forward(message) else self._codecs.backward
 
-    def _encoded(self, message: Message) -> Message:
-        """Return the message that travels."""
-        key = _is_forward(message), message.specs
-        if key not in self._on_wire:
-            codec = self._codec(message)
-            self._on_wire[key] = tuple(wire for spec in message.specs for wire in on_wire(codec, spec))
-        return replace(message, specs=self._on_wire[key])
-
-    def _encode(
-        self, codec: Codec, message: Message, number: int, spec: TensorSpec, tensor: Tensor
-    ) -> tuple[Tensor, ...]:
-        tensor = tensor.detach()
-        if not spec.dtype.is_floating_point:
-            return (tensor,)
-        if not codec.error_feedback:
-            return codec.encode(tensor)
-        slot = message.edge, number, spec.shape
-        owed = self._feedback.owed(slot, tensor)
-        wire = codec.encode(owed.to(spec.dtype))
-        self._feedback.keep(slot, owed, codec.decode(wire, spec))
+    def _encode(self, codec: Codec, message: Message, tensors: Sequence[Tensor]) -> list[Tensor]:
+        wire: list[Tensor] = []
+        for number, (spec, tensor) in enumerate(zip(message.specs, tensors, strict=True)):
+            tensor = tensor.detach()
+            if not spec.dtype.is_floating_point:
+                wire.append(tensor)
+            elif not codec.error_feedback:
+                wire += codec.encode(tensor)
+            else:
+                slot = message.edge, number, spec.shape
+                owed = self._feedback.owed(slot, tensor)
+                encoded = codec.encode(owed.to(spec.dtype))
+                self._feedback.keep(slot, owed, codec.decode(encoded, spec))
+                wire += encoded
         return wire
-
-    def _laid_out(self, tensor: Tensor) -> Tensor:
-        if self._channels_last and tensor.dim() == 4:
-            return tensor.contiguous(memory_format=torch.channels_last)
-        return tensor
-
-    @staticmethod
-    def _refusal(codec: Codec, message: Message, error: NotFinite) -> TrainingStopped:
-        direction = "forward" if _is_forward(message) else "backward"
-        return TrainingStopped(
-            f"{message.name} from stage {message.src} to stage {message.dst} has {error}, which codec "
-            f"{codec} cannot carry; try a lower optim.lr, or a warmup, or "
-            f"codec.{direction}=identity, with which on_nan=skip can leave such an update out"
-        )
 
 
 def _is_forward(message: Message) -> bool:

@@ -7,25 +7,24 @@ no change.
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
+from torch.profiler import record_function
 
 from pipetrain.boundary import Boundary, specs_of
 from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.runtime.channel import Channel, ChannelError, Message
-from pipetrain.runtime.clock import Clock
+from pipetrain.runtime.clock import Clock, Stopwatch
 from pipetrain.runtime.order import Order
-from pipetrain.runtime.record import StageRecord, count
 from pipetrain.runtime.stage import Stage, Target
-from pipetrain.schedule.actions import COMMUNICATION, Action, Op
-from pipetrain.schedule.measured import Carried, RankWindow, Timed
+from pipetrain.schedule.actions import RECEIVES, Action, Op
 from pipetrain.schedule.policy import Wait
+from pipetrain.schedule.timeline import Row, StageStats, stage_stats, total
 
-_RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 Tensors = tuple[Tensor, ...]
 Boundaries = Mapping[int, Sequence[Boundary]]
 Progress = Callable[[int], None]
@@ -34,7 +33,7 @@ Ends = Callable[[int, int], bool]
 """(batches, begun) -> whether a window, of which so many batches have begun, ends after so many.
 
 Asked by every rank, of the same numbers of batches, in order."""
-Observer = Callable[[RankWindow], None]
+Observer = Callable[[Row], None]
 """Given what was measured of a window, after its end."""
 
 
@@ -70,12 +69,15 @@ class _Window:
     feed: Feed
     microbatches: int
     boundaries: Boundaries
+    channel: Channel
     ends: Ends | None = None
     inputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # of (stage, microbatch)
     grads: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # of its outputs
-    to_send: dict[tuple[int, int, int], Tensors] = field(
-        default_factory=dict
-    )  # (stage, microbatch, to stage)
+    to_send: dict[tuple[int, int, int], Tensors] = field(default_factory=dict)  # (stage, mb, to stage)
+    raw_bytes: Counter[int] = field(default_factory=Counter)  # of what each stage sent, before encoding
+
+
+_Method = Callable[[Action, _Window], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +121,21 @@ class Engine:
         self._evaluated = evaluated
         self._limits = limits
         self._clock = clock
-        self.records = {stage: StageRecord() for stage in stages}
-        self._execute: dict[Op, Callable[[Action, _Window], None]] = {
+        self.stats = {stage: StageStats() for stage in stages}
+        """What each stage has done in training since `take_stats`."""
+        self._train: dict[Op, _Method] = {
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward_input,
             Op.W: self._backward_weight,
-            Op.SEND_F: self._send_activation,
+            Op.SEND_F: self._send,
             Op.RECV_F: self._recv_activation,
-            Op.SEND_B: self._send_gradient,
+            Op.SEND_B: self._send,
             Op.RECV_B: self._recv_gradient,
             Op.REDUCE: self._reduce,
             Op.STEP: self._step,
         }
+        self._evaluate = {**self._train, Op.F: self._predict}
 
     def train(
         self,
@@ -150,11 +154,20 @@ class Engine:
         """
         for stage in self._stages.values():
             stage.begin_window()
-        window = _Window(order, feed, microbatches, self._boundaries, ends)
-        measured = self._run(window, self._execute, Op.STEP, progress)
-        count(self.records, measured)
+        skipped = {index: stage.skipped for index, stage in self._stages.items()}
+        window = _Window(order, feed, microbatches, self._boundaries, self._channel, ends)
+        row = self._run(window, self._train, Op.STEP, progress)
+        for index, stats in stage_stats(row, microbatches).items():
+            stats.skipped = self._stages[index].skipped - skipped[index]
+            stats.raw_bytes = window.raw_bytes[index]
+            self.stats[index] = total([self.stats[index], stats])
         if observe:
-            observe(measured)
+            observe(row)
+
+    def take_stats(self) -> dict[int, StageStats]:
+        """Return what each stage has done, and count from 0 again."""
+        stats, self.stats = self.stats, {stage: StageStats() for stage in self._stages}
+        return stats
 
     def evaluate(
         self,
@@ -163,74 +176,61 @@ class Engine:
         progress: Progress = lambda stage: None,
         ends: Ends | None = None,
     ) -> None:
-        """Run an order of forwards alone: each predicts with the newest weights, saves and records nothing.
+        """Run an order of forwards alone: each predicts with the newest weights, saves and counts nothing.
 
         `progress` is told of each microbatch; each is a batch to `ends`, see `train`.
         """
-        trained = self.records, self._channel
-        self.records, self._channel = {stage: StageRecord() for stage in self._stages}, self._plain
+        window = _Window(order, feed, 1, self._evaluated, self._plain, ends)
+        self._run(window, self._evaluate, Op.F, progress)
+
+    def _run(self, window: _Window, methods: Mapping[Op, _Method], counted: Op, progress: Progress) -> Row:
+        watch = Stopwatch(self._clock, window.channel)
+        receives = [self._message(action, window) for action in window.order.receives()]
+        window.channel.expect(receives, window.order.decided)
+        action: Action | Wait | None = None
         try:
-            execute = {**self._execute, Op.F: self._predict}
-            self._run(_Window(order, feed, 1, self._evaluated, ends), execute, Op.F, progress)
-        finally:
-            self.records, self._channel = trained
-
-    def _run(
-        self,
-        window: _Window,
-        execute: Mapping[Op, Callable[[Action, _Window], None]],
-        counted: Op,
-        progress: Progress,
-    ) -> RankWindow:
-        began, channel, order = self._clock.begin(), self._channel, window.order
-
-        def message(action: Action) -> Message:
-            return self._message(action, window)
-
-        channel.expect([message(action) for action in order.receives()], order.decided)
-        timed: list[Timed] = []
-        messages: list[Carried] = []
-        since: tuple[float, float] | None = None  # the time and the channel's waiting before a Wait
-        undecided, action = 0.0, None
-        try:
-            for action in self._asking(window, _View(channel, message)):
+            for action in self._actions(window):
                 if isinstance(action, Wait):
-                    window.feed.prepare()
-                    since = since or (time.perf_counter(), channel.waited)
-                    channel.wait([*map(message, action.receives)], [*map(message, action.sends)])
-                elif action.op in COMMUNICATION:
-                    if action.op in _RECEIVES and not since:
-                        window.feed.prepare()  # before its span, which starts with the wait
-                    start, waited = since or (time.perf_counter(), channel.waited)
-                    carried, coded = channel.carried, channel.coded
-                    execute[action.op](action, window)
-                    timed.append((action, start, time.perf_counter(), channel.waited - waited))
-                    messages.append((channel.carried - carried, channel.coded - coded))
-                    since = None
-                else:
-                    if since:
-                        undecided, since = undecided + channel.waited - since[1], None
-                    start = self._clock.mark()
-                    execute[action.op](action, window)
-                    timed.append((action, start, self._clock.mark(), 0.0))
-                    if action.op is counted:
-                        progress(action.stage)
+                    watch.start(None)
+                    self._wait(action, window)
+                    continue
+                watch.start(action)
+                with record_function(str(action)):
+                    methods[action.op](action, window)
+                watch.stop()
+                if action.op is counted:
+                    progress(action.stage)
         except (TrainingStopped, AssertionError):
             raise
-        except ChannelError as error:
+        except Exception as error:
+            raise self._explained(error, action) from error
+        watch.start(None)
+        window.channel.drain()
+        return watch.row()
+
+    def _actions(self, window: _Window) -> Iterator[Action | Wait]:
+        """Give the order's actions. Before the rank may be blocked, the feed makes the next input ahead."""
+        view = _View(window.channel, lambda action: self._message(action, window))
+        for action in self._asking(window, view):
+            if isinstance(action, Wait) or action.op in RECEIVES:
+                window.feed.prepare()
+            yield action
+
+    def _wait(self, wait: Wait, window: _Window) -> None:
+        receives, sends = (
+            [self._message(action, window) for action in actions] for actions in (wait.receives, wait.sends)
+        )
+        window.channel.wait(receives, sends)
+
+    def _explained(self, error: Exception, action: Action | Wait | None) -> Exception:
+        """Return the error to raise for one that an action ended with."""
+        if isinstance(error, ChannelError):
             where = f"stage {action.stage} was at {action}" if action else "nothing was done yet"
-            raise ChannelError(f"{error}; {where}") from error
-        except Exception as error:  # of a layer, or for want of memory
-            stage = action.stage if action else min(self._stages)
-            raise ActionFailed(
-                f"rank {self._placement[stage]}, stage {stage}, action {action}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        start = time.perf_counter()
-        channel.drain()
-        end = time.perf_counter()
-        ran = RankWindow(began, timed, (start, end), end, messages, undecided)
-        return self._clock.resolve(ran)
+            return ChannelError(f"{error}; {where}")
+        stage = action.stage if action else min(self._stages)  # of a layer, or for want of memory
+        return ActionFailed(
+            f"rank {self._placement[stage]}, stage {stage}, action {action}: {type(error).__name__}: {error}"
+        )
 
     # The end of a window
 
@@ -256,12 +256,12 @@ class Engine:
 
     def _ask(self, action: Action | Wait, window: _Window, ends: Ends) -> None:
         assert isinstance(action, Action)
-        batches, rest = divmod(action.mb + self._channel.bound + 1, window.microbatches)
+        batches, rest = divmod(action.mb + window.channel.bound + 1, window.microbatches)
         begun = action.mb // window.microbatches + 1
         if rest or batches >= window.order.batches or not ends(batches, begun):
             return
         window.order.shorten(batches)
-        self._channel.forget(batches * window.microbatches)
+        window.channel.forget(batches * window.microbatches)
         for index, stage in self._stages.items():
             for version in stage.weights.older():
                 if not window.order.needed(index, version):
@@ -270,13 +270,10 @@ class Engine:
     # Compute
 
     def _forward(self, action: Action, window: _Window) -> None:
-        stage, record = self._stages[action.stage], self.records[action.stage]
+        stage = self._stages[action.stage]
         target = window.feed.target(action.mb) if self._is_last(action.stage) else None
         outputs = stage.forward(action.mb, self._inputs(action, window), action.version, target)
         self._hand_on(action, outputs, window)
-        record.peak_in_flight = max(record.peak_in_flight, stage.in_flight)
-        late = action.mb // window.microbatches - action.version
-        record.staleness[late] = record.staleness.get(late, 0) + 1
         limit = self._limits[action.stage].activations
         assert stage.in_flight <= limit, (
             f"{action}: {stage.in_flight} microbatches in flight, {limit} simulated"
@@ -306,11 +303,8 @@ class Engine:
 
     def _step(self, action: Action, window: _Window) -> None:
         stage = self._stages[action.stage]
-        old, skipped = action.version - 1, stage.skipped
-        stage.step(keep=window.order.needed(action.stage, old))
-        record, held = self.records[action.stage], stage.weights.held
-        record.skipped += stage.skipped - skipped
-        record.peak_versions = max(record.peak_versions, held)
+        stage.step(keep=window.order.needed(action.stage, action.version - 1))
+        held = stage.weights.held
         limit = self._limits[action.stage].versions
         assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"
 
@@ -354,13 +348,7 @@ class Engine:
     # Messages
 
     def _message(self, action: Action, window: _Window) -> Message:
-        ends = {
-            Op.SEND_F: (action.stage, action.stage + 1),
-            Op.RECV_F: (action.stage - 1, action.stage),
-            Op.SEND_B: (action.stage, action.stage - 1),
-            Op.RECV_B: (action.stage + 1, action.stage),
-        }
-        src, dst = ends[action.op]
+        src, dst = action.edge
         boundary = window.boundaries[window.feed.size(action.mb)][max(src, dst)]
         specs = boundary.specs if src < dst else boundary.gradients
         return Message(src, dst, action.mb, specs, (self._placement[src], self._placement[dst]))
@@ -374,13 +362,11 @@ class Engine:
                 f"stage {action.stage} made {made} for {message.name}, and the plan says {planned}: what a "
                 f"layer returns must depend on the number of samples alone"
             )
-        self._channel.send(message, tensors)
-        self.records[action.stage].raw_bytes += message.nbytes
-
-    _send_activation = _send_gradient = _send
+        window.channel.send(message, tensors)
+        window.raw_bytes[action.stage] += message.nbytes
 
     def _recv_activation(self, action: Action, window: _Window) -> None:
-        window.inputs[action.stage, action.mb] = self._channel.recv(self._message(action, window))
+        window.inputs[action.stage, action.mb] = window.channel.recv(self._message(action, window))
 
     def _recv_gradient(self, action: Action, window: _Window) -> None:
-        window.grads[action.stage, action.mb] = self._channel.recv(self._message(action, window))
+        window.grads[action.stage, action.mb] = window.channel.recv(self._message(action, window))

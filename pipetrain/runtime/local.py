@@ -27,7 +27,6 @@ class LocalChannel:
         self._expected: dict[Edge, deque[Message]] = {}
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
-        """See Channel.expect."""
         for message in messages:
             self._expected.setdefault(message.edge, deque()).append(message)
         with self._wire.changed:
@@ -36,7 +35,6 @@ class LocalChannel:
             self._wire.changed.notify_all()
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """See Channel.send."""
         wire, edge = self._wire, message.edge
         with wire.changed:
             self._await(lambda: self.room(message), [], [message])
@@ -46,7 +44,6 @@ class LocalChannel:
         self.carried += message.nbytes
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
-        """See Channel.recv."""
         wire, edge = self._wire, message.edge
         assert self._expected[edge].popleft() == message, f"{message.name} is not what was expected next"
         with wire.changed:
@@ -60,7 +57,6 @@ class LocalChannel:
         return tuple(t.clone() for t in tensors)
 
     def forget(self, mb: int) -> None:
-        """See Channel.forget."""
         wire = self._wire
         with wire.changed:
             for edge, expected in self._expected.items():
@@ -68,21 +64,17 @@ class LocalChannel:
                 assert wire.posted[edge] <= wire.taken[edge] + len(left), f"{edge}: posted beyond {mb}"
 
     def drain(self) -> None:
-        """See Channel.drain."""
         left = [m.name for expected in self._expected.values() for m in expected]
         assert not left, f"never received: {left}"
 
     def arrived(self, message: Message) -> bool:
-        """See Channel.arrived."""
         return bool(self._wire.queues[message.edge])
 
     def room(self, message: Message) -> bool:
-        """See Channel.room."""
         # Sent but not yet matched by a posted receive: at most the bound, this one included.
         return self._wire.sent[message.edge] - self._wire.posted[message.edge] < self.bound
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        """See Channel.wait."""
         with self._wire.changed:
             self._await(
                 lambda: any(map(self.arrived, receives)) or any(map(self.room, sends)), receives, sends

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pipetrain.schedule.actions import Action, Op, last_uses, shortened
+from pipetrain.schedule.actions import RECEIVES, Action, Op, last_uses, shortened
 from pipetrain.schedule.policy import Policy, View, Wait
-
-_RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 
 
 class Order(Protocol):
@@ -51,21 +49,17 @@ class Listed:
         self._position = -1
 
     def receives(self) -> list[Action]:
-        """See Order."""
-        return [action for action in self._actions if action.op in _RECEIVES]
+        return [action for action in self._actions if action.op in RECEIVES]
 
     def actions(self, view: View) -> Iterator[Action | Wait]:
-        """See Order."""
         while self._position + 1 < len(self._actions):
             self._position += 1
             yield self._actions[self._position]
 
     def needed(self, stage: int, version: int) -> bool:
-        """See Order."""
         return self._last_uses.get((stage, version), -1) > self._position
 
     def shorten(self, batches: int) -> None:
-        """See Order."""
         self.batches = batches
         self._actions = shortened(self._actions, batches, self._microbatches)
         self._last_uses = last_uses(self._actions)
@@ -84,14 +78,14 @@ class Decided:
     _reads: dict[int, int] = field(default_factory=dict)  # of the open microbatches
 
     def receives(self) -> list[Action]:
-        """See Order."""
-        ops = [Op.RECV_F] * (self.stage > 0) + [Op.RECV_B] * (self.stage < self.stages - 1)
+        ops = [Op.RECV_F] if self.stage > 0 else []
+        if self.stage < self.stages - 1:
+            ops.append(Op.RECV_B)
         return [Action(self.stage, op, mb) for op in ops for mb in range(self.batches * self.microbatches)]
 
     def actions(self, view: View) -> Iterator[Action | Wait]:
-        """See Order."""
         size = self.stage, self.stages, lambda: self.batches, self.microbatches
-        for action in self.policy.decide(*size, view):
+        for action in self.policy.lowered(*size, view):
             if isinstance(action, Action) and action.op is Op.F:
                 self._reads[action.mb] = action.version
             elif isinstance(action, Action) and action.op in (Op.B, Op.W):
@@ -99,9 +93,7 @@ class Decided:
             yield action
 
     def needed(self, stage: int, version: int) -> bool:
-        """See Order."""
         return version in self._reads.values()
 
     def shorten(self, batches: int) -> None:
-        """See Order."""
         self.batches = batches

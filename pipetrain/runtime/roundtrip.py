@@ -46,11 +46,8 @@ def slowest_link(mesh: Mesh, buffer_size: int) -> Link:
         if len(set(ranks)) == 2 and frozenset(ranks) not in met and mesh.world.rank in ranks:
             mine.append(_measure(channel, mesh, stage))
         met.add(frozenset(ranks))
-    links = [
-        link
-        for rank in mesh.gather("the times of messages", mine)
-        for link in rank  # type: ignore[attr-defined]
-    ]
+    by_rank: list[list[Link]] = mesh.gather("the times of messages", mine)  # type: ignore[assignment]
+    links = [link for found in by_rank for link in found]
     return max(links, key=lambda link: link.seconds(LARGE), default=Link())
 
 
@@ -65,24 +62,19 @@ def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
     """Return half the median of some round trips; the other end, which only answers, sees about as much."""
     here, there = mesh.placement[stage], mesh.placement[stage + 1]
     specs = (TensorSpec((nbytes,), torch.uint8),)
-    trips = [
-        (
-            Message(stage, stage + 1, i, specs, (here, there)),
-            Message(stage + 1, stage, i, specs, (there, here)),
-        )
-        for i in range(WARM_UP + REPEATS)
-    ]
+    forth = [Message(stage, stage + 1, i, specs, (here, there)) for i in range(WARM_UP + REPEATS)]
+    back = [Message(stage + 1, stage, i, specs, (there, here)) for i in range(WARM_UP + REPEATS)]
     leads = mesh.world.rank == here
-    channel.expect([back if leads else forth for forth, back in trips])
+    channel.expect(back if leads else forth)
     payload = [torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)]
     seconds = []
-    for forth, back in trips:
+    for out, answer in zip(forth, back, strict=True):
         start = time.perf_counter()
         if leads:
-            channel.send(forth, payload)
-            channel.recv(back)
+            channel.send(out, payload)
+            channel.recv(answer)
         else:
-            channel.send(back, channel.recv(forth))
+            channel.send(answer, channel.recv(out))
         seconds.append(time.perf_counter() - start)
     channel.drain()
     return median(seconds[WARM_UP:]) / 2

@@ -19,15 +19,19 @@ from torch.nn import functional
 from pipetrain.boundary import Boundary, Value, as_tuple, differentiable
 from pipetrain.errors import TrainingStopped
 from pipetrain.numerics import Numerics
-from pipetrain.runtime.origin import (
+from pipetrain.runtime.finite import (
+    FiniteWatch,
     all_finite,
     backward_origin,
     blame,
     blame_weights,
     forward_origin,
+    numbers_of,
     smallest_of_first_layer,
+    sums_are_finite,
+    witness,
 )
-from pipetrain.runtime.tally import Counter, FiniteWatch, Tally, numbers_of, sums_are_finite, witness
+from pipetrain.runtime.tally import Counter, Tally
 from pipetrain.runtime.weights import Buffers, OptimizerFactory, Rate, Weights
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -128,6 +132,8 @@ class Stage:
         self._saved: dict[int, _Saved] = {}
         self._before: dict[int, Buffers] = {}  # what forwards began with, where updates may be skipped
         self._batch: list[int] = []  # the microbatches in the gradient so far
+        self._batch_losses: list[Tensor] = []  # of these, each times its share
+        self._losses: list[Tensor] = []  # of the updates since `take_losses`
         self._front = smallest_of_first_layer(module)
 
     @property
@@ -211,6 +217,9 @@ class Stage:
         """Hand the batch's gradient to the optimizer. Raises TrainingStopped where it is not finite."""
         self.weights.reduce()
         gradients, mbs, self._batch = self.weights.gradients(), self._batch, []
+        if self._loss is not None:
+            self._losses.append(torch.stack(self._batch_losses).sum())
+            self._batch_losses = []
         numbers = witness([numbers_of(gradient) for gradient in gradients.values()]) if gradients else None
         if self._skips:
             self._skip = numbers is not None and not bool(numbers.isfinite().all())
@@ -243,6 +252,11 @@ class Stage:
         """
         self._watch.check(self.weights.updates, wait=True)
         return self._trained.take(), self._evaluated.take()
+
+    def take_losses(self) -> list[float]:
+        """Return the mean loss of each update's batch since the last time; the last stage knows it."""
+        losses, self._losses = self._losses, []
+        return torch.stack(losses).tolist() if losses else []
 
     def state(self) -> dict[str, Tensor]:
         """Return a copy, on the host, of all that training goes on from between two windows.
@@ -366,6 +380,8 @@ class Stage:
     def _take(self, mb: int, version: int) -> _Saved:
         saved = self._saved.pop(mb)
         self._batch.append(mb)
+        if self._loss is not None:
+            self._batch_losses.append(saved.outputs[0].detach())
         assert saved.version == version, f"microbatch {mb} ran forward over {saved.version}, not {version}"
         return saved
 

@@ -25,8 +25,8 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from pipetrain.places import places
+from pipetrain.runtime.finite import numbers_of
 from pipetrain.runtime.memory import Memory
-from pipetrain.runtime.tally import numbers_of
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Builds an optimizer for one stage's parameters."""

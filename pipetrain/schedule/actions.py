@@ -40,23 +40,43 @@ COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})  # uses a microbatch and a weight 
 UPDATE = frozenset({Op.REDUCE, Op.STEP})  # `version` is the one that it makes; no microbatch
 COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})  # a microbatch, no version
 
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|F|B|I|W)(\d+)?(?:@(\d+))?")
+SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+
+NO_PEER = -1
+_NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}  # from the stage
+_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|F|B|I|W)(\d+)?(?:@(\d+))?(?:>(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One instruction of one rank. `stage` is the slice of the model that it concerns."""
+    """One instruction of one rank. `stage` is the slice of the model that it concerns.
+
+    `peer` is the other stage of a message; the neighbour, where none is given. As text the neighbour is left
+    out: `0SEND_F3` goes to stage 1, `0SEND_F3>2` to stage 2.
+    """
 
     stage: int
     op: Op
     mb: int = 0
     version: int = 0
+    peer: int = NO_PEER
+
+    def __post_init__(self) -> None:
+        if self.peer == NO_PEER and self.op in _NEIGHBOUR:
+            object.__setattr__(self, "peer", self.stage + _NEIGHBOUR[self.op])
+
+    @property
+    def edge(self) -> tuple[int, int]:
+        """The (source, destination) stages of a message."""
+        return (self.stage, self.peer) if self.op in SENDS else (self.peer, self.stage)
 
     def __str__(self) -> str:
         if self.op in UPDATE:
             return f"{self.stage}{self.op}@{self.version}"
         if self.op in COMMUNICATION:
-            return f"{self.stage}{self.op}{self.mb}"
+            to = "" if self.peer == self.stage + _NEIGHBOUR[self.op] else f">{self.peer}"
+            return f"{self.stage}{self.op}{self.mb}{to}"
         return f"{self.stage}{self.op}{self.mb}@{self.version}"
 
 
@@ -72,8 +92,8 @@ def parse_action(text: str) -> Action:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ScheduleError(f"{text!r} is not an action; one looks like 1F3@2, 0SEND_F3 or 0STEP@1")
-    stage, op, mb, version = match.groups()
-    action = Action(int(stage), Op(op), int(mb or 0), int(version or 0))
+    stage, op, mb, version, peer = match.groups()
+    action = Action(int(stage), Op(op), int(mb or 0), int(version or 0), int(peer or NO_PEER))
     if str(action) != text:
         raise ScheduleError(f"{text!r} is not an action; did you mean {action}?")
     return action
@@ -90,21 +110,29 @@ def format_program(program: Program) -> str:
     return "".join(" ".join(map(str, actions)) + "\n" for actions in program)
 
 
-def placement(program: Program) -> list[int]:
-    """Say which rank holds each stage: `placement(program)[stage]` is its rank.
+Placement = list[tuple[int, ...]]
+"""The ranks that hold each stage, ascending. Microbatch k runs on number k % ranks of them."""
 
-    Raises ScheduleError where stages are missing or one stage's actions stand in two ranks' lists.
-    """
-    rank_of: dict[int, int] = {}
+
+def ranks_of(program: Program) -> Placement:
+    """Say which ranks hold each stage. Raises ScheduleError where stages are missing."""
+    holders: dict[int, list[int]] = {}
     for rank, actions in enumerate(program):
-        for action in actions:
-            if rank_of.setdefault(action.stage, rank) != rank:
-                raise ScheduleError(
-                    f"stage {action.stage} is on rank {rank_of[action.stage]}, yet rank {rank} has {action}"
-                )
-    if sorted(rank_of) != list(range(len(rank_of))):
-        raise ScheduleError(f"stages must be 0, 1, 2, ... without a gap; the program has {sorted(rank_of)}")
-    return [rank_of[stage] for stage in range(len(rank_of))]
+        for stage in {action.stage for action in actions}:
+            holders.setdefault(stage, []).append(rank)
+    if sorted(holders) != list(range(len(holders))):
+        raise ScheduleError(f"stages must be 0, 1, 2, ... without a gap; the program has {sorted(holders)}")
+    return [tuple(holders[stage]) for stage in range(len(holders))]
+
+
+def placement(program: Program) -> list[int]:
+    """Say which rank holds each stage, of a program that has no replicas: raises ScheduleError of another."""
+    ranks = ranks_of(program)
+    for stage, (first, *others) in enumerate(ranks):
+        if others:
+            action = next(action for action in program[others[0]] if action.stage == stage)
+            raise ScheduleError(f"stage {stage} is on rank {first}, yet rank {others[0]} has {action}")
+    return [first for first, *_ in ranks]
 
 
 def shortened(actions: Sequence[Action], batches: int, microbatches: int) -> list[Action]:
@@ -116,7 +144,7 @@ def shortened(actions: Sequence[Action], batches: int, microbatches: int) -> lis
     return [a for a in actions if (a.version <= batches if a.op in UPDATE else a.mb < total)]
 
 
-def last_uses(actions: list[Action]) -> dict[tuple[int, int], int]:
+def last_uses(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
     """Map (stage, version) to the position of the last compute action of this rank that reads it.
 
     This is what tells a STEP whether the weights that it replaces are still needed, ahead of time.

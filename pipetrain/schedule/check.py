@@ -1,16 +1,17 @@
 """Soundness of a lowered program, proved before a process group exists.
 
 One rule does most of the work: forwards, input gradients and weight gradients of a stage each come as 0, 1,
-2, ... to the last microbatch. Nothing can then be missing or twice. It is asked of every schedule because
-running statistics (BatchNorm) and sums of gradients depend on their order: where it is one, runs of one seed
-agree to the last bit, and equal the plain loop that they are tested against. It also makes both ends of
-every edge speak of the same microbatches in the same order.
+2, ... to the last microbatch (on a replica, those that are its own). Nothing can then be missing or twice. It
+is asked of every schedule because running statistics (BatchNorm) and sums of gradients depend on their order:
+where it is one, runs of one seed agree to the last bit, and equal the plain loop that they are tested
+against. It also makes both ends of every edge speak of the same microbatches in the same order.
 
 Rules about time across ranks (who waits for whom) are not here: `simulate` finds deadlock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -22,9 +23,9 @@ from pipetrain.schedule.actions import (
     Op,
     Program,
     ScheduleError,
-    placement,
+    ranks_of,
 )
-from pipetrain.schedule.lower import compute_only, lower
+from pipetrain.schedule.lower import Route, compute_only, lower
 
 _COUNTED = {
     Op.F: ("forwards",),
@@ -35,7 +36,7 @@ _COUNTED = {
 _NEEDS = {Op.B: "forwards", Op.I: "forwards", Op.W: "input gradients"}
 
 
-def check(program: Program, batches: int, microbatches: int) -> None:
+def check(program: Program, batches: int, microbatches: int, routes: Sequence[Route] | None = None) -> None:
     """Refuse a lowered program that is not sound: ScheduleError, naming rank and action.
 
     Every stage has each microbatch's F once, then its B (or I, then W) once, each kind ascending; a backward
@@ -43,23 +44,27 @@ def check(program: Program, batches: int, microbatches: int) -> None:
     the microbatch's batch; batch n's STEP makes version n + 1 after exactly its backwards and before any of
     the next batch; communication is what `lower` makes of the rest.
     """
-    rank_of = placement(program)
+    ranks = ranks_of(program)
     idle = [rank for rank, actions in enumerate(program) if not actions]
     if idle or not program:
         raise ScheduleError(f"ranks {idle} have nothing to do: take fewer ranks, or more stages")
-    stages = [_Stage(microbatches) for _ in rank_of]
+    stages = {
+        (stage, rank): _Stage(microbatches, range(index, batches * microbatches, len(holders)))
+        for stage, holders in enumerate(ranks)
+        for index, rank in enumerate(holders)
+    }
     for rank, actions in enumerate(program):
         for action in actions:
-            if problem := stages[action.stage].take(action):
+            if problem := stages[action.stage, rank].take(action):
                 raise ScheduleError(f"rank {rank} has {action}: {problem}")
-    for index, stage in enumerate(stages):
+    for (index, rank), stage in stages.items():
         if problem := stage.end(batches):
-            raise ScheduleError(f"rank {rank_of[index]}, at its end, has done of stage {index} {problem}")
-    _check_communication(program)
+            raise ScheduleError(f"rank {rank}, at its end, has done of stage {index} {problem}")
+    _check_communication(program, routes)
 
 
-def _check_communication(program: Program) -> None:
-    for rank, (actions, right) in enumerate(zip(program, lower(compute_only(program)), strict=True)):
+def _check_communication(program: Program, routes: Sequence[Route] | None) -> None:
+    for rank, (actions, right) in enumerate(zip(program, lower(compute_only(program), routes), strict=True)):
         if actions != right:
             for found, wanted in zip_longest(actions, right):
                 if found != wanted:
@@ -71,14 +76,15 @@ def _check_communication(program: Program) -> None:
 
 @dataclass(slots=True)
 class _Stage:
-    """What one stage has done so far."""
+    """What one stage has done so far on one rank, which runs its microbatches `mine` of the window."""
 
     microbatches: int
+    mine: range
     done: dict[str, int] = field(
         default_factory=lambda: {"forwards": 0, "input gradients": 0, "weight gradients": 0}
     )
     newest: int = 0
-    reads: list[int] = field(default_factory=list)  # by microbatch
+    reads: dict[int, int] = field(default_factory=dict)  # the version that each forward read
 
     def take(self, action: Action) -> str:
         """Do an action; say what is wrong with it, or nothing."""
@@ -93,14 +99,15 @@ class _Stage:
     def _compute(self, action: Action) -> str:
         op, mb = action.op, action.mb
         for kind in _COUNTED[op]:
-            if mb != self.done[kind]:
-                return f"its {kind} must ascend, each once, and the next is of microbatch {self.done[kind]}"
+            following = self.mine.start + self.done[kind] * self.mine.step
+            if mb != following:
+                return f"its {kind} must ascend, each once, and the next is of microbatch {following}"
         if op is Op.F:
             if not 0 <= action.version <= self.newest:
                 return f"version {action.version} is not made yet; the newest is {self.newest}"
-            self.reads.append(action.version)
+            self.reads[mb] = action.version
         else:
-            if mb >= self.done[_NEEDS[op]]:
+            if (mb - self.mine.start) // self.mine.step >= self.done[_NEEDS[op]]:
                 return f"it comes before microbatch {mb} was among the {_NEEDS[op]}"
             if action.version != self.reads[mb]:
                 return f"its forward read version {self.reads[mb]}"
@@ -113,7 +120,8 @@ class _Stage:
     def _step(self, action: Action) -> str:
         if action.version != self.newest + 1:
             return f"the next STEP makes version {self.newest + 1}"
-        done, owed = self.done["weight gradients"], action.version * self.microbatches
+        done = self.done["weight gradients"]
+        owed = len(range(self.mine.start, action.version * self.microbatches, self.mine.step))
         if done != owed:
             return f"it comes after {done} weight gradients, and its batch ends with number {owed}"
         self.newest += 1
@@ -122,6 +130,6 @@ class _Stage:
     def end(self, batches: int) -> str:
         """Say what is missing, or too much, at the end of the window."""
         for kind, done in self.done.items():
-            if done != batches * self.microbatches:
-                return f"{done} {kind} of {batches * self.microbatches}"
+            if done != len(self.mine):
+                return f"{done} {kind} of {len(self.mine)}"
         return f"{self.newest} updates of {batches}" if self.newest != batches else ""

@@ -3,7 +3,8 @@
 Four tracks a rank, on one clock:
 
 - compute: each F, B, I, W, REDUCE and STEP, while the device ran it;
-- wait: each time in which the rank was blocked, under the name of the message or `drain`;
+- wait: each time in which the rank was blocked, under the name of the message, or `wait` where it is none's,
+  as for the last sends of a window;
 - send: the handing over of each message to the transport, without the wait for room before it;
 - receive: each message from when it was sent, or was next in line, until its rank had it. A rank takes its
   messages one by one, in the program's order, so these spans do not overlap; one that is long while nothing
@@ -22,34 +23,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipetrain.schedule.actions import COMMUNICATION, UPDATE, Action, Op, parse_action
-from pipetrain.schedule.measured import Carried, RankWindow, TracedWindow
+from pipetrain.schedule.actions import COMMUNICATION, RECEIVES, SENDS, UPDATE, Action, Op, parse_action
+from pipetrain.schedule.timeline import Row, Span, Timeline, TracedWindow
 
-FORMAT = "pipetrain trace 1"
+FORMAT = "pipetrain trace 2"
 TRACKS = ["compute", "wait", "send", "receive"]
 _COMPUTE, _WAIT, _SEND, _RECEIVE = range(len(TRACKS))
-SENT_BY = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, 1)}  # the sender's op, and its stage from here
+_NOBODYS = "wait"
 Event = dict[str, Any]
-Message = tuple[int, Op, int]
-"""The stage, op and microbatch of its SEND."""
+Message = tuple[tuple[int, int], int]
+"""Its edge and its microbatch."""
 
 
 def write(path: Path, about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> None:
     """Write a trace; `about` says what it is of: `placement`, `microbatches`, and whatever a reader needs."""
-    origin = min(window.began for window in windows[0].ranks)
+    origin = min(row.began for row in windows[0].timeline.rows)
     times = [
         {
             "epoch": window.epoch,
             "samples": window.samples,
-            "began": [_us(rank.began - origin) for rank in window.ranks],
-            "ended": [_us(rank.ended - origin) for rank in window.ranks],
+            "began": [_us(row.began - origin) for row in window.timeline.rows],
+            "ended": [_us(row.ended - origin) for row in window.timeline.rows],
         }
         for window in windows
     ]
     other = {"format": FORMAT, **about, "windows": times}
     with path.open("w") as file:
         file.write(f'{{"displayTimeUnit": "ms",\n"otherData": {json.dumps(other)},\n"traceEvents": [\n')
-        for number, event in enumerate(events(windows, about["placement"], about["microbatches"], origin)):
+        for number, event in enumerate(events(windows, about["placement"], origin)):
             file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
         file.write("\n]}\n")
 
@@ -63,75 +64,85 @@ def read(path: Path) -> tuple[dict[str, Any], list[TracedWindow]]:
     about = content["otherData"]
     if about["format"] != FORMAT:
         raise ValueError(f"its format is {about['format']}, not {FORMAT}")
-    windows = [
-        TracedWindow(
-            window["epoch"],
-            window["samples"],
-            [
-                RankWindow(began / 1e6, [], (ended / 1e6, ended / 1e6), ended / 1e6)
-                for began, ended in zip(window["began"], window["ended"], strict=True)
-            ],
+    windows = []
+    for window in about["windows"]:
+        times = zip(window["began"], window["ended"], strict=True)
+        rows = [Row(began / 1e6, ended / 1e6, []) for began, ended in times]
+        windows.append(
+            TracedWindow(window["epoch"], window["samples"], Timeline(rows, about["microbatches"]))
         )
-        for window in about["windows"]
-    ]
-    waited: dict[int, float] = {}  # of each rank, since when, if the event before was a wait
     for event in content["traceEvents"]:
-        if event["ph"] == "X":
-            rank, args = event["pid"], event["args"]
-            start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-            window = windows[args["window"]].ranks[rank]
-            if event["name"] == "drain":
-                window.drain = start, end
-            elif event["cat"] == TRACKS[_WAIT]:
-                waited[rank] = start
-            else:
-                ready = end if event["cat"] == TRACKS[_RECEIVE] else start
-                since = waited.pop(rank, ready)
-                window.timed.append((parse_action(event["name"]), since, end, ready - since))
-                if "bytes" in args:
-                    window.messages.append((args["bytes"], args.get("codec_ms", 0.0) / 1e3))
+        if event["ph"] == "X" and (event["cat"] != TRACKS[_WAIT] or event["name"] == _NOBODYS):
+            spans = windows[event["args"]["window"]].timeline.rows[event["pid"]].spans
+            spans.append(_span_of(event))
     return about, windows
 
 
-def events(
-    windows: Sequence[TracedWindow], placement: Sequence[int], m: int, origin: float
-) -> Iterator[Event]:
+def _span_of(event: Event) -> Span:
+    args, start, end = event["args"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+    if event["name"] == _NOBODYS:
+        return Span(None, start, end, end - start)
+    waited = args.get("waited_us", 0.0) / 1e6
+    ready = end if event["cat"] == TRACKS[_RECEIVE] else start
+    start = ready - waited if event["cat"] != TRACKS[_COMPUTE] else start
+    codec_s = args.get("codec_ms", 0.0) / 1e3
+    return Span(parse_action(event["name"]), start, end, waited, args.get("bytes", 0), codec_s=codec_s)
+
+
+def events(windows: Sequence[TracedWindow], placement: Sequence[int], origin: float) -> Iterator[Event]:
     """Give all events: of each track in the order of time.
 
-    `placement[stage]` is a stage's rank, `m` the microbatches of a batch, `origin` the trace's first moment.
+    `placement[stage]` is a stage's rank, `origin` the trace's first moment.
     """
-    for rank in range(len(windows[0].ranks)):
+    ranks = range(len(windows[0].timeline.rows))
+    for rank in ranks:
         yield from _names(rank, [stage for stage, on in enumerate(placement) if on == rank])
-    flow = 0
-    last_received = [origin] * len(windows[0].ranks)
+    arrows = 0
+    last_received = [origin for _ in ranks]
     in_flight = [0] * len(placement)
     for number, window in enumerate(windows):
-        left_at = sent(window)
-        flows = {message: flow + index for index, message in enumerate(left_at)}
-        flow += len(left_at)
-        for rank, ran in enumerate(window.ranks):
-            messages = iter(ran.messages)
-            for action, start, end, blocked in ran.timed:
-                ready = start + blocked
-                carried = next(messages, None) if action.op in COMMUNICATION else None
-                args = _args(action, number, window.samples, carried)
-                if blocked > 0:
-                    yield _span(rank, _WAIT, action, start - origin, blocked, args)
-                if action.op not in COMMUNICATION:
-                    yield _span(rank, _COMPUTE, action, start - origin, end - start, args)
-                    yield from _counters(rank, action, start - origin, end - origin, m, in_flight)
-                elif action.op in SENT_BY:
-                    message = message_of(action)
-                    left = min(max(left_at[message], last_received[rank]), ready)
+        sent_at = sent(window.timeline)
+        arrow_of = {message: arrows + index for index, message in enumerate(sent_at)}
+        arrows += len(sent_at)
+        for rank, row in enumerate(window.timeline.rows):
+            for span in row.spans:
+                track, action, ready = _track(span.action), span.action, span.start + span.waited
+                args = _args(span, number, window.samples)
+                if span.waited > 0:
+                    yield _event(rank, _WAIT, action, span.start - origin, span.waited, args)
+                if action is None:
+                    continue
+                if track == _COMPUTE:
+                    yield _event(rank, track, action, span.start - origin, span.end - span.start, args)
+                    yield from _counters(rank, action, span, origin, window.timeline.microbatches, in_flight)
+                elif track == _RECEIVE:
+                    message = action.edge, action.mb
+                    left = min(max(sent_at[message], last_received[rank]), ready)
                     last_received[rank] = ready
-                    yield _span(rank, _RECEIVE, action, left - origin, ready - left, args)
-                    yield {"ph": "f", "bp": "e", **_arrow(rank, _RECEIVE, left - origin, flows[message])}
+                    yield _event(rank, track, action, left - origin, ready - left, args)
+                    yield {"ph": "f", "bp": "e", **_arrow(rank, track, left - origin, arrow_of[message])}
                 else:
-                    yield _span(rank, _SEND, action, ready - origin, end - ready, args)
-                    yield {"ph": "s", **_arrow(rank, _SEND, ready - origin, flows[message_of(action)])}
-            if ran.drain[1] > ran.drain[0]:
-                drained = (ran.drain[0] - origin, ran.drain[1] - ran.drain[0])
-                yield _span(rank, _WAIT, "drain", *drained, {"window": number})
+                    message = action.edge, action.mb
+                    yield _event(rank, track, action, ready - origin, span.end - ready, args)
+                    yield {"ph": "s", **_arrow(rank, track, ready - origin, arrow_of[message])}
+
+
+def sent(timeline: Timeline) -> dict[Message, float]:
+    """Say when each message was on its way: the end of its SEND."""
+    return {
+        (span.action.edge, span.action.mb): span.end
+        for row in timeline.rows
+        for span in row.spans
+        if span.action is not None and span.action.op in SENDS
+    }
+
+
+def _track(action: Action | None) -> int:
+    if action is None:
+        return _WAIT
+    if action.op not in COMMUNICATION:
+        return _COMPUTE
+    return _RECEIVE if action.op in RECEIVES else _SEND
 
 
 def _names(rank: int, stages: list[int]) -> Iterator[Event]:
@@ -144,39 +155,31 @@ def _names(rank: int, stages: list[int]) -> Iterator[Event]:
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": track}}
 
 
-def sent(window: TracedWindow) -> dict[Message, float]:
-    """Say when each message of a window was on its way: the end of its SEND."""
-    return {
-        message_of(action): end
-        for ran in window.ranks
-        for action, _, end, _ in ran.timed
-        if action.op in (Op.SEND_F, Op.SEND_B)
-    }
-
-
-def message_of(action: Action) -> Message:
-    """Return what a SEND and its RECV have in common."""
-    op, stage = SENT_BY.get(action.op, (action.op, 0))
-    return action.stage + stage, op, action.mb
-
-
-def _args(action: Action, window: int, samples: list[int], carried: Carried | None) -> dict[str, Any]:
-    args: dict[str, Any] = {"stage": action.stage, "op": action.op, "window": window}
+def _args(span: Span, window: int, samples: list[int]) -> dict[str, Any]:
+    action = span.action
+    args: dict[str, Any] = {"window": window}
+    if action is None:
+        return args
+    args |= {"stage": action.stage, "op": action.op}
     if action.op not in UPDATE:
         args |= {"mb": action.mb, "samples": samples[action.mb]}
     if action.op not in COMMUNICATION:
         args |= {"version": action.version}
-    if carried is not None:
-        args |= {"bytes": carried[0]} | ({"codec_ms": round(1e3 * carried[1], 6)} if carried[1] else {})
+    if span.waited:
+        args |= {"waited_us": _us(span.waited)}
+    if span.nbytes:
+        args |= {"bytes": span.nbytes}
+    if span.codec_s:
+        args |= {"codec_ms": round(1e3 * span.codec_s, 6)}
     return args
 
 
-def _span(
-    rank: int, track: int, name: Action | str, start: float, seconds: float, args: dict[str, Any]
+def _event(
+    rank: int, track: int, action: Action | None, start: float, seconds: float, args: dict[str, Any]
 ) -> Event:
     return {
         "ph": "X",
-        "name": str(name),
+        "name": _NOBODYS if action is None else str(action),
         "cat": TRACKS[track],
         "pid": rank,
         "tid": track,
@@ -186,25 +189,26 @@ def _span(
     }
 
 
-def _arrow(rank: int, track: int, at: float, flow: int) -> Event:
-    return {"name": "message", "cat": "message", "id": flow, "pid": rank, "tid": track, "ts": _us(at)}
+def _arrow(rank: int, track: int, at: float, number: int) -> Event:
+    return {"name": "message", "cat": "message", "id": number, "pid": rank, "tid": track, "ts": _us(at)}
 
 
 def _counters(
-    rank: int, action: Action, start: float, end: float, m: int, in_flight: list[int]
+    rank: int, action: Action, span: Span, origin: float, microbatches: int, in_flight: list[int]
 ) -> Iterator[Event]:
     """Count what a forward adds when it starts, and what a backward takes away at its end."""
     stage = action.stage
     where = {"ph": "C", "cat": "counter", "pid": rank, "tid": _COMPUTE}
+    start, end = _us(span.start - origin), _us(span.end - origin)
     flying = f"in flight, stage {stage}"
     if action.op is Op.F:
         in_flight[stage] += 1
-        late = action.mb // m - action.version
-        yield {**where, "name": flying, "ts": _us(start), "args": {"microbatches": in_flight[stage]}}
-        yield {**where, "name": f"staleness, stage {stage}", "ts": _us(start), "args": {"updates": late}}
+        late = action.mb // microbatches - action.version
+        yield {**where, "name": flying, "ts": start, "args": {"microbatches": in_flight[stage]}}
+        yield {**where, "name": f"staleness, stage {stage}", "ts": start, "args": {"updates": late}}
     elif action.op in (Op.B, Op.W):
         in_flight[stage] -= 1
-        yield {**where, "name": flying, "ts": _us(end), "args": {"microbatches": in_flight[stage]}}
+        yield {**where, "name": flying, "ts": end, "args": {"microbatches": in_flight[stage]}}
 
 
 def _us(seconds: float) -> float:

@@ -1,9 +1,8 @@
-"""A simulation as a picture: text for a terminal and a test, SVG or PNG for a page.
+"""A timeline as a picture: text for a terminal and a test, SVG or PNG for a page.
 
 A schedule's mistakes are seen at once in a drawing and hardly ever in a list, so both forms show the same: a
 row a rank, time to the right, a microbatch's number on each bar. Matplotlib is used through its object
-interface and imported only when a figure is made, so that drawing neither touches the global state of pyplot
-nor costs anything to who does not draw.
+interface, so that drawing does not touch pyplot's global state, and is imported only when a figure is made.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipetrain.schedule.actions import COMPUTE, Action, Op, ScheduleError
-from pipetrain.schedule.simulate import Simulation
+from pipetrain.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +37,7 @@ class _Bar(NamedTuple):
 
 
 def as_text(
-    simulation: Simulation, width: int = 100, unit_of_time: str = "", span: tuple[int, int] | None = None
+    timeline: Timeline, width: int = 100, unit_of_time: str = "", span: tuple[int, int] | None = None
 ) -> str:
     """Draw a row a rank, a cell the shortest action's time (one unit, at `unit_cost`), in `width` columns.
 
@@ -47,11 +46,11 @@ def as_text(
     in as many lines a rank as that takes; without it there is one line, as long as it may be. The first line
     says what is left out. `unit_of_time` is what the costs are in, such as `s`.
     """
-    unit, stages = _unit(simulation), _stages(simulation)
+    unit, stages = _unit(timeline), _stages(timeline)
     several = any(len(on_rank) > 1 for on_rank in stages)
-    total = round(simulation.makespan / unit)
+    total = round(timeline.makespan / unit)
     begin, end = (0, min(total, width // 3)) if span is None else (min(cells, total) for cells in span)
-    bars = _bars(simulation, (end + 0.5) * unit)
+    bars = _bars(timeline, (end + 0.5) * unit)
     names = [f"rank {rank}  " for rank in range(len(stages))]
     left = max(map(len, names), default=0)
     cell = 1 + max((len(_label(bar.action, several)) for bar in bars), default=1)
@@ -70,7 +69,7 @@ def as_text(
     starts = range(begin, end, fits)
     if span is None:
         starts, end = starts[:1], min(end, fits)
-    title = ", ".join(_facts(simulation, unit_of_time))
+    title = ", ".join(_facts(timeline, unit_of_time))
     title += f", a cell is {unit:.3g} {unit_of_time}".rstrip() if unit != 1 else ""
     if begin or end < total:
         title += f", cells {begin} to {end} of {total}" if begin else f", the first {end} cells of {total}"
@@ -78,13 +77,13 @@ def as_text(
     for start in starts:
         stop = min(start + fits, end)
         parts = ("".join(row[start * cell : stop * cell]).rstrip() for row in rows)
-        more = "…" * (stop < total)
+        more = "…" if stop < total else ""
         groups.append("".join(f"{n.ljust(left)}{part}{more}\n" for n, part in zip(names, parts, strict=True)))
     return f"{title}\n" + "\n".join(groups)
 
 
 def as_figure(
-    simulation: Simulation,
+    timeline: Timeline,
     path: Path | str,
     title: str = "",
     unit_of_time: str = "",
@@ -97,33 +96,33 @@ def as_figure(
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
         raise ScheduleError(f"a timeline is written as .svg or .png; got {path.name}")
-    figure = _figure(simulation, title, unit_of_time, span)
+    figure = _figure(timeline, title, unit_of_time, span)
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
-def as_png(simulation: Simulation) -> bytes:
+def as_png(timeline: Timeline) -> bytes:
     """Return the beginning of the timeline as a PNG."""
     buffer = BytesIO()
-    _figure(simulation, "", "", (0, SHORT)).savefig(buffer, format="png")
+    _figure(timeline, "", "", (0, SHORT)).savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def _figure(simulation: Simulation, title: str, unit_of_time: str, span: tuple[int, int]) -> Figure:
+def _figure(timeline: Timeline, title: str, unit_of_time: str, span: tuple[int, int]) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    unit, stages = _unit(simulation), _stages(simulation)
-    since, until = (min(simulation.makespan, cells * unit) for cells in span)
+    unit, stages = _unit(timeline), _stages(timeline)
+    since, until = (min(timeline.makespan, cells * unit) for cells in span)
     size = (min(max(6.5, 1.1 + 0.25 * (until - since) / unit), _MOST_INCHES), 1.15 + 0.4 * len(stages))
     figure = Figure(figsize=size, dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_frame(axes, stages, since, until, unit_of_time)
-    _draw_bars(axes, simulation, since, until)
-    facts = [title] * bool(title) + _facts(simulation, unit_of_time)
+    _draw_bars(axes, timeline, since, until)
+    facts = ([title] if title else []) + _facts(timeline, unit_of_time)
     if since:
         facts.append(f"{_time(since, unit_of_time)} to {_time(until, unit_of_time)} drawn")
-    elif until < simulation.makespan:
+    elif until < timeline.makespan:
         facts.append(f"the first {_time(until, unit_of_time)} drawn")
     axes.set_title("  ·  ".join(facts), loc="left", fontsize=9.5, color=_INK, pad=22)
     return figure
@@ -152,8 +151,8 @@ def _draw_frame(axes: Axes, stages: list[list[int]], since: float, until: float,
         axes.broken_barh([(since, until - since)], (rank - 0.38, 0.76), facecolors=_IDLE, zorder=1)
 
 
-def _draw_bars(axes: Axes, simulation: Simulation, since: float, until: float) -> None:
-    bars = [bar for bar in _bars(simulation, until) if bar.end > since]
+def _draw_bars(axes: Axes, timeline: Timeline, since: float, until: float) -> None:
+    bars = [bar for bar in _bars(timeline, until) if bar.end > since]
     deepest = max((bar.depth for bar in bars), default=0)
     for rank, action, start, end, depth in bars:
         if action.op is Op.STEP:
@@ -202,15 +201,16 @@ def _draw_legend(axes: Axes, shown: set[Op]) -> None:
     )
 
 
-def _bars(simulation: Simulation, until: float) -> list[_Bar]:
+def _bars(timeline: Timeline, until: float) -> list[_Bar]:
     """List what is drawn of each rank up to a time."""
     bars: list[_Bar] = []
-    for rank, (stages, spans) in enumerate(zip(_stages(simulation), simulation.spans, strict=True)):
-        for action, start, end in spans:
+    for rank, (stages, row) in enumerate(zip(_stages(timeline), timeline.rows, strict=True)):
+        for action, start, end, *_ in row.spans:
+            if action is None or (action.op not in COMPUTE and action.op is not Op.STEP):
+                continue
             if start > until or (start == until and action.op in COMPUTE):
                 break
-            if action.op in COMPUTE or action.op is Op.STEP:
-                bars.append(_Bar(rank, action, start, end, stages.index(action.stage)))
+            bars.append(_Bar(rank, action, start, end, stages.index(action.stage)))
     return bars
 
 
@@ -220,12 +220,12 @@ def _label(action: Action, several: bool) -> str:
     return f"{stage}{action.op}{action.mb}" if action.op in COMPUTE else ""
 
 
-def _facts(simulation: Simulation, unit_of_time: str) -> list[str]:
-    ranks = len(simulation.spans)
+def _facts(timeline: Timeline, unit_of_time: str) -> list[str]:
+    ranks = len(timeline.rows)
     return [
         f"{ranks} ranks" if ranks > 1 else "1 rank",
-        f"makespan {_time(simulation.makespan, unit_of_time)}",
-        f"bubble {simulation.bubble:.1%}",
+        f"makespan {_time(timeline.makespan, unit_of_time)}",
+        f"bubble {timeline.bubble:.1%}",
     ]
 
 
@@ -233,15 +233,20 @@ def _time(time: float, unit_of_time: str) -> str:
     return f"{time:.4g} {unit_of_time}".rstrip()
 
 
-def _unit(simulation: Simulation) -> float:
+def _unit(timeline: Timeline) -> float:
     """Give the time of the shortest action, or a quarter of the middling one where one is far too short."""
-    times = [end - start for spans in simulation.spans for a, start, end in spans if a.op in COMPUTE]
+    times = [
+        span.end - span.start
+        for row in timeline.rows
+        for span in row.spans
+        if span.action is not None and span.action.op in COMPUTE
+    ]
     return max(min(times), median(times) / 4) if any(times) else 1.0
 
 
-def _stages(simulation: Simulation) -> list[list[int]]:
+def _stages(timeline: Timeline) -> list[list[int]]:
     """List the stages of each rank."""
-    return [sorted({action.stage for action, _, _ in spans}) for spans in simulation.spans]
+    return [sorted({action.stage for action in row.actions}) for row in timeline.rows]
 
 
 def _paler(colour: str, by: float) -> tuple[float, ...]:

@@ -1,35 +1,88 @@
 """From what a rank computes to all that it does: adds REDUCE, SEND and RECV to a compute-only program.
 
-One pass, rank by rank, puts each message where its data is made or needed, so communication is a function of
-the compute order. A schedule's author cannot forget a message, and `check` can prove the whole of a program's
-communication by lowering it again. Overlap is not lost by this: receives are posted ahead by the channel, and
-a SEND is not waited for.
+Each message stands where its data is made or needed, so communication is a function of the compute order: a
+schedule's author cannot forget a message, and `check` can prove the whole of a program's communication by
+lowering it again. Overlap is not lost by this: receives are posted ahead by the channel, and a SEND is not
+waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
-from pipetrain.schedule.actions import COMMUNICATION, Action, Op, Program, ScheduleError, placement
+from pipetrain.schedule.actions import (
+    COMMUNICATION,
+    Action,
+    Op,
+    Placement,
+    Program,
+    ScheduleError,
+    ranks_of,
+)
+
+Route = tuple[int, int]
+"""(source stage, destination stage) of an activation; its gradient goes the other way."""
 
 _ADDED = COMMUNICATION | {Op.REDUCE}
 
 
-def lower(program: Program) -> Program:
+class Wiring:
+    """Which stages exchange what, and on which ranks they are.
+
+    Without `routes` each stage hands on to the next. A route over other stages (a skip connection) goes
+    straight from the stage that makes the tensor to the one that uses it.
+    """
+
+    def __init__(self, ranks: Placement, routes: Sequence[Route] | None = None) -> None:
+        self.ranks = ranks
+        self.routes = sorted(pairwise(range(len(ranks))) if routes is None else routes)
+        if wrong := [route for route in self.routes if not 0 <= route[0] < route[1] < len(ranks)]:
+            raise ScheduleError(f"route {wrong[0]} must lead from a stage to a later one, of {len(ranks)}")
+        self.sources = [[source for source, to in self.routes if to == stage] for stage in range(len(ranks))]
+        self.targets = [[to for source, to in self.routes if source == stage] for stage in range(len(ranks))]
+
+    def rank(self, stage: int, mb: int) -> int:
+        """Return the rank that runs a microbatch of a stage."""
+        return self.ranks[stage][mb % len(self.ranks[stage])]
+
+    def apart(self, stage: int, other: int, mb: int) -> bool:
+        """Whether a microbatch of the two stages runs on different ranks."""
+        return self.rank(stage, mb) != self.rank(other, mb)
+
+    def lowered(self, action: Action) -> Iterator[Action]:
+        """Give an action that computes, between the messages that it needs and those that it makes."""
+        stage, op, mb = action.stage, action.op, action.mb
+        if op is Op.F:
+            yield from self._messages(Op.RECV_F, stage, self.sources[stage], mb)
+            yield action
+            yield from self._messages(Op.SEND_F, stage, self.targets[stage], mb)
+        elif op is Op.B or op is Op.I:
+            yield from self._messages(Op.RECV_B, stage, self.targets[stage], mb)
+            yield action
+            yield from self._messages(Op.SEND_B, stage, self.sources[stage][::-1], mb)
+        else:
+            if op is Op.STEP:
+                yield Action(stage, Op.REDUCE, version=action.version)
+            yield action
+
+    def _messages(self, op: Op, stage: int, peers: Sequence[int], mb: int) -> Iterator[Action]:
+        return (Action(stage, op, mb, peer=peer) for peer in peers if self.apart(stage, peer, mb))
+
+
+def lower(program: Program, routes: Sequence[Route] | None = None) -> Program:
     """Add communication to a compute-only program.
 
     REDUCE stands just before each STEP, RECV just before and SEND just after the F, B or I that uses or makes
-    the message. Neighbouring stages on one rank exchange nothing. Raises ScheduleError for a program that
-    already communicates, or whose stages are not placed each on one rank.
+    the message. Stages on one rank exchange nothing. Raises ScheduleError for a program that already
+    communicates, or that leaves out a stage.
     """
-    rank_of = placement(program)
     for rank, actions in enumerate(program):
         for action in actions:
             if action.op in _ADDED:
                 raise ScheduleError(f"rank {rank} has {action}: a schedule gives F, B, I, W and STEP alone")
-    return [
-        [lowered for action in actions for lowered in _with_messages(action, rank_of)] for actions in program
-    ]
+    wiring = Wiring(ranks_of(program), routes)
+    return [[lowered for action in actions for lowered in wiring.lowered(action)] for actions in program]
 
 
 def compute_only(program: Program) -> Program:
@@ -37,39 +90,31 @@ def compute_only(program: Program) -> Program:
     return [[action for action in actions if action.op not in _ADDED] for actions in program]
 
 
-def edges(program: Program) -> list[tuple[int, int]]:
+def edges(program: Program, routes: Sequence[Route] | None = None) -> list[tuple[int, int]]:
     """List the (source stage, destination stage) pairs that carry messages, in one order for all ranks.
 
-    Boundaries ascend, each with its forward edge before its backward edge; a program of forwards alone has no
+    Routes ascend, each with its forward edge before its backward edge; a program of forwards alone has no
     backward edges. Works on lowered and on compute-only programs.
     """
-    rank_of = placement(program)
+    wiring = Wiring(ranks_of(program), routes)
+    ranks = wiring.ranks
     backward = any(action.op in (Op.B, Op.I) for actions in program for action in actions)
     return [
         edge
-        for stage in range(len(rank_of) - 1)
-        if rank_of[stage] != rank_of[stage + 1]
-        for edge in [(stage, stage + 1), (stage + 1, stage)][: 1 + backward]
+        for source, to in wiring.routes
+        if any(wiring.apart(source, to, mb) for mb in range(len(ranks[source]) * len(ranks[to])))
+        for edge in [(source, to), (to, source)][: 1 + backward]
     ]
 
 
-def _with_messages(action: Action, rank_of: list[int]) -> Iterator[Action]:
-    stage, op, mb = action.stage, action.op, action.mb
-    after_elsewhere = stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]
-    before_elsewhere = stage > 0 and rank_of[stage - 1] != rank_of[stage]
-    if op is Op.F:
-        if before_elsewhere:
-            yield Action(stage, Op.RECV_F, mb)
-        yield action
-        if after_elsewhere:
-            yield Action(stage, Op.SEND_F, mb)
-    elif op is Op.B or op is Op.I:
-        if after_elsewhere:
-            yield Action(stage, Op.RECV_B, mb)
-        yield action
-        if before_elsewhere:
-            yield Action(stage, Op.SEND_B, mb)
-    else:
-        if op is Op.STEP:
-            yield Action(stage, Op.REDUCE, version=action.version)
-        yield action
+def replicated(program: Program, replicas: Sequence[int]) -> Program:
+    """Spread each stage of a compute-only program, one stage a rank, over `replicas[stage]` ranks of its own.
+
+    Microbatch k runs on replica k % replicas; every replica makes each update, from a gradient that REDUCE
+    sums over all of them.
+    """
+    return [
+        [action for action in actions if action.op is Op.STEP or action.mb % count == index]
+        for actions, count in zip(program, replicas, strict=True)
+        for index in range(count)
+    ]

@@ -1,29 +1,25 @@
-"""What a lowered program takes: time, bubble, activations and weight versions held, staleness; or deadlock.
+"""Plays a lowered program on paper, at given costs and buffers: a timeline, or a deadlock.
 
 The channels here are those that the runtime enforces, bound for bound, so a program that ends here cannot
 hang there for want of buffers. Every start is a maximum of times already known, so ranks may be advanced in
 any order: each runs until it must wait, and only the message it waits for wakes it. That is linear in the
-number of actions, where stepping all ranks through time is not.
-
-What is held (activations, versions) depends on each rank's own order alone, not on time, and is counted
-apart.
+number of actions, where stepping all ranks through time is not. The one collective is the REDUCE of a stage
+with replicas, which ends on all of them when the last has come.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
-from pipetrain.schedule.actions import COMMUNICATION, Action, Op, Program, ScheduleError, last_uses, placement
-from pipetrain.schedule.lower import edges
+from pipetrain.schedule.actions import COMMUNICATION, SENDS, Action, Op, Program, ScheduleError, ranks_of
+from pipetrain.schedule.lower import Route, Wiring
+from pipetrain.schedule.timeline import Row, Span, Timeline
 
 Cost = Callable[[Action], float]
-Span = tuple[Action, float, float]
 
 _UNITS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
-_SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 
 
 class Deadlock(ScheduleError):
@@ -35,32 +31,15 @@ def unit_cost(action: Action) -> float:
     return _UNITS.get(action.op, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """What a program takes. Lists are by rank, or by stage where a stage holds it; times in units of cost."""
-
-    makespan: float
-    spans: list[list[Span]]  # by rank: (action, start, end); a SEND's or RECV's is the time it held its rank
-    busy: list[float]  # by rank: time in actions other than communication
-    activations: list[int]  # by stage: peak of microbatches between their F and the end of their B or W
-    versions: list[int]  # by stage: peak of weight versions held: the newest, and older ones still to be read
-    staleness: list[int]  # by stage: updates that the most late gradient is late by
-
-    @property
-    def bubble(self) -> float:
-        """The share of all ranks' time in which they do not compute."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
-
-    @property
-    def bubble_per_rank(self) -> list[float]:
-        """The same of each rank."""
-        return [1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy]
-
-
 def simulate(
-    program: Program, microbatches: int, *, buffer_size: int = 2, cost: Cost = unit_cost
-) -> Simulation:
-    """Run a lowered, checked program (or lowered `forward_only`) on paper.
+    program: Program,
+    microbatches: int,
+    *,
+    buffer_size: int = 2,
+    cost: Cost = unit_cost,
+    routes: Sequence[Route] | None = None,
+) -> Timeline:
+    """Play a lowered, checked program (or lowered `forward_only`).
 
     `buffer_size` bounds each edge at both ends: receives posted ahead, and sends not yet arrived. `cost`
     gives the time an action takes its rank; of a SEND, the time its message travels while the sender goes on.
@@ -68,18 +47,7 @@ def simulate(
     """
     if buffer_size < 1:
         raise ScheduleError(f"simulate needs buffer_size >= 1; got buffer_size={buffer_size}")
-    spans = _Timeline(program, buffer_size, cost).run()
-    held: dict[int, _Holding] = {}
-    for actions in program:
-        held |= _holdings(actions, microbatches)
-    return Simulation(
-        makespan=max((rank[-1][2] for rank in spans if rank), default=0.0),
-        spans=spans,
-        busy=[sum(end - start for a, start, end in rank if a.op not in COMMUNICATION) for rank in spans],
-        activations=[held[stage].activations for stage in range(len(held))],
-        versions=[held[stage].versions for stage in range(len(held))],
-        staleness=[held[stage].staleness for stage in range(len(held))],
-    )
+    return Timeline(_Simulation(program, buffer_size, cost, routes).run(), microbatches)
 
 
 @dataclass(slots=True)
@@ -121,127 +89,126 @@ class _Edge:
         return True
 
 
-class _Timeline:
+class _Simulation:
     """When each action starts and ends."""
 
-    def __init__(self, program: Program, buffer_size: int, cost: Cost) -> None:
-        rank_of = placement(program)
+    def __init__(
+        self, program: Program, buffer_size: int, cost: Cost, routes: Sequence[Route] | None
+    ) -> None:
         self._program = program
         self._bound = buffer_size
         self._cost = cost
-        self._edges: dict[tuple[int, Op], _Edge] = {}  # by the stage and the op that use it
-        for source, target in edges(program):
-            send, recv = (Op.SEND_F, Op.RECV_F) if source < target else (Op.SEND_B, Op.RECV_B)
-            edge = _Edge(rank_of[source], rank_of[target], buffer_size)
-            self._edges[source, send] = self._edges[target, recv] = edge
-        # What an action needs of a neighbour stage on its own rank: the op and the stage to count.
-        self._local: dict[tuple[int, Op], tuple[int, Op]] = {}
-        for stage, (rank, next_rank) in enumerate(pairwise(rank_of)):
-            if rank == next_rank:
-                self._local[stage + 1, Op.F] = (stage, Op.F)
-                self._local[stage, Op.B] = self._local[stage, Op.I] = (stage + 1, Op.B)
-        self._done: dict[tuple[int, Op], int] = defaultdict(int)
+        self._wiring = Wiring(ranks_of(program), routes)
+        self._edges: dict[tuple[int, int, int, int], _Edge] = {}  # by (source, destination) stages and ranks
+        self._shares = len(set().union(*self._wiring.ranks)) < sum(map(len, self._wiring.ranks))
+        self._done: set[tuple[int, Op, int]] = set()  # (stage, F or B, microbatch), where ranks have several
+        self._reduced: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # when each replica came
         self._waiting: list[_Edge | None] = [None] * len(program)
         self._ready = list(range(len(program)))
-        self.spans: list[list[Span]] = [[] for _ in program]
+        self._rows = [Row(0.0, 0.0, []) for _ in program]
 
-    def run(self) -> list[list[Span]]:
+    def run(self) -> list[Row]:
         while self._ready:
             self._advance(self._ready.pop())
-        if any(len(spans) < len(actions) for spans, actions in zip(self.spans, self._program, strict=True)):
+        if any(len(row.spans) < len(todo) for row, todo in zip(self._rows, self._program, strict=True)):
             blocked = "; ".join(self._blocked())
             raise Deadlock(f"deadlock with buffer_size={self._bound}: {blocked}")
-        return self.spans
+        return self._rows
 
     def _advance(self, rank: int) -> None:
         """Run a rank until it ends or must wait."""
-        actions, spans = self._program[rank], self.spans[rank]
-        now = spans[-1][2] if spans else 0.0
-        for position in range(len(spans), len(actions)):
-            action = actions[position]
-            exchanging = action.op in COMMUNICATION
-            end = self._exchange(rank, action, now) if exchanging else self._compute(action, now)
-            if end is None:
+        actions, row = self._program[rank], self._rows[rank]
+        for position in range(len(row.spans), len(actions)):
+            action, now = actions[position], row.ended
+            if action.op in COMMUNICATION:
+                freed = self._exchange(rank, action, now)
+            elif action.op is Op.REDUCE:
+                freed = self._reduce(rank, action, now)
+            else:
+                freed = self._compute(action, now)
+            if freed is None:
                 return
-            spans.append((action, now, end))
-            now = end
+            end = freed if action.op in SENDS else freed + self._cost(action)
+            row.spans.append(Span(action, now, end, freed - now))
+            row.ended = end
+
+    # Each of these returns until when the rank is blocked: its present where it is not, None if unknown.
 
     def _compute(self, action: Action, now: float) -> float | None:
-        if self._local:
-            needed = self._local.get((action.stage, action.op))
-            if needed is not None and self._done[needed] <= action.mb:
+        if self._shares:
+            if any(needed not in self._done for needed in self._needs(action)):
                 return None
-            self._done[action.stage, Op.B if action.op is Op.I else action.op] += 1
-        return now + self._cost(action)
+            if action.op is not Op.STEP and action.op is not Op.W:
+                self._done.add((action.stage, Op.F if action.op is Op.F else Op.B, action.mb))
+        return now
+
+    def _reduce(self, rank: int, action: Action, now: float) -> float | None:
+        replicas, came = self._wiring.ranks[action.stage], self._reduced[action.stage, action.version]
+        last = rank not in came and len(came) + 1 == len(replicas)
+        came[rank] = now
+        if len(came) < len(replicas):
+            return None
+        if last:
+            self._ready += [other for other in replicas if other != rank]
+        return max(came.values())
 
     def _exchange(self, rank: int, action: Action, now: float) -> float | None:
-        edge = self._edges[action.stage, action.op]
-        if action.op in _SENDS:
-            other, end = edge.receiver, edge.send_free(now)
-            if end is not None:
-                edge.issued.append(end)
+        edge = self._edge(rank, action)
+        if action.op in SENDS:
+            other, freed = edge.receiver, edge.send_free(now)
+            if freed is not None:
+                edge.issued.append(freed)
                 edge.travel.append(self._cost(action))
         else:
-            other, end = edge.sender, edge.next_arrival(now)
-            if end is not None:
-                end += self._cost(action)
-                edge.received.append(end)
-        if end is None:
+            other, freed = edge.sender, edge.next_arrival(now)
+            if freed is not None:
+                edge.received.append(freed + self._cost(action))
+        if freed is None:
             self._waiting[rank] = edge
         elif edge.settle() and self._waiting[other] is edge:
             self._waiting[other] = None
             self._ready.append(other)
-        return end
+        return freed
+
+    def _edge(self, rank: int, action: Action) -> _Edge:
+        other = self._wiring.rank(action.peer, action.mb)
+        ranks = (rank, other) if action.op in SENDS else (other, rank)
+        key = (*action.edge, *ranks)
+        if key not in self._edges:
+            self._edges[key] = _Edge(*ranks, self._bound)
+        return self._edges[key]
+
+    def _needs(self, action: Action) -> Iterator[tuple[int, Op, int]]:
+        """Give what an action needs of other stages on its own rank."""
+        stage, mb = action.stage, action.mb
+        if action.op is Op.F:
+            needed = [(source, Op.F, mb) for source in self._wiring.sources[stage]]
+        elif action.op in (Op.B, Op.I):
+            needed = [(target, Op.B, mb) for target in self._wiring.targets[stage]]
+        else:
+            needed = []
+        return (of for of in needed if not self._wiring.apart(stage, of[0], mb))
 
     def _blocked(self) -> Iterator[str]:
-        for rank, (actions, spans) in enumerate(zip(self._program, self.spans, strict=True)):
-            if len(spans) < len(actions):
-                action = actions[len(spans)]
+        for rank, (actions, row) in enumerate(zip(self._program, self._rows, strict=True)):
+            if len(row.spans) < len(actions):
+                action = actions[len(row.spans)]
                 yield f"rank {rank} at {action} waits for {self._awaited(rank, action)}"
 
     def _awaited(self, rank: int, action: Action) -> str:
-        edge = self._waiting[rank]
-        if edge is None:
-            stage, op = self._local[action.stage, action.op]
-            return f"{op} of microbatch {action.mb} at stage {stage}, which its own list has not done"
-        if action.op in _SENDS:
+        if action.op is Op.REDUCE:
+            came = self._reduced[action.stage, action.version]
+            missing = [str(other) for other in self._wiring.ranks[action.stage] if other not in came]
+            return f"rank {' and '.join(missing)} to do {action}"
+        if action.op not in COMMUNICATION:
+            stage, op, mb = next(needed for needed in self._needs(action) if needed not in self._done)
+            return f"{op} of microbatch {mb} at stage {stage}, which its own list has not done"
+        edge = self._edge(rank, action)
+        if action.op in SENDS:
             other, index = edge.receiver, len(edge.received)
         else:
             other, index = edge.sender, len(edge.issued)
-        uses = [a for a in self._program[other] if self._edges.get((a.stage, a.op)) is edge]
+        uses = [a for a in self._program[other] if a.op in COMMUNICATION and self._edge(other, a) is edge]
         if index >= len(uses):
             return f"rank {other}, which does nothing more on that edge"
         return f"rank {other} to do {uses[index]}"
-
-
-@dataclass(slots=True)
-class _Holding:
-    trains: bool = False
-    open: int = 0
-    activations: int = 0
-    held: list[int] = field(default_factory=lambda: [0])
-    versions: int = 1
-    staleness: int = 0
-
-
-def _holdings(actions: list[Action], microbatches: int) -> dict[int, _Holding]:
-    """Count what each stage of one rank holds, at its peak."""
-    needed_until = last_uses(actions)
-    stages: dict[int, _Holding] = defaultdict(_Holding)
-    for position, action in enumerate(actions):
-        stage, op = stages[action.stage], action.op
-        if op is Op.F:
-            stage.open += 1
-            stage.activations = max(stage.activations, stage.open)
-        elif op is Op.B or op is Op.W:
-            stage.trains = True
-            stage.open -= 1
-            stage.staleness = max(stage.staleness, action.mb // microbatches - action.version)
-        elif op is Op.STEP:
-            kept = [v for v in stage.held if needed_until.get((action.stage, v), -1) > position]
-            stage.held = [*kept, action.version]
-            stage.versions = max(stage.versions, len(stage.held))
-    for stage in stages.values():
-        if not stage.trains:  # evaluation saves nothing for a backward
-            stage.activations = 0
-    return stages

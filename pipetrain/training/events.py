@@ -18,7 +18,6 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import histogram_raw, hparams, image, scalar, text
 
-from pipetrain.runtime.record import mean_of
 from pipetrain.training.history import History
 from pipetrain.training.run import Run
 
@@ -55,23 +54,24 @@ def points(history: History) -> bytes:
         "speed/samples_per_s": figures.samples_per_s,
     }
     summaries = []
-    # An epoch that was trained by another pipeline says nothing of these stages.
-    measured = history.measured_last() if history.counted else []
-    for stage, (seen, said) in enumerate(zip(measured, history.predicted, strict=False)):
-        record, before = figures.records[stage], history.before(stage)
-        counts = {late: count for late, count in figures.staleness[stage].items() if count}
-        scalars[f"staleness/stage{stage}"] = max(counts, default=0)
-        scalars[f"staleness_mean/stage{stage}"] = mean_of(counts)
-        summaries.append(_distribution(f"distribution/staleness/stage{stage}", counts))
-        scalars[f"sent_mib/stage{stage}"] = (record.bytes_sent - before.bytes_sent) / 2**20
-        scalars[f"codec_s/stage{stage}"] = record.codec_s - before.codec_s
+    for stage, (seen, said) in enumerate(zip(history.measured_last(), history.predicted, strict=False)):
+        stats = figures.stages[stage]
+        scalars[f"staleness/stage{stage}"] = stats.max_staleness
+        scalars[f"staleness_mean/stage{stage}"] = stats.mean_staleness
+        summaries.append(_distribution(f"distribution/staleness/stage{stage}", stats.staleness))
+        scalars[f"sent_mib/stage{stage}"] = stats.bytes_sent / 2**20
+        scalars[f"codec_s/stage{stage}"] = stats.codec_s
         for suffix, times in (("", seen), ("_predicted", said)):
             scalars[f"bubble{suffix}/stage{stage}"] = times.bubble
             scalars[f"wait{suffix}/stage{stage}"] = times.wait
             if times.stage_time_s is not None:
                 scalars[f"stage_time{suffix}/stage{stage}"] = times.stage_time_s
     summaries += [scalar(name, value) for name, value in scalars.items()]
-    return _records(summaries, figures.ended, figures.epoch)
+    losses = (
+        _records([scalar("loss/update", loss)], figures.ended, update)
+        for update, loss in figures.losses.items()
+    )
+    return _records(summaries, figures.ended, figures.epoch) + b"".join(losses)
 
 
 def outcome(summary: Mapping[str, Any]) -> bytes:

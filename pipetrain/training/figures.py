@@ -6,46 +6,56 @@ Apart from trainer and recorder: training needs nothing that draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
-from typing import Any
+from statistics import fmean
+from typing import Annotated, Any
 
 from pipetrain.checkpoint.files import Manifest
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
-from pipetrain.runtime.record import StageRecord
 from pipetrain.runtime.tally import Tally
+from pipetrain.schedule.timeline import StageStats
 
-Records = dict[int, StageRecord]
-_LEAST = 1e-9  # of what is divided by: seconds, and shares of an epoch
+Stats = dict[int, StageStats]
+Loss = Annotated[float, "or infinite, or NaN"]
+_LEAST = 1e-9  # of what is divided by: seconds
 
 
 @dataclass(frozen=True, slots=True)
 class EpochFigures:
-    """An epoch (counted from 1) as all ranks together know it. Times in seconds, by stage where a mapping.
+    """An epoch (counted from 1) as all ranks together know it. Times in seconds.
 
-    `elapsed_s` is the run's time until its end, pauses between a stop and a resume left out; `ended` is when
-    that was, in seconds since 1970.
+    `stages` says what each stage did in it: nothing where another pipeline trained it, and less than all its
+    updates where another one began it. `elapsed_s` is the run's time until its end, pauses between a stop and
+    a resume left out; `ended` is when that was, in seconds since 1970.
     """
 
     epoch: int
     trained: Tally
     evaluated: Tally
+    losses: dict[int, Loss]  # the mean loss of some updates, by the number (from 1) of the last of them
     lr: float  # of the last update
     train_s: float
     eval_s: float
-    busy_s: dict[int, float]
-    wait_s: dict[int, float]
-    staleness: dict[int, dict[int, int]]  # of each stage: forwards, by the updates that they were late by
-    records: Records
+    stages: Stats
     elapsed_s: float
     ended: float
-    share: float = 1.0  # of its batches, those that `busy_s`, `wait_s`, `staleness` and the records count
 
     @property
     def samples_per_s(self) -> float:
         """Training samples a second, evaluation not counted."""
         return self.trained.samples / self.train_s
+
+    @property
+    def updates(self) -> int:
+        """How many updates `stages` tells of."""
+        return self.stages[0].updates if self.stages else 0
+
+
+def by_update(losses: Sequence[float], first: int, every: int) -> dict[int, float]:
+    """Return the mean of each `every` losses by the number of its last update; `first` is that of all."""
+    pieces = [losses[start : start + every] for start in range(0, len(losses), every)]
+    return {first + every * n + len(piece) - 1: fmean(piece) for n, piece in enumerate(pieces)}
 
 
 def most_accurate(history: Sequence[EpochFigures]) -> EpochFigures:
@@ -57,19 +67,14 @@ def most_accurate(history: Sequence[EpochFigures]) -> EpochFigures:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is: its finished epochs, and what is counted of the one that is not over.
-
-    `records` are of all the run, `before` of it until that epoch began.
-    """
+    """How far a run is: its finished epochs, and what is counted of the one that is not over."""
 
     history: list[EpochFigures] = field(default_factory=list)
     trained: Tally = field(default_factory=Tally)
     train_s: float = 0.0
     elapsed_s: float = 0.0
-    records: Records = field(default_factory=dict)
-    before: Records = field(default_factory=dict)
-    since: int = 0  # the epoch (from 0) from which on the records count
-    uncounted: int = 0  # batches of the epoch that is not over that they do not
+    stages: Stats = field(default_factory=dict)
+    losses: list[Loss] = field(default_factory=list)  # of each update
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
@@ -85,21 +90,18 @@ class Progress:
 def read_progress(manifest: Manifest) -> Progress:
     """Read the progress of a checkpoint, and prove that a run can go on from it. Raises DamagedCheckpoint."""
     progress = Progress.from_json(manifest.progress)
-    history, since, position = progress.history, progress.since, manifest.position
+    history, position = progress.history, manifest.position
     stages = set(range(len(manifest.pipeline["placement"])))
-    counted: list[tuple[Mapping[int, object], ...]] = [
-        (f.records, f.busy_s, f.wait_s, f.staleness) for f in history[since:]
-    ]
+    counted = [progress.stages, *(figures.stages for figures in history if figures.stages)]
     fits = (
         len(history) == position.epoch
         and all(figures.epoch == number for number, figures in enumerate(history, 1))
-        and all(figures.train_s > _LEAST and _LEAST < figures.share <= 1 for figures in history)
-        # The first epoch that counts is done, or it is the one that is not over.
-        and (since < position.epoch or (since == position.epoch and (position.batch > 0 or not since)))
-        and progress.uncounted <= position.batch
-        and all(known.keys() == stages for known in chain([progress.records], *counted))
+        and all(figures.train_s > _LEAST for figures in history)
+        and all(known.keys() == stages for known in counted)
         and all(
-            late <= position.update for f in history for counts in f.staleness.values() for late in counts
+            stats.updates <= position.update and stats.max_staleness <= position.update
+            for known in counted
+            for stats in known.values()
         )
     )
     if not fits:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Any
 
 from pipetrain.prediction import StageTimes, played, predict
-from pipetrain.runtime.record import StageRecord
+from pipetrain.schedule.timeline import StageStats, total
 from pipetrain.training import stage_table
 from pipetrain.training.figures import EpochFigures, most_accurate
 from pipetrain.training.run import Run
@@ -28,15 +29,15 @@ class Machine:
 
 
 class History:
-    """The finished epochs of a run. The stages' times count from epoch number `since` on (from 0)."""
+    """The finished epochs of a run. Those that another pipeline trained say nothing of these stages."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._plan = run.plan
+        self._batches = len(run.sampler.batch_sizes)  # of an epoch
         self.simulated = played(run.plan)
         self.predicted = predict(run.plan, self.simulated)
         self.epochs: list[EpochFigures] = []
-        self.since = 0
 
     @property
     def last(self) -> EpochFigures:
@@ -54,50 +55,36 @@ class History:
         earlier.epochs = self.epochs[:epochs]
         return earlier
 
-    def before(self, stage: int) -> StageRecord:
-        """Return what a stage had done before the newest epoch."""
-        earlier = self.epochs[self.since : -1]
-        return earlier[-1].records[stage] if earlier else StageRecord()
-
     def measured_last(self) -> list[StageTimes]:
-        """Return the stages' times over the newest epoch."""
-        last = self.last
-        return self._measured(last.busy_s, last.wait_s, last.train_s * last.share, last.share)
+        """Return the stages' times over the newest epoch; nothing where another pipeline trained it."""
+        return self._measured(self.epochs[-1:])
 
     def measured(self) -> list[StageTimes]:
-        """Return the stages' times over all epochs that count."""
-        records = self.last.records
-        return self._measured(
-            {stage: record.busy_s for stage, record in records.items()},
-            {stage: record.wait_s for stage, record in records.items()},
-            self._train_s,
-            self.counted,
-        )
+        """Return the stages' times over all epochs that tell of them."""
+        return self._measured(self.epochs)
 
-    def _measured(
-        self, busy_s: dict[int, float], wait_s: dict[int, float], train_s: float, epochs: float
-    ) -> list[StageTimes]:
-        updates = max(1, round(epochs * self._run.updates / self._run.settings.epochs))
-        return stage_table.measured(self._plan.placement, busy_s, wait_s, train_s, updates)
+    def _measured(self, epochs: Sequence[EpochFigures]) -> list[StageTimes]:
+        seconds = self._told_s(epochs)
+        return stage_table.measured(self._plan.placement, self._stages(epochs), seconds) if seconds else []
 
-    @property
-    def counted(self) -> float:
-        """How many epochs the records count."""
-        return sum(figures.share for figures in self.epochs[self.since :])
+    def _stages(self, epochs: Sequence[EpochFigures]) -> list[StageStats]:
+        """Add up what each stage did."""
+        told = [figures.stages for figures in epochs if figures.stages]
+        return [total([stages[stage] for stages in told]) for stage in range(self._plan.stages)]
 
-    @property
-    def _train_s(self) -> float:
-        return sum(figures.train_s * figures.share for figures in self.epochs[self.since :])
+    def _told_s(self, epochs: Sequence[EpochFigures]) -> float:
+        """Return the seconds of training that the epochs' stages tell of."""
+        return sum(figures.train_s * figures.updates / self._batches for figures in epochs)
 
     @property
     def straggler(self) -> stage_table.Straggler | None:
         """The rank that holds the others up, if one does."""
-        updates = round(self._run.updates / self._run.settings.epochs * self.counted)
+        updates = sum(figures.updates for figures in self.epochs)
         return stage_table.find_straggler(self._plan.placement, self.measured(), updates)
 
     def stage_table(self) -> str:
         """Return a row a stage: its times beside the plan's, and what it sent."""
-        return stage_table.table(self.measured(), self.predicted, self.last.records)
+        return stage_table.table(self.measured(), self.predicted, self._stages(self.epochs))
 
     def table(self) -> str:
         """Return the epochs as a table: all of them, or the last ones and the best of many."""
@@ -124,11 +111,19 @@ class History:
         numbers += [figures.samples_per_s, figures.train_s, figures.eval_s, figures.elapsed_s]
         return _line([str(figures.epoch), *(f"{number:.6g}" for number in numbers)])
 
+    def update_rows(self, number: int) -> bytes:
+        """Return a part of updates.csv: the heads of the columns, then an epoch's rows each."""
+        if number == 0:
+            return _line(["update", "train_loss"])
+        losses = self.epochs[number - 1].losses
+        return b"".join(_line([str(update), f"{loss:.6g}"]) for update, loss in losses.items())
+
     def summary(self, machine: Machine) -> dict[str, Any]:
         """Return what summary.json says."""
         settings, data, last, best = self._run.settings, self._run.data, self.last, self.best
         train_s = sum(figures.train_s for figures in self.epochs)
-        straggler, records = self.straggler, last.records.values()
+        straggler, stages, seen = self.straggler, self._stages(self.epochs), self.measured()
+        epochs = sum(figures.updates for figures in self.epochs) / self._batches  # that the stages tell of
         return {
             "model": settings.model,
             "data": data.name,
@@ -165,34 +160,33 @@ class History:
             "samples_per_s": sum(f.trained.samples for f in self.epochs) / train_s,
             "epoch_s": train_s / len(self.epochs),
             "total_s": last.elapsed_s,
-            "bytes_per_epoch": sum(record.bytes_sent for record in records) / self.counted,
-            "codec_s_per_epoch": sum(record.codec_s for record in records) / self.counted,
+            "bytes_per_epoch": sum(stats.bytes_sent for stats in stages) / epochs,
+            "codec_s_per_epoch": sum(stats.codec_s for stats in stages) / epochs,
             "updates": self._run.updates,
             "straggler": None if straggler is None else asdict(straggler),
             "simulated_bubble": self.simulated.bubble,
-            "per_stage": [self._stage_summary(stage, seen) for stage, seen in enumerate(self.measured())],
+            "per_stage": [self._stage_summary(*of) for of in zip(count(), stages, seen, strict=False)],
         }
 
-    def _stage_summary(self, stage: int, seen: StageTimes) -> dict[str, Any]:
+    def _stage_summary(self, stage: int, stats: StageStats, seen: StageTimes) -> dict[str, Any]:
         said = self.predicted[stage]
-        record = self.last.records[stage]
         held = self._plan.layers[self._plan.slice(stage)]
         return {
             "stage": stage,
             "rank": self._plan.placement[stage],
             "layers": len(held),
             "params": sum(layer.params for layer in held),
-            "peak_in_flight": record.peak_in_flight,
-            "peak_versions": record.peak_versions,
-            "max_staleness": record.max_staleness,
-            "mean_staleness": record.mean_staleness,
-            "staleness": {str(late): count for late, count in sorted(record.staleness.items())},
-            "busy_fraction": record.busy_s / self._train_s,
-            "bytes_sent": record.bytes_sent,
-            "raw_bytes": record.raw_bytes,
-            "ratio": record.ratio,
-            "codec_s": record.codec_s,
-            "skipped_updates": record.skipped,
+            "peak_in_flight": stats.activations,
+            "peak_versions": stats.versions,
+            "max_staleness": stats.max_staleness,
+            "mean_staleness": stats.mean_staleness,
+            "staleness": {str(late): count for late, count in sorted(stats.staleness.items())},
+            "busy_fraction": stats.busy_s / self._told_s(self.epochs),
+            "bytes_sent": stats.bytes_sent,
+            "raw_bytes": stats.raw_bytes,
+            "ratio": stats.ratio,
+            "codec_s": stats.codec_s,
+            "skipped_updates": stats.skipped,
             "bubble": seen.bubble,
             "predicted_bubble": said.bubble,
             "stage_time_s": seen.stage_time_s,

@@ -17,7 +17,8 @@ from torch import nn
 
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.building import make_model, make_schedule
-from pipetrain.config import Settings, conf_dir, read_settings
+from pipetrain.cli import conf_dir
+from pipetrain.config import Settings, read_settings
 from pipetrain.data import (
     IMAGE,
     DataMissing,

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
 from pipetrain.prediction import StageTimes
-from pipetrain.runtime.record import StageRecord
+from pipetrain.schedule.timeline import StageStats
 
 
-def measured(
-    placement: Sequence[int],
-    busy_s: Mapping[int, float],
-    wait_s: Mapping[int, float],
-    train_s: float,
-    updates: int,
-) -> list[StageTimes]:
-    """Turn what the stages counted in `train_s` seconds of training into shares of it.
+def measured(placement: Sequence[int], stages: Sequence[StageStats], train_s: float) -> list[StageTimes]:
+    """Turn what the stages did in `train_s` seconds of training into shares of it.
 
     Bubble and wait are of a stage's rank, which may hold other stages too.
     """
     busy, wait = ([0.0] * len(placement) for _ in range(2))
-    for stage, rank in enumerate(placement):
-        busy[rank] += busy_s[stage]
-        wait[rank] += wait_s[stage]
+    for stats, rank in zip(stages, placement, strict=True):
+        busy[rank] += stats.busy_s
+        wait[rank] += stats.wait_s
     return [
-        StageTimes(1 - busy[rank] / train_s, busy_s[stage] / updates, wait[rank] / train_s)
-        for stage, rank in enumerate(placement)
+        StageTimes(1 - busy[rank] / train_s, stats.busy_s / max(stats.updates, 1), wait[rank] / train_s)
+        for stats, rank in zip(stages, placement, strict=True)
     ]
 
 
@@ -64,18 +58,17 @@ def find_straggler(placement: Sequence[int], run: Sequence[StageTimes], updates:
     return Straggler(by_rank.index(slowest), slowest, mean_s, (slowest - mean_s) * updates)
 
 
-def table(run: Sequence[StageTimes], plan: Sequence[StageTimes], records: Mapping[int, StageRecord]) -> str:
+def table(run: Sequence[StageTimes], plan: Sequence[StageTimes], stages: Sequence[StageStats]) -> str:
     """Return a row a stage: measured, what the plan said, how late its gradients were, and what it sent."""
     lines = ["stage  bubble  (plan)  seconds a batch  (plan)    wait  (plan)  updates late  (most)"]
     lines[0] += "  MiB sent  ratio  codec s"
-    for stage, (seen, said) in enumerate(zip(run, plan, strict=True)):
-        record = records[stage]
-        ratio = "-" if record.ratio is None else f"{record.ratio:.1f}"
+    for stage, (seen, said, stats) in enumerate(zip(run, plan, stages, strict=True)):
+        ratio = "-" if stats.ratio is None else f"{stats.ratio:.1f}"
         lines.append(
             f"{stage:5d}  {seen.bubble:6.1%}  {said.bubble:6.1%}  {_seconds(seen.stage_time_s):>15}  "
             f"{_seconds(said.stage_time_s):>6}  {seen.wait:6.1%}  {said.wait:6.1%}  "
-            f"{record.mean_staleness:12.2f}  {record.max_staleness:6d}  "
-            f"{record.bytes_sent / 2**20:8.1f}  {ratio:>5}  {record.codec_s:7.2f}"
+            f"{stats.mean_staleness:12.2f}  {stats.max_staleness:6d}  "
+            f"{stats.bytes_sent / 2**20:8.1f}  {ratio:>5}  {stats.codec_s:7.2f}"
         )
     return "\n".join(lines)
 

@@ -1,18 +1,15 @@
-"""What `trace=` asks for: keeps when each action of the traced windows ran, and brings it together on rank 0.
+"""What `trace=` asks for: keeps the rows of the traced windows, and brings them together on rank 0.
 
-Every rank knows every program, so it keeps times alone, in arrays (24 bytes an action), and what its messages
-were on the wire; where a policy decides, it keeps the actions too. It sends all that once, after the epoch in
-which the last traced window ran. Its clock is compared with rank 0's before and after; in between the offset
-is taken to drift evenly.
+Every rank sends its rows once, after the epoch in which the last traced window ran. Its clock is compared
+with rank 0's before and after; in between the offset is taken to drift evenly.
 """
 
 from __future__ import annotations
 
 import platform
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from time import perf_counter
@@ -25,8 +22,8 @@ from pipetrain.blueprint import window_lengths
 from pipetrain.checkpoint.files import Position
 from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.schedule.actions import Action, Op, shortened
-from pipetrain.schedule.measured import Carried, RankWindow, TracedWindow
+from pipetrain.schedule.actions import Op
+from pipetrain.schedule.timeline import Row, Timeline, TracedWindow
 from pipetrain.training.run import Run
 
 MOST_ACTIONS = 100_000  # of a rank, counted in whole windows, of which one is always traced
@@ -52,12 +49,8 @@ class Tracer:
         actions = list(accumulate(longest[n] for n in lengths))
         self._left = max(1, bisect_right(actions, MOST_ACTIONS))
         self._cut = "" if self._left == len(lengths) else f"at {MOST_ACTIONS} actions of a rank"
-        self._windows: list[
-            tuple[int, int, list[int]]
-        ] = []  # (epoch, planned batches, samples of microbatches)
-        self._times: list[array[float]] = []  # of each window
-        self._messages: list[list[Carried]] = []  # likewise
-        self._ran: list[list[Action]] = []  # likewise, where a policy decides
+        self._windows: list[tuple[int, list[int]]] = []  # epoch, samples of microbatches
+        self._rows: list[Row] = []  # of each window
         self._began = self._compare_clocks()
 
     @property
@@ -76,39 +69,22 @@ class Tracer:
         """Bring the times of all ranks together, on the clock of rank 0."""
         (began, first, error), (ended, last, other_error) = self._began, self._compare_clocks()
         drift = (last - first) / (ended - began)
-        for times in self._times:
-            _shift(times, lambda moment: moment + first + drift * (moment - began))
-        mine = self._times, self._messages, self._ran, max(error, other_error)
-        ranks: list[Any] = self._mesh.gather("the trace", mine)
+        rows = [_shifted(row, lambda moment: moment + first + drift * (moment - began)) for row in self._rows]
+        ranks: list[Any] = self._mesh.gather("the trace", (rows, max(error, other_error)))
+        m = self._run.settings.microbatches
         return Trace(
             [
-                TracedWindow(epoch, samples, self._unpacked(n, batches, len(samples), ranks))
-                for n, (epoch, batches, samples) in enumerate(self._windows)
+                TracedWindow(epoch, samples, Timeline([rows[n] for rows, _ in ranks], m))
+                for n, (epoch, samples) in enumerate(self._windows)
             ],
             "where the run was stopped" if self._left else self._cut,
-            max(error for *_, error in ranks),
+            max(error for _, error in ranks),
         )
 
-    def _take(self, epoch: int, batches: Sequence[Sequence[Tensor]], window: RankWindow) -> None:
-        done = max(action.version for action, *_ in window.timed if action.op is Op.STEP)
-        samples = [len(ids) for batch in batches[:done] for ids in batch]
-        self._windows.append((epoch, len(batches), samples))
-        self._times.append(_packed(window))
-        self._messages.append(window.messages)
-        if self._run.plan.policy:
-            self._ran.append([action for action, *_ in window.timed])
-
-    def _unpacked(
-        self, number: int, batches: int, microbatches: int, ranks: Sequence[Any]
-    ) -> list[RankWindow]:
-        m = self._run.settings.microbatches
-        program = [shortened(rank, microbatches // m, m) for rank in self._run.plan.windows[batches].program]
-        if self._run.plan.policy:
-            program = [ran[number] for *_, ran, _ in ranks]
-        return [
-            replace(_unpacked(times[number], actions), messages=messages[number])
-            for (times, messages, *_), actions in zip(ranks, program, strict=True)
-        ]
+    def _take(self, epoch: int, batches: Sequence[Sequence[Tensor]], row: Row) -> None:
+        done = max(action.version for action in row.actions if action.op is Op.STEP)
+        self._windows.append((epoch, [len(ids) for batch in batches[:done] for ids in batch]))
+        self._rows.append(row)
 
     def _compare_clocks(self) -> tuple[float, float, float]:
         """Return the present, the offset to rank 0's clock, and its error: seconds."""
@@ -153,21 +129,7 @@ def _lengths(run: Run, position: Position) -> list[int]:
     ]
 
 
-def _packed(window: RankWindow) -> array[float]:
-    times = array("d", (window.began, *window.drain, window.ended))
-    for _, start, end, blocked in window.timed:
-        times.extend((start, end, blocked))
-    return times
-
-
-def _unpacked(times: array[float], actions: Sequence[Action]) -> RankWindow:
-    began, drained, drain_end, ended = times[:4]
-    timed = list(zip(actions, times[4::3], times[5::3], times[6::3], strict=True))
-    return RankWindow(began, timed, (drained, drain_end), ended)
-
-
-def _shift(times: array[float], shifted: Callable[[float], float]) -> None:
-    """Put packed times on another clock; of each action the third number is no moment but a length."""
-    for index, moment in enumerate(times):
-        if index < 4 or (index - 4) % 3 != 2:
-            times[index] = shifted(moment)
+def _shifted(row: Row, shift: Callable[[float], float]) -> Row:
+    """Return a row on another clock."""
+    spans = [span._replace(start=shift(span.start), end=shift(span.end)) for span in row.spans]
+    return Row(shift(row.began), shift(row.ended), spans)

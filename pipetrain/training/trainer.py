@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -28,14 +28,13 @@ from pipetrain.runtime.coded import Feedback
 from pipetrain.runtime.engine import Ends, Observer
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Listed
-from pipetrain.runtime.record import StageRecord
 from pipetrain.runtime.tally import Tally
 from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
-from pipetrain.schedule.measured import RankWindow
+from pipetrain.schedule.timeline import Row
 from pipetrain.training.assembly import make_engine, make_stages, slots
 from pipetrain.training.feed import WindowFeed
-from pipetrain.training.figures import EpochFigures, Progress, Records, read_progress
+from pipetrain.training.figures import EpochFigures, Progress, Stats, by_update, read_progress
 from pipetrain.training.keeper import Keeper, is_best, saved_residuals, set_random_state
 from pipetrain.training.resume import load
 from pipetrain.training.run import Run
@@ -53,11 +52,10 @@ Ran = list[list[Action]]
 class _RankFigures:
     """What one rank knows of an epoch. Times in seconds."""
 
-    tallies: tuple[Tally, Tally] | None  # of training and evaluation, where the last stage is
+    counted: tuple[Tally, Tally, list[float]] | None  # training, evaluation, losses; of the last stage's rank
     train_s: float
     eval_s: float
-    before: Records  # what the records said before the epoch
-    records: Records
+    stages: Stats
     ran: Ran
 
 
@@ -86,6 +84,7 @@ class Trainer:
         self._elapsed_before = 0.0
         self._started = time.perf_counter()
         self._ran: Ran = []
+        self._losses: list[float] = []  # of the epoch's updates so far, where the last stage is
 
     def restore(self, folder: Path, manifest: Manifest) -> None:
         """Go on from a whole checkpoint, instead of from the start.
@@ -105,16 +104,15 @@ class Trainer:
         last = self.stages.get(self._run.plan.stages - 1)
         if last is not None:
             last.restore_tally(self._progress.trained)
+            self._losses = list(self._progress.losses)
         if manifest.pipeline == self._run.plan.pipeline:
-            for index in self.stages:
-                self._engine.records[index] = self._progress.records[index].copy()
+            self._engine.stats = {index: self._progress.stages[index] for index in self.stages}
             rank, device = self._mesh.world.rank, self._mesh.device
             set_random_state(tensors, rank, device)
             self._feedback.residuals = saved_residuals(tensors, slots(self._run.plan, rank), device)
-        else:
-            since = len(self._progress.history)
-            uncounted = manifest.position.batch
-            self._progress = replace(self._progress, records={}, before={}, since=since, uncounted=uncounted)
+        else:  # what other stages did is no part of what these do
+            history = [replace(figures, stages={}) for figures in self._progress.history]
+            self._progress = replace(self._progress, history=history, stages={})
 
     def _prove_position(self, folder: Path) -> None:
         epoch, batch, update = astuple(self._position)
@@ -134,7 +132,7 @@ class Trainer:
         settings = self._run.settings
         tracer = Tracer(self._run, self._mesh, self._position) if settings.trace else None
         if self._recorder:
-            self._recorder.begin(self._progress.history, self._progress.since)
+            self._recorder.begin(self._progress.history)
         with self._keeper.asking.listening() if self._keeper else nullcontext():
             for epoch in range(self._position.epoch, settings.epochs):
                 asked = self._epoch(epoch, tracer)
@@ -157,40 +155,36 @@ class Trainer:
     def _epoch(self, epoch: int, tracer: Tracer | None) -> Asked:
         """Train an epoch, or what is left of it, and evaluate; return what a signal has asked for."""
         start = time.perf_counter() - self._progress.train_s
-        before = self._progress.before or self._records()
-        asked = self._train(epoch, tracer, start, before)
+        asked = self._train(epoch, tracer, start)
         if asked == "stop":
             return asked
         trained = time.perf_counter()
         if not self.evaluate(epoch):
-            self._save(trained - start, before)
+            self._save(trained - start)
             return "stop"
-        self._report(epoch, trained - start, time.perf_counter() - trained, before)
-        self._progress = Progress(self._progress.history, since=self._progress.since)
+        self._report(epoch, trained - start, time.perf_counter() - trained)
+        self._progress = Progress(self._progress.history)
         self._position = Position(epoch + 1, 0, self._position.update)
         over, best = epoch + 1 == self._run.settings.epochs, is_best(self._position, self._progress)
         if self._keeper and (self._keeper.due(self._position, over, best) or asked):
-            self._save(0.0, self._records())
+            self._save(0.0)
         return asked
 
-    def _records(self) -> Records:
-        return {stage: record.copy() for stage, record in self._engine.records.items()}
-
-    def _save(self, train_s: float, before: Records) -> None:
+    def _save(self, train_s: float) -> None:
         """Start to save a checkpoint. The pipeline is drained, and all ranks do this at the same window."""
         assert self._keeper is not None
         last = self.stages.get(self._run.plan.stages - 1)
-        mine = (last.trained_so_far if last else None, self._records(), before)
+        counted = last and (last.trained_so_far, self._losses)
+        mine = (counted, self._engine.stats)
         gathered: list[Any] = self._mesh.gather("what is known of the epoch", mine)
+        trained, losses = next(counted for counted, _ in gathered if counted is not None)
         progress = Progress(
             history=self._progress.history,
-            since=self._progress.since,
-            uncounted=self._progress.uncounted,
-            trained=next(tally for tally, *_ in gathered if tally is not None),
+            trained=trained,
             train_s=train_s,
             elapsed_s=self._elapsed(),
-            records={stage: record for _, records, _ in gathered for stage, record in records.items()},
-            before={stage: record for *_, records in gathered for stage, record in records.items()},
+            stages={stage: stats for _, stages in gathered for stage, stats in stages.items()},
+            losses=losses,
         )
         residuals, pipeline = self._feedback.residuals, self._run.plan.pipeline
         self._keeper.save(self.stages, self._mesh, self._position, pipeline, progress, residuals)
@@ -222,7 +216,7 @@ class Trainer:
         self._keeper.asking.begin_window(batches, batch_s)
         return self._keeper.asking.ends_window
 
-    def _train(self, epoch: int, tracer: Tracer | None, began: float, before: Records) -> Asked:
+    def _train(self, epoch: int, tracer: Tracer | None, began: float) -> Asked:
         run, start = self._run, self._position.batch
         batches = run.sampler.epoch(epoch)
         ids = [ids for batch in batches[start:] for ids in batch]
@@ -242,21 +236,23 @@ class Trainer:
                 self._ends(length, *batch_s),
             )
             start += order.batches
+            if (last := self.stages.get(run.plan.stages - 1)) is not None:
+                self._losses += last.take_losses()
             self._position = Position(epoch, start, epoch * len(batches) + start)
             if self._keeper:
                 asked = self._keeper.asking.after_window()
                 between = start < len(batches) or asked == "stop"
                 if between and (self._keeper.due(self._position) or asked):
-                    self._save(time.perf_counter() - began, before)
+                    self._save(time.perf_counter() - began)
                 if asked == "stop":
                     break
         return asked
 
-    def _observe(self, traced: Observer | None, window: RankWindow) -> None:
+    def _observe(self, traced: Observer | None, row: Row) -> None:
         if traced:
-            traced(window)
+            traced(row)
         if self._run.plan.policy:
-            self._ran.append([action for action, *_ in window.timed])
+            self._ran.append(row.actions)
 
     def _prove(self, epoch: int, programs: list[Program]) -> None:
         """Hold what a policy has decided on against what every program must be. Raises ScheduleError."""
@@ -275,19 +271,19 @@ class Trainer:
             return None
         return inputs(split, ids, transform, self._run.settings.workers, self._run.settings.timeout)
 
-    def _report(self, epoch: int, train_s: float, eval_s: float, before: Records) -> None:
+    def _report(self, epoch: int, train_s: float, eval_s: float) -> None:
         """Bring an epoch's figures together, whichever rank knows them."""
-        tallies = None
+        counted = None
         last = self.stages.get(self._run.plan.stages - 1)
         if last is not None:
-            tallies = last.take_tallies()
-        mine = _RankFigures(tallies, train_s, eval_s, before, self._records(), self._ran)
+            counted, self._losses = (*last.take_tallies(), self._losses), []
+        mine = _RankFigures(counted, train_s, eval_s, self._engine.take_stats(), self._ran)
         self._ran = []
         gathered = self._mesh.gather(f"the figures of epoch {epoch + 1}", mine)
         ranks = [figures for figures in gathered if isinstance(figures, _RankFigures)]
         if self._mesh.world.rank == 0:
             self._prove(epoch, [list(ran) for ran in zip(*(figures.ran for figures in ranks), strict=True)])
-        trained, evaluated = next(figures.tallies for figures in ranks if figures.tallies is not None)
+        trained, evaluated, losses = next(figures.counted for figures in ranks if figures.counted is not None)
         if self._run.settings.on_nan == "stop" and math.isnan(evaluated.mean_loss):
             raise TrainingStopped(
                 f"the loss of the evaluation after update {self._position.update} is nan: the weights "
@@ -297,38 +293,14 @@ class Trainer:
             epoch=epoch + 1,
             trained=trained,
             evaluated=evaluated,
+            losses=by_update(losses, self._position.update - len(losses) + 1, self._run.settings.log_every),
             lr=self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
             train_s=max(figures.train_s for figures in ranks),
             eval_s=max(figures.eval_s for figures in ranks),
-            busy_s=_grown(ranks, lambda record: record.busy_s),
-            wait_s=_grown(ranks, lambda record: record.wait_s),
-            staleness=_occurred(ranks),
-            records={stage: record for figures in ranks for stage, record in figures.records.items()},
+            stages={stage: stats for figures in ranks for stage, stats in figures.stages.items()},
             elapsed_s=self._elapsed(),
             ended=time.time(),
-            share=1 - self._progress.uncounted / len(self._run.sampler.batch_sizes),
         )
         self._progress.history.append(epoch_figures)
         if self._recorder:
             self._recorder.epoch(epoch_figures)
-
-
-def _grown(ranks: Sequence[_RankFigures], seconds: Callable[[StageRecord], float]) -> dict[int, float]:
-    """Return by how much the times of each stage have grown in an epoch."""
-    return {
-        stage: seconds(record) - seconds(figures.before.get(stage, StageRecord()))
-        for figures in ranks
-        for stage, record in figures.records.items()
-    }
-
-
-def _occurred(ranks: Sequence[_RankFigures]) -> dict[int, dict[int, int]]:
-    """Return how many forwards of each stage were late in an epoch, by how many updates."""
-    return {
-        stage: {
-            late: count - figures.before.get(stage, StageRecord()).staleness.get(late, 0)
-            for late, count in sorted(record.staleness.items())
-        }
-        for figures in ranks
-        for stage, record in figures.records.items()
-    }

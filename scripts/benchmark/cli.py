@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmark import jitter, memory, models, overhead, report, single, sleep, wire
-from benchmark.figures import Row, Scale
+from benchmark import memory, models, overhead, report, sleep, wire
+from benchmark.report import Row
+from benchmark.tasks import Scale
 from benchmark.worlds import Say, WorldFailed
 from comparison.processes import interruptible
 
 SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
     "sleep": sleep.suite,
-    "jitter": jitter.suite,
+    "jitter": sleep.jitter_suite,
     **{model: partial(models.suite, model) for model in models.MODELS},
-    "one-process": single.suite,
+    "one-process": models.one_process_suite,
     "overhead": overhead.suite,
     "memory": memory.suite,
     "wire": wire.suite,

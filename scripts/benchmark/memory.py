@@ -11,11 +11,10 @@ from statistics import linear_regression, median
 
 from torch import nn
 
-from benchmark.figures import Row, Scale, Verdict
-from benchmark.ours import Ours
-from benchmark.tasks import Task, prepare
+from benchmark.contestants import Ours
+from benchmark.report import Row, Verdict
+from benchmark.tasks import Scale, Task, prepare, schedules
 from benchmark.worlds import Say, run_world, titled
-from pipetrain.config import conf_dir
 from pipetrain.runtime.mesh import Mesh
 
 RANKS, WINDOW = 2, 4  # batches of an asynchronous window
@@ -43,9 +42,8 @@ def small_cnn() -> nn.Sequential:
 
 def suite(scale: Scale, say: Say) -> Iterator[Row]:
     """Measure each schedule in processes of its own, and give the rows as they come."""
-    schedules = sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml"))
     warmup, windows = (1, 3) if scale.quick else (WARMUP, WINDOWS)
-    for schedule in ["pipedream"] if scale.quick else schedules:
+    for schedule in ["pipedream"] if scale.quick else schedules():
         held = run_world(measure, RANKS, titled(say, "memory"), schedule, warmup, windows)
         for rank, one in enumerate(held):
             yield from make_rows(f"memory, {schedule}, rank {rank}", one)
@@ -62,11 +60,11 @@ def measure(mesh: Mesh, say: Say, schedule: str, warmup: int, windows: int) -> H
         if number >= warmup:
             resident.append(resident_mib())
     simulated = ours.plan.window.simulation
-    records = sorted(ours.records.items())
+    records = sorted(ours.stats.items())
     return Held(
         resident,
-        [(record.peak_in_flight, simulated.activations[stage]) for stage, record in records],
-        [(record.peak_versions, simulated.versions[stage]) for stage, record in records],
+        [(record.activations, simulated.activations[stage]) for stage, record in records],
+        [(record.versions, simulated.versions[stage]) for stage, record in records],
     )
 
 

@@ -1,7 +1,8 @@
-"""Suites: VGG16 and ResNet18 on two processes, at the best cut, ours and everybody else's.
+"""Suites `vgg16` and `resnet18`: two processes at the best cut; `one-process`: what the engine itself costs.
 
-The ideal is each stage alone on local tensors, at the same time as the other, with no message: its slower
-stage is the pace that no pipeline beats. The cut is the one with the best such pace, by measurement.
+The ideal of two processes is each stage alone on local tensors, at the same time as the other, with no
+message: its slower stage is the pace that no pipeline beats. The cut is the one with the best such pace, by
+measurement. In one process, where a pipeline is of no use, the ideal is a plain PyTorch loop.
 """
 
 from __future__ import annotations
@@ -12,13 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmark.figures import Row, Scale, Series, timed_row
-from benchmark.ours import Ours
-from benchmark.rounds import FULL, Contestant, race
-from benchmark.tasks import Job, Task, compose_task, prepare
-from benchmark.theirs import RIVALS, SCHEDULES, Alone, Plain, TorchPipeline
+from benchmark.contestants import FULL, RIVALS, SCHEDULES, Alone, Contestant, Ours, Plain, TorchPipeline, race
+from benchmark.report import Row, Series, timed_row
+from benchmark.tasks import Job, Scale, Task, compose_task, prepare, schedules
 from benchmark.worlds import Say, run_world, titled
-from pipetrain.config import conf_dir
 from pipetrain.partition.balance import STRATEGIES, choose_cuts
 from pipetrain.partition.estimate import Layer
 from pipetrain.partition.profile import PROFILE
@@ -34,16 +32,11 @@ SMALL = Task(("model=mlp", "batch_size=64"))
 MICROBATCHES = 4
 BATCHES, WINDOW = 4, 12  # of a turn; of an asynchronous window
 ONE_THREAD = "one process, 1 thread"
+PLAIN = "plain loop"
 NEIGHBOURS = 2  # cuts tried on either side of the one that flops chooses
-
-# What each schedule is given. Synchronous ones flush after each batch.
-SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "layer_dist": ("microbatches=1",),
-    "pipedream": ("microbatches=1",),
-}
-# In the layout of everybody else's, who cannot send another over gloo.
-ALIKE: dict[str, str] = {f"{name}, contiguous": name for name in ("gpipe", "1f1b", "pipedream")}
-CONTIGUOUS = "memory_format=contiguous"
+WHOLE = "microbatches=1"
+CONTIGUOUS = "memory_format=contiguous"  # the layout of everybody else's, who cannot send another over gloo
+ALIKE = {f"{name}, contiguous": name for name in ("gpipe", "1f1b", "pipedream")}
 # Further rows of pipedream's: with options of the configuration, and what they gain over the defaults.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "optimizer not fused": ("optim.fused=false",),
@@ -53,6 +46,16 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 COMPILERS = ("c++", "g++", "clang++")  # one of which torch.compile needs
 Cut = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured for one model: the cuts, and everybody at the best. `ideals`: by contestant."""
+
+    by_cut: Series
+    best: str
+    series: Series
+    ideals: Mapping[str, str]
 
 
 def suite(model: str, scale: Scale, say: Say) -> Iterator[Row]:
@@ -76,20 +79,10 @@ def candidate_cuts(layers: Sequence[Layer], stages: int) -> dict[Cut, list[str]]
 
 def profiled_cut(mesh: Mesh, task: Task) -> Cut:
     """Return the cut of partition=profile, for whole batches."""
-    whole = task.extended("microbatches=1")
+    whole = task.extended(WHOLE)
     cfg, draft = compose_task(whole, "1f1b"), prepare(whole, "1f1b", RANKS).plan
     profile = make_profile(cfg, draft, mesh.device, measure_together(mesh, cfg, draft))
     return tuple(prepare(whole.extended("partition=profile"), "1f1b", RANKS, profile=profile).plan.cuts)
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What was measured for one model: the cuts, and everybody at the best. `ideals`: by contestant."""
-
-    by_cut: Series
-    best: str
-    series: Series
-    ideals: Mapping[str, str]
 
 
 def measure(mesh: Mesh, say: Say, task: Task, scale: Scale) -> Found:
@@ -97,13 +90,12 @@ def measure(mesh: Mesh, say: Say, task: Task, scale: Scale) -> Found:
     batches, window = (1, 8) if scale.quick else (BATCHES, WINDOW)
     candidates = candidate_cuts(prepare(task, "1f1b", RANKS).plan.layers, RANKS)
     candidates.setdefault(profiled_cut(mesh, task), []).append(PROFILE)
-    cuts = {_label(cut, names): cut for cut, names in candidates.items()}
-    by_cut = race(
-        mesh,
-        [Alone(label, _job(task, cut, 1), mesh, batches) for label, cut in cuts.items()],
-        scale.rounds // 2 + 1,
-        titled(say, "cuts"),
-    )
+    cuts = {
+        f"before layer {', '.join(map(str, cut))} ({', '.join(names) or 'neighbour'})": cut
+        for cut, names in candidates.items()
+    }
+    stages = [Alone(label, _job(task, cut, 1), mesh, batches) for label, cut in cuts.items()]
+    by_cut = race(mesh, stages, scale.rounds // 2 + 1, titled(say, "cuts"))
     best = min(by_cut, key=lambda label: median(by_cut[label]))
     compiles = not scale.quick and any(map(shutil.which, COMPILERS))  # minutes
     everybody = contestants(mesh, task, cuts[best], batches, window, compiles)
@@ -114,35 +106,31 @@ def measure(mesh: Mesh, say: Say, task: Task, scale: Scale) -> Found:
 def contestants(
     mesh: Mesh, task: Task, cut: Cut, batches: int, window: int, compiles: bool
 ) -> list[Contestant]:
-    """Build everybody for one cut."""
+    """Build everybody for one cut. Synchronous schedules flush after each batch."""
 
     def ours(name: str, schedule: str, task: Task) -> Ours:
         return Ours(name, prepare(task, schedule, RANKS, window), mesh, batches)
 
-    cores = os.cpu_count() or 1
+    def usual(schedule: str) -> Task:
+        if schedule == "interleaved_1f1b":  # two stages a rank: a cut of its own
+            return task.extended(f"microbatches={MICROBATCHES}")
+        return whole if schedule in ("layer_dist", "pipedream") else pieces
+
     whole, pieces = _cut(task, cut, 1), _cut(task, cut, MICROBATCHES)
     jobs = [_job(layout, cut, m) for layout in (task, task.extended(CONTIGUOUS)) for m in (1, MICROBATCHES)]
     ideals = {_ideal(job.microbatches, job.plan.numerics.memory_format): job for job in jobs}
     made: list[Contestant] = [Alone(name, job, mesh, batches) for name, job in ideals.items()]
-    for schedule in sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml")):
-        mine = pieces.extended(*SCHEDULE_OPTIONS.get(schedule, ()))
-        if schedule == "interleaved_1f1b":  # two stages a rank: a cut of its own
-            mine = task.extended(f"microbatches={MICROBATCHES}")
-        made.append(ours(schedule, schedule, mine))
+    made += [ours(schedule, schedule, usual(schedule)) for schedule in schedules()]
     made.append(ours(f"pipedream, m = {MICROBATCHES}", "pipedream", pieces))
-    for name, schedule in ALIKE.items():
-        mine = pieces.extended(*SCHEDULE_OPTIONS.get(schedule, ()), CONTIGUOUS)
-        made.append(ours(name, schedule, mine))
+    made += [ours(name, schedule, usual(schedule).extended(CONTIGUOUS)) for name, schedule in ALIKE.items()]
     for name, overrides in OPTIONS.items():
-        if "compile=true" in overrides and not compiles:
-            continue
-        made.append(ours(f"pipedream, {name}", "pipedream", whole.extended(*overrides)))
+        if compiles or "compile=true" not in overrides:
+            made.append(ours(f"pipedream, {name}", "pipedream", whole.extended(*overrides)))
     made += [TorchPipeline(name, _job(task, cut, MICROBATCHES), mesh, batches) for name in SCHEDULES]
-    made += [
-        Plain("torch DDP", _job(task, cut, 1), mesh, batches, parallel=True),
-        Plain(f"one process, {cores} threads", _job(task, cut, 1), mesh, batches, cores),
-        Plain(ONE_THREAD, _job(task, cut, 1), mesh, batches),
-    ]
+    cores = os.cpu_count() or 1
+    made.append(Plain("torch DDP", _job(task, cut, 1), mesh, batches, parallel=True))
+    made.append(Plain(f"one process, {cores} threads", _job(task, cut, 1), mesh, batches, cores))
+    made.append(Plain(ONE_THREAD, _job(task, cut, 1), mesh, batches))
     return made
 
 
@@ -161,10 +149,6 @@ def _ideal(m: int, layout: str) -> str:
 def _ideal_of(one: Contestant) -> str:
     layout = one.plan.numerics.memory_format if isinstance(one, Ours) else "contiguous"
     return one.name if isinstance(one, Alone) else _ideal(one.microbatches, layout)
-
-
-def _label(cut: Cut, names: Sequence[str]) -> str:
-    return f"before layer {', '.join(map(str, cut))} ({', '.join(names) or 'neighbour'})"
 
 
 def make_rows(model: str, found: Found) -> list[Row]:
@@ -187,3 +171,23 @@ def make_rows(model: str, found: Found) -> list[Row]:
             least = {"of bound": 0.95, "x torch 1F1B": 1.15}
         rows.append(timed_row(f"{model}, cut {found.best}", name, found.series, against, least))
     return rows
+
+
+def one_process_suite(scale: Scale, say: Say) -> Iterator[Row]:
+    """Measure one process, and give the rows as they come."""
+    for model, task in MODELS.items():
+        title = f"one process, {model}"
+        task = SMALL if scale.quick else task
+        series = run_world(measure_one_process, 1, titled(say, title), task, scale.rounds)[0]
+        for name in series:
+            least = {} if name == PLAIN else {"of bound": 0.98}
+            yield timed_row(title, name, series, {"of bound": PLAIN}, least)
+
+
+def measure_one_process(mesh: Mesh, say: Say, task: Task, rounds: int) -> Series:
+    """Race a plain loop and ours, in our layout and in its."""
+    whole = task.extended(WHOLE)
+    plain = Plain(PLAIN, prepare(whole, "1f1b", 1), mesh, BATCHES)
+    tasks = {"1f1b": whole, "1f1b, contiguous": whole.extended(CONTIGUOUS)}
+    ours = [Ours(name, prepare(task, "1f1b", 1), mesh, BATCHES) for name, task in tasks.items()]
+    return race(mesh, [plain, *ours], rounds, say)

@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import ParamSpec, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from benchmark.figures import Row, Scale, Verdict
-from benchmark.ours import Ours
-from benchmark.rounds import Contestant
-from benchmark.tasks import Task, prepare
-from benchmark.theirs import Alone
+from benchmark.contestants import Alone, Contestant, Ours
+from benchmark.report import Row, Verdict
+from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import Say, run_world, titled
-from pipetrain.runtime.channel import Channel, Message
+from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock, Mark
+from pipetrain.runtime.coded import WrappedChannel
 from pipetrain.runtime.mesh import Mesh
 
 RANKS, MICROBATCHES, BATCHES = 2, 4, 50
@@ -49,75 +48,28 @@ class CpuClock(Clock):
     """Marks the thread's processor time."""
 
     def mark(self) -> Mark:
-        """See Clock.mark."""
+        """Return the seconds so far."""
         return time.thread_time()
 
 
-class TimedChannel:
+class TimedChannel(WrappedChannel):
     """A channel that knows how much processor time, in seconds, its thread spent in it."""
 
-    def __init__(self, inner: Channel) -> None:
-        self._inner = inner
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel)
         self.cpu_s = 0.0
+        for name in ("expect", "send", "recv", "drain", "arrived", "room", "wait"):
+            setattr(self, name, self._timed(getattr(channel, name)))
 
-    @property
-    def bound(self) -> int:
-        """See Channel."""
-        return self._inner.bound
+    def _timed(self, call: Callable[P, R]) -> Callable[P, R]:
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            start = time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.cpu_s += time.thread_time() - start
 
-    @property
-    def waited(self) -> float:
-        """See Channel."""
-        return self._inner.waited
-
-    @property
-    def coded(self) -> float:
-        """See Channel."""
-        return self._inner.coded
-
-    @property
-    def carried(self) -> int:
-        """See Channel."""
-        return self._inner.carried
-
-    def _timed(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        start = time.thread_time()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self.cpu_s += time.thread_time() - start
-
-    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
-        """See Channel.expect."""
-        self._timed(self._inner.expect, messages, watched)
-
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """See Channel.send."""
-        self._timed(self._inner.send, message, tensors)
-
-    def recv(self, message: Message) -> tuple[Tensor, ...]:
-        """See Channel.recv."""
-        return self._timed(self._inner.recv, message)
-
-    def forget(self, mb: int) -> None:
-        """See Channel.forget."""
-        self._inner.forget(mb)
-
-    def drain(self) -> None:
-        """See Channel.drain."""
-        self._timed(self._inner.drain)
-
-    def arrived(self, message: Message) -> bool:
-        """See Channel.arrived."""
-        return self._timed(self._inner.arrived, message)
-
-    def room(self, message: Message) -> bool:
-        """See Channel.room."""
-        return self._timed(self._inner.room, message)
-
-    def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        """See Channel.wait."""
-        self._timed(self._inner.wait, receives, sends)
+        return timed
 
 
 def suite(scale: Scale, say: Say) -> Iterator[Row]:
@@ -176,7 +128,7 @@ def _round(mesh: Mesh, ours: Ours, timed: Ours, alone: Alone, channel: TimedChan
 
 
 def _busy(ours: Ours) -> float:
-    return sum(record.busy_s for record in ours.records.values())
+    return sum(record.busy_s for record in ours.stats.values())
 
 
 def _cpu(mesh: Mesh, contestant: Contestant) -> float:

@@ -1,4 +1,4 @@
-"""What was found, as Markdown: what it was measured on, one table, and what its words mean."""
+"""From what was measured to Markdown: rows of one table, and a head that says what it was measured on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmark.figures import DIGITS, Row
+Series = Mapping[str, Sequence[float]]
+"""By contestant: what each round gave, in the order of the rounds."""
+
+DIGITS = 3
+"""Ratios are printed, and held against their targets, to so many decimals."""
 
 MEANING = """\
 `median`: of the rounds; a batch's time where it is ms. A column of ratios says how many times as fast as
@@ -25,27 +30,65 @@ epoch of CIFAR-10 (782 batches) at the time of the batches that were measured; M
 milliseconds of codecs are of a batch, on all ranks."""
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A target as a person reads it, and whether it was met."""
+
+    target: str
+    met: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table. `values`: one a round, in `unit`; `ratios`: by column."""
+
+    benchmark: str
+    contestant: str
+    values: Sequence[float]
+    unit: str
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    verdicts: Sequence[Verdict] = ()
+
+
+def ratio(reference: Sequence[float], own: Sequence[float]) -> float:
+    """Say how many times as fast as its reference a contestant is: the median over the rounds' ratios."""
+    return median(r / o for r, o in zip(reference, own, strict=True))
+
+
+def timed_row(
+    benchmark: str,
+    name: str,
+    series: Series,
+    against: Mapping[str, str],
+    least: Mapping[str, float] | None = None,
+) -> Row:
+    """Make the row of a contestant whose series is in seconds.
+
+    `against`: for each column of ratios, the contestant to compare with. `least`: what they should be.
+    """
+    ratios = {column: ratio(series[reference], series[name]) for column, reference in against.items()}
+    verdicts = [
+        Verdict(f"{column} >= {wanted:.2f}", round(ratios[column], DIGITS) >= wanted)
+        for column, wanted in (least or {}).items()
+    ]
+    return Row(benchmark, name, [1000 * s for s in series[name]], "ms", ratios, verdicts)
+
+
 def machine(arguments: Sequence[str], script: str = "scripts/bench.py") -> dict[str, str]:
     """Say what runs this, and what was asked. To be called at the start, for the load's sake."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cpu = models[0] if models else platform.machine()
+    gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     load = os.getloadavg()[0]
     return {
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         "command": " ".join([f"python {script}", *arguments]),
-        "machine": f"{_cpu()}, {os.cpu_count()} cores, {_memory_gib():.0f} GiB, load {load:.2f} at the start",
+        "machine": f"{cpu}, {os.cpu_count()} cores, {gib:.0f} GiB, load {load:.2f} at the start",
         "software": f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} "
         f"{platform.release()}, pipetrain {_revision()}",
     }
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _memory_gib() -> float:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def _revision() -> str:
@@ -62,52 +105,45 @@ def _revision() -> str:
 def markdown(head: Mapping[str, str], rows: Sequence[Row], notes: Sequence[str]) -> str:
     """Put the whole report together."""
     verdicts = [verdict for row in rows for verdict in row.verdicts]
-    met = sum(verdict.met for verdict in verdicts)
     parts = [
         "# Benchmark",
         "\n".join(f"- {key}: {value}" for key, value in head.items()),
         table(rows),
-        f"{met} of {len(verdicts)} targets met.",
+        f"{sum(verdict.met for verdict in verdicts)} of {len(verdicts)} targets met.",
         MEANING,
         *notes,
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as a Markdown table, its columns aligned for a terminal too."""
     columns = list(dict.fromkeys(column for row in rows for column in row.ratios))
     head = ["benchmark", "contestant", "median", "least - most", *columns, "target", "met"]
-    numbers = [2 <= index < 4 + len(columns) for index in range(len(head))]
-    return aligned([head, *(_cells(row, columns) for row in rows)], numbers)
+    cells = [
+        [
+            row.benchmark,
+            row.contestant,
+            f"{figure(median(row.values))} {row.unit}".strip(),
+            f"{figure(min(row.values))} - {figure(max(row.values))}" if len(row.values) > 1 else "",
+            *(f"{row.ratios[c]:.{DIGITS}f}" if c in row.ratios else "" for c in columns),
+            ", ".join(verdict.target for verdict in row.verdicts),
+            ", ".join("yes" if verdict.met else "**no**" for verdict in row.verdicts),
+        ]
+        for row in rows
+    ]
+    return aligned([head, *cells], [2 <= index < 4 + len(columns) for index in range(len(head))])
 
 
 def aligned(cells: Sequence[Sequence[str]], numbers: Sequence[bool]) -> str:
     """Return lines of cells, the head first, as a Markdown table. `numbers`: which columns are those."""
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    adjust = [str.rjust if number else str.ljust for number in numbers]
     lines = [
-        " | ".join(
-            c.rjust(w) if number else c.ljust(w) for c, w, number in zip(line, widths, numbers, strict=True)
-        )
-        for line in cells
+        [put(cell, width) for put, cell, width in zip(adjust, line, widths, strict=True)] for line in cells
     ]
-    rule = " | ".join(
-        "-" * (w - 1) + ":" if number else "-" * w for w, number in zip(widths, numbers, strict=True)
-    )
-    return "\n".join(f"| {line} |" for line in [lines[0], rule, *lines[1:]])
-
-
-def _cells(row: Row, columns: Sequence[str]) -> list[str]:
-    spread = f"{figure(min(row.values))} - {figure(max(row.values))}" if len(row.values) > 1 else ""
-    return [
-        row.benchmark,
-        row.contestant,
-        f"{figure(median(row.values))} {row.unit}".strip(),
-        spread,
-        *(f"{row.ratios[c]:.{DIGITS}f}" if c in row.ratios else "" for c in columns),
-        ", ".join(verdict.target for verdict in row.verdicts),
-        ", ".join("yes" if verdict.met else "**no**" for verdict in row.verdicts),
-    ]
+    rule = ["-" * (w - 1) + (":" if number else "-") for w, number in zip(widths, numbers, strict=True)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
 
 
 def figure(value: float) -> str:

@@ -1,7 +1,12 @@
-"""Suite: stages that only sleep, so that the time besides the schedule's own is all that can differ.
+"""Suites `sleep` and `jitter`: stages that only sleep, so only what a schedule adds to that can differ.
 
-Each stage sleeps in its forward and its backward and passes on a message of 1 MiB; the bound is what
-`simulate` says for those times and free messages. Cores do not matter: sleeping takes none.
+Each stage sleeps in its forward and its backward and passes on a message of 1 MiB. Cores do not matter:
+sleeping takes none. In `sleep` the bound is what `simulate` says for those times and free messages.
+
+In `jitter` the times vary at random, to see what an order decided while running gains. A static order makes a
+stage wait whenever another one is late; fbp goes on with what is ready, as far as `in_flight` and
+`buffer_size` let it. All sleep the same times, microbatch by microbatch, so the bound is the stage that
+sleeps longest, and what is left of the ratio is the order.
 """
 
 from __future__ import annotations
@@ -10,21 +15,20 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmark.figures import Row, Scale, Series, timed_row
-from benchmark.ours import Ours
-from benchmark.rounds import FULL, Contestant, race
-from benchmark.tasks import Task, prepare
-from benchmark.theirs import RIVALS, SCHEDULES, Alone, TorchPipeline
+from benchmark.contestants import FULL, RIVALS, SCHEDULES, Alone, Contestant, Ours, TorchPipeline, race
+from benchmark.report import Row, Series, timed_row
+from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import Say, run_world, titled
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Costs
 
 FEATURES = 2**18  # float32: a sample is a message of 1 MiB
 CLASSES = 10
@@ -43,9 +47,22 @@ class Nap:
     pieces: int  # microbatches that an asynchronous window has, at least
     spread: float = 0.0  # share by which times vary at random, evenly, around those
 
+    @property
+    def seconds(self) -> float:
+        """Return what a microbatch takes on one rank."""
+        return self.forward_s + self.backward_s
 
-FULL_SIZE = Nap(0.03, 0.06, (2, 4), (4, 16), 32)
-SMALL = Nap(0.005, 0.01, (2,), (4,), 24)
+
+SLEEP, SLEEP_SMALL = Nap(0.03, 0.06, (2, 4), (4, 16), 32), Nap(0.005, 0.01, (2,), (4,), 24)
+JITTER, JITTER_SMALL = Nap(0.01, 0.02, (2, 4), (1,), 96, 0.5), Nap(0.004, 0.008, (2,), (1,), 24, 0.5)
+STATIC = "pipedream, buffer_size 2"
+JITTERED: dict[str, tuple[str, ...]] = {  # contestants: a schedule and overrides
+    STATIC: ("pipedream", "buffer_size=2"),
+    "pipedream, buffer_size 8": ("pipedream", "buffer_size=8"),
+    "fbp, in_flight 4, buffer_size 2": ("fbp", "schedule.in_flight=4", "buffer_size=2"),
+    "fbp, in_flight 8, buffer_size 4": ("fbp", "schedule.in_flight=8", "buffer_size=4"),
+    "fbp, in_flight 16, buffer_size 8": ("fbp", "schedule.in_flight=16", "buffer_size=8"),
+}
 
 
 def _sleep_until(end: float) -> None:
@@ -107,23 +124,17 @@ def sleepers(stages: int, forward_s: float, backward_s: float, spread: float = 0
 
 def task(nap: Nap, ranks: int, microbatches: int, slices: int = 1) -> Task:
     """Return the sleepers as something to train: a microbatch is one sample."""
-    model = {
-        "stages": ranks * slices,
-        "forward_s": nap.forward_s / slices,
-        "backward_s": nap.backward_s / slices,
-        "spread": nap.spread,
-    }
-    return Task(
-        (
-            "model._target_=benchmark.sleep.sleepers",
-            *(f"+model.{key}={value}" for key, value in model.items()),
-            "partition=even",
-            f"batch_size={microbatches}",
-            f"microbatches={microbatches}",
-        ),
-        (FEATURES,),
-        CLASSES,
+    overrides = (
+        "model._target_=benchmark.sleep.sleepers",
+        f"+model.stages={ranks * slices}",
+        f"+model.forward_s={nap.forward_s / slices}",
+        f"+model.backward_s={nap.backward_s / slices}",
+        f"+model.spread={nap.spread}",
+        "partition=even",
+        f"batch_size={microbatches}",
+        f"microbatches={microbatches}",
     )
+    return Task(overrides, (FEATURES,), CLASSES)
 
 
 def bound(contestant: Ours, nap: Nap) -> float:
@@ -132,18 +143,18 @@ def bound(contestant: Ours, nap: Nap) -> float:
     slices = plan.stages // plan.settings.ranks
     seconds = {Op.F: nap.forward_s / slices, Op.B: nap.backward_s / slices}
     costs = Costs({(stage, op): s for stage in range(plan.stages) for op, s in seconds.items()})
-    window = plan.window.program
-    run = simulate(window, plan.settings.microbatches, buffer_size=plan.settings.buffer_size, cost=costs)
+    run = simulate(
+        plan.window.program, plan.settings.microbatches, buffer_size=plan.settings.buffer_size, cost=costs
+    )
     return run.makespan / max(plan.windows)
 
 
 def suite(scale: Scale, say: Say) -> Iterator[Row]:
-    """Measure, and give the rows as they come."""
-    nap = SMALL if scale.quick else FULL_SIZE
+    """Measure `sleep`, and give the rows as they come."""
+    nap = SLEEP_SMALL if scale.quick else SLEEP
     for ranks in nap.ranks:
         title = f"sleep, {ranks} stages"
-        series, bounds = run_world(measure, ranks, titled(say, title), nap, scale.rounds)[0]
-        yield from make_rows(title, series, bounds)
+        yield from make_rows(title, *run_world(measure, ranks, titled(say, title), nap, scale.rounds)[0])
 
 
 def measure(mesh: Mesh, say: Say, nap: Nap, rounds: int) -> tuple[Series, dict[str, float]]:
@@ -151,19 +162,16 @@ def measure(mesh: Mesh, say: Say, nap: Nap, rounds: int) -> tuple[Series, dict[s
     ranks = mesh.world.size
     ours = [_ours("layer_dist", 1, mesh, nap), _ours("pipedream", 1, mesh, nap)]
     theirs: list[Contestant] = []
-    bounds: dict[str, float] = {}
     for m in nap.microbatches:
-        ours += [_ours(schedule, m, mesh, nap) for schedule in ("gpipe", "1f1b", "interleaved_1f1b")]
-        ours.append(_ours("pipedream_2bw", m, mesh, nap))
+        ours += [_ours(name, m, mesh, nap) for name in ("gpipe", "1f1b", "interleaved_1f1b", "pipedream_2bw")]
         for name in SCHEDULES:
-            job = prepare(task(nap, ranks, m), "1f1b", ranks)
-            theirs.append(TorchPipeline(name, job, mesh, _batches(m)))
+            theirs.append(TorchPipeline(name, prepare(task(nap, ranks, m), "1f1b", ranks), mesh, _batches(m)))
             theirs[-1].name += f", m = {m}"
     theirs.append(Alone(ALONE, prepare(task(nap, ranks, 1), "1f1b", ranks), mesh, _batches(1)))
-    bounds[ALONE] = nap.forward_s + nap.backward_s
+    bounds = {ALONE: nap.seconds}
     for one in ours:
         bounds[one.name] = bound(one, nap)
-        bounds[one.name + FULL] = one.microbatches * (nap.forward_s + nap.backward_s)
+        bounds[one.name + FULL] = one.microbatches * nap.seconds
         if (rival := _rival(one.name)) is not None:
             bounds[rival] = bounds[one.name]
     return race(mesh, [*ours, *theirs], rounds, say), bounds
@@ -199,7 +207,56 @@ def make_rows(benchmark: str, series: Series, bounds: dict[str, float]) -> list[
             least = {"of bound": 0.98, column: 1.0}
         elif name.startswith("pipedream,") and name.endswith(FULL):
             least = {"of bound": 0.98}
-        rows.append(
-            timed_row(benchmark, name, {**series, "bound": [bounds[name]] * len(seconds)}, against, least)
-        )
+        bounded = {**series, "bound": [bounds[name]] * len(seconds)}
+        rows.append(timed_row(benchmark, name, bounded, against, least))
+    return rows
+
+
+def jitter_suite(scale: Scale, say: Say) -> Iterator[Row]:
+    """Measure `jitter`, and give the rows as they come."""
+    nap = JITTER_SMALL if scale.quick else JITTER
+    for ranks in nap.ranks:
+        title = f"jitter, {ranks} stages"
+        world = run_world(measure_jitter, ranks, titled(say, title), nap, scale.rounds)
+        yield from make_jitter_rows(title, *world[0])
+
+
+def measure_jitter(
+    mesh: Mesh, say: Say, nap: Nap, rounds: int
+) -> tuple[Series, list[float], dict[str, float]]:
+    """Race everybody, on one rank; returns the series, the bounds of the rounds, and mean staleness."""
+    ranks = mesh.world.size
+    contestants = []
+    for name, (schedule, *overrides) in JITTERED.items():
+        work = task(nap, ranks, 1).extended(*overrides)
+        contestants.append(Ours(name, prepare(work, schedule, ranks, nap.pieces), mesh))
+    series = race(mesh, contestants, rounds, say)
+    mine = {one.name: record.mean_staleness for one in contestants for record in one.stats.values()}
+    by_rank: list[dict[str, float]] = mesh.gather("how late gradients were", mine)  # type: ignore[assignment]
+    return series, jitter_bounds(ranks, nap, rounds), by_rank[0]
+
+
+def jitter_bounds(ranks: int, nap: Nap, rounds: int) -> list[float]:
+    """Return the seconds a batch of the stage that sleeps longest, in each round; the first turn warms up."""
+    bounds = []
+    for turn in range(1, rounds + 1):
+        slept = []
+        for stage in range(ranks):
+            times = naps(stage, nap.forward_s, nap.backward_s, nap.spread)
+            slept.append(sum(map(sum, islice(times, turn * nap.pieces, (turn + 1) * nap.pieces))))
+        bounds.append(max(slept) / nap.pieces)
+    return bounds
+
+
+def make_jitter_rows(
+    benchmark: str, series: Series, bounds: list[float], staleness: dict[str, float]
+) -> list[Row]:
+    """Hold everybody against the static order and the bound."""
+    rows = []
+    for name in JITTERED:
+        title = f"{name}: {staleness[name]:.2f} updates late on stage 0"
+        against = {"x pipedream": STATIC, "of bound": "bound"}
+        least = {"x pipedream": 1.05} if name.startswith("fbp, in_flight 8") else {}
+        everything = {**series, "bound": bounds, title: series[name]}
+        rows.append(timed_row(benchmark, title, everything, against, least))
     return rows

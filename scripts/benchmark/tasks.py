@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -17,14 +18,23 @@ from torch import Tensor, nn
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.boundary import named_layers
 from pipetrain.building import make_model, make_schedule
-from pipetrain.config import conf_dir, read_settings
+from pipetrain.cli import as_hydra, conf_dir
+from pipetrain.config import read_settings
 from pipetrain.data import IMAGE
 from pipetrain.optimizer import make_optimizer
-from pipetrain.overrides import as_hydra
 from pipetrain.partition.profile import Profile
 from pipetrain.runtime.weights import OptimizerFactory
 
 LR = 1e-3  # low: the same random batch again and again must not blow up
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured. `quick` makes everything small, to see that it works and nothing else."""
+
+    rounds: int = 5
+    quick: bool = False
+    profile: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,7 @@ class Job:
         return nn.Sequential(OrderedDict(named_layers(self.model)[self.plan.slice(index)]))
 
 
+@cache
 def compose_task(task: Task, schedule: str) -> DictConfig:
     """Return the configuration of a task."""
     overrides = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", "device=cpu", f"schedule={schedule}"]
@@ -88,3 +99,8 @@ def prepare(task: Task, schedule: str, ranks: int, window: int = 1, profile: Pro
         samples=torch.randn(n, *task.example, generator=generator, dtype=settings.dtype),
         labels=torch.randint(task.classes, (n,), generator=generator),
     )
+
+
+def schedules() -> list[str]:
+    """Return the names of all schedules that ship with pipetrain."""
+    return sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml"))

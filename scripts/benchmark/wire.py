@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmark.figures import Row, Scale, Series, ratio
-from benchmark.ours import Ours
-from benchmark.rounds import FULL, race
-from benchmark.tasks import Task, prepare
+from benchmark.contestants import FULL, Ours, race
+from benchmark.report import Row, Series, ratio
+from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import TIMEOUT_S, Say, run_world, titled
 from pipetrain.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel, Edge, Message, expired
+from pipetrain.runtime.coded import WrappedChannel
 from pipetrain.runtime.mesh import Mesh
 
 RANKS = 2
@@ -46,7 +46,7 @@ LOOKING_S = 2e-4  # between two looks at what has arrived
 _ARRIVAL = TensorSpec((1,), torch.float64)
 
 
-class SlowChannel:
+class SlowChannel(WrappedChannel):
     """Holds what it receives back until a wire of `bandwidth` bytes/s had carried it; see this module.
 
     Each message says when that is, in seconds of the monotonic clock that all processes of a machine share;
@@ -54,83 +54,51 @@ class SlowChannel:
     """
 
     def __init__(self, channel: Channel, bandwidth: float) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._bandwidth = bandwidth
         self._free: dict[Edge, float] = {}  # when the link will have carried all that was sent
         self._early: dict[Edge, tuple[Tensor, ...]] = {}  # here, and still held back
         self._held_s = 0.0
 
     @property
-    def bound(self) -> int:
-        """See Channel."""
-        return self._channel.bound
-
-    @property
     def waited(self) -> float:
-        """See Channel."""
-        return self._channel.waited + self._held_s
+        """Return the seconds that were waited for other ranks and for the wire."""
+        return super().waited + self._held_s
 
-    @property
-    def coded(self) -> float:
-        """See Channel."""
-        return self._channel.coded
-
-    @property
-    def carried(self) -> int:
-        """See Channel."""
-        return self._channel.carried
-
-    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
-        """See Channel.expect."""
-        self._channel.expect([_stamped(message) for message in messages], watched)
+    def travels(self, message: Message) -> Message:
+        """Add the time of arrival."""
+        return replace(message, specs=(*message.specs, _ARRIVAL))
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """See Channel.send."""
+        """Put a message on its link, behind those that the link still carries."""
         begins = max(time.monotonic(), self._free.get(message.edge, 0.0))
         self._free[message.edge] = begins + message.nbytes / self._bandwidth
-        arrival = torch.tensor([self._free[message.edge]], dtype=torch.float64)
-        self._channel.send(_stamped(message), [*tensors, arrival])
+        super().send(message, [*tensors, torch.tensor([self._free[message.edge]], dtype=torch.float64)])
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
-        """See Channel.recv."""
-        *tensors, arrival = self._early.pop(message.edge, None) or self._channel.recv(_stamped(message))
+        """Wait until a message is here, and until the link had carried it."""
+        *tensors, arrival = self._early.pop(message.edge, None) or super().recv(message)
         start = time.monotonic()
         time.sleep(max(0.0, arrival.item() - start))
         self._held_s += time.monotonic() - start
         return tuple(tensors)
 
-    def forget(self, mb: int) -> None:
-        """See Channel.forget."""
-        self._channel.forget(mb)
-
-    def drain(self) -> None:
-        """See Channel.drain."""
-        self._channel.drain()
-
     def arrived(self, message: Message) -> bool:
-        """See Channel.arrived."""
+        """Whether a message is here, and the link had carried it."""
         if message.edge not in self._early:
-            if not self._channel.arrived(_stamped(message)):
+            if not super().arrived(message):
                 return False
-            self._early[message.edge] = self._channel.recv(_stamped(message))
+            self._early[message.edge] = super().recv(message)
         return bool(time.monotonic() >= self._early[message.edge][-1].item())
 
-    def room(self, message: Message) -> bool:
-        """See Channel.room."""
-        return self._channel.room(_stamped(message))
-
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        """See Channel.wait."""
+        """Look again and again."""
         start = time.monotonic()
         while not any(map(self.arrived, receives)) and not any(map(self.room, sends)):
             if time.monotonic() > start + TIMEOUT_S:
                 raise expired(receives, sends, TIMEOUT_S)
             time.sleep(LOOKING_S)
         self._held_s += time.monotonic() - start
-
-
-def _stamped(message: Message) -> Message:
-    return replace(message, specs=(*message.specs, _ARRIVAL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +137,7 @@ def measure(mesh: Mesh, say: Say, bandwidth: float, scale: Scale) -> Found:
 
 def _sent(one: Ours, batches: int) -> tuple[float, float]:
     """Return the MiB that a rank has sent a batch, and the milliseconds of its codecs."""
-    records = list(one.records.values())
+    records = list(one.stats.values())
     nbytes, codec_s = sum(r.bytes_sent for r in records), sum(r.codec_s for r in records)
     return nbytes / 2**20 / batches, 1e3 * codec_s / batches
 

@@ -1,15 +1,13 @@
-"""The processes of a suite: met through a file, and never left behind.
+"""Processes that work together: met through a file, and never left behind.
 
-On the CPU they are forked from a server that has imported torch; CUDA wants processes that are spawned.
-
-Each has one thread, and the allocator's settings that a run of ours has, whoever's turn it is.
-A rank that dies closes its pipe, which ends the suite; a parent that dies, however it does, takes its ranks
-with it, because each watches it. Ctrl-C is the parent's alone.
+Each has one thread. A rank that dies closes its pipe, which ends all; a parent that dies, however it does,
+takes its ranks with it, because each watches it. Ctrl-C is the parent's alone.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import math
 import multiprocessing
 import os
@@ -17,10 +15,10 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -32,7 +30,7 @@ from pipetrain.runtime.mesh import Mesh, World
 from pipetrain.seal import Seal, SealedStore
 
 TIMEOUT_S = 300.0  # of any wait between ranks
-SILENCE_S = 900.0  # after which a suite that says nothing is given up
+SILENCE_S = 900.0  # after which ranks that say nothing are given up
 LAST_WORDS_S = 5.0  # before a deadline, when a rank tells where it stands
 SLICES = 2  # stages a rank that a mesh has room for
 
@@ -41,6 +39,9 @@ Say = Callable[[str], None]
 
 Work = Callable[..., Any]
 """(mesh, say, *arguments) -> something picklable."""
+
+Meet = Callable[[World, str], Any]
+"""(world, the path of a file to meet through) -> what the work is given first."""
 
 
 def titled(say: Say, title: str) -> Say:
@@ -59,6 +60,18 @@ class Place:
     staged: bool | None = None
     timeout: float = TIMEOUT_S
 
+    def __call__(self, world: World, path: str) -> Mesh:
+        """Join the ranks by one mesh that serves every contestant, with up to SLICES stages a rank."""
+        if self.device == "cuda":
+            share_gpu(world.rank)
+        keep_freed_memory()  # as a run of ours does, whoever's turn it is
+        ranks = world.size
+        placement = list(range(ranks)) * SLICES if ranks > 1 else [0]
+        edges = [e for stage in range(len(placement) - 1) for e in ((stage, stage + 1), (stage + 1, stage))]
+        store = meeting(world, path) if ranks > 1 else None
+        device = torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
+        return Mesh(world, placement, edges, device, store, self.timeout, self.staged)
+
 
 CPU = Place()
 
@@ -70,34 +83,46 @@ class WorldFailed(RuntimeError):
 def run_world(
     work: Work, ranks: int, say: Say, *arguments: Any, place: Place = CPU, deadline: float = math.inf
 ) -> list[Any]:
+    """Run `work` in so many processes, joined by a mesh, and return what each returned, by rank.
+
+    It may take `deadline` seconds. Raises WorldFailed. See run_ranks.
+    """
+    # On the CPU they are forked from a server that has imported torch; CUDA wants processes that are spawned.
+    method = "forkserver" if place.device == "cpu" else "spawn"
+    return run_ranks(place, work, ranks, say, arguments, deadline, method)
+
+
+def run_ranks(
+    meet: Meet,
+    work: Work,
+    ranks: int,
+    say: Say,
+    arguments: Sequence[Any] = (),
+    deadline: float = math.inf,
+    method: str = "forkserver",
+    preload: str = "benchmark.tasks",
+) -> list[Any]:
     """Run `work` in so many processes and return what each returned, by rank. Raises WorldFailed.
 
-    It may take `deadline` seconds. However this is left, by an exception too, its processes are gone.
+    `preload`: a module that the server of a `forkserver` imports once for all ranks. However this is left, by
+    an exception too, the processes are gone.
     """
     end = monotonic() + deadline
-    context: Any = multiprocessing.get_context("forkserver" if place.device == "cpu" else "spawn")
-    context.set_forkserver_preload(["torch._dynamo", "benchmark.tasks"])  # imported once for all ranks
+    context: Any = multiprocessing.get_context(method)
+    context.set_forkserver_preload(["torch._dynamo", preload])
     pipes: list[Connection] = []
-    processes = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for rank in range(ranks):
-                here, there = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_enter,
-                    args=(there, work, rank, ranks, str(Path(folder) / "store"), place, deadline, arguments),
-                    daemon=True,
-                )
-                process.start()
-                there.close()
-                pipes.append(here)
-                processes.append(process)
-            return _collect(pipes, say, end, deadline)
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
+        for rank in range(ranks):
+            here, there = context.Pipe(duplex=False)
+            world = World(rank, ranks, rank, ranks)
+            given = (there, meet, work, world, f"{folder}/store", deadline, arguments)
+            process = context.Process(target=_enter, args=given, daemon=True)
+            process.start()
+            ending.callback(process.join)
+            ending.callback(process.kill)
+            there.close()
+            pipes.append(here)
+        return _collect(pipes, say, end, deadline)
 
 
 def _collect(pipes: list[Connection], say: Say, end: float, deadline: float) -> list[Any]:
@@ -106,13 +131,12 @@ def _collect(pipes: list[Connection], say: Say, end: float, deadline: float) -> 
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
         left = max(0.0, end - monotonic())
         ready = wait(list(waiting), min(SILENCE_S, left))
-        if not ready and left < SILENCE_S:
-            raise WorldFailed(f"ranks {sorted(waiting.values())} were still running after {deadline:.0f} s")
         if not ready:
-            raise WorldFailed(f"ranks {sorted(waiting.values())} said nothing for {SILENCE_S:g} s")
-        for pipe, rank in waiting.items():
-            if pipe not in ready:
-                continue
+            silent = f"said nothing for {SILENCE_S:g} s"
+            late = f"were still running after {deadline:.0f} s"
+            raise WorldFailed(f"ranks {sorted(waiting.values())} {late if left < SILENCE_S else silent}")
+        for pipe in waiting.keys() & ready:
+            rank = waiting[pipe]
             try:
                 kind, value = pipe.recv()
             except EOFError:
@@ -128,25 +152,26 @@ def _collect(pipes: list[Connection], say: Say, end: float, deadline: float) -> 
 
 def _enter(
     pipe: Connection,
+    meet: Meet,
     work: Work,
-    rank: int,
-    ranks: int,
-    store: str,
-    place: Place,
+    world: World,
+    path: str,
     deadline: float,
-    arguments: tuple[Any, ...],
+    arguments: Sequence[Any],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    gc.freeze()  # what has been imported is not looked through again and again
     if deadline < math.inf:  # where it stands, if it hangs
         faulthandler.dump_traceback_later(max(1.0, deadline - LAST_WORDS_S))
-    if place.device == "cuda":
-        share_gpu(rank)
-    keep_freed_memory()
+
+    def say(text: str) -> None:
+        if world.rank == 0:
+            pipe.send(("said", text))
+
     try:
-        mesh = connect(World(rank, ranks, rank, ranks), store, place)
-        pipe.send(("done", work(mesh, _speaker(pipe, rank), *arguments)))
+        pipe.send(("done", work(meet(world, path), say, *arguments)))
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
 
@@ -158,8 +183,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _speaker(pipe: Connection, rank: int) -> Say:
-    return (lambda text: pipe.send(("said", text))) if rank == 0 else (lambda text: None)
+def meeting(world: World, path: str) -> SealedStore:
+    """Return the store through which the ranks of a world find each other: a file."""
+    return SealedStore(dist.FileStore(path, world.size), Seal(path, ""))  # type: ignore[attr-defined]
 
 
 def share_gpu(rank: int) -> None:
@@ -173,14 +199,3 @@ def share_gpu(rank: int) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # As `python -m pipetrain` has it; set anew, because a parent whose torch has met CUDA hands down LAZY.
     os.environ["CUDA_MODULE_LOADING"] = "EAGER"
-
-
-def connect(world: World, store: str, place: Place = CPU) -> Mesh:
-    """Join the ranks by one mesh that serves every contestant, with up to SLICES stages a rank."""
-    placement = list(range(world.size)) * SLICES if world.size > 1 else [0]
-    edges = [edge for stage in range(len(placement) - 1) for edge in [(stage, stage + 1), (stage + 1, stage)]]
-    meeting = None
-    if world.size > 1:
-        meeting = SealedStore(dist.FileStore(store, world.size), Seal(store, ""))  # type: ignore[attr-defined]
-    device = torch.device("cuda", 0) if place.device == "cuda" else torch.device("cpu")
-    return Mesh(world, placement, edges, device, meeting, place.timeout, place.staged)

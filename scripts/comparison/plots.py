@@ -24,14 +24,14 @@ from hydra.utils import instantiate
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from comparison.request import conf_dir
 from comparison.runs import Spec
 from comparison.table import Row, by_model, size
-from pipetrain.overrides import as_hydra
+from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.schedule.draw import as_figure
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import compute_program
-from pipetrain.schedule.simulate import Simulation, simulate
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -216,28 +216,28 @@ def timelines(specs: Sequence[Spec]) -> tuple[list[Picture], list[str]]:
     first: dict[str, Spec] = {}
     for spec in specs:
         first.setdefault(spec.method.name, spec)
-    drawn: dict[tuple[Any, ...], tuple[Simulation, list[str]]] = {}
+    drawn: dict[tuple[Any, ...], tuple[Timeline, list[str]]] = {}
     missing: list[str] = []
     for method, spec in first.items():
         try:
-            key, simulation = play(spec)
+            key, timeline = play(spec)
         except Exception:  # whatever overrides that nobody has checked can do to a schedule
             missing.append(method)
             continue
-        drawn.setdefault(key, (simulation, []))[1].append(method)
+        drawn.setdefault(key, (timeline, []))[1].append(method)
     pictures = []
     with TemporaryDirectory() as folder, matplotlib.rc_context({"svg.fonttype": "none"}):
         path = Path(folder) / "timeline.svg"
-        for (_, ranks, batches, m, _), (simulation, methods) in drawn.items():
-            as_figure(simulation, path)
+        for (_, ranks, batches, m, _), (timeline, methods) in drawn.items():
+            as_figure(timeline, path)
             title, caption = ", ".join(methods), f"{batches} batches of {m} microbatch{'es' * (m > 1)}"
-            words = f"{title}: {caption} on {ranks} ranks, bubble {simulation.bubble:.1%}"
+            words = f"{title}: {caption} on {ranks} ranks, bubble {timeline.bubble:.1%}"
             pictures.append(Picture(title, _address(path.read_bytes()), words, caption))
     return pictures, missing
 
 
-def play(spec: Spec) -> tuple[tuple[Any, ...], Simulation]:
-    """Return what makes a timeline what it is, and the simulation to draw."""
+def play(spec: Spec) -> tuple[tuple[Any, ...], Timeline]:
+    """Return what a timeline depends on, and the timeline to draw."""
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("config", overrides=as_hydra(spec.arguments))
     m, bound = int(cfg.microbatches), int(cfg.buffer_size)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pipetrain
 from comparison import experiment
 from comparison.experiment import (
     Experiment,
@@ -28,6 +27,7 @@ from comparison.experiment import (
     split,
 )
 from comparison.runs import Spec
+from pipetrain.cli import conf_dir
 from pipetrain.errors import ConfigError
 
 OWN = {"schedule": "--schedules", "seed": "--seeds", "run_dir": "--out", "model": "--models"}
@@ -88,12 +88,6 @@ def parser() -> argparse.ArgumentParser:
 def names(group: str) -> list[str]:
     """Return the choices of a group of the configuration."""
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
-
-
-def conf_dir() -> Path:
-    """Find the folder as `pipetrain.config` does, which is not asked because it imports torch."""
-    package = Path(pipetrain.__file__).resolve().parent
-    return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
 
 
 def read(arguments: Sequence[str]) -> Request:

@@ -29,8 +29,8 @@ from typing import Any
 
 from comparison.experiment import Method
 from comparison.processes import Workers
+from pipetrain.cli import quoted
 from pipetrain.errors import ConfigError
-from pipetrain.overrides import quoted
 
 Summary = dict[str, Any]
 

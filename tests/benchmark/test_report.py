@@ -1,4 +1,4 @@
-"""The report: to the letter for fixed numbers, and a head that says what it was measured on."""
+"""Ratios within a round, targets as they are printed, and the report to the letter."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.figures import Row, Verdict
-from benchmark.report import figure, machine, markdown, table
+from benchmark.report import Row, Verdict, figure, machine, markdown, ratio, timed_row
 
+# The machine halves its speed from the third round on.
+SERIES = {"theirs": [0.2, 0.2, 0.4, 0.4], "ours": [0.1, 0.1, 0.2, 0.2], "slow": [0.2004, 0.2004, 0.4008, 0.4]}
 ROWS = [
     Row("sleep, 2 stages", "1f1b", [451.2, 450.0, 455.04], "ms", {"of bound": 0.9965, "x torch": 1.0}),
     Row(
@@ -23,23 +24,35 @@ ROWS = [
 ]
 
 
+def test_a_ratio_is_the_median_over_the_rounds_and_does_not_see_the_machine_drift():
+    assert ratio(SERIES["theirs"], SERIES["ours"]) == pytest.approx(2.0)
+    assert ratio([1, 1, 1], [1, 2, 100]) == 0.5
+    with pytest.raises(ValueError, match="shorter"):
+        ratio([1, 2], [1])
+
+
+def test_a_row_of_times():
+    row = timed_row("suite", "ours", SERIES, {"x theirs": "theirs", "x slow": "slow"}, {"x theirs": 2.5})
+    assert row.values == [100, 100, 200, 200]
+    assert row.unit == "ms"
+    assert row.ratios == {"x theirs": pytest.approx(2.0), "x slow": pytest.approx(2.004)}
+    assert row.verdicts == [Verdict("x theirs >= 2.50", False)]
+
+
+@pytest.mark.parametrize(("least", "met"), [(0.998, True), (0.9981, False)])
+def test_a_target_is_held_against_the_figure_as_printed(least, met):
+    row = timed_row("suite", "slow", SERIES, {"x theirs": "theirs"}, {"x theirs": least})
+    assert row.verdicts[0].met is met
+
+
 def test_the_report_to_the_letter():
     text = markdown({"date": "today", "machine": "abacus"}, ROWS, ["Suite models FAILED: rank 1 died"])
     assert text == Path(__file__).with_name("golden_report.md").read_text()
 
 
-def test_a_table_without_ratios_has_no_column_for_them():
-    assert table(ROWS[2:]).splitlines()[0] == (
-        "| benchmark    | contestant      | median | least - most | target          | met |"
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (2, "2"), (0.12345, "0.1235"), (48.291, "48.29"), (-1.5, "-1.5"), (1579.4, "1579")],
-)
-def test_numbers_have_four_places(value, text):
-    assert figure(value) == text
+def test_numbers_have_four_places():
+    values = {0: "0", 2: "2", 0.12345: "0.1235", 48.291: "48.29", -1.5: "-1.5", 1579.4: "1579"}
+    assert {value: figure(value) for value in values} == values
 
 
 def test_the_head_says_what_was_asked_and_what_ran_it():

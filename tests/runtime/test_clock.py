@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from pipetrain.runtime.clock import Clock
+from pipetrain.runtime.clock import Clock, Stopwatch
 from pipetrain.schedule.actions import parse_program
-from pipetrain.schedule.measured import RankWindow
+from pipetrain.schedule.timeline import Row, Span
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FORWARD, RECEIVE, BACKWARD, SEND = parse_program("1F0@0 1RECV_B0 1B0@0 1SEND_B0")[0]
@@ -25,8 +25,8 @@ def test_marks_rise_with_time():
 
 
 def test_on_a_cpu_a_window_is_what_was_marked():
-    window = RankWindow(9.0, [(FORWARD, 10.0, 10.5, 0.0), (RECEIVE, 10.5, 12.5, 2.0)], (12.5, 13.0), 13.0)
-    assert Clock(CPU).resolve(window) is window
+    row = Row(9.0, 13.0, [Span(FORWARD, 10.0, 10.5), Span(RECEIVE, 10.5, 12.5, 2.0)])
+    assert Clock(CPU).resolve(row) is row
 
 
 def test_on_a_cpu_nothing_asks_for_a_gpu(monkeypatch):
@@ -37,7 +37,7 @@ def test_on_a_cpu_nothing_asks_for_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", refuse)
     clock = Clock(CPU)
     began = clock.begin()
-    clock.resolve(RankWindow(began, [(FORWARD, clock.mark(), clock.mark(), 0.0)], (began, began), began))
+    clock.resolve(Row(began, began, [Span(FORWARD, clock.mark(), clock.mark())]))
 
 
 # A device of its own
@@ -76,6 +76,10 @@ class Event:
         return 1000 * (other.at - self.at)
 
 
+def times(row: Row) -> list[tuple[float, float, float]]:
+    return [(span.start, span.end, span.waited) for span in row.spans]
+
+
 @pytest.fixture
 def device(monkeypatch) -> Device:
     return Device(monkeypatch)
@@ -88,11 +92,10 @@ def test_events_are_told_in_the_host_s_seconds_and_only_read_at_the_end(device):
     device.compute(2.0)
     end = clock.mark()
     assert device.host == pytest.approx(50.001)  # the host did not wait
-    window = clock.resolve(RankWindow(began, [(FORWARD, start, end, 0.0)], (50.001, 50.001), 50.001))
+    row = clock.resolve(Row(began, 50.001, [Span(FORWARD, start, end), Span(None, 50.001, 50.001)]))
     assert device.synchronised == 1
-    ((_, *times),) = window.timed
-    assert times == pytest.approx([50.0, 52.0, 0.0])
-    assert (window.began, *window.drain, window.ended) == pytest.approx((50.0, 52.0, 52.0, 52.0))
+    assert times(row) == [pytest.approx([50.0, 52.0, 0.0]), pytest.approx([52.0, 52.0, 0.0])]
+    assert (row.began, row.ended) == pytest.approx((50.0, 52.0))
 
 
 def test_a_wait_counts_from_when_the_device_has_nothing_left_to_do(device):
@@ -108,22 +111,61 @@ def test_a_wait_counts_from_when_the_device_has_nothing_left_to_do(device):
     device.compute(1.0)
     marks.append(clock.mark())
     sent = device.host
-    window = clock.resolve(
-        RankWindow(
+    row = clock.resolve(
+        Row(
             began,
-            [
-                (FORWARD, marks[0], marks[1], 0.0),
-                (RECEIVE, waiting, 53.0, 53.0 - waiting),
-                (BACKWARD, marks[2], marks[3], 0.0),
-                (SEND, sent, sent + 0.5, 0.5),  # in the shadow of B: no wait at all
-            ],
-            (sent + 0.5, sent + 0.5),
             sent + 0.5,
+            [
+                Span(FORWARD, marks[0], marks[1]),
+                Span(RECEIVE, waiting, 53.0, 53.0 - waiting),
+                Span(BACKWARD, marks[2], marks[3]),
+                Span(SEND, sent, sent + 0.5, 0.5),  # in the shadow of B: no wait at all
+                Span(None, sent + 0.5, sent + 0.5),
+            ],
         )
     )
-    assert [times for _, *times in window.timed] == [
-        pytest.approx(times)
-        for times in ([50.0, 52.0, 0.0], [52.0, 53.0, 1.0], [53.0, 54.0, 0.0], [54.0, 54.0, 0.0])
+    assert times(row) == [
+        pytest.approx(moments)
+        for moments in (
+            [50.0, 52.0, 0.0],
+            [52.0, 53.0, 1.0],
+            [53.0, 54.0, 0.0],
+            [54.0, 54.0, 0.0],
+            [54.0, 54.0, 0.0],
+        )
     ]
-    assert window.waited == pytest.approx(1.0)
-    assert window.drain == pytest.approx((54.0, 54.0))
+    assert row.waited == pytest.approx(1.0)
+
+
+# The stopwatch
+
+
+class Channel:
+    waited, coded, carried = 0.0, 0.0, 0
+
+
+def test_a_wait_belongs_to_the_message_that_is_exchanged_next():
+    channel = Channel()
+    watch = Stopwatch(Clock(CPU), channel)
+    for waited in (1.0, 2.0):
+        watch.start(None)  # a policy waits, twice
+        channel.waited += waited
+    watch.start(RECEIVE)
+    channel.waited, channel.coded, channel.carried = 3.5, 0.25, 100
+    watch.stop()
+    (span,) = watch.row().spans
+    assert (span.action, span.waited, span.nbytes, span.codec_s) == (RECEIVE, 3.5, 100, 0.25)
+
+
+def test_a_wait_that_no_message_follows_stands_by_itself():
+    channel = Channel()
+    watch = Stopwatch(Clock(CPU), channel)
+    watch.start(None)
+    channel.waited = 1.0
+    watch.start(FORWARD)
+    watch.stop()
+    watch.start(None)
+    channel.waited = 3.0
+    row = watch.row()
+    assert [(span.action, span.waited) for span in row.spans] == [(None, 1.0), (FORWARD, 0.0), (None, 2.0)]
+    assert row.waited == 3.0

@@ -19,8 +19,8 @@ from pipetrain.runtime.order import Listed
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import COMPUTE, UPDATE, Action, Op, Program, parse_program
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.measured import RankWindow
 from pipetrain.schedule.programs import one_f_one_b, pipedream
+from pipetrain.schedule.timeline import Row
 from tests.support.cases import Case, compare, make_run, run_in_threads
 
 NORM = "model._target_=tests.support.models.with_norm"
@@ -209,8 +209,8 @@ def test_the_middle_of_three_stages_does_what_its_list_says():
         "drain",
     ]
     assert updated == [1]
-    record = made.records[1]
-    assert (record.peak_in_flight, record.peak_versions, record.max_staleness) == (2, 1, 0)
+    record = made.stats[1]
+    assert (record.activations, record.versions, record.max_staleness) == (2, 1, 0)
     assert (record.bytes_sent, record.raw_bytes) == (4 * 3 * 4 // 2, 4 * 3 * 4)
     assert record.codec_s == 8 * 0.5
     assert record.busy_s > 0
@@ -219,28 +219,30 @@ def test_the_middle_of_three_stages_does_what_its_list_says():
 def test_a_window_s_times_are_counted_and_handed_to_who_asks():
     program = lower(one_f_one_b(3, 1, 2))
     made, _ = engine([0, 1, 2], [1], Limits(2, 1))
-    seen: list[RankWindow] = []
+    seen: list[Row] = []
     made.train(Listed(program[1]), Ones(), 2, observe=seen.append)
-    (window,) = seen
-    assert [action for action, *_ in window.timed] == program[1]
-    moments = [window.began, *(t for _, start, end, _ in window.timed for t in (start, end)), *window.drain]
+    (row,) = seen
+    assert row.actions == program[1]
+    moments = [row.began, *(t for span in row.spans for t in (span.start, span.end)), row.ended]
     assert moments == sorted(moments)
-    assert window.ended == window.drain[1]
+    *spans, drain = row.spans
+    assert drain.action is None
     blocked = {Op.RECV_F: 1.0, Op.RECV_B: 1.0, Op.SEND_F: 2.0, Op.SEND_B: 2.0}
-    assert [seconds for *_, seconds in window.timed] == [blocked.get(a.op, 0.0) for a in program[1]]
-    record = made.records[1]
-    assert record.wait_s == pytest.approx(4 * 1.0 + 4 * 2.0, abs=1e-3)
-    assert record.wait_s == window.waited
-    assert window.messages == [(6, 0.5)] * 8
-    computed = sum(end - start for a, start, end, _ in window.timed if a.op in COMPUTE | UPDATE)
-    assert record.busy_s == pytest.approx(computed)
+    assert [span.waited for span in spans] == [blocked.get(a.op, 0.0) for a in program[1]]
+    stats = made.stats[1]
+    assert stats.wait_s == pytest.approx(4 * 1.0 + 4 * 2.0, abs=1e-3)
+    assert stats.wait_s == row.waited
+    carried = [(span.nbytes, span.codec_s) for span in spans if span.action.op in blocked]
+    assert carried == [(6, 0.5)] * 8
+    computed = sum(span.end - span.start for span in spans if span.action.op in COMPUTE | UPDATE)
+    assert stats.busy_s == pytest.approx(computed)
 
 
 def test_a_window_that_nobody_asks_about_is_counted_all_the_same():
     made, _ = engine([0, 1, 2], [1], Limits(2, 1))
     made.train(Listed(lower(one_f_one_b(3, 1, 2))[1]), Ones(), 2)
-    assert made.records[1].wait_s >= 12.0
-    assert made.records[1].busy_s > 0
+    assert made.stats[1].wait_s >= 12.0
+    assert made.stats[1].busy_s > 0
 
 
 def test_neighbours_on_one_rank_hand_over_without_a_message():
@@ -248,7 +250,7 @@ def test_neighbours_on_one_rank_hand_over_without_a_message():
     made, tape = engine([0, 0], [0, 1], Limits(1, 1))
     made.train(Listed(program[0]), Ones(), 2)
     assert tape.seen == ["expect ", "drain"]
-    assert [made.records[stage].bytes_sent for stage in (0, 1)] == [0, 0]
+    assert [made.stats[stage].bytes_sent for stage in (0, 1)] == [0, 0]
 
 
 def test_more_in_flight_than_was_simulated_is_an_error():
@@ -271,21 +273,21 @@ def test_pipedream_keeps_what_is_still_to_be_read_and_gives_it_up_after():
     stage = made._stages[0]
     for window in range(2):
         made.train(Listed(program[0]), Ones(), 1)
-        record = made.records[0]
-        assert (record.peak_in_flight, record.peak_versions, record.max_staleness) == (3, 3, 2)
+        record = made.stats[0]
+        assert (record.activations, record.versions, record.max_staleness) == (3, 3, 2)
         assert (stage.weights.held, stage.in_flight, stage.weights.updates) == (1, 0, 5 * (window + 1))
 
 
 def test_an_evaluation_records_nothing_and_saves_nothing():
     made, tape = engine([0, 1], [1], Limits(1, 1))
-    before = made.records[1]
+    before = made.stats[1]
     seen: list[int] = []
     forwards = parse_program("1RECV_F0 1F0@0 1RECV_F1 1F1@0")[0]
     weight = made._stages[1].module.weight.detach().clone()
     made.evaluate(Listed(forwards, 2), Ones(), seen.append)
     assert seen == [1, 1]
-    assert made.records[1] is before
-    assert (before.busy_s, before.wait_s, before.peak_in_flight) == (0.0, 0.0, 0)
+    assert made.stats[1] is before
+    assert (before.busy_s, before.wait_s, before.activations) == (0.0, 0.0, 0)
     assert [tally.samples for tally in made._stages[1].take_tallies()] == [0, 2]
     assert made._stages[1].in_flight == 0
     assert torch.equal(made._stages[1].module.weight, weight)
@@ -296,4 +298,5 @@ def test_bytes_sent_are_those_of_the_boundary_of_every_microbatch():
     """44 samples an epoch, two epochs, in float64: each goes up once and its gradient comes back once."""
     _, figures = run_in_threads(Case("gpipe", 2, (PLAIN, "partition=[2]", "epochs=2", "microbatches=4")))
     sample = 4 * 4 * 4 * 8
-    assert [figures[-1].records[stage].bytes_sent for stage in (0, 1)] == [2 * 44 * sample] * 2
+    for epoch in figures:
+        assert [epoch.stages[stage].bytes_sent for stage in (0, 1)] == [44 * sample] * 2

@@ -140,8 +140,8 @@ def test_what_was_held_is_what_was_simulated(schedule):
     case = Case(schedule, 4, (PLAIN, "microbatches=4", "partition=even", "epochs=1"))
     _, figures = run_in_threads(case)
     plan = make_run(case).plan
-    for stage, record in figures[-1].records.items():
-        seen = (record.peak_in_flight, record.peak_versions, record.max_staleness)
+    for stage, record in figures[-1].stages.items():
+        seen = (record.activations, record.versions, record.max_staleness)
         if plan.policy:  # the timing decides, up to its bounds
             assert all(map(le, seen, plan.peaks(stage))), (schedule, stage)
         else:

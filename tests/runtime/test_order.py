@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 from pipetrain.runtime.order import Decided, Listed, Order
 from pipetrain.schedule.actions import Action, Op
-from pipetrain.schedule.fbp import ForwardBackward
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.policy import Wait
+from pipetrain.schedule.policy import ForwardBackward, Wait
 from pipetrain.schedule.programs import pipedream_2bw
 
 

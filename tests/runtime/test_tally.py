@@ -1,15 +1,12 @@
-"""What the last stage counts, and the loss that stops it."""
+"""What the last stage counts."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 
-import pytest
 import torch
 
-from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.tally import Counter, FiniteWatch, Tally, witness
+from pipetrain.runtime.tally import Counter, Tally
 
 SCORES = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
 
@@ -29,56 +26,3 @@ def test_of_nothing_there_is_no_mean():
     """As of an epoch in which every loss was skipped."""
     assert math.isnan(Tally().mean_loss)
     assert math.isnan(Tally().accuracy)
-
-
-def blame(mb: int):
-    return lambda values: f"the loss of microbatch {mb} is {values[0]}"
-
-
-def test_a_loss_that_is_not_finite_stops_at_once_on_a_cpu():
-    watch = FiniteWatch(2)
-    watch.add(blame(6), 3, torch.tensor(1.0))
-    with pytest.raises(
-        TrainingStopped, match="microbatch 7 is inf at stage 2, update 3: stopped before the up"
-    ):
-        watch.add(blame(7), 3, torch.tensor(float("inf")))
-
-
-class Event:
-    """An event of a GPU: what it marks has not happened until somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.happened = False
-
-    def query(self) -> bool:
-        return self.happened
-
-    def synchronize(self) -> None:
-        self.happened = True
-
-
-def test_on_a_gpu_it_stops_when_the_loss_has_arrived():
-    watch, events = FiniteWatch(1), [Event(), Event()]
-    losses = [torch.tensor(1.0), torch.tensor(float("nan"))]
-    watch._coming = deque((blame(mb), mb, losses[mb], events[mb]) for mb in range(2))  # type: ignore[misc]
-    watch.check(2)  # nothing has arrived
-    events[1].happened = True
-    watch.check(2)  # in order: the first has not
-    with pytest.raises(
-        TrainingStopped, match="microbatch 1 is nan at stage 1, update 1: stopped 2 updates later"
-    ):
-        watch.check(3, wait=True)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("size", [1, 7, 100])
-def test_a_witness_tells_of_one_number_anywhere(bad, size):
-    fine = torch.randn(5)
-    for at in range(size):
-        spoilt = torch.randn(size)
-        spoilt[at] = bad
-        assert witness([fine, spoilt]).isfinite().tolist() == [True, False]
-
-
-def test_finite_numbers_whose_sum_is_not_are_no_false_alarm():
-    assert witness([torch.full((9,), 3e38), torch.full((9,), 60000.0, dtype=torch.half)]).isfinite().all()

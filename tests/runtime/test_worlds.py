@@ -36,7 +36,7 @@ def _cases(ranks: int) -> list[Case]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_schedule_equals_the_reference(ranks):
     cases = _cases(ranks)
-    assert run_world(train_cases, ranks, cases, deadline=180) == [len(cases)] * ranks
+    assert run_world(train_cases, ranks, cases) == [len(cases)] * ranks
 
 
 def test_eight_stages_and_one_message_under_way():
@@ -48,7 +48,7 @@ def test_eight_stages_and_one_message_under_way():
         )
         for schedule in ("1f1b", "pipedream", "pipedream_2bw")
     ]
-    assert run_world(train_cases, 8, cases, deadline=180) == [3] * 8
+    assert run_world(train_cases, 8, cases) == [3] * 8
 
 
 def test_a_boundary_over_64_mib_both_ways():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipetrain.schedule.actions import Action, Program
+from pipetrain.schedule.actions import COMMUNICATION, NO_PEER, Action, Program
 
 
 def mutants(program: Program, reach: int) -> Iterator[tuple[str, Program]]:
@@ -26,6 +26,9 @@ def _of_list(actions: list[Action], reach: int) -> Iterator[tuple[str, list[Acti
                 replace(action, mb=action.mb + step),
             ):
                 yield f"{action} [{i}] becomes {changed!r}", [*before, changed, *after]
+        if action.op in COMMUNICATION:
+            for peer in {action.peer - 1, action.peer + 1} - {NO_PEER}:
+                yield f"{action} [{i}] with {peer}", [*before, replace(action, peer=peer), *after]
         for j in range(i + 1, min(i + 1 + reach, len(actions))):
             swapped = list(actions)
             swapped[i], swapped[j] = swapped[j], swapped[i]

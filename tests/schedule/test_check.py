@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from pipetrain.schedule.actions import Program, ScheduleError, parse_program
+from pipetrain.schedule.actions import Program, ScheduleError, parse_program, placement
 from pipetrain.schedule.check import check
-from pipetrain.schedule.lower import compute_only, lower
+from pipetrain.schedule.lower import Route, compute_only, lower, replicated
 from pipetrain.schedule.simulate import simulate
 from tests.schedule.cases import CASES, NAMES, Case, accepted
 from tests.schedule.mutants import mutants
@@ -135,9 +135,9 @@ EQUIVALENT = {
 }
 
 
-def refused(program: Program, batches: int, microbatches: int) -> bool:
+def refused(program: Program, batches: int, microbatches: int, routes: Sequence[Route] | None = None) -> bool:
     try:
-        check(program, batches, microbatches)
+        check(program, batches, microbatches, routes)
     except ScheduleError:
         return True
     return False
@@ -180,3 +180,38 @@ def test_an_author_who_drops_doubles_or_misnames_an_action_is_told_by_check_alon
             except ScheduleError:
                 continue
             assert refused(lowered, batches, microbatches), what
+
+
+ROUTES = [(0, 1), (1, 2), (2, 3), (0, 2), (0, 3)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_no_mutant_survives_with_skips(case: Case) -> None:
+    for (_, batches, microbatches), program in accepted(case, [(4, 1, 4)]):
+        if len(placement(program)) != 4:
+            continue
+        wired = lower(compute_only(program), ROUTES)
+        check(wired, batches, microbatches, ROUTES)
+        for what, mutant in mutants(wired, reach=0):
+            assert refused(mutant, batches, microbatches, ROUTES), what
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_no_mutant_survives_with_replicas(case: Case) -> None:
+    for (ranks, batches, microbatches), program in accepted(case, [(2, 2, 3), (3, 3, 1), (3, 1, 4)]):
+        if len(placement(program)) != ranks:
+            continue
+        spread = lower(replicated(compute_only(program), [2, 3, 1][:ranks]))
+        check(spread, batches, microbatches)
+        for what, mutant in mutants(spread, reach=0):
+            assert refused(mutant, batches, microbatches), what
+
+
+def test_a_replica_that_takes_another_s_microbatch_is_named() -> None:
+    spread = replicated(compute_only(lower(parse_program(SPLIT))), [2, 1])
+    check(lower(spread), 1, 3)
+    stolen = [[action for action in spread[0] if action.mb != 2], *spread[1:]]
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 has 0STEP@1: it comes after 1 weight gradients, and .* 2"
+    ):
+        check(lower(stolen), 1, 3)

@@ -11,10 +11,10 @@ import pytest
 
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.chrome import TRACKS, read, write
-from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import gpipe, interleaved_1f1b, one_f_one_b, pipedream, pipedream_2bw
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Costs
 from tests.support.traces import about, as_measured
 
 UNEVEN = Costs(
@@ -39,7 +39,7 @@ def traced(request, tmp_path):
     """(lowered program, microbatches, windows, the file's path)."""
     compute, m = PROGRAMS[request.param]
     program = lower(compute)
-    windows = as_measured(program, UNEVEN, windows=2)
+    windows = as_measured(program, UNEVEN, m, windows=2)
     write(tmp_path / "trace.json", about(program, m), windows)
     return program, m, windows, tmp_path / "trace.json"
 
@@ -150,22 +150,19 @@ def test_what_was_written_can_be_read_back(traced):
     assert len(again) == len(windows)
     for window, copy in zip(windows, again, strict=True):
         assert (copy.epoch, copy.samples) == (window.epoch, window.samples)
-        for rank, other in zip(window.ranks, copy.ranks, strict=True):
-            assert [action for action, *_ in other.timed] == [action for action, *_ in rank.timed]
-            assert [t for _, *times in other.timed for t in times] == pytest.approx(
-                [t for _, *times in rank.timed for t in times], abs=1e-8
-            )
-            assert (other.began, *other.drain, other.ended) == pytest.approx(
-                (rank.began, *rank.drain, rank.ended), abs=1e-8
-            )
-            assert other.waited == pytest.approx(rank.waited, abs=1e-7)
+        for row, other in zip(window.timeline.rows, copy.timeline.rows, strict=True):
+            assert other.actions == row.actions
+            assert (other.began, other.ended) == pytest.approx((row.began, row.ended), abs=1e-8)
+            waits = row.spans if row.spans[-1].waited else row.spans[:-1]  # none of no length is written
+            for mine, theirs in zip(waits, other.spans, strict=True):
+                assert theirs[1:4] == pytest.approx(mine[1:4], abs=1e-8)
 
 
 def test_a_message_is_received_from_its_sending_on_and_waited_for_under_its_name(tmp_path):
     """Rank 1 waits for its first activation; the second lies ready from 2 s on, until F0 is done at 4 s."""
     program = lower(gpipe(2, 1, 2))
     costs = Costs({(0, Op.F): 1.0, (1, Op.F): 3.0, (0, Op.B): 1.0, (1, Op.B): 1.0})
-    write(tmp_path / "trace.json", about(program, 2), as_measured(program, costs))
+    write(tmp_path / "trace.json", about(program, 2), as_measured(program, costs, 2))
     spans = {
         (e["cat"], e["name"]): (e["ts"] / 1e6, e["dur"] / 1e6)
         for e in events(tmp_path / "trace.json")
@@ -180,10 +177,12 @@ def test_a_message_is_received_from_its_sending_on_and_waited_for_under_its_name
 
 def test_messages_say_their_bytes_and_what_their_codec_took(tmp_path):
     program = lower(gpipe(2, 1, 2))
-    (window,) = as_measured(program, Costs({(0, Op.F): 1.0, (1, Op.F): 3.0}))
-    coded = [(100, 0.0), (200, 0.0), (7, 0.25), (8, 0.125)]  # as the first rank has it: SEND_F, then RECV_B
-    window.ranks[0].messages.extend(coded)
-    window.ranks[1].messages.extend(coded)
+    (window,) = as_measured(program, Costs({(0, Op.F): 1.0, (1, Op.F): 3.0}), 2)
+    coded = {"0SEND_F0": (100, 0.0), "0SEND_F1": (200, 0.0), "0RECV_B0": (7, 0.25), "0RECV_B1": (8, 0.125)}
+    spans = window.timeline.rows[0].spans
+    for index, span in enumerate(spans):
+        nbytes, codec_s = coded.get(str(span.action), (0, 0.0))
+        spans[index] = span._replace(nbytes=nbytes, codec_s=codec_s)
     write(tmp_path / "trace.json", about(program, 2), [window])
     said = {
         e["name"]: {key: e["args"][key] for key in ("bytes", "codec_ms") if key in e["args"]}
@@ -195,7 +194,8 @@ def test_messages_say_their_bytes_and_what_their_codec_took(tmp_path):
     assert backs == [{"bytes": 7, "codec_ms": 250.0}, {"bytes": 8, "codec_ms": 125.0}]
     assert said["0F0@0"] == {}
     _, (again,) = read(tmp_path / "trace.json")
-    assert [rank.messages for rank in again.ranks] == [coded, coded]
+    read_back = {str(span.action): (span.nbytes, span.codec_s) for span in again.timeline.rows[0].spans}
+    assert {name: read_back[name] for name in coded} == coded
 
 
 def test_a_file_of_another_format_is_a_value_error(tmp_path):

@@ -10,7 +10,7 @@ from pipetrain.schedule.actions import (
     format_program,
     parse_program,
 )
-from pipetrain.schedule.lower import compute_only, edges, lower
+from pipetrain.schedule.lower import compute_only, edges, lower, replicated
 from pipetrain.schedule.programs import forward_only, gpipe, interleaved_1f1b, one_f_one_b
 from tests.schedule.cases import CASES, NAMES, Case, accepted
 
@@ -77,3 +77,38 @@ def test_both_ends_of_an_edge_speak_of_the_same_microbatches_in_the_same_order(c
         for source, target in edges(program):
             send, recv = (Op.SEND_F, Op.RECV_F) if source < target else (Op.SEND_B, Op.RECV_B)
             assert order[source, send] == order[target, recv] != []
+
+
+# Skips and replicas
+
+
+def test_a_skip_travels_straight_from_the_stage_that_makes_it_to_the_one_that_uses_it() -> None:
+    assert picture(lower(one_f_one_b(3, 1, 1), [(0, 1), (1, 2), (0, 2)])) == [
+        "0F0@0 0SEND_F0 0SEND_F0>2 0RECV_B0 0RECV_B0>2 0B0@0 0REDUCE@1 0STEP@1",
+        "1RECV_F0 1F0@0 1SEND_F0 1RECV_B0 1B0@0 1SEND_B0 1REDUCE@1 1STEP@1",
+        "2RECV_F0>0 2RECV_F0 2F0@0 2B0@0 2SEND_B0 2SEND_B0>0 2REDUCE@1 2STEP@1",
+    ]
+
+
+def test_a_route_leads_to_a_later_stage() -> None:
+    for route in [(1, 0), (1, 1), (1, 3), (-1, 1)]:
+        with pytest.raises(ScheduleError, match=r"route .* must lead from a stage to a later one, of 3"):
+            lower(one_f_one_b(3, 1, 1), [route])
+
+
+def test_replicas_share_the_microbatches_and_reduce_before_each_step() -> None:
+    assert picture(lower(replicated(one_f_one_b(2, 1, 3), [2, 1]))) == [
+        "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0F2@0 0SEND_F2 0RECV_B2 0B2@0 0REDUCE@1 0STEP@1",
+        "0F1@0 0SEND_F1 0RECV_B1 0B1@0 0REDUCE@1 0STEP@1",
+        "1RECV_F0 1F0@0 1B0@0 1SEND_B0 1RECV_F1 1F1@0 1B1@0 1SEND_B1 1RECV_F2 1F2@0 1B2@0 1SEND_B2 "
+        "1REDUCE@1 1STEP@1",
+    ]
+
+
+def test_a_microbatch_that_stays_on_its_rank_is_no_message() -> None:
+    """Two ranks that each hold both stages: microbatch k runs on rank k % 2 alone."""
+    whole = "0F{0}@0 1F{0}@0 1B{0}@0 0B{0}@0"
+    program = parse_program("\n".join(f"{whole.format(mb)} 1STEP@1 0STEP@1" for mb in (0, 1)))
+    assert edges(program) == []
+    assert not any(a.op in COMMUNICATION for actions in lower(program) for a in actions)
+    assert edges(replicated(gpipe(2, 1, 2), [2, 1])) == [(0, 1), (1, 0)]

@@ -7,15 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schedule.actions import COMMUNICATION, Action, Op, Program, ScheduleError, parse_program
-from pipetrain.schedule.lower import lower
+from pipetrain.schedule.actions import (
+    COMMUNICATION,
+    Action,
+    Op,
+    Program,
+    ScheduleError,
+    parse_program,
+    placement,
+)
+from pipetrain.schedule.lower import Route, compute_only, lower, replicated
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream, pipedream_2bw
-from pipetrain.schedule.simulate import Cost, Deadlock, Simulation, simulate, unit_cost
+from pipetrain.schedule.simulate import Cost, Deadlock, simulate, unit_cost
+from pipetrain.schedule.timeline import Timeline
 from tests.schedule.cases import CASES, Case, accepted
 
 
-def times(result: Simulation, rank: int) -> list[str]:
-    return [f"{action}: {start:g}-{end:g}" for action, start, end in result.spans[rank]]
+def times(result: Timeline, rank: int) -> list[str]:
+    return [f"{action}: {start:g}-{end:g}" for action, start, end, *_ in result.rows[rank].spans]
 
 
 def test_1f1b_as_drawn_in_every_paper() -> None:
@@ -185,7 +194,86 @@ def test_every_time_is_as_the_laws_say_whatever_things_cost(
 
     for _, program in accepted(case, [size]):
         result = simulate(program, size[2], buffer_size=buffer_size, cost=cost)
-        ends = [[end for _, _, end in spans] for spans in result.spans]
+        ends = [[span.end for span in row.spans] for row in result.rows]
         assert ends == reference_ends(program, buffer_size, cost)
-        assert [[action for action, _, _ in spans] for spans in result.spans] == program
+        assert [row.actions for row in result.rows] == program
         assert result.makespan == max(map(max, ends))
+
+
+# Skips and replicas
+
+
+def test_a_stage_of_twice_the_work_on_two_replicas_keeps_pace() -> None:
+    """Stage 0 takes twice as long as stage 1; alone it would hold it up at each microbatch."""
+
+    def cost(action: Action) -> float:
+        return unit_cost(action) * (2 if action.stage == 0 else 1)
+
+    whole = pipedream(2, 12, 2)
+    alone = simulate(lower(whole), 2, cost=cost)
+    spread = simulate(lower(replicated(whole, [2, 1])), 2, cost=cost)
+    assert alone.makespan > 12 * 2 * 6
+    assert spread.makespan < 0.8 * alone.makespan
+    assert spread.stages[0].updates == 2 * spread.stages[1].updates  # one on each replica
+    assert spread.staleness == [1, 0]
+
+
+def test_replicas_end_their_reduce_together() -> None:
+    def cost(action: Action) -> float:
+        return {Op.F: 1.0 + 3 * (action.mb == 1), Op.B: 2.0, Op.REDUCE: 0.5}.get(action.op, 0.0)
+
+    result = simulate(lower(replicated(gpipe(1, 1, 2), [2])), 2, cost=cost)
+    first, second = (
+        [(span.start, span.end, span.waited) for span in row.spans if span.action.op is Op.REDUCE]
+        for row in result.rows
+    )
+    assert (first, second) == ([(3.0, 6.5, 3.0)], [(6.0, 6.5, 0.0)])
+    assert result.busy == [3.5, 6.5]
+
+
+def test_a_replica_that_does_not_come_to_the_reduce_is_named() -> None:
+    program = lower(replicated(gpipe(1, 1, 2), [2]))
+    with pytest.raises(Deadlock, match="rank 0 at 0REDUCE@1 waits for rank 1 to do 0REDUCE@1"):
+        simulate([program[0], program[1][:-2]], 2)
+
+
+def routes_over(stages: int) -> st.SearchStrategy[list[Route]]:
+    skips = [(source, to) for source in range(stages) for to in range(source + 2, stages)]
+    neighbours = [(stage, stage + 1) for stage in range(stages - 1)]
+    return st.sets(st.sampled_from(skips or neighbours)).map(lambda chosen: sorted({*neighbours, *chosen}))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    case=st.sampled_from(CASES),
+    size=st.tuples(st.integers(2, 4), st.integers(1, 2), st.integers(1, 4)),
+    data=st.data(),
+)
+def test_with_any_skips_what_is_held_and_computed_stays_the_same(
+    case: Case, size: tuple[int, int, int], data: st.DataObject
+) -> None:
+    """A skip that the neighbours' messages wait for anyhow costs nothing where messages take no time."""
+    for _, program in accepted(case, [size]):
+        routes = data.draw(routes_over(len(placement(program))))
+        wired = lower(compute_only(program), routes)
+        plain = simulate(program, size[2], buffer_size=16)
+        skipping = simulate(wired, size[2], buffer_size=16, routes=routes)
+        for name in ("makespan", "busy", "activations", "versions", "staleness"):
+            assert getattr(skipping, name) == getattr(plain, name), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    case=st.sampled_from([case for case in CASES if case.virtual == 1]),
+    size=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 5)),
+    replicas=st.lists(st.integers(1, 3), min_size=3, max_size=3),
+    buffer_size=st.integers(1, 2),
+)
+def test_replicas_never_deadlock_and_do_all_the_work(
+    case: Case, size: tuple[int, int, int], replicas: list[int], buffer_size: int
+) -> None:
+    for _, program in accepted(case, [size]):
+        spread = lower(replicated(compute_only(program), replicas[: size[0]]))
+        result = simulate(spread, size[2], buffer_size=buffer_size)
+        assert sum(result.busy) == sum(simulate(program, size[2]).busy)
+        assert [row.actions for row in result.rows] == spread

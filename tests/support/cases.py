@@ -26,9 +26,8 @@ from pipetrain.building import make_schedule
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import read_whole
 from pipetrain.checkpoint.saver import Saver
-from pipetrain.config import conf_dir
+from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import ImageData, Split
-from pipetrain.overrides import as_hydra
 from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import Op, Program
@@ -161,7 +160,7 @@ class Listener:
         self.epochs = Epochs()
         self.traces: list[Trace] = []
 
-    def begin(self, history: Sequence[EpochFigures] = (), since: int | None = 0) -> None:
+    def begin(self, history: Sequence[EpochFigures] = ()) -> None:
         self.epochs.extend(history)
 
     def tick(self, what: str, total: int) -> None: ...

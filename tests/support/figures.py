@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipetrain.runtime.record import StageRecord
 from pipetrain.runtime.tally import Tally
+from pipetrain.schedule.timeline import StageStats
 from pipetrain.training.figures import EpochFigures
 
 
@@ -13,32 +13,13 @@ def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:
         epoch=epoch,
         trained=Tally(loss=80.0 / epoch, correct=10 * min(epoch, 4), samples=40),
         evaluated=Tally(loss=30.0, correct=correct, samples=10),
+        losses={4 * epoch - 2: 2.5 / epoch, 4 * epoch: 1.5 / epoch},
         lr=0.1 / epoch,
         train_s=train_s,
         eval_s=0.5,
-        busy_s={0: 1.5, 1: 0.5},
-        wait_s={0: 0.4, 1: 1.2},
-        staleness={0: {0: 1, 1: 3}, 1: {0: 4}},
-        records={
-            0: StageRecord(
-                2,
-                2,
-                {0: epoch, 1: 3 * epoch},
-                busy_s=1.5 * epoch,
-                wait_s=0.4 * epoch,
-                bytes_sent=1000 * epoch,
-                raw_bytes=2000 * epoch,
-                codec_s=0.25 * epoch,
-            ),
-            1: StageRecord(
-                1,
-                1,
-                {0: 4 * epoch},
-                busy_s=0.5 * epoch,
-                wait_s=1.2 * epoch,
-                bytes_sent=500 * epoch,
-                raw_bytes=500 * epoch,
-            ),
+        stages={
+            0: StageStats(4, 1.5, 0.4, 2, 2, {0: 1, 1: 3}, bytes_sent=1000, raw_bytes=2000, codec_s=0.25),
+            1: StageStats(4, 0.5, 1.2, 1, 1, {0: 4}, bytes_sent=500, raw_bytes=500),
         },
         elapsed_s=3.0 * epoch,
         ended=1_000_000.0 + 3 * epoch,

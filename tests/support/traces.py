@@ -4,33 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipetrain.schedule.actions import COMMUNICATION, Program, placement
-from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.measured import RankWindow, TracedWindow
+from pipetrain.schedule.actions import Program, placement
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Costs, Row, Span, Timeline, TracedWindow
 
 
 def as_measured(
-    program: Program, costs: Costs, *, windows: int = 1, microbatch: int = 4, own: float = 0.0
+    program: Program,
+    costs: Costs,
+    microbatches: int = 1,
+    *,
+    windows: int = 1,
+    microbatch: int = 4,
+    own: float = 0.0,
 ) -> list[TracedWindow]:
     """Windows of one epoch in which a lowered program ran by `costs`, one after the other.
 
     `own`: seconds in which each rank does nothing of the program, before each window.
     """
-    run = simulate(program, 1, cost=costs)
+    run = simulate(program, microbatches, cost=costs)
     samples = [microbatch] * (1 + max(action.mb for actions in program for action in actions))
     made = []
     for window in range(windows):
         began = window * (run.makespan + own)
-        ranks = []
-        for spans in run.spans:
-            timed = [
-                (a, began + own + start, began + own + end, end - start if a.op in COMMUNICATION else 0.0)
-                for a, start, end in spans
+        rows, end = [], began + own + run.makespan
+        for row in run.rows:
+            spans = [
+                span._replace(start=began + own + span.start, end=began + own + span.end)
+                for span in row.spans
             ]
-            end = began + own + run.makespan
-            ranks.append(RankWindow(began, timed, (timed[-1][2], end), end))
-        made.append(TracedWindow(0, samples, ranks))
+            drain = Span(None, spans[-1].end, end, end - spans[-1].end)
+            rows.append(Row(began, end, [*spans, drain]))
+        made.append(TracedWindow(0, samples, Timeline(rows, microbatches)))
     return made
 
 

@@ -36,10 +36,7 @@ def test_the_best_epoch_is_the_first_of_the_most_accurate_ones(correct, best):
 
 
 def test_what_is_written_is_read():
-    of_two = figures(2).records
-    progress = Progress(
-        [figures(1), figures(2)], Tally(3.5, 2, 12), 1.5, 7.0, of_two, of_two, since=1, uncounted=1
-    )
+    progress = Progress([figures(1), figures(2)], Tally(3.5, 2, 12), 1.5, 7.0, figures(2).stages)
     saved = json.loads(json.dumps(progress.to_json()))
     manifest = Manifest("r", Position(2, 3, 11), {}, {"placement": [0, 1]}, {}, saved, {})
     assert read_progress(manifest) == progress

@@ -93,7 +93,7 @@ def sent(epochs) -> list[tuple[int, int, int]]:
     return [
         (stage, record.bytes_sent, record.raw_bytes)
         for figures in epochs
-        for stage, record in sorted(figures.records.items())
+        for stage, record in sorted(figures.stages.items())
     ]
 
 
@@ -352,22 +352,20 @@ PROGRESS: dict[str, Callable[[dict[str, Any]], object]] = {
     "none": put("progress", to={}),
     "of no epoch": on("history")([]),
     "without its times": without(*FIRST, "train_s"),
-    "without a stage": without("records", "1"),
-    "with a stage more": lambda data: data["progress"]["records"].update(
-        {"2": data["progress"]["records"]["0"]}
+    "without a stage": without(*FIRST, "stages", "1"),
+    "with a stage more": lambda data: data["progress"]["stages"].update(
+        {"2": data["progress"]["stages"]["0"]}
     ),
-    "without a stage's waits": without(*FIRST, "wait_s", "0"),
+    "without a stage's waits": without(*FIRST, "stages", "0", "wait_s"),
     "of another epoch": on(*FIRST, "epoch")(2),
     "of no time": on(*FIRST, "train_s")(0.0),
     "of endless time": on("elapsed_s")(math.inf),
-    "of no batch": on(*FIRST, "share")(0.0),
-    "of a time that is none": on(*FIRST, "busy_s", "0")(math.nan),
+    "of a time that is none": on(*FIRST, "stages", "0", "busy_s")(math.nan),
     "of negative samples": on("trained", "samples")(-1),
     "of huge samples": on("trained", "correct")(10**300),
-    "from an epoch to come on": on("since")(2),
-    "of more batches": on("uncounted")(4),
-    "later than it is": on(*FIRST, "staleness", "0")({"8": 1}),
-    "late by a word": on("records", "0", "staleness")({"late": 1}),
+    "of more updates": on("stages", "0", "updates")(99),
+    "later than it is": on(*FIRST, "stages", "0", "staleness")({"8": 1}),
+    "late by a word": on("stages", "0", "staleness")({"late": 1}),
     "a history by name": on("history")({"0": 1}),
 }
 

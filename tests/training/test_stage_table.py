@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from pipetrain.prediction import StageTimes
-from pipetrain.runtime.record import StageRecord
+from pipetrain.schedule.timeline import StageStats
 from pipetrain.training.stage_table import find_straggler, measured, table
 
 
 def test_bubble_and_wait_are_the_rank_s_and_seconds_the_stage_s():
-    stages = measured([0, 1, 0], {0: 1.0, 1: 3.0, 2: 2.0}, {0: 0.5, 1: 1.0, 2: 0.25}, 4.0, updates=10)
+    did = [StageStats(10, 1.0, 0.5), StageStats(10, 3.0, 1.0), StageStats(10, 2.0, 0.25)]
+    stages = measured([0, 1, 0], did, 4.0)
     assert [s.bubble for s in stages] == pytest.approx([0.25, 0.25, 0.25])
     assert [s.wait for s in stages] == pytest.approx([0.1875, 0.25, 0.1875])
     assert [s.stage_time_s for s in stages] == pytest.approx([0.1, 0.3, 0.2])
@@ -39,8 +40,8 @@ def test_even_ranks_have_no_straggler_and_slices_of_a_rank_count_together():
 def test_the_table_has_a_row_a_stage_and_a_dash_for_what_is_not_known():
     seen = [StageTimes(0.305, 0.3966, 0.3), StageTimes(0.15, 0.4839, 0.14)]
     said = [StageTimes(0.231, None, 0.231), StageTimes(0.19, 0.5, 0.19)]
-    sent = StageRecord(staleness={0: 1, 2: 3}, bytes_sent=2**20, raw_bytes=4 * 2**20, codec_s=1.25)
-    assert table(seen, said, {0: sent, 1: StageRecord()}).splitlines() == [
+    sent = StageStats(staleness={0: 1, 2: 3}, bytes_sent=2**20, raw_bytes=4 * 2**20, codec_s=1.25)
+    assert table(seen, said, [sent, StageStats()]).splitlines() == [
         "stage  bubble  (plan)  seconds a batch  (plan)    wait  (plan)  updates late  (most)  "
         "MiB sent  ratio  codec s",
         "    0   30.5%   23.1%           0.3966       -   30.0%   23.1%          1.50       2  "

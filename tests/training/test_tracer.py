@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from time import perf_counter
-
 import pytest
 
 from pipetrain.checkpoint.files import Position
 from pipetrain.runtime.mesh import World
-from pipetrain.schedule.actions import COMMUNICATION
-from pipetrain.schedule.measured import RankWindow
+from pipetrain.schedule.timeline import Row, Span
 from pipetrain.training import tracer as module
 from pipetrain.training.tracer import Trace, Tracer, about_trace
 from tests.support.cases import Case, Listener, make_run, run_in_threads
@@ -50,12 +46,11 @@ def test_every_window_of_training_is_there_with_every_action(case):
     ]
     for window in trace.windows:
         program = run.plan.windows[len(window.samples) // run.settings.microbatches].program
-        assert [[action for action, *_ in rank.timed] for rank in window.ranks] == program
-        for rank in window.ranks:
-            moments = [rank.began, *(t for _, s, e, _ in rank.timed for t in (s, e)), *rank.drain, rank.ended]
+        assert [row.actions for row in window.timeline.rows] == program
+        for row in window.timeline.rows:
+            moments = [row.began, *(t for span in row.spans for t in (span.start, span.end)), row.ended]
             assert moments == sorted(moments)
-            busy = sum(end - start for a, start, end, _ in rank.timed if a.op not in COMMUNICATION)
-            assert 0 < busy + rank.waited <= rank.ended - rank.began
+            assert 0 < row.busy + row.waited <= row.ended - row.began
 
 
 def test_the_first_n_windows_are_traced():
@@ -104,13 +99,12 @@ def test_times_are_put_on_rank_0_s_clock_and_drift_is_evened_out(monkeypatch):
     assert tracer.over
     assert tracer.observer(0, run.sampler.epoch(0)[1:2]) is None
     actions = run.plan.windows[1].program[0]
-    timed = [(action, 150.0, 150.0, 0.5) for action in actions]
-    observe(RankWindow(100.0, timed, (200.0, 200.0), 200.0))
+    observe(Row(100.0, 200.0, [Span(action, 150.0, 150.0, 0.5) for action in actions]))
     trace = tracer.collect()
     (window,) = trace.windows
-    (rank,) = window.ranks
-    assert (rank.began, *rank.drain, rank.ended) == pytest.approx((107.0, 209.0, 209.0, 209.0))
-    assert rank.timed == [(action, pytest.approx(158.0), pytest.approx(158.0), 0.5) for action in actions]
+    (row,) = window.timeline.rows
+    assert (row.began, row.ended) == pytest.approx((107.0, 209.0))
+    assert row.spans == [Span(action, pytest.approx(158.0), pytest.approx(158.0), 0.5) for action in actions]
     assert trace.clock_error_s == 0.01
 
 
@@ -122,10 +116,3 @@ def test_what_a_trace_says_of_its_run_is_what_a_replay_needs():
     assert said.keys() >= CONDITIONS
     assert (said["partition"], said["epoch_batches"], said["window"]) == ([3], 4, None)
     assert (said["dtype"], said["clock_error_us"], said["device"]) == ("float64", 20.0, "2 x cpu")
-
-
-def test_observing_costs_a_rank_24_bytes_an_action():
-    run = make_run(Case("1f1b", 1, (PLAIN, "microbatches=2", "epochs=1", "trace=true")))
-    window = RankWindow(0.0, [(a, 0.0, 0.0, 0.0) for a in run.plan.windows[1].program[0]], (0.0, 0.0), 0.0)
-    packed = module._packed(replace(window, ended=perf_counter()))
-    assert packed.itemsize * (len(packed) - 4) == 24 * len(window.timed)

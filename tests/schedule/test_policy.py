@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from pipetrain.schedule.actions import Action, Op, ScheduleError
 from pipetrain.schedule.check import check
-from pipetrain.schedule.fbp import ForwardBackward
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.policy import Wait, play
+from pipetrain.schedule.policy import ForwardBackward, Wait, play
 from pipetrain.schedule.programs import layer_dist, pipedream
 from pipetrain.schedule.simulate import Cost, simulate, unit_cost
 
@@ -142,4 +141,4 @@ def test_a_message_that_comes_between_two_looks_is_no_trouble() -> None:
             return True
 
     decided = ForwardBackward(2).decide(1, 2, lambda: 1, 1, Changing())
-    assert [str(next(decided)) for _ in range(3)] == ["1RECV_F0", "1RECV_F0", "1F0@0"]
+    assert [str(next(decided)) for _ in range(3)] == ["1RECV_F0", "1F0@0", "1B0@0"]

@@ -1,0 +1,231 @@
+"""What ran when: the one record that `simulate` writes on paper and the engine while it runs.
+
+A timeline is a row a rank, and a row is the rank's spans, one an action. Busy and waiting time, the bubble,
+bytes, staleness and peaks are functions of it, so that what was measured is held against what was simulated
+by the same rules. Times are in seconds, or in units of cost on paper, all on one clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from pipetrain.schedule.actions import COMMUNICATION, Action, Op, last_uses
+
+
+class Span(NamedTuple):
+    """One action of one rank. Without an action: a wait that belongs to none, as for the end of all sends.
+
+    A SEND first waits for room, a RECV for its message. With a codec a SEND encodes before it waits, and
+    counts as if it did so afterwards.
+    """
+
+    action: Action | None
+    start: float
+    end: float
+    waited: float = 0.0  # of the time from start, blocked by another rank
+    nbytes: int = 0  # of a message, on the wire
+    codec_s: float = 0.0  # encoding or decoding
+
+
+@dataclass(slots=True)
+class Row:
+    """What one rank did in one window."""
+
+    began: float
+    ended: float
+    spans: list[Span]
+
+    @property
+    def actions(self) -> list[Action]:
+        """The actions, in the order in which they ran."""
+        return [span.action for span in self.spans if span.action is not None]
+
+    @property
+    def busy(self) -> float:
+        """The time in actions that are no messages."""
+        return sum(
+            span.end - span.start - span.waited
+            for span in self.spans
+            if span.action is not None and span.action.op not in COMMUNICATION
+        )
+
+    @property
+    def waited(self) -> float:
+        """The time in which the rank was blocked."""
+        return sum(span.waited for span in self.spans)
+
+
+@dataclass(slots=True)
+class StageStats:
+    """What one stage did in some windows: sums, and peaks."""
+
+    updates: int = 0
+    busy_s: float = 0.0
+    wait_s: float = 0.0  # in its messages; a wait without an action counts for the rank's first stage
+    activations: int = 0  # peak of microbatches between their F and the end of their B or W
+    versions: int = 1  # peak of weight versions: the newest, and older ones that are still read
+    staleness: dict[int, int] = field(default_factory=dict)  # forwards, by the updates that they are late by
+    bytes_sent: int = 0  # on the wire
+    codec_s: float = 0.0  # encoding and decoding
+    raw_bytes: int = 0  # of what was sent, before it was encoded; this and the next the engine knows alone
+    skipped: int = 0  # updates left out: their gradient was not finite
+
+    @property
+    def max_staleness(self) -> int:
+        """By how many updates the most late gradient was late."""
+        return max(self.staleness, default=0)
+
+    @property
+    def mean_staleness(self) -> float:
+        """By how many updates gradients were late on average."""
+        forwards = sum(self.staleness.values())
+        return sum(late * n for late, n in self.staleness.items()) / forwards if forwards else 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as large what it sent would have been without codecs; None if it sent nothing."""
+        return self.raw_bytes / self.bytes_sent if self.bytes_sent else None
+
+
+def total(parts: Sequence[StageStats]) -> StageStats:
+    """Add up what a stage did in several windows or epochs."""
+    staleness: Counter[int] = Counter()
+    for part in parts:
+        staleness.update(part.staleness)
+    return StageStats(
+        updates=sum(part.updates for part in parts),
+        busy_s=sum(part.busy_s for part in parts),
+        wait_s=sum(part.wait_s for part in parts),
+        activations=max((part.activations for part in parts), default=0),
+        versions=max((part.versions for part in parts), default=1),
+        staleness=dict(sorted(staleness.items())),
+        bytes_sent=sum(part.bytes_sent for part in parts),
+        raw_bytes=sum(part.raw_bytes for part in parts),
+        codec_s=sum(part.codec_s for part in parts),
+        skipped=sum(part.skipped for part in parts),
+    )
+
+
+def stage_stats(row: Row, microbatches: int) -> dict[int, StageStats]:
+    """Say what each stage of a rank did in a window of batches of so many microbatches each."""
+    needed_until = last_uses(row.actions)
+    stages: dict[int, StageStats] = defaultdict(StageStats)
+    opened: Counter[int] = Counter()
+    held: dict[int, list[int]] = defaultdict(lambda: [0])
+    trains = any(action.op in (Op.B, Op.W) for action in row.actions)
+    unowned, position = 0.0, -1
+    for span in row.spans:
+        if (action := span.action) is None:
+            unowned += span.waited
+            continue
+        position += 1
+        stage, op, stats = action.stage, action.op, stages[action.stage]
+        stats.wait_s += span.waited
+        if op in COMMUNICATION:
+            stats.bytes_sent += span.nbytes if op in (Op.SEND_F, Op.SEND_B) else 0
+            stats.codec_s += span.codec_s
+            continue
+        stats.busy_s += span.end - span.start - span.waited
+        if op is Op.F and trains:  # an evaluation saves nothing for a backward
+            opened[stage] += 1
+            stats.activations = max(stats.activations, opened[stage])
+            late = action.mb // microbatches - action.version
+            stats.staleness[late] = stats.staleness.get(late, 0) + 1
+        elif op in (Op.B, Op.W):
+            opened[stage] -= 1
+        elif op is Op.STEP:
+            stats.updates += 1
+            kept = [v for v in held[stage] if needed_until.get((stage, v), -1) > position]
+            held[stage] = [*kept, action.version]
+            stats.versions = max(stats.versions, len(held[stage]))
+    if stages:
+        stages[min(stages)].wait_s += unowned
+    return dict(stages)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What all ranks did in one window of batches of `microbatches` each."""
+
+    rows: list[Row]
+    microbatches: int
+
+    @property
+    def makespan(self) -> float:
+        """The time from the first beginning to the last end."""
+        if not self.rows:
+            return 0.0
+        return max(row.ended for row in self.rows) - min(row.began for row in self.rows)
+
+    @property
+    def busy(self) -> list[float]:
+        """The time of each rank in actions that are no messages."""
+        return [row.busy for row in self.rows]
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they do not compute."""
+        makespan = self.makespan
+        return 1 - sum(self.busy) / (len(self.rows) * makespan) if makespan else 0.0
+
+    @property
+    def bubble_per_rank(self) -> list[float]:
+        """The same of each rank."""
+        makespan = self.makespan
+        return [1 - busy / makespan if makespan else 0.0 for busy in self.busy]
+
+    def waits(self, repeated: bool) -> list[float]:
+        """Return the time in which each rank is blocked; in `repeated` windows also until the next one."""
+        end = max(row.ended for row in self.rows)
+        return [row.waited + (end - row.ended if repeated else 0.0) for row in self.rows]
+
+    @cached_property
+    def stages(self) -> list[StageStats]:
+        """What each stage did; of a stage on several ranks, the sums and peaks over its ranks."""
+        parts: dict[int, list[StageStats]] = defaultdict(list)
+        for row in self.rows:
+            for stage, stats in stage_stats(row, self.microbatches).items():
+                parts[stage].append(stats)
+        return [total(parts[stage]) for stage in sorted(parts)]
+
+    @property
+    def activations(self) -> list[int]:
+        """By stage: the peak of microbatches between their F and the end of their B or W."""
+        return [stats.activations for stats in self.stages]
+
+    @property
+    def versions(self) -> list[int]:
+        """By stage: the peak of weight versions held."""
+        return [stats.versions for stats in self.stages]
+
+    @property
+    def staleness(self) -> list[int]:
+        """By stage: the updates that the most late gradient is late by."""
+        return [stats.max_staleness for stats in self.stages]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of each kind of action at each stage: a `Cost` for `simulate`.
+
+    Of a SEND, the time that its message travels while the sender goes on. What is not listed costs nothing.
+    """
+
+    seconds: Mapping[tuple[int, Op], float]
+
+    def __call__(self, action: Action) -> float:
+        """Price one action."""
+        return self.seconds.get((action.stage, action.op), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedWindow:
+    """One window of training as all its ranks ran it."""
+
+    epoch: int  # from 0
+    samples: list[int]  # of each microbatch
+    timeline: Timeline

@@ -1,0 +1,271 @@
+"""The contestants, and their race: in the same processes they take turns, each timed from a barrier.
+
+`Ours` is the real engine over the real channel, driven as the trainer drives it; what is left out is what the
+others have not either: reading and augmenting images, evaluation, records. The others train the same job: the
+same layers and cut, the same batch in the same microbatches, the same optimizer.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmark.report import Series
+from benchmark.tasks import LR, Job
+from benchmark.worlds import Say
+from pipetrain.boundary import TensorSpec
+from pipetrain.runtime.channel import Channel
+from pipetrain.runtime.clock import Clock
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.stage import Target
+from pipetrain.schedule.timeline import StageStats
+from pipetrain.training.assembly import make_engine, make_stages
+
+FULL = ", once full"
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+RIVALS = {"gpipe": "torch GPipe", "1f1b": "torch 1F1B"}
+"""By ours: the one that should never be faster."""
+
+T = TypeVar("T")
+
+
+class Contestant(Protocol):
+    """Something that trains, on one rank. `batches`: how many it does in a turn, each in `microbatches`."""
+
+    name: str
+    batches: int
+    microbatches: int
+
+    def run(self) -> float | None:
+        """Take a turn. Returns the seconds a batch once the pipeline is full, where this rank knows them."""
+
+
+def race(mesh: Mesh, contestants: Sequence[Contestant], rounds: int, say: Say, warmup: int = 1) -> Series:
+    """Return the seconds a batch of each contestant in each round, on every rank alike.
+
+    A turn takes from the first rank's start to the last rank's end. Warm-up rounds are not counted. Where a
+    contestant knows its time once full, that is a series of its own, named with FULL.
+    """
+    series: defaultdict[str, list[float]] = defaultdict(list)
+    for number in range(-warmup, rounds):
+        counted = number >= 0
+        for contestant in rotated(contestants, number):
+            say(f"{f'round {number + 1}/{rounds}' if counted else 'warm-up'}: {contestant.name}")
+            seconds, full = _turn(mesh, contestant)
+            if counted:
+                series[contestant.name].append(seconds)
+            if counted and full is not None:
+                series[contestant.name + FULL].append(full)
+    return dict(series)
+
+
+def rotated(contestants: Sequence[T], number: int) -> list[T]:
+    """Return the order of a round, which rotates so that nobody always comes after the same one."""
+    first = number % len(contestants)
+    return [*contestants[first:], *contestants[:first]]
+
+
+def _turn(mesh: Mesh, contestant: Contestant) -> tuple[float, float | None]:
+    gc.collect()  # nobody pays for what another left behind
+    mesh.gather("the start of a turn", None)
+    start = time.perf_counter()
+    full = contestant.run()
+    end = time.perf_counter()
+    laps: list[tuple[float, float, float | None]] = mesh.gather("a turn's times", (start, end, full))  # type: ignore[assignment]
+    starts, ends, known = zip(*laps, strict=True)
+    seconds = (max(ends) - min(starts)) / contestant.batches
+    return seconds, next((f for f in known if f is not None), None)
+
+
+class BatchFeed:
+    """The same batch again and again, from memory. See engine.Feed."""
+
+    def __init__(self, samples: Tensor, labels: Tensor, microbatches: int) -> None:
+        self._inputs = samples.chunk(microbatches)
+        self._labels = labels.chunk(microbatches)
+
+    def size(self, mb: int) -> int:
+        """Return the samples in a microbatch."""
+        return len(self.input(mb))
+
+    def input(self, mb: int) -> Tensor:
+        """Return a microbatch's samples."""
+        return self._inputs[mb % len(self._inputs)]
+
+    def target(self, mb: int) -> Target:
+        """Return a microbatch's labels, with its share of the batch."""
+        return Target(self._labels[mb % len(self._labels)], 1 / len(self._labels))
+
+    def prepare(self) -> None:
+        """There is nothing to make."""
+
+
+class Ours:
+    """A schedule of pipetrain's. A turn is so many batches, in whole windows, and one window at least."""
+
+    def __init__(
+        self,
+        name: str,
+        job: Job,
+        mesh: Mesh,
+        batches: int = 1,
+        channel: Channel | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        plan = job.plan
+        window = max(plan.windows)
+        self.name = name
+        self.plan = plan
+        self.microbatches = job.microbatches
+        self._windows = max(1, batches // window)
+        self.batches = self._windows * window
+        self.actions = plan.windows[window].program[mesh.world.rank]  # where a policy decides: as many
+        self._feed = BatchFeed(job.samples.to(mesh.device), job.labels.to(mesh.device), job.microbatches)
+        self._full_after = plan.stages if window > 2 * plan.stages else None  # updates; None: never full
+        self._updates: list[float] = []
+        self._rank = mesh.world.rank
+        self._last = plan.placement[-1] == self._rank
+        stages = make_stages(plan, job.model, job.optimizer, plan.settings.rate(1), mesh)
+        self._engine = make_engine(plan, stages, mesh, channel, clock)
+
+    @property
+    def stats(self) -> dict[int, StageStats]:
+        """What each stage of this rank has done."""
+        return self._engine.stats
+
+    def run(self) -> float | None:
+        """Train whole windows. The rank of the last stage knows when the pipeline was full."""
+        self._updates.clear()
+        for _ in range(self._windows):
+            order = self.plan.order(max(self.plan.windows), self._rank)
+            self._engine.train(order, self._feed, self.microbatches, self._count)
+        if not self._last or self._full_after is None:
+            return None
+        full = self._updates[self._full_after :]
+        return (full[-1] - full[0]) / (len(full) - 1)
+
+    def _count(self, stage: int) -> None:
+        if stage == self.plan.stages - 1:
+            self._updates.append(time.perf_counter())
+
+
+class Theirs(ABC):
+    """A loop that trains a module batch by batch, with the job's optimizer."""
+
+    def __init__(self, name: str, job: Job, module: nn.Module, batches: int, microbatches: int) -> None:
+        self.name, self.batches, self.microbatches = name, batches, microbatches
+        self._module = module.train()
+        self._optimizer = job.optimizer(module.parameters())
+
+    @abstractmethod
+    def _backward(self) -> Tensor | None:
+        """Work out a batch's gradients. Returns its loss, where this rank knows it."""
+
+    def run(self) -> None:
+        """Train some batches, and see that the loss stays a number."""
+        losses = []
+        for _ in range(self.batches):
+            loss = self._backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            if loss is not None:
+                losses.append(loss.detach())
+        if losses:  # at the turn's end: to look at a number makes a GPU's host wait
+            mean = float(torch.stack(losses).mean())
+            assert math.isfinite(mean), f"the loss is {mean}: this contestant does not train"
+
+
+class TorchPipeline(Theirs):
+    """A schedule of torch.distributed.pipelining over the job's stages, one a rank."""
+
+    def __init__(self, schedule: str, job: Job, mesh: Mesh, batches: int) -> None:
+        rank, stages = mesh.world.rank, mesh.world.size
+        super().__init__(f"torch {schedule}", job, job.stage(rank), batches, job.microbatches)
+        self._inputs = (job.samples,) if rank == 0 else ()
+        self._labels = job.labels if rank == stages - 1 else None
+        stage = PipelineStage(self._module, rank, stages, mesh.device)
+        # Gradients are divided by the number of microbatches, so that an update is the batch's mean, as ours.
+        self._schedule = SCHEDULES[schedule](
+            stage, job.microbatches, loss_fn=functional.cross_entropy, scale_grads=True
+        )
+
+    def _backward(self) -> Tensor | None:
+        losses: list[Tensor] = []
+        self._schedule.step(*self._inputs, target=self._labels, losses=losses, return_outputs=False)
+        if self._labels is None:
+            return None
+        assert len(losses) == self.microbatches
+        return torch.stack(losses).mean()
+
+
+class Plain(Theirs):
+    """A plain PyTorch loop over the whole model, on rank 0 alone or, with `parallel`, shared by all (DDP)."""
+
+    def __init__(
+        self, name: str, job: Job, mesh: Mesh, batches: int, threads: int = 1, parallel: bool = False
+    ) -> None:
+        rank, ranks = mesh.world.rank, mesh.world.size
+        model: nn.Module = job.model.to(mesh.device)
+        self._samples, self._labels = job.samples.to(mesh.device), job.labels.to(mesh.device)
+        if parallel:
+            model = DistributedDataParallel(job.model)
+            self._samples, self._labels = job.samples.chunk(ranks)[rank], job.labels.chunk(ranks)[rank]
+        super().__init__(name, job, model, batches, 1)
+        self._threads = threads
+        self._works = parallel or rank == 0
+
+    def run(self) -> None:
+        """Train, on the ranks that take part."""
+        if self._works:
+            torch.set_num_threads(self._threads)
+            super().run()
+            torch.set_num_threads(1)
+
+    def _backward(self) -> Tensor:
+        loss = functional.cross_entropy(self._module(self._samples), self._labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+
+class Alone(Theirs):
+    """The no-communication ideal: each rank trains its own stage on local tensors, all at the same time.
+
+    Inputs and output gradients are random tensors of the right shapes, in the job's layout; a turn ends with
+    the slower stage.
+    """
+
+    def __init__(self, name: str, job: Job, mesh: Mesh, batches: int) -> None:
+        index, numerics = mesh.world.rank, job.plan.numerics
+        module = job.stage(index)
+        numerics.arrange_weights(module)
+        super().__init__(name, job, module, batches, job.microbatches)
+        boundaries = job.plan.boundaries[job.size]
+        self._inputs = numerics.arrange(job.samples.chunk(job.microbatches)[0])
+        self._labels = job.labels.chunk(job.microbatches)[0]
+        if index > 0:
+            self._inputs = numerics.arrange(_random(boundaries[index].specs[0])).requires_grad_()
+        last = index == job.plan.stages - 1
+        self._grads = None if last else numerics.arrange(_random(boundaries[index + 1].specs[0])) * LR
+
+    def _backward(self) -> None:
+        for _ in range(self.microbatches):
+            self._inputs.grad = None
+            outputs = self._module(self._inputs)
+            if self._grads is None:
+                outputs = functional.cross_entropy(outputs, self._labels) / self.microbatches
+            outputs.backward(self._grads)
+
+
+def _random(spec: TensorSpec) -> Tensor:
+    return torch.randn(spec.shape, dtype=spec.dtype)
