@@ -129,6 +129,7 @@ class Settings:
     threads: Annotated[int | None, _whole(1, MOST_THREADS)]
     workers: Annotated[int, _whole(0, MOST_THREADS), "data.workers"]
     drop_last: Annotated[bool, BOOL, "data.drop_last"]
+    log_every: Annotated[int, COUNT]
     trace: Annotated[int, TRACE]  # windows to trace; 0 = none
     on_nan: Annotated[str, _one_of("stop", "skip")]
     checkpoint_every: Annotated[int | None, COUNT, "checkpoint.every"]

@@ -67,7 +67,11 @@ def points(history: History) -> bytes:
             if times.stage_time_s is not None:
                 scalars[f"stage_time{suffix}/stage{stage}"] = times.stage_time_s
     summaries += [scalar(name, value) for name, value in scalars.items()]
-    return _records(summaries, figures.ended, figures.epoch)
+    losses = (
+        _records([scalar("loss/update", loss)], figures.ended, update)
+        for update, loss in figures.losses.items()
+    )
+    return _records(summaries, figures.ended, figures.epoch) + b"".join(losses)
 
 
 def outcome(summary: Mapping[str, Any]) -> bytes:

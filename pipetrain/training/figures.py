@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from statistics import fmean
+from typing import Annotated, Any
 
 from pipetrain.checkpoint.files import Manifest
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
@@ -16,6 +17,7 @@ from pipetrain.runtime.tally import Tally
 from pipetrain.schedule.timeline import StageStats
 
 Stats = dict[int, StageStats]
+Loss = Annotated[float, "or infinite, or NaN"]
 _LEAST = 1e-9  # of what is divided by: seconds
 
 
@@ -31,6 +33,7 @@ class EpochFigures:
     epoch: int
     trained: Tally
     evaluated: Tally
+    losses: dict[int, Loss]  # the mean loss of some updates, by the number (from 1) of the last of them
     lr: float  # of the last update
     train_s: float
     eval_s: float
@@ -49,6 +52,12 @@ class EpochFigures:
         return self.stages[0].updates if self.stages else 0
 
 
+def by_update(losses: Sequence[float], first: int, every: int) -> dict[int, float]:
+    """Return the mean of each `every` losses by the number of its last update; `first` is that of all."""
+    pieces = [losses[start : start + every] for start in range(0, len(losses), every)]
+    return {first + every * n + len(piece) - 1: fmean(piece) for n, piece in enumerate(pieces)}
+
+
 def most_accurate(history: Sequence[EpochFigures]) -> EpochFigures:
     """Return the first of the most accurate epochs; one without an accuracy only where all are without."""
     accuracies = (figures.evaluated.accuracy for figures in history)
@@ -65,6 +74,7 @@ class Progress:
     train_s: float = 0.0
     elapsed_s: float = 0.0
     stages: Stats = field(default_factory=dict)
+    losses: list[Loss] = field(default_factory=list)  # of each update
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""

@@ -23,7 +23,8 @@ from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.errors import ConfigError
 from pipetrain.seal import SECRET
 
-METRICS, SUMMARY, CONFIG, EVENTS = "metrics.csv", "summary.json", "config.yaml", "events.out.tfevents.*"
+METRICS, UPDATES = "metrics.csv", "updates.csv"
+SUMMARY, CONFIG, EVENTS = "summary.json", "config.yaml", "events.out.tfevents.*"
 PROFILE_FILE, TRACE, RAN = "profile.json", "trace.json", "ran.txt"
 LOCK, KEY_BYTES = ".lock", 32
 # Not through a link, nor waiting for whoever is at the other end of a pipe, nor open in what we start.
@@ -139,7 +140,7 @@ def _made_key(lock: int) -> str:
     return _key(lock)
 
 
-def clear(folder: Path, names: Sequence[str] = (METRICS, TRACE, RAN, PROFILE_FILE)) -> None:
+def clear(folder: Path, names: Sequence[str] = (METRICS, UPDATES, TRACE, RAN, PROFILE_FILE)) -> None:
     """Remove the records that a run which did not finish has left, and TensorBoard's.
 
     `names`: of those that a resumed one writes again.

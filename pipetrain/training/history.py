@@ -111,6 +111,13 @@ class History:
         numbers += [figures.samples_per_s, figures.train_s, figures.eval_s, figures.elapsed_s]
         return _line([str(figures.epoch), *(f"{number:.6g}" for number in numbers)])
 
+    def update_rows(self, number: int) -> bytes:
+        """Return a part of updates.csv: the heads of the columns, then an epoch's rows each."""
+        if number == 0:
+            return _line(["update", "train_loss"])
+        losses = self.epochs[number - 1].losses
+        return b"".join(_line([str(update), f"{loss:.6g}"]) for update, loss in losses.items())
+
     def summary(self, machine: Machine) -> dict[str, Any]:
         """Return what summary.json says."""
         settings, data, last, best = self._run.settings, self._run.data, self.last, self.best

@@ -25,7 +25,7 @@ from pipetrain.schedule.draw import as_png
 from pipetrain.training import events
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.files import Files, Growing, why, write_whole
-from pipetrain.training.folder import CONFIG, METRICS, RAN, SUMMARY, TRACE
+from pipetrain.training.folder import CONFIG, METRICS, RAN, SUMMARY, TRACE, UPDATES
 from pipetrain.training.history import History, Machine
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Trace, about_trace
@@ -53,6 +53,7 @@ class Recorder:
         files.whole(folder / "timeline.png", lambda new: new.write_bytes(picture))
         self._introduction, self._outcome = events.introduction(run, config, picture), b""
         self._metrics = Growing(folder / METRICS, self._history.row)
+        self._updates = Growing(folder / UPDATES, self._history.update_rows)
         self._events = Growing(folder / events.file_name(), self._event)
         self._write()
         self._introduce()
@@ -130,6 +131,7 @@ class Recorder:
         """Bring all files up to date, those too that could not be written before."""
         parts = 1 + len(self._history.epochs)
         self._files.due(self._metrics.path, partial(self._metrics.grow, parts))
+        self._files.due(self._updates.path, partial(self._updates.grow, parts))
         self._files.due(self._events.path, partial(self._events.grow, parts + bool(self._outcome)))
         self._files.write()
 

@@ -34,7 +34,7 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
 from pipetrain.training.assembly import make_engine, make_stages, slots
 from pipetrain.training.feed import WindowFeed
-from pipetrain.training.figures import EpochFigures, Progress, Stats, read_progress
+from pipetrain.training.figures import EpochFigures, Progress, Stats, by_update, read_progress
 from pipetrain.training.keeper import Keeper, is_best, saved_residuals, set_random_state
 from pipetrain.training.resume import load
 from pipetrain.training.run import Run
@@ -52,7 +52,7 @@ Ran = list[list[Action]]
 class _RankFigures:
     """What one rank knows of an epoch. Times in seconds."""
 
-    tallies: tuple[Tally, Tally] | None  # of training and evaluation, where the last stage is
+    counted: tuple[Tally, Tally, list[float]] | None  # training, evaluation, losses; of the last stage's rank
     train_s: float
     eval_s: float
     stages: Stats
@@ -84,6 +84,7 @@ class Trainer:
         self._elapsed_before = 0.0
         self._started = time.perf_counter()
         self._ran: Ran = []
+        self._losses: list[float] = []  # of the epoch's updates so far, where the last stage is
 
     def restore(self, folder: Path, manifest: Manifest) -> None:
         """Go on from a whole checkpoint, instead of from the start.
@@ -103,6 +104,7 @@ class Trainer:
         last = self.stages.get(self._run.plan.stages - 1)
         if last is not None:
             last.restore_tally(self._progress.trained)
+            self._losses = list(self._progress.losses)
         if manifest.pipeline == self._run.plan.pipeline:
             self._engine.stats = {index: self._progress.stages[index] for index in self.stages}
             rank, device = self._mesh.world.rank, self._mesh.device
@@ -172,14 +174,17 @@ class Trainer:
         """Start to save a checkpoint. The pipeline is drained, and all ranks do this at the same window."""
         assert self._keeper is not None
         last = self.stages.get(self._run.plan.stages - 1)
-        mine = (last.trained_so_far if last else None, self._engine.stats)
+        counted = last and (last.trained_so_far, self._losses)
+        mine = (counted, self._engine.stats)
         gathered: list[Any] = self._mesh.gather("what is known of the epoch", mine)
+        trained, losses = next(counted for counted, _ in gathered if counted is not None)
         progress = Progress(
             history=self._progress.history,
-            trained=next(tally for tally, _ in gathered if tally is not None),
+            trained=trained,
             train_s=train_s,
             elapsed_s=self._elapsed(),
             stages={stage: stats for _, stages in gathered for stage, stats in stages.items()},
+            losses=losses,
         )
         residuals, pipeline = self._feedback.residuals, self._run.plan.pipeline
         self._keeper.save(self.stages, self._mesh, self._position, pipeline, progress, residuals)
@@ -231,6 +236,8 @@ class Trainer:
                 self._ends(length, *batch_s),
             )
             start += order.batches
+            if (last := self.stages.get(run.plan.stages - 1)) is not None:
+                self._losses += last.take_losses()
             self._position = Position(epoch, start, epoch * len(batches) + start)
             if self._keeper:
                 asked = self._keeper.asking.after_window()
@@ -266,17 +273,17 @@ class Trainer:
 
     def _report(self, epoch: int, train_s: float, eval_s: float) -> None:
         """Bring an epoch's figures together, whichever rank knows them."""
-        tallies = None
+        counted = None
         last = self.stages.get(self._run.plan.stages - 1)
         if last is not None:
-            tallies = last.take_tallies()
-        mine = _RankFigures(tallies, train_s, eval_s, self._engine.take_stats(), self._ran)
+            counted, self._losses = (*last.take_tallies(), self._losses), []
+        mine = _RankFigures(counted, train_s, eval_s, self._engine.take_stats(), self._ran)
         self._ran = []
         gathered = self._mesh.gather(f"the figures of epoch {epoch + 1}", mine)
         ranks = [figures for figures in gathered if isinstance(figures, _RankFigures)]
         if self._mesh.world.rank == 0:
             self._prove(epoch, [list(ran) for ran in zip(*(figures.ran for figures in ranks), strict=True)])
-        trained, evaluated = next(figures.tallies for figures in ranks if figures.tallies is not None)
+        trained, evaluated, losses = next(figures.counted for figures in ranks if figures.counted is not None)
         if self._run.settings.on_nan == "stop" and math.isnan(evaluated.mean_loss):
             raise TrainingStopped(
                 f"the loss of the evaluation after update {self._position.update} is nan: the weights "
@@ -286,6 +293,7 @@ class Trainer:
             epoch=epoch + 1,
             trained=trained,
             evaluated=evaluated,
+            losses=by_update(losses, self._position.update - len(losses) + 1, self._run.settings.log_every),
             lr=self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
             train_s=max(figures.train_s for figures in ranks),
             eval_s=max(figures.eval_s for figures in ranks),

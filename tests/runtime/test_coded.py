@@ -221,7 +221,7 @@ def test_bytes_of_training_are_those_of_the_codecs_in_the_trace_too():
         for rank, row in enumerate(window.timeline.rows):
             for span in row.spans:
                 if span.action is not None and span.action.op in COMMUNICATION:
-                    assert (span.codec_s > 0) == span.action.op.endswith("B")
+                    assert span.codec_s > 0
                     sent[rank] += span.nbytes if span.action.op in SENDS else 0
     assert sent == [up.bytes_sent, down.bytes_sent]
 

@@ -13,6 +13,7 @@ def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:
         epoch=epoch,
         trained=Tally(loss=80.0 / epoch, correct=10 * min(epoch, 4), samples=40),
         evaluated=Tally(loss=30.0, correct=correct, samples=10),
+        losses={4 * epoch - 2: 2.5 / epoch, 4 * epoch: 1.5 / epoch},
         lr=0.1 / epoch,
         train_s=train_s,
         eval_s=0.5,

@@ -176,6 +176,16 @@ def test_tensorboard_has_the_run(made):
     assert {tag for tag in tags["scalars"] if tag.startswith("result/")} >= {"result/val_acc"}
 
 
+def test_the_losses_of_updates_are_a_table_and_a_curve(made):
+    recorder, _, folder = made
+    recorder.epoch(figures(1))
+    recorder.epoch(figures(2))
+    rows = (folder / "updates.csv").read_text().splitlines()
+    assert rows == ["update,train_loss", "2,2.5", "4,1.5", "6,1.25", "8,0.75"]
+    curve = events(folder).Scalars("loss/update")
+    assert [(point.step, point.value) for point in curve] == [(2, 2.5), (4, 1.5), (6, 1.25), (8, 0.75)]
+
+
 def test_how_late_gradients_were_is_a_bar_for_each_number(made):
     recorder, _, folder = made
     stages = {0: StageStats(4, staleness={1: 3, 3: 2**40}), 1: StageStats(4)}
@@ -336,13 +346,13 @@ def test_what_a_full_disk_took_is_written_when_there_is_room(made, twin, tmp_pat
         assert len(rows) == 1 + written
     twin.close()
     recorder.close()
-    for name in ("metrics.csv", "summary.json"):
+    for name in ("metrics.csv", "updates.csv", "summary.json"):
         assert (folder / name).read_text() == (tmp_path / "again" / name).read_text()
     assert scalars(folder) == scalars(tmp_path / "again")
     assert [step for step, _ in scalars(folder)["loss/train"]] == [1, 2, 3, 4]
     tags = events(folder).Tags()
     assert tags["images"] == ["timeline"]
-    assert [name.split(".")[0] for name in warned(caplog)] == ["metrics", "events"]  # each once
+    assert [name.split(".")[0] for name in warned(caplog)] == ["metrics", "updates", "events"]  # each once
 
 
 def test_a_disk_that_is_full_at_the_start_is_no_end_and_all_is_there_later(tmp_path, caplog):
@@ -352,7 +362,7 @@ def test_a_disk_that_is_full_at_the_start_is_no_end_and_all_is_there_later(tmp_p
         recorder = Recorder(tmp_path, cfg, run, MACHINE, Files())
         recorder.begin()
         recorder.epoch(figures(1))
-    names = ["config.yaml", "timeline.png", "metrics.csv", recorder._events.path.name]
+    names = ["config.yaml", "timeline.png", "metrics.csv", "updates.csv", recorder._events.path.name]
     assert warned(caplog) == names
     assert {path.stat().st_size for path in tmp_path.iterdir()} <= {0}
     recorder.epoch(figures(2))
@@ -401,7 +411,7 @@ def test_a_trace_and_a_policy_s_programs_are_kept_until_there_is_room(made, capl
     assert (folder / "ran.txt").read_text().startswith("# epoch 1, window 1 of 1\n")
     said = [record.getMessage() for record in caplog.records]
     assert sum(line.startswith("trace of 1 window in") for line in said) == 1
-    assert sorted(warned(caplog))[1:] == ["metrics.csv", "ran.txt", "trace.json"]
+    assert sorted(warned(caplog))[1:] == ["metrics.csv", "ran.txt", "trace.json", "updates.csv"]
 
 
 def test_a_folder_that_was_removed_is_made_again_with_all_rows_and_points(made):
@@ -434,7 +444,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_no_summary_and_a_resumed_run_writ
     with full_disk():
         recorder.epoch(figures(1))
         with pytest.raises(
-            NotRecorded, match=r"but metrics.csv, events\S+ cannot be written: File too large; m"
+            NotRecorded, match=r"but metrics.csv, updates.csv, events\S+ cannot be written: File too large; m"
         ):
             recorder.close()
     assert not (folder / "summary.json").exists()

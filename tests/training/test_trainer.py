@@ -195,6 +195,22 @@ def test_what_stages_did_is_counted_epoch_by_epoch():
     assert [second.stages[stage].max_staleness for stage in (0, 1)] == [1, 0]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_the_losses_of_updates_make_up_that_of_the_epoch(schedule):
+    """44 samples in batches of 12: 12, 12, 12, 8."""
+    case = Case(schedule, 2, (NORM, "microbatches=2", "epochs=2", "log_every=1"))
+    _, epochs = run_in_threads(case)
+    for number, figures in enumerate(epochs):
+        assert list(figures.losses) == [4 * number + n for n in (1, 2, 3, 4)]
+        sizes = (12, 12, 12, 8)
+        loss = sum(n * loss for n, loss in zip(sizes, figures.losses.values(), strict=True)) / 44
+        assert loss == pytest.approx(figures.trained.mean_loss, rel=1e-12)
+    _, coarser = run_in_threads(Case(schedule, 2, (NORM, "microbatches=2", "epochs=2", "log_every=3")))
+    for fine, coarse in zip(epochs, coarser, strict=True):
+        losses = list(fine.losses.values())
+        assert list(coarse.losses.values()) == pytest.approx([sum(losses[:3]) / 3, losses[3]], rel=1e-12)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "interleaved_1f1b"])
 def test_progress_counts_each_update_once_and_each_evaluated_microbatch_once(schedule):
     ticks: list[tuple[str, int]] = []
