@@ -14,11 +14,10 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipetrain.building import make_codec
+from pipetrain.codec import Codecs
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
-from pipetrain.runtime.codec import Codecs
-from pipetrain.runtime.rate import learning_rate
-from pipetrain.runtime.weights import Rate
+from pipetrain.rate import Rate, learning_rate
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PRECISIONS = ("fp32", "bf16")

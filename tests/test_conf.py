@@ -16,7 +16,7 @@ from pipetrain.building import make_model, make_schedule
 from pipetrain.config import conf_dir, read_settings
 from pipetrain.data import load_augment
 from pipetrain.optimizer import make_optimizer
-from pipetrain.runtime.rate import SHAPES
+from pipetrain.rate import SHAPES
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 

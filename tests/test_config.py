@@ -68,7 +68,7 @@ def test_an_unset_optimizer_follows_the_recipe_and_the_rate_its_shape():
         ("codec.forward", {"_target_": "no.such"}, "codec.forward cannot be built: Error locating target"),
         (
             "codec.backward",
-            {"_target_": "pipetrain.runtime.codec.TopK", "fraction": "x"},
+            {"_target_": "pipetrain.codec.TopK", "fraction": "x"},
             "codec.backward.fraction=x must be a number above 0 and at most 1",
         ),
         (

@@ -9,6 +9,7 @@ have used, as in training. Times and bytes are taken in passes apart.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from pipetrain.boundary import Value, as_tuple, named_layers
 from pipetrain.errors import ConfigError
 from pipetrain.numerics import Numerics
-from pipetrain.partition.estimate import Layer
+from pipetrain.partition.estimate import Layer, storage_of, strided
 from pipetrain.partition.profile import LayerTime
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.weights import OptimizerFactory
@@ -52,25 +53,22 @@ def measure_layers(
     bench = _Bench(model, layers, optimizer, numerics)
     for _ in range(WARM_UP):
         bench.run(x, _unwatched)
-    watch = _Stopwatch(x.device, len(model))
+    watch = _Stopwatch(x.device)
     for _ in range(REPEATS):
         bench.run(x, watch)
-    forward_s, backward_s, step_s = watch.medians()
-    saved = bench.saved_bytes(x)
-    peaks = bench.peak_bytes(x)
+    seconds = watch.medians()
+    saved, peaks = bench.saved_bytes(x), bench.peak_bytes(x)
     return [
         LayerTime(
             name=layer.name,
-            forward_s=forward_s[i],
-            backward_s=backward_s[i],
-            step_s=step_s[i],
+            forward_s=seconds.get(("forward", i), 0.0),
+            backward_s=seconds.get(("backward", i), 0.0),
+            step_s=seconds.get(("step", i), 0.0),
             saved_bytes=saved[i],
             peak_bytes=peaks[i],
             output_bytes=layer.output.nbytes,
             gradient_bytes=sum(spec.nbytes for spec in layer.output.gradients),
-            param_bytes=bench.param_bytes(i),
-            state_bytes=bench.state_bytes(i),
-            fixed_bytes=bench.fixed_bytes(i),
+            **bench.weight_bytes(i),
         )
         for i, layer in enumerate(layers)
     ]
@@ -82,35 +80,36 @@ class _Bench:
     def __init__(
         self,
         model: nn.Sequential,
-        layers: Sequence[Layer],
+        estimated: Sequence[Layer],
         optimizer: OptimizerFactory,
         numerics: Numerics,
     ) -> None:
         self._model = model.train()
         self._numerics = numerics
-        self.layers = named_layers(model)
-        self._estimated = layers
-        self._params: list[list[nn.Parameter]] = []
-        self._fixed: list[list[Tensor]] = []
+        self._layers = named_layers(model)
+        self._estimated = estimated
+        self._held: list[list[Tensor]] = []  # by each layer: a shared one by the first
         met: set[int] = set()
-        for _, module in self.layers:
+        for _, module in self._layers:
             held = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in met]
             met.update(map(id, held))
-            self._params.append([t for t in held if isinstance(t, nn.Parameter) and t.requires_grad])
-            self._fixed.append([t for t in held if not t.requires_grad])
-        self._optimizers = [optimizer(params) if params else None for params in self._params]
-        for taken in filter(None, self._optimizers):
-            for group in taken.param_groups:
+            self._held.append(held)
+        trained = [
+            [t for t in held if isinstance(t, nn.Parameter) and t.requires_grad] for held in self._held
+        ]
+        self._optimizers = [optimizer(params) if params else None for params in trained]
+        for made in filter(None, self._optimizers):
+            for group in made.param_groups:
                 group["lr"] = 0.0  # as much work, and the numbers stay ordinary
 
     def run(self, x: Tensor, watch: Watch) -> None:
         """Run a batch of one microbatch. Gradients add up, as they do over a batch's microbatches."""
         value: Value = x
         graphs: list[tuple[Tensor, ...]] = []
-        for index in range(len(self.layers)):
+        for index in range(len(self._layers)):
             outputs, value = self._forward(index, value, watch)
             graphs.append(outputs)
-        for index in reversed(range(len(self.layers))):
+        for index in reversed(range(len(self._layers))):
             self._backward(index, graphs.pop(), watch)
         for index, optimizer in enumerate(self._optimizers):
             if optimizer is not None:
@@ -125,7 +124,7 @@ class _Bench:
             given = tuple(t.requires_grad_(need) for t, need in zip(given, needs, strict=True))
         if self._estimated[index].writes_input:
             given = tuple(t.clone() for t in given)
-        run = self.layers[index][1]
+        run = self._layers[index][1]
         with self._blame(index), watch("forward", index), self._numerics.context(given[0].device.type):
             result: Value = run(given[0] if isinstance(value, Tensor) else given)
         outputs = as_tuple(result)
@@ -145,77 +144,77 @@ class _Bench:
             yield
         except Exception as error:
             raise ConfigError(
-                f"layer {index} ({self.layers[index][0]}) of the model cannot be profiled: "
+                f"layer {index} ({self._layers[index][0]}) of the model cannot be profiled: "
                 f"{type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
 
     def saved_bytes(self, x: Tensor) -> list[int]:
         """Count what autograd saves in a forward, each storage once, at the layer that made it."""
-        sizes = [0] * len(self.layers)
-        held = {_key(t) for t in (*self._model.parameters(), *self._model.buffers(), x)}
+        sizes = [0] * len(self._layers)
+        held = {storage_of(t) for t in (*self._model.parameters(), *self._model.buffers(), x)}
         value: Value = x
-        graphs = []  # keep what is saved alive, so that no two storages have one key
-        for index in range(len(self.layers)):
+        alive = []  # so that no two storages have one address
+        for index in range(len(self._layers)):
             saved: list[Tensor] = []
-            given = {_key(t) for t in as_tuple(value)}
-            with saved_tensors_hooks(_keeping(saved), lambda tensor: tensor):
+            given = {storage_of(t) for t in as_tuple(value)}
+
+            def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+                saved.append(tensor)
+                return tensor
+
+            with saved_tensors_hooks(keep, lambda tensor: tensor):
                 outputs, value = self._forward(index, value, _unwatched)
-            graphs.append((saved, outputs))
+            alive.append((saved, outputs))
             for tensor in saved:
-                if _key(tensor) not in held:
-                    sizes[index - (_key(tensor) in given)] += tensor.untyped_storage().nbytes()
-                    held.add(_key(tensor))
+                key = storage_of(tensor)
+                if key not in held:
+                    sizes[index - (key in given)] += tensor.untyped_storage().nbytes()
+                    held.add(key)
         return sizes
 
     def peak_bytes(self, x: Tensor) -> list[int]:
         """Find what is alive at most as each layer runs forward and backward."""
         peaks = []
         value: Value = x
-        for index in range(len(self.layers)):
+        for index in range(len(self._layers)):
             with _Live() as live:
                 outputs, value = self._forward(index, value, _unwatched)
                 self._backward(index, outputs, _unwatched)
             peaks.append(live.peak)
         return peaks
 
-    def param_bytes(self, index: int) -> int:
-        """Size of the parameters that a layer trains."""
-        return sum(p.nbytes for p in self._params[index])
-
-    def fixed_bytes(self, index: int) -> int:
-        """Size of a layer's frozen parameters and buffers."""
-        return sum(t.nbytes for t in self._fixed[index])
-
-    def state_bytes(self, index: int) -> int:
-        """Size of what the optimizer remembers for a layer's parameters."""
-        optimizer = self._optimizers[index]
-        held = tree_leaves(list(optimizer.state.values())) if optimizer is not None else []
-        return sum(t.nbytes for t in held if isinstance(t, Tensor))
+    def weight_bytes(self, index: int) -> dict[str, int]:
+        """Return the sizes of what a layer trains, what the optimizer remembers, and all else it holds."""
+        optimizer, held = self._optimizers[index], self._held[index]
+        state = tree_leaves(list(optimizer.state.values())) if optimizer is not None else []
+        return {
+            "param_bytes": sum(t.nbytes for t in held if t.requires_grad),
+            "state_bytes": sum(t.nbytes for t in state if isinstance(t, Tensor)),
+            "fixed_bytes": sum(t.nbytes for t in held if not t.requires_grad),
+        }
 
 
 class _Stopwatch:
     """Times what is wrapped in it."""
 
-    def __init__(self, device: torch.device, layers: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
-        self._layers = layers
-        self._spans: dict[str, list[tuple[int, Mark, Mark]]] = {"forward": [], "backward": [], "step": []}
+        self._parts: list[tuple[str, int]] = []
+        self._spans: list[tuple[int, Mark, Mark]] = []
 
     @contextmanager
     def __call__(self, part: str, index: int) -> Iterator[None]:
         start = self._clock.mark()
         yield
-        self._spans[part].append((index, start, self._clock.mark()))
+        self._spans.append((len(self._parts), start, self._clock.mark()))
+        self._parts.append((part, index))
 
-    def medians(self) -> list[list[float]]:
-        """Return the median seconds of each layer's forwards, backwards and steps; 0 where it has none."""
-        return [self._medians(spans) for spans in self._spans.values()]
-
-    def _medians(self, spans: list[tuple[int, Mark, Mark]]) -> list[float]:
-        seconds: list[list[float]] = [[] for _ in range(self._layers)]
-        for index, taken in self._clock.durations(spans):
-            seconds[index].append(taken)
-        return [median(taken) if taken else 0.0 for taken in seconds]
+    def medians(self) -> dict[tuple[str, int], float]:
+        """Return the median seconds of each part of each layer."""
+        seconds = defaultdict(list)
+        for key, taken in self._clock.durations(self._spans):
+            seconds[self._parts[key]].append(taken)
+        return {part: median(taken) for part, taken in seconds.items()}
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -237,13 +236,12 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _meet(self, values: Any, made: bool) -> None:
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                if id(storage) not in self._met:
-                    size = storage.nbytes() * made
-                    self._now += size
-                    self._met[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage), size))
+        for tensor in strided(values):
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._met:
+                size = storage.nbytes() * made
+                self._now += size
+                self._met[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage), size))
 
     def _forget(self, key: int, size: int, _: object) -> None:
         self._now -= size
@@ -252,15 +250,3 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _unwatched(part: str, index: int) -> AbstractContextManager[None]:
     return nullcontext()
-
-
-def _keeping(kept: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    return keep
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -7,10 +7,13 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.errors import ConfigError
-from pipetrain.partition.estimate import estimate, list_layers
+from pipetrain.partition import estimate as module
+from pipetrain.partition.estimate import estimate
+from tests.support import models
 from tests.support.models import Fork, Join, Recompute, Through, tied
 
 IMAGES = TensorSpec((2, 3, 8, 8), torch.float32)
@@ -213,6 +216,28 @@ def test_a_layer_that_reads_numbers_is_run_for_real_on_copies(layer):
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+class Sees(nn.Identity):
+    """Notes what kind of tensor it gets."""
+
+    def __init__(self, kinds: list[type]) -> None:
+        super().__init__()
+        self.kinds = (kinds,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kinds[0].append(type(x))
+        return x
+
+
+@pytest.mark.parametrize("build", [models.small, models.recomputing_reentrant, models.caching, models.tied])
+def test_a_dear_model_is_estimated_without_numbers_and_alike(monkeypatch, build):
+    entry, kinds = TensorSpec((2, 3, 32, 32), torch.float32), []
+    cheap = estimate(build(), entry)
+    monkeypatch.setattr(module, "CHEAP", -1)
+    assert estimate(build(), entry) == cheap
+    estimate(nn.Sequential(nn.Conv2d(3, 4, 3), Reads(), Sees(kinds), nn.ReLU()), entry)
+    assert kinds == [FakeTensor]  # numbers for the one layer that reads them
 
 
 # Which gradients are needed
@@ -436,8 +461,3 @@ def test_a_shared_parameter_is_counted_where_it_stands():
 
     (layer,) = estimate(nn.Sequential(Twice()), IMAGES)
     assert layer.params == 8 * 8 + 8
-
-
-def test_layers_are_listed_with_their_numbers():
-    made = estimate(nn.Sequential(nn.ReLU(), nn.Flatten()), IMAGES)
-    assert list_layers(made) == "0 0, 1 1"
