@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import weakref
+from collections import deque
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipetrain.building import make_model, make_schedule
+from pipetrain.building import Models, make_model, make_schedule
 from pipetrain.optimizer import make_optimizer
 from tests.support.cases import config
 from tests.support.refusals import ARGUMENTS, TARGETS, WORDS, changed, outcome, refusal
@@ -90,6 +93,66 @@ def test_whatever_a_model_is_it_is_built_or_refused_in_one_line(target, argument
     else:
         assert isinstance(model, nn.Sequential)
         assert len(model)
+
+
+# One model for a process
+
+BUILT = []
+
+
+class Draws(nn.Module):
+    """Draws with the generators that torch does not restore, and keeps what its tensors do not say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = (deque(),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[0].append(len(x))
+        return x * random.random() * np.random.rand()
+
+
+class Locked(nn.Linear):
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(3072, 10)
+        self.lock = Lock()
+
+
+def counted(copied: bool = True) -> nn.Sequential:
+    BUILT.append(copied)
+    return nn.Sequential(nn.Flatten(), Draws(), nn.Linear(3072, 10) if copied else Locked())
+
+
+def test_a_model_is_built_once_and_whoever_plans_leaves_no_trace_in_it():
+    cfg = config(["data=digits", "model._target_=tests.test_building.counted"])
+    BUILT.clear()
+    models, x = Models(), torch.ones(2, 3, 32, 32)
+    first, second = (models.copy(cfg, 3, torch.float32) for _ in range(2))
+    assert not torch.equal(first(x), second(x))  # both draw
+    assert torch.equal(models.copy(cfg, 3, torch.float32)(x), models.see(cfg, 3, torch.float32)(x))
+    model = models.take(cfg, 3, torch.float32)
+    assert (len(BUILT), len(model[1].seen[0])) == (1, 1)
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None  # nobody else holds it
+    assert len(models.take(cfg, 3, torch.float32)) == 3
+    assert len(BUILT) == 2
+
+
+def test_another_model_or_seed_or_dtype_and_one_that_cannot_be_copied_are_built_anew():
+    cfg = config(["data=digits", "model._target_=tests.test_building.counted"])
+    other = config(["data=digits", "model._target_=tests.test_building.counted", "+model.copied=false"])
+    BUILT.clear()
+    models = Models()
+    for asked in ((cfg, 3, torch.float32), (cfg, 4, torch.float32), (cfg, 4, torch.float64)):
+        models.copy(*asked)
+    assert BUILT == [True] * 3
+    copy, model = models.copy(other, 4, torch.float64), models.take(other, 4, torch.float64)
+    assert BUILT[3:] == [False] * 2
+    assert same(copy, model)
+    assert copy is not model
 
 
 # What one process would do and a pipeline would not

@@ -13,10 +13,10 @@ from omegaconf import DictConfig
 
 from pipetrain.boundary import TensorSpec
 from pipetrain.cli import compose, contained
+from pipetrain.codec import Codecs, Half, TopKInt8
 from pipetrain.config import conf_dir, read_settings
 from pipetrain.errors import ConfigError
 from pipetrain.overrides import as_hydra
-from pipetrain.codec import Codecs, Half, TopKInt8
 from tests.support.cases import config
 
 SPEC = TensorSpec((2,), torch.float32)

@@ -18,10 +18,10 @@ from hydra.utils import instantiate
 
 from benchmark import cli
 from pipetrain.boundary import TensorSpec, specs_of
+from pipetrain.codec import Codec
 from pipetrain.config import conf_dir, read_settings
 from pipetrain.partition.balance import choose_cuts
 from pipetrain.partition.estimate import estimate
-from pipetrain.codec import Codec
 from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.draw import as_text

@@ -13,7 +13,7 @@ from torch import nn
 from pipetrain import models
 from pipetrain.errors import ConfigError
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = Path(__file__).parents[1] / "conf"
 CONFIGS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 
 # Parameters for ten classes: github.com/kuangliu/pytorch-cifar, whose VGG has the same layers and biases and
