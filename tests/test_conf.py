@@ -57,14 +57,6 @@ def test_each_command_s_config_resolves_whole(name):
     assert OmegaConf.to_container(mine, resolve=True, throw_on_missing=True)
 
 
-@options("model")
-def test_each_model_is_built(option):
-    cfg = composed(f"model={option}")
-    model = make_model(cfg, 0, torch.float32)
-    assert isinstance(model, nn.Sequential)
-    assert read_settings(cfg, "1f1b", 2).model == option
-
-
 @options("schedule")
 def test_each_schedule_makes_a_sound_program(option):
     cfg = composed(f"schedule={option}")

@@ -9,7 +9,7 @@ which takes a second. A layer that reads numbers (`if torch.rand(()) < p`) alway
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -53,8 +53,7 @@ def estimate(model: nn.Sequential, example: TensorSpec, numerics: Numerics | Non
     with the layer's name where a layer cannot take what the one before it returns, or trains weights that
     nobody would see.
     """
-    numerics = numerics or Numerics(example.dtype)
-    registered = _Registered(model)
+    trial = _Trial(model, numerics or Numerics(example.dtype))
     runs: list[_Run] = []
     with _quiet(), torch.random.fork_rng([]):
         torch.default_generator.manual_seed(0)  # so that every rank plans alike
@@ -65,7 +64,7 @@ def estimate(model: nn.Sequential, example: TensorSpec, numerics: Numerics | Non
             raise ConfigError(f"a microbatch of {example} cannot be: {_line(error)}") from error
         for index, (name, module) in enumerate(named_layers(model)):
             try:
-                run = _run(name, module, value, numerics, registered, model.training)
+                run = trial.run(name, module, value)
             except Exception as error:
                 raise ConfigError(
                     f"layer {index} ({name}) of the model cannot take {describe(value)}: {_line(error)}"
@@ -79,16 +78,6 @@ def estimate(model: nn.Sequential, example: TensorSpec, numerics: Numerics | Non
         return _with_gradients(runs) if model.training else [run.layer for run in runs]
 
 
-class _Registered:
-    """The parameters and buffers of a whole model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        self.ids = {id(t) for _, t in tensors}
-        self.names = {storage_of(t): name for name, t in tensors}
-        self.trained = {name for name, t in tensors if t.requires_grad}
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
     """What one layer did."""
@@ -100,85 +89,80 @@ class _Run:
     on_copies: Callable[[], AbstractContextManager[object]]  # puts the copies of its tensors in their place
 
 
-def _run(
-    name: str, module: nn.Module, value: Value, numerics: Numerics, registered: _Registered, train: bool
-) -> _Run:
-    """Run a layer in the cheapest way that works."""
-    if _is_dear(module, as_tuple(value)):
-        try:
-            return _try(name, module, value, numerics, registered, train, _fake_mode())
-        except Exception:
-            if sum(t.nbytes for t in as_tuple(value)) > MOST_REAL:
-                raise
-    return _try(name, module, value, numerics, registered, train, None)
+class _Trial:
+    """Runs the layers of a model one by one."""
 
+    def __init__(self, model: nn.Sequential, numerics: Numerics) -> None:
+        self._numerics = numerics
+        self._train = model.training
+        registered = [*model.named_parameters(), *model.named_buffers()]
+        self._ids = {id(t) for _, t in registered}
+        self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
 
-def _is_dear(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
-    """Whether a layer would take long: each of its weights is multiplied at every position of an image."""
-    positions = max(t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in inputs)
-    size = sum(t.nbytes for t in inputs)
-    return size > MOST_REAL / 8 or positions * sum(p.numel() for p in module.parameters()) > CHEAP
+    def run(self, name: str, module: nn.Module, value: Value) -> _Run:
+        """Run a layer in the cheapest way that works."""
+        given = as_tuple(value)
+        # Each weight is multiplied at every position of an image.
+        positions = max(t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in given)
+        nbytes = sum(t.nbytes for t in given)
+        if nbytes > MOST_REAL / 8 or positions * sum(p.numel() for p in module.parameters()) > CHEAP:
+            try:
+                return self._run(name, module, value, _fake_mode())
+            except Exception:
+                if nbytes > MOST_REAL:
+                    raise
+        return self._run(name, module, value, None)
 
+    def _run(self, name: str, module: nn.Module, value: Value, mode: FakeTensorMode | None) -> _Run:
+        """Run a layer without numbers, by `mode`, or with some."""
+        others = {
+            id(place.tensor): self._stand_in(place.tensor, mode)
+            for place in places(module)
+            if id(place.tensor) in self._ids
+        }
 
-def _try(
-    name: str,
-    module: nn.Module,
-    value: Value,
-    numerics: Numerics,
-    registered: _Registered,
-    train: bool,
-    mode: FakeTensorMode | None,
-) -> _Run:
-    others = {
-        id(place.tensor): _stand_in(place.tensor, numerics, mode)
-        for place in places(module)
-        if id(place.tensor) in registered.ids
-    }
+        @contextmanager
+        def on_copies() -> Iterator[None]:
+            with mode or nullcontext(), standing_in(module, others):
+                yield
 
-    @contextmanager
-    def on_copies() -> Iterator[None]:
-        with mode or nullcontext(), standing_in(module, others):
-            yield
+        with torch.set_grad_enabled(self._train), on_copies():
+            # In the order that they have where they come over a cut.
+            leaves = tuple(
+                self._numerics.arrange(_copied(t, mode)).detach().requires_grad_(t.requires_grad)
+                for t in as_tuple(value)
+            )
+            inputs = tuple(leaf.clone() for leaf in leaves)  # a leaf must not be worked on in place
+            versions = [t._version for t in inputs]
+            known = [*others.values(), *inputs]
+            storages, registered = [storage_of(t) for t in known], _registered(module)
+            with self._numerics.context("cpu"), _Spy(self._names, known) as spy:
+                result: Value = module(inputs[0] if isinstance(value, Tensor) else inputs)
+            outputs, wrong = as_tuple(result), spy.wrong
+            returned = [storage_of(t) for t in outputs]
+            kept = {storage_of(place.tensor) for place in places(module)}
+            if storages != [storage_of(t) for t in known]:
+                wrong = "replaces the data of a parameter or of its input; change these in place"
+            elif new := sorted(_registered(module) - registered):
+                wrong = f"makes its {new[0]} when it first runs; make it when the layer is made"
+            layer = Layer(
+                name=name,
+                params=sum(p.numel() for p in module.parameters()),
+                flops=spy.flops + sum(t.numel() for t in outputs),
+                output=describe(self._numerics.narrow(result)),
+                writes_input=[t._version for t in inputs] != versions,
+                hands_through=not {storage_of(t) for t in inputs}.isdisjoint(returned),
+                keeps_output=not kept.isdisjoint(returned) or len(set(returned)) < len(returned),
+                borrows=tuple(sorted(spy.borrowed)),
+            )
+        return _Run(layer, leaves, outputs, wrong, on_copies)
 
-    with torch.set_grad_enabled(train), on_copies():
-        # In the order that they have where they come over a cut.
-        leaves = tuple(
-            numerics.arrange(_copied(t, mode)).detach().requires_grad_(t.requires_grad)
-            for t in as_tuple(value)
-        )
-        inputs = tuple(leaf.clone() for leaf in leaves)  # a leaf must not be worked on in place
-        versions = [t._version for t in inputs]
-        known = [*others.values(), *inputs]
-        storages, names = [storage_of(t) for t in known], _names(module)
-        with numerics.context("cpu"), _Spy(registered, known) as spy:
-            result: Value = module(inputs[0] if isinstance(value, Tensor) else inputs)
-        outputs = as_tuple(result)
-        returned = [storage_of(t) for t in outputs]
-        kept = {storage_of(place.tensor) for place in places(module)}
-        wrong = spy.wrong
-        if storages != [storage_of(t) for t in known]:
-            wrong = "replaces the data of a parameter or of its input; change these in place"
-        elif new := sorted(_names(module) - names):
-            wrong = f"makes its {new[0]} when it first runs; make it when the layer is made"
-        layer = Layer(
-            name=name,
-            params=sum(p.numel() for p in module.parameters()),
-            flops=spy.flops + sum(t.numel() for t in outputs),
-            output=describe(numerics.narrow(result)),
-            writes_input=[t._version for t in inputs] != versions,
-            hands_through=not {storage_of(t) for t in inputs}.isdisjoint(returned),
-            keeps_output=not kept.isdisjoint(returned) or len(set(returned)) < len(returned),
-            borrows=tuple(sorted(spy.borrowed)),
-        )
-    return _Run(layer, leaves, outputs, wrong, on_copies)
-
-
-def _stand_in(tensor: Tensor, numerics: Numerics, mode: FakeTensorMode | None) -> Tensor:
-    with torch.no_grad():
-        other = mode.from_tensor(tensor) if mode else tensor.clone()
-        if isinstance(tensor, nn.Parameter):
-            other = numerics.arrange(other)
-    return other.requires_grad_(tensor.requires_grad)
+    def _stand_in(self, tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
+        with torch.no_grad():
+            other = mode.from_tensor(tensor) if mode else tensor.clone()
+            if isinstance(tensor, nn.Parameter):
+                other = self._numerics.arrange(other)
+        return other.requires_grad_(tensor.requires_grad)
 
 
 def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
@@ -225,11 +209,14 @@ def _reached(run: _Run, needed: Sequence[bool]) -> tuple[bool, ...]:
 
 
 class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts a layer's work, and sees which tensors it uses beside its input and its registered ones."""
+    """Counts a layer's work, and sees which tensors it uses beside those that it is known to use.
 
-    def __init__(self, registered: _Registered, known: Sequence[Tensor]) -> None:
+    `names`: of the whole model's tensors by their storage, and whether they are trained.
+    """
+
+    def __init__(self, names: Mapping[int, tuple[str, bool]], known: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._registered = registered
+        self._names = names
         self._known = {storage_of(t) for t in known}
         self.flops = 0
         self.wrong = ""
@@ -252,24 +239,20 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _look_at(self, tensor: Tensor) -> None:
-        name = self._registered.names.get(storage_of(tensor), "")
-        if name in self._registered.trained:
-            self._refuse(f"parameter {name}")
-        elif name:
+        name, trained = self._names.get(storage_of(tensor), ("", False))
+        if name and not trained:
             self.borrowed.add(name)
-        elif tensor.requires_grad and tensor.is_leaf:
-            self._refuse(f"a parameter {list(tensor.shape)} of no layer")
+        elif name or (tensor.requires_grad and tensor.is_leaf):
+            what = f"parameter {name}" if name else f"a parameter {list(tensor.shape)} of no layer"
+            self.wrong = (
+                f"uses {what}, which is not registered in it and would not be trained as in one process; "
+                f"make it an attribute of the layer"
+            )
         elif tensor.requires_grad:
             self.wrong = (
                 f"uses a tensor {list(tensor.shape)} that a layer before it has made and not returned: hand "
                 f"it on from layer to layer, as one of a tuple"
             )
-
-    def _refuse(self, what: str) -> None:
-        self.wrong = (
-            f"uses {what}, which is not registered in it and would not be trained as in one process; make it "
-            f"an attribute of the layer"
-        )
 
 
 def strided(*values: Any) -> list[Tensor]:
@@ -277,8 +260,7 @@ def strided(*values: Any) -> list[Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout is torch.strided]
 
 
-def _names(module: nn.Module) -> set[str]:
-    """Name what is registered in a module."""
+def _registered(module: nn.Module) -> set[str]:
     return {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
 
 
