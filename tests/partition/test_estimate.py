@@ -36,13 +36,6 @@ def test_a_convolution_and_a_linear_layer_by_hand():
     assert linear.output == spec(2, 5)
 
 
-def test_work_goes_with_the_microbatch():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
-    small, large = (estimate(model, TensorSpec((n, 3, 8, 8), torch.float32)) for n in (1, 6))
-    assert [layer.flops * 6 for layer in small] == [layer.flops for layer in large]
-    assert [layer.params for layer in small] == [layer.params for layer in large]
-
-
 def test_it_computes_nothing_and_leaves_no_trace():
     torch.manual_seed(3)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten()).train()
@@ -120,13 +113,6 @@ def test_dtypes_are_those_that_the_model_makes(dtype):
     assert made[2].output.gradients == (TensorSpec((2, 4, 6, 6), dtype),)
 
 
-class LateInPlace(nn.Module):
-    """Writes into what it has made, not into what it was given."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + 1).relu_()
-
-
 class ViewInPlace(nn.Module):
     """Writes into what it was given, through a view."""
 
@@ -141,11 +127,9 @@ class ViewInPlace(nn.Module):
         (nn.ReLU(inplace=True), True),
         (nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1)), True),
         (nn.Sequential(nn.Flatten(), nn.Dropout(inplace=True)), True),  # a view first
-        (nn.Hardtanh(inplace=True), True),
         (ViewInPlace(), True),
         (nn.ReLU(), False),
         (nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True)), False),
-        (LateInPlace(), False),
     ],
 )
 def test_a_layer_that_writes_into_its_input_is_seen(layer, writes):
