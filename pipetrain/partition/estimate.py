@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -100,17 +100,21 @@ class _Trial:
         self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
 
     def run(self, name: str, module: nn.Module, value: Value) -> _Run:
-        """Run a layer in the cheapest way that works."""
+        """Run a layer for real or, where it is dear, without numbers; where one fails, in the other way."""
         given = as_tuple(value)
         # Each weight is multiplied at every position of an image.
         positions = max(t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in given)
         nbytes = sum(t.nbytes for t in given)
-        if nbytes > MOST_REAL / 8 or positions * sum(p.numel() for p in module.parameters()) > CHEAP:
-            try:
-                return self._run(name, module, value, _fake_mode())
-            except Exception:
-                if nbytes > MOST_REAL:
-                    raise
+        dear = nbytes > MOST_REAL / 8 or positions * sum(p.numel() for p in module.parameters()) > CHEAP
+        try:
+            return self._run(name, module, value, _fake_mode() if dear else None)
+        except Exception:
+            if nbytes > MOST_REAL:
+                raise
+            if not dear:
+                with suppress(Exception):  # a layer that only a GPU can run, for one
+                    return self._run(name, module, value, _fake_mode())
+                raise
         return self._run(name, module, value, None)
 
     def _run(self, name: str, module: nn.Module, value: Value, mode: FakeTensorMode | None) -> _Run:

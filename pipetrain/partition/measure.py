@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import Any
@@ -32,9 +32,6 @@ from pipetrain.runtime.weights import OptimizerFactory
 
 WARM_UP, REPEATS = 2, 7
 
-Watch = Callable[[str, int], AbstractContextManager[None]]
-"""(forward, backward or step; layer) -> what is wrapped around it."""
-
 
 def measure_layers(
     model: nn.Sequential,
@@ -48,22 +45,20 @@ def measure_layers(
     The model is spoilt and must not train; the caller keeps the random generators. `layers`: what is
     estimated of them. Raises ConfigError with the layer's name where one fails.
     """
-    numerics = numerics or Numerics()
-    numerics.arrange_weights(model)
-    bench = _Bench(model, layers, optimizer, numerics)
+    bench = _Bench(model, layers, optimizer, numerics or Numerics(), Clock(x.device))
     for _ in range(WARM_UP):
-        bench.run(x, _unwatched)
-    watch = _Stopwatch(x.device)
+        bench.run(x)
+    bench.spans.clear()
     for _ in range(REPEATS):
-        bench.run(x, watch)
-    seconds = watch.medians()
+        bench.run(x)
+    seconds = bench.median_seconds()
     saved, peaks = bench.saved_bytes(x), bench.peak_bytes(x)
     return [
         LayerTime(
             name=layer.name,
-            forward_s=seconds.get(("forward", i), 0.0),
-            backward_s=seconds.get(("backward", i), 0.0),
-            step_s=seconds.get(("step", i), 0.0),
+            forward_s=seconds["forward", i],
+            backward_s=seconds["backward", i],
+            step_s=seconds["step", i],
             saved_bytes=saved[i],
             peak_bytes=peaks[i],
             output_bytes=layer.output.nbytes,
@@ -83,11 +78,15 @@ class _Bench:
         estimated: Sequence[Layer],
         optimizer: OptimizerFactory,
         numerics: Numerics,
+        clock: Clock,
     ) -> None:
+        numerics.arrange_weights(model)
         self._model = model.train()
-        self._numerics = numerics
         self._layers = named_layers(model)
         self._estimated = estimated
+        self._numerics = numerics
+        self._clock = clock
+        self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (forward, backward or step; layer)
         self._held: list[list[Tensor]] = []  # by each layer: a shared one by the first
         met: set[int] = set()
         for _, module in self._layers:
@@ -102,21 +101,21 @@ class _Bench:
             for group in made.param_groups:
                 group["lr"] = 0.0  # as much work, and the numbers stay ordinary
 
-    def run(self, x: Tensor, watch: Watch) -> None:
+    def run(self, x: Tensor) -> None:
         """Run a batch of one microbatch. Gradients add up, as they do over a batch's microbatches."""
         value: Value = x
         graphs: list[tuple[Tensor, ...]] = []
         for index in range(len(self._layers)):
-            outputs, value = self._forward(index, value, watch)
+            outputs, value = self._forward(index, value)
             graphs.append(outputs)
         for index in reversed(range(len(self._layers))):
-            self._backward(index, graphs.pop(), watch)
+            self._backward(index, graphs.pop())
         for index, optimizer in enumerate(self._optimizers):
             if optimizer is not None:
-                with self._blame(index), watch("step", index):
+                with self._timed("step", index):
                     optimizer.step()
 
-    def _forward(self, index: int, value: Value, watch: Watch) -> tuple[tuple[Tensor, ...], Value]:
+    def _forward(self, index: int, value: Value) -> tuple[tuple[Tensor, ...], Value]:
         """Return a layer's outputs with their graph, and what to hand on."""
         given = tuple(self._numerics.arrange(t.detach()) for t in as_tuple(value))
         if index > 0:
@@ -125,21 +124,23 @@ class _Bench:
         if self._estimated[index].writes_input:
             given = tuple(t.clone() for t in given)
         run = self._layers[index][1]
-        with self._blame(index), watch("forward", index), self._numerics.context(given[0].device.type):
+        with self._timed("forward", index), self._numerics.context(given[0].device.type):
             result: Value = run(given[0] if isinstance(value, Tensor) else given)
         outputs = as_tuple(result)
         handed = tuple(t.detach() for t in outputs)
         return outputs, handed[0] if isinstance(result, Tensor) else handed
 
-    def _backward(self, index: int, outputs: tuple[Tensor, ...], watch: Watch) -> None:
+    def _backward(self, index: int, outputs: tuple[Tensor, ...]) -> None:
         wanted = [t for t in outputs if t.requires_grad]
         if wanted:
             grads = [t.detach() for t in wanted]
-            with self._blame(index), watch("backward", index):
+            with self._timed("backward", index):
                 torch.autograd.backward(wanted, grads)
 
     @contextmanager
-    def _blame(self, index: int) -> Iterator[None]:
+    def _timed(self, part: str, index: int) -> Iterator[None]:
+        """Time what a layer does, and name the layer where it fails."""
+        start = self._clock.mark()
         try:
             yield
         except Exception as error:
@@ -147,6 +148,15 @@ class _Bench:
                 f"layer {index} ({self._layers[index][0]}) of the model cannot be profiled: "
                 f"{type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
+        self.spans.append(((part, index), start, self._clock.mark()))
+
+    def median_seconds(self) -> dict[tuple[str, int], float]:
+        """Return the median seconds of each part of each layer; 0 for what it never does."""
+        seconds = defaultdict(list)
+        spans = ((number, start, end) for number, (_, start, end) in enumerate(self.spans))
+        for number, taken in self._clock.durations(spans):
+            seconds[self.spans[number][0]].append(taken)
+        return defaultdict(float, {part: median(taken) for part, taken in seconds.items()})
 
     def saved_bytes(self, x: Tensor) -> list[int]:
         """Count what autograd saves in a forward, each storage once, at the layer that made it."""
@@ -163,7 +173,7 @@ class _Bench:
                 return tensor
 
             with saved_tensors_hooks(keep, lambda tensor: tensor):
-                outputs, value = self._forward(index, value, _unwatched)
+                outputs, value = self._forward(index, value)
             alive.append((saved, outputs))
             for tensor in saved:
                 key = storage_of(tensor)
@@ -178,8 +188,8 @@ class _Bench:
         value: Value = x
         for index in range(len(self._layers)):
             with _Live() as live:
-                outputs, value = self._forward(index, value, _unwatched)
-                self._backward(index, outputs, _unwatched)
+                outputs, value = self._forward(index, value)
+                self._backward(index, outputs)
             peaks.append(live.peak)
         return peaks
 
@@ -192,29 +202,6 @@ class _Bench:
             "state_bytes": sum(t.nbytes for t in state if isinstance(t, Tensor)),
             "fixed_bytes": sum(t.nbytes for t in held if not t.requires_grad),
         }
-
-
-class _Stopwatch:
-    """Times what is wrapped in it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._clock = Clock(device)
-        self._parts: list[tuple[str, int]] = []
-        self._spans: list[tuple[int, Mark, Mark]] = []
-
-    @contextmanager
-    def __call__(self, part: str, index: int) -> Iterator[None]:
-        start = self._clock.mark()
-        yield
-        self._spans.append((len(self._parts), start, self._clock.mark()))
-        self._parts.append((part, index))
-
-    def medians(self) -> dict[tuple[str, int], float]:
-        """Return the median seconds of each part of each layer."""
-        seconds = defaultdict(list)
-        for key, taken in self._clock.durations(self._spans):
-            seconds[self._parts[key]].append(taken)
-        return {part: median(taken) for part, taken in seconds.items()}
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -246,7 +233,3 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int, size: int, _: object) -> None:
         self._now -= size
         del self._met[key]
-
-
-def _unwatched(part: str, index: int) -> AbstractContextManager[None]:
-    return nullcontext()

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from pipetrain.blueprint import Plan, Samples, draft_plan, make_plan
-from pipetrain.building import Models, make_model, make_schedule
+from pipetrain.building import Models, make_schedule
 from pipetrain.config import Settings, conf_dir, read_settings
 from pipetrain.data import (
     IMAGE,
@@ -42,9 +42,9 @@ log = logging.getLogger("pipetrain")
 class Run:
     """One training run before it starts.
 
-    `transform` makes training images; evaluation only normalises. `see_model` shows the whole model;
-    `take_model` hands it over to be trained, and nothing else holds it then; `build_model` builds another one
-    with the same weights.
+    `transform` makes training images; evaluation only normalises. `see_model` shows the whole model.
+    `build_model` hands it over to be trained, so that nothing else holds it then; called again, it builds
+    another one with the same weights.
     """
 
     settings: Settings
@@ -54,7 +54,6 @@ class Run:
     transform: Transform
     optimizer: OptimizerFactory
     see_model: Callable[[], nn.Sequential]
-    take_model: Callable[[], nn.Sequential]
     build_model: Callable[[], nn.Sequential]
 
     @property
@@ -144,8 +143,7 @@ def prepare(
         ),
         optimizer=make_optimizer(cfg, model, plan.stages),
         see_model=partial(models.see, *named),
-        take_model=partial(models.take, *named),
-        build_model=partial(make_model, *named),
+        build_model=partial(models.take, *named),
     )
 
 

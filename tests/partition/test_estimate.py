@@ -224,6 +224,20 @@ def test_a_dear_model_is_estimated_without_numbers_and_alike(monkeypatch, build)
     assert kinds == [FakeTensor]  # numbers for the one layer that reads them
 
 
+class OnGpu(nn.Conv2d):
+    """Has a kernel for a GPU, which a machine that plans need not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            raise NotImplementedError("no such kernel for the CPU")
+        return super().forward(x)
+
+
+def test_a_layer_that_cannot_run_here_is_planned_all_the_same():
+    made = estimate(nn.Sequential(nn.Conv2d(3, 4, 3), OnGpu(4, 4, 1), nn.ReLU()), IMAGES)
+    assert [m.output for m in made] == [spec(2, 4, 6, 6)] * 3
+
+
 # Which gradients are needed
 
 

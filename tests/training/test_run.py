@@ -136,7 +136,7 @@ def test_one_model_is_planned_and_trained_and_nothing_keeps_it():
     check_early(cfg, "1f1b", 2, models)
     seen = weakref.ref(models.see(cfg, 9, torch.float32))
     run = prepare(cfg, "1f1b", 2, tiny_data(44), models=models)
-    model = run.take_model()
+    model = run.build_model()
     assert model is seen()
     for a, b in zip(model.parameters(), run.build_model().parameters(), strict=True):
         assert torch.equal(a, b)
