@@ -42,9 +42,9 @@ def test_every_run_has_the_record_s_recipe(spec):
     assert (cfg.optim.weight_decay, cfg.lr_schedule, cfg.warmup) == (5e-4, "constant", 0)
     assert (cfg.data.augment.crop, cfg.data.augment.flip) == (4, True)
     assert cfg.schedule._target_.startswith("pipetrain.schedule.")
-    assert cfg.codec.forward._target_ == "pipetrain.runtime.codec.Identity"
+    assert cfg.codec.forward._target_ == "pipetrain.codec.Identity"
     name = CODECS.get(spec.method.name, "Identity")
-    assert cfg.codec.backward._target_ == f"pipetrain.runtime.codec.{name}"
+    assert cfg.codec.backward._target_ == f"pipetrain.codec.{name}"
 
 
 @pytest.mark.parametrize(
