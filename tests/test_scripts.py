@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deadlines import DEADLINE_S
+
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ["launch.sh", ".ci/run", *(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh"))]
+SCRIPTS = ["launch.sh", ".ci/run", *(f"scripts/{name}.sh" for name in ("environment", "test", "compare"))]
 CONFIG = ["setup.cfg", "pyproject.toml", "constraints.txt"]
 
 # It has its packages where a file `packages` lies beside it, and notes every call but those for asking.
@@ -60,14 +62,16 @@ class Checkout:
         (self.bin / "packages").touch()
         return self
 
-    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, script: str | Path, *arguments: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [self.root / script, *arguments],
             cwd=self.elsewhere,
             env={**self.environment, **environment},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=DEADLINE_S,
             check=False,
         )
 
@@ -77,52 +81,18 @@ class Checkout:
         self.notes.unlink(missing_ok=True)
         return lines
 
-    @property
-    def state(self) -> list[str]:
-        return sorted(path.name for path in (self.root / ".venv").glob("pipetrain.*"))
-
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_bash_can_read_it(script):
-    assert subprocess.run(["bash", "-n", ROOT / script], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if "environment" not in s])
-def test_it_can_be_executed(script):
-    assert os.access(ROOT / script, os.X_OK)
-
-
-def test_arguments_and_status_pass_through(checkout):
-    done = checkout.installed().run(
-        "launch.sh", "run_dir='a b'", "data.root=$HOME", "*", FAIL="pipetrain.launcher"
-    )
-    assert done.returncode == 7
-    assert checkout.calls() == ["OMP= -m pipetrain.launcher run_dir='a b' data.root=$HOME *"]
-
-
-def test_a_link_to_the_launcher_finds_the_checkout(checkout, tmp_path):
-    (tmp_path / "link").symlink_to(checkout.installed().root / "launch.sh")
-    done = subprocess.run(
-        [tmp_path / "link"], env=checkout.environment, cwd=tmp_path, timeout=30, check=False
-    )
-    assert done.returncode == 0
-
-
-def test_the_code_that_runs_is_the_checkout_s(checkout):
-    checkout.program("python3", '#!/bin/bash\necho "$PYTHONPATH" >"$NOTES"\n')
-    checkout.run("launch.sh", PYTHONPATH="/mine")
-    assert checkout.calls() == [f"{checkout.root}:/mine"]
-
-
 VENV = "OMP= -m venv {root}/.venv"
 RUN = "OMP= -m pip install -q -c constraints.txt -e ."
 TEST = "OMP= -m pip install -q -c constraints.txt -e .[test]"
 TRAIN = "OMP= -m pipetrain.launcher epochs=1"
+LINT = ["OMP=1 -m ruff check .", "OMP=1 -m ruff format --check .", "OMP=1 -m mypy"]
+PYTEST = "OMP=1 -m pytest -n 2 --dist worksteal"
 
 
 @pytest.fixture
@@ -135,89 +105,42 @@ def start(checkout) -> Callable[..., list[str]]:
     return start
 
 
-def test_the_first_start_sets_up_and_the_second_does_not(checkout, start):
+def test_arguments_and_status_pass_through_a_link_in_another_folder(checkout, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(checkout.installed().root / "launch.sh")
+    words = ["run_dir='a b'", "data.root=$HOME", "*"]
+    done = checkout.run(link, *words, FAIL="pipetrain.launcher")
+    assert done.returncode == 7
+    assert checkout.calls() == ["OMP= -m pipetrain.launcher run_dir='a b' data.root=$HOME *"]
+
+
+def test_the_code_that_runs_is_the_checkout_s(checkout):
+    checkout.program("python3", '#!/bin/bash\necho "$PYTHONPATH" >"$NOTES"\n')
+    checkout.run("launch.sh", PYTHONPATH="/mine")
+    assert checkout.calls() == [f"{checkout.root}:/mine"]
+
+
+def test_each_set_up_is_made_once_and_again_for_changed_requirements(checkout, start):
     assert start() == [VENV, RUN, TRAIN]
-    assert checkout.state == ["pipetrain.run"]
     assert start() == [TRAIN]
-
-
-def test_testing_adds_its_tools_once(checkout, start):
-    start()
-    steps = [
-        "OMP=1 -m ruff check .",
-        "OMP=1 -m ruff format --check .",
-        "OMP=1 -m mypy",
-        "OMP=1 -m pytest epochs=1",
-    ]
-    assert start("scripts/test.sh") == [TEST, *steps]
-    assert checkout.state == ["pipetrain.run", "pipetrain.test"]
-    assert start("scripts/test.sh") == steps
+    assert start("scripts/test.sh") == [TEST, *LINT, f"{PYTEST} epochs=1"]
+    assert start("scripts/test.sh") == [*LINT, f"{PYTEST} epochs=1"]
     assert start() == [TRAIN]
+    for name in CONFIG:
+        with (checkout.root / name).open("a") as file:
+            file.write("# changed\n")
+        assert start() == [RUN, TRAIN]
+        assert start("scripts/test.sh")[0] == TEST
+        assert start() == [TRAIN]
 
 
-@pytest.mark.parametrize(
-    ("tool", "steps"), [("ruff check", 1), ("ruff format", 2), ("mypy", 3), ("pytest", 4)]
-)
-def test_testing_stops_at_the_first_tool_that_fails(checkout, start, tool, steps):
-    checkout.installed()
-    assert len(start("scripts/test.sh", status=7, FAIL=tool)) == steps
-
-
-def test_tests_that_start_processes_run_beside_the_others_unless_it_is_to_be_quick(checkout):
-    halves = ["OMP=1 -m pytest -m not processes", "OMP=1 -m pytest -m processes"]
-    assert checkout.installed().run("scripts/test.sh").returncode == 0
-    assert sorted(checkout.calls()[3:]) == halves
-    for half in halves:  # whichever fails
-        assert checkout.run("scripts/test.sh", FAIL=half[6:]).returncode == 7
-        assert sorted(checkout.calls()[3:]) == halves
-    assert checkout.run("scripts/test.sh", "--quick", "-x").returncode == 0
-    assert checkout.calls()[3:] == ["OMP=1 -m pytest -m not processes and not slow -x"]
-
-
-def test_ci_tests_without_a_terminal(checkout):
-    checkout.program("chromium", "#!/bin/bash\n")
-    checkout.program("python3", '#!/bin/bash\n[[ $1 == -P ]] || { echo "$CI $*" >>"$NOTES"; cat; }\n')
-    assert checkout.run(".ci/run").returncode == 0
-    calls = checkout.calls()
-    assert "true -m pipetrain.launcher" in calls
-    assert sorted(calls[-2:]) == ["true -m pytest -m not processes", "true -m pytest -m processes"]
-
-
-@pytest.mark.parametrize(("status", "warned"), [(0, False), (100, True)])
-def test_ci_installs_a_browser_where_there_is_none_and_goes_on_where_it_cannot(
-    checkout, tmp_path, status, warned
-):
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for program in Path("/usr/bin").iterdir():
-        if "chrom" not in program.name:
-            (tools / program.name).symlink_to(program)
-    checkout.installed().program("apt-get", f'#!/bin/bash\necho "apt-get $*" >>"$NOTES"\nexit {status}\n')
-    checkout.program("sudo", '#!/bin/bash\nshift\nexec "$@"\n')
-    done = checkout.run(".ci/run", PATH=f"{checkout.bin}:{tools}")
-    assert done.returncode == 0
-    calls = checkout.calls()
-    install = "apt-get install -yq --no-install-recommends chromium fonts-dejavu-core"
-    assert calls[: 2 - warned] == ["apt-get update -q", install][: 2 - warned]
-    assert sorted(calls[-2:]) == ["OMP=1 -m pytest -m not processes", "OMP=1 -m pytest -m processes"]
-    assert ("nobody looks at the report" in done.stderr) == warned
-
-
-@pytest.mark.parametrize("name", CONFIG)
-def test_changed_requirements_are_installed_into_what_is_there(checkout, start, name):
-    start("scripts/test.sh")
-    with (checkout.root / name).open("a") as file:
-        file.write("# changed\n")
-    assert start() == [RUN, TRAIN]
-    assert start("scripts/test.sh")[0] == TEST
-    assert start() == [TRAIN]
-
-
-def test_a_failed_set_up_is_started_over(checkout, start):
+def test_a_failed_or_broken_set_up_is_started_over(checkout, start):
     assert start(status=1, PIP="fail") == [VENV, RUN]
-    assert checkout.state == ["pipetrain.unfinished"]
     assert start() == [VENV, RUN, TRAIN]
-    assert checkout.state == ["pipetrain.run"]
+    (checkout.root / ".venv/bin/packages").unlink()
+    assert start() == [VENV, RUN, TRAIN]
+    assert start("scripts/test.sh", status=1, FAIL="pip install") == [TEST]
+    assert start() == [VENV, RUN, TRAIN]
 
 
 def test_a_killed_set_up_is_started_over(checkout, start):
@@ -228,14 +151,13 @@ def test_a_killed_set_up_is_started_over(checkout, start):
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + DEADLINE_S
         while not (checkout.notes.exists() and "pip install" in checkout.notes.read_text()):
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert checkout.state == ["pipetrain.unfinished"]
     checkout.calls()
     assert start() == [VENV, RUN, TRAIN]
 
@@ -245,15 +167,9 @@ def test_two_first_starts_set_up_once(checkout):
         subprocess.Popen([checkout.root / "launch.sh", "epochs=1"], env=checkout.environment)
         for _ in range(2)
     ]
-    assert [process.wait(30) for process in both] == [0, 0]
+    assert [process.wait(DEADLINE_S) for process in both] == [0, 0]
     calls = checkout.calls()
     assert [calls.count(call) for call in (VENV.format(root=checkout.root), RUN, TRAIN)] == [1, 1, 2]
-
-
-def test_a_broken_environment_of_ours_is_made_anew(checkout, start):
-    start()
-    (checkout.root / ".venv/bin/packages").unlink()
-    assert start() == [VENV, RUN, TRAIN]
 
 
 def test_somebody_s_own_environment_is_used_and_never_removed(checkout, start):
@@ -265,13 +181,12 @@ def test_somebody_s_own_environment_is_used_and_never_removed(checkout, start):
     (own / "packages").unlink()
     assert start(status=1, PIP="fail") == [RUN]
     assert start() == [RUN, TRAIN]
-    assert checkout.state == []
 
 
 @pytest.mark.parametrize(
     ("script", "environment", "why"),
     [
-        (None, {"NO_ENSUREPIP": "1"}, "it lacks ensurepip: on Debian, apt install python3-venv"),
+        (PYTHON, {"NO_ENSUREPIP": "1"}, "it lacks ensurepip: on Debian, apt install python3-venv"),
         (
             "#!/bin/bash\n[[ $1 == --version ]] && echo Python 3.9.2 || exit 1\n",
             {},
@@ -280,8 +195,7 @@ def test_somebody_s_own_environment_is_used_and_never_removed(checkout, start):
     ],
 )
 def test_a_python_that_will_not_do_is_named(checkout, script, environment, why):
-    if script:
-        checkout.program("python3", script)
+    checkout.program("python3", script)
     done = checkout.run("launch.sh", **environment)
     assert done.returncode == 1
     assert why in done.stderr
@@ -289,15 +203,40 @@ def test_a_python_that_will_not_do_is_named(checkout, script, environment, why):
     assert not (checkout.root / ".venv").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "passed"),
-    [
-        ("", "--"),
+def test_testing_stops_at_the_first_tool_that_fails_and_may_be_quick(checkout, start):
+    checkout.installed()
+    for steps, tool in enumerate(("ruff check", "ruff format", "mypy", "pytest"), 1):
+        assert len(start("scripts/test.sh", status=7, FAIL=tool)) == steps
+    assert checkout.run("scripts/test.sh", "--quick", "-x").returncode == 0
+    assert checkout.calls() == [*LINT, f"{PYTEST} -m not processes and not slow -x"]
+
+
+@pytest.mark.parametrize("status", [0, 100])
+def test_ci_needs_no_terminal_and_installs_a_browser_where_it_can(checkout, tmp_path, status):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for program in Path("/usr/bin").iterdir():
+        if "chrom" not in program.name:
+            (tools / program.name).symlink_to(program)
+    checkout.program("python3", '#!/bin/bash\n[[ $1 == -P ]] || { echo "$CI $*" >>"$NOTES"; cat; }\n')
+    checkout.program("apt-get", f'#!/bin/bash\necho "apt-get $*" >>"$NOTES"\nexit {status}\n')
+    checkout.program("sudo", '#!/bin/bash\nshift\nexec "$@"\n')
+    done = checkout.run(".ci/run", PATH=f"{checkout.bin}:{tools}")
+    assert done.returncode == 0
+    asked = ["apt-get update -q", "apt-get install -yq --no-install-recommends chromium fonts-dejavu-core"]
+    calls = checkout.calls()
+    assert [call for call in calls if call.startswith("apt-get")] == asked[: 1 if status else 2]
+    assert "true -m pipetrain.launcher" in calls
+    assert calls[-1] == "true -m pytest -n 2 --dist worksteal"
+    assert ("nobody looks at the report" in done.stderr) == bool(status)
+
+
+def test_the_short_comparison(checkout):
+    checkout.installed()
+    methods = "--schedules layer_dist pipedream --models vgg16 resnet18"
+    for given, passed in (
         ("epochs=5", "-- epochs=5"),
         ("--seeds 0 1 -- epochs=5", "--seeds 0 1 -- epochs=5"),
-    ],
-)
-def test_the_short_comparison(checkout, arguments, passed):
-    assert checkout.installed().run("scripts/compare.sh", *arguments.split()).returncode == 0
-    methods = "--schedules layer_dist pipedream --models vgg16 resnet18"
-    assert checkout.calls() == [f"OMP= {checkout.root}/scripts/compare.py {methods} {passed}"]
+    ):
+        assert checkout.run("scripts/compare.sh", *given.split()).returncode == 0
+        assert checkout.calls() == [f"OMP= {checkout.root}/scripts/compare.py {methods} {passed}"]

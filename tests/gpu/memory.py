@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from benchmark.ours import Ours
 from torch import Tensor
 
+from benchmark.contestants import Ours
 from benchmark.tasks import Job, Task, prepare
 from benchmark.worlds import Say
 from pipetrain.boundary import Boundary
@@ -73,7 +73,7 @@ def _measure(mesh: Mesh, say: Say, schedule: str, task: Task) -> Held:
     task = task.extended(f"microbatches={m}", f"batch_size={m * SIZE}")
     say(f"{schedule} on {mesh.world.size}: a microbatch alone")
     job = prepare(task, schedule, mesh.world.size, WINDOW_BATCHES)
-    stash, above = _alone(job, mesh) if cuda else (0, 0)
+    stash, above = alone(job, mesh) if cuda else (0, 0)
     job = prepare(task, schedule, mesh.world.size, WINDOW_BATCHES)  # that one's weights are on the device
     before = _allocated() if cuda else 0
     say(f"{schedule} on {mesh.world.size}: its windows")
@@ -92,7 +92,7 @@ def _measure(mesh: Mesh, say: Say, schedule: str, task: Task) -> Held:
         + activations * stash
         + above
         + (versions - 1) * _weights(job, index)
-        + _messages(job, index),
+        + messages(job, index),
     )
 
 
@@ -104,7 +104,7 @@ def _allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
-def _alone(job: Job, mesh: Mesh) -> tuple[int, int]:
+def alone(job: Job, mesh: Mesh) -> tuple[int, int]:
     """Return what one microbatch keeps between forward and backward, and the peak above that.
 
     The peak is that of a batch of one or two microbatches, one after the other: with two, the second meets
@@ -150,7 +150,7 @@ def _fixed(job: Job, index: int) -> int:
     return 2 * _weights(job, index) + statistics + job.samples.nbytes
 
 
-def _messages(job: Job, index: int) -> int:
+def messages(job: Job, index: int) -> int:
     """Receives posted ahead, the gradient that a backward works on, and gradients that are being sent."""
     entries, bound = job.plan.boundaries[job.size], job.plan.settings.buffer_size
     below = sum(spec.nbytes for spec in entries[index].specs) if index else 0

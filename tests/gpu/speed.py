@@ -14,11 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-from benchmark.figures import Series, ratio
-from benchmark.ours import Ours
-from benchmark.rounds import race
+from benchmark.contestants import Ours, Plain, race
+from benchmark.report import Series, ratio
 from benchmark.tasks import Task, prepare
-from benchmark.theirs import Plain
 from benchmark.worlds import Say, titled
 from pipetrain.runtime.mesh import Mesh
 from tests.gpu.rows import SKIPPED, Row, Setting, judged

@@ -19,10 +19,9 @@ from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import parse_action
 from pipetrain.schedule.timeline import Row as Ran
 from pipetrain.schedule.timeline import Span, Timeline, TracedWindow
-from tests.gpu import cli, memory, speed, training, transport
-from tests.gpu.rows import FAIL, MIB, NOT_RUN, PASS, SKIPPED, Check, Row, Setting, head, judged, markdown
-
-pytestmark = pytest.mark.processes
+from tests.gpu import cli, memory, speed, training
+from tests.gpu.rows import FAIL, MIB, NOT_RUN, PASS, SKIPPED, Check, Row, Setting, head, judged
+from tests.support.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 REHEARSED = [check.name for check in cli.CHECKS if check.name != "nccl-4"]  # as nccl-2, and slow
@@ -30,6 +29,7 @@ OPTIONS = ["--device", "cpu", "--quick", "--out", "found", "--only"]
 NOT_NEEDED = ["safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy"]
 
 
+@pytest.mark.processes
 def test_a_rehearsal_passes_with_torch_and_hydra_alone(tmp_path):
     blocked = tmp_path / "blocked"
     blocked.mkdir()
@@ -41,10 +41,10 @@ def test_a_rehearsal_passes_with_torch_and_hydra_alone(tmp_path):
         env={**os.environ, "PYTHONPATH": str(blocked)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=DEADLINE_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     table = (tmp_path / "found" / cli.REPORT).read_text()
     assert done.stdout == table
     assert "REHEARSAL" in table
@@ -54,15 +54,9 @@ def test_a_rehearsal_passes_with_torch_and_hydra_alone(tmp_path):
     assert len(chrome.read(tmp_path / "found/trace.json")[1]) == 8
 
 
-def test_the_list(capsys):
-    assert cli.main(["--list"]) == 0
-    assert capsys.readouterr().out.split() == [check.name for check in cli.CHECKS]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "gpu_check: there is no GPU that torch can use; --device cpu --quick rehearses\n"),
         ("--quick", "gpu_check: there is no GPU that torch can use; --device cpu --quick rehearses\n"),
         ("--device cpu", "gpu_check: --device cpu is a rehearsal: give it --quick too\n"),
     ],
@@ -73,29 +67,18 @@ def test_what_cannot_be_is_refused_in_one_sentence(arguments, said, capsys, monk
     assert capsys.readouterr() == ("", said)
 
 
-@pytest.mark.parametrize("arguments", ["--only", "--only nccl", "--device tpu", "--budget soon", "nccl-2"])
-def test_wrong_arguments(arguments, capsys):
-    with pytest.raises(SystemExit) as exit:
-        cli.main(arguments.split())
-    assert exit.value.code == cli.REFUSED
-    assert "usage: gpu_check.py" in capsys.readouterr().err
-
-
 def good(setting):
     yield judged("all", "1", "1", True)
 
 
 def bad(setting):
-    yield judged("all", "0", "1", False)
+    assert "| one " in (setting.out / cli.REPORT).read_text()  # the table is there after every row
+    yield judged("a | b", "0", "1", False)
 
 
 def broken(setting):
     yield judged("first", "1", "1", True)
     raise ValueError("many lines\nthe last")
-
-
-def crashing(setting):
-    yield from setting.world(die, 1)
 
 
 def hanging(setting):
@@ -107,72 +90,47 @@ def interrupted(setting):
     raise KeyboardInterrupt
 
 
-def die(mesh, say):
-    os._exit(3)
-
-
 def hang(mesh, say):
     if mesh.world.rank == 1:
-        time.sleep(120)
+        time.sleep(DEADLINE_S)
 
 
+@pytest.mark.processes
 def test_what_goes_wrong_is_a_row_and_the_next_goes_on(tmp_path):
     setting = Setting("cpu", True, tmp_path, lambda text: None)
     checks = [
-        Check("bad", bad, 0, 60),
         Check("broken", broken, 0, 60),
-        Check("crashing", crashing, 0, 60),
-        Check("hanging", hanging, 0, 5),
-        Check("large", good, 1000, 2000),
+        Check("hanging", hanging, 0, 1),
+        Check("large", good, 10 * DEADLINE_S, 10 * DEADLINE_S),
         Check("good", good, 0, 60),
     ]
-    found = [(name, row) for name, row, _ in cli.run(checks, setting, 100)]
-    late = found.pop(4)
-    assert late[1].outcome == FAIL
-    assert re.fullmatch(r"ranks \[(0, )?1\] were still running after [45] s", late[1].figure)
-    unfit = found.pop(4)
-    assert unfit[1].outcome == NOT_RUN
+    found = [(name, row) for name, row, _ in cli.run(checks, setting, DEADLINE_S)]
+    late, unfit = found.pop(2)[1], found.pop(2)[1]
+    assert (late.outcome, unfit.outcome) == (FAIL, NOT_RUN)
+    assert re.fullmatch(r"ranks \[(0, )?1\] were still running after 1 s", late.figure)
     assert found == [
-        ("bad", Row("all", "0", "1", FAIL)),
         ("broken", Row("first", "1", "1", PASS)),
         ("broken", Row("runs to its end", "the last", "no error", FAIL)),
-        ("crashing", Row("runs to its end", "rank 0 died without a word", "no error", FAIL)),
         ("good", Row("all", "1", "1", PASS)),
     ]
 
 
 @pytest.mark.parametrize(
-    ("second", "status"), [(good, 0), (bad, cli.FAILED), (broken, cli.FAILED), (interrupted, cli.INTERRUPTED)]
+    ("second", "status", "count"),
+    [
+        (bad, cli.FAILED, "1 passed, 1 failed, 0 not run."),
+        (broken, cli.FAILED, "2 passed, 1 failed, 0 not run."),
+        (interrupted, cli.INTERRUPTED, "2 passed, 0 failed, 0 not run."),
+    ],
 )
-def test_the_status_and_the_table_that_is_left(second, status, monkeypatch, tmp_path, capsys):
+def test_the_status_and_the_table_that_is_left(second, status, count, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cli, "CHECKS", [Check("one", good, 0, 60), Check("two", second, 0, 60)])
     assert cli.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == status
     table = (tmp_path / cli.REPORT).read_text()
     assert table == capsys.readouterr().out
-    assert table.count("| one ") == 1
-    assert table.count("| two ") == (2 if second is broken else 1)
+    assert table.endswith(f"{count}\n")
     assert ("INTERRUPTED" in table) == (status == cli.INTERRUPTED)
-
-
-def test_the_table_is_there_after_every_row(monkeypatch, tmp_path):
-    def looks(setting):
-        assert "| one " in (setting.out / cli.REPORT).read_text()
-        yield judged("a | b", "x" * 200, "1", True)
-
-    monkeypatch.setattr(cli, "CHECKS", [Check("one", good, 0, 60), Check("two", looks, 0, 60)])
-    assert cli.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
-    assert "a \\| b" in (tmp_path / cli.REPORT).read_text()
-
-
-def test_outcomes_are_counted():
-    rows = [
-        judged("a", "1", "1", True),
-        judged("b", "1", "2", False),
-        Row("", "", "", NOT_RUN),
-        Row("c", "3"),
-    ]
-    text = markdown({"GPU": "none"}, [("x", row, 1.0) for row in rows])
-    assert text.endswith("1 passed, 1 failed, 1 not run.\n")
+    assert second is not bad or "a \\| b" in table
 
 
 @pytest.mark.parametrize(("change", "apart"), [(0.0, 0.0), (1e-6, 1e-6), (float("nan"), float("inf"))])
@@ -182,9 +140,7 @@ def test_a_difference_is_seen(change, apart):
     assert training.difference(found, {"w": weight}, [(2.0, 2.0, 0.5)]) == apart
     assert training.difference(found, {"v": weight}, [(2.0, 2.0, 0.5)]) == float("inf")
     if not change:
-        assert training.difference(found, {"w": weight}, [(2.0, 2.0 + 1e-9, 0.5)]) == pytest.approx(
-            1e-9, 1e-3
-        )
+        assert training.difference(found, {"w": weight}, [(2.0, 2.1, 0.5)]) == pytest.approx(0.1)
 
 
 def test_a_receive_before_its_send_and_computing_twice_at_once_are_seen():
@@ -200,27 +156,24 @@ def test_a_receive_before_its_send_and_computing_twice_at_once_are_seen():
     assert training.overlap_s(TracedWindow(0, [1], twice)) == 0.5
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_microbatch_alone(rank, monkeypatch):
+def test_a_microbatch_alone(monkeypatch):
     """The stage is real; its memory is not: 100 more at every look, and a peak of 1000."""
     looks = iter(range(0, 10_000, 100))
     fakes = {"synchronize": int, "reset_peak_memory_stats": int, "max_memory_allocated": lambda: 1000}
     for name, fake in {**fakes, "memory_allocated": lambda: next(looks)}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     job = prepare(Task(("model=mlp", "microbatches=4", "batch_size=8")), "1f1b", 2, 1)
-    mesh = SimpleNamespace(world=SimpleNamespace(rank=rank), device=torch.device("cpu"))
-    stash, above = memory._alone(job, mesh)
+    mesh = SimpleNamespace(world=SimpleNamespace(rank=1), device=torch.device("cpu"))
     entered = sum(spec.nbytes for spec in job.plan.boundaries[2][1].specs)
-    assert stash == 100 + rank * entered
-    assert above == 1000 - 500 - 100  # the second batch is the sixth look
-    assert memory._messages(job, rank) == (4 * entered if rank else 3 * entered)
+    # The second batch is the sixth look, and keeps 100 between its forward and its backward.
+    assert memory.alone(job, mesh) == (100 + entered, 1000 - 500 - 100)
+    assert [memory.messages(job, rank) for rank in (0, 1)] == [3 * entered, 4 * entered]
 
 
 class Gpu(Setting):
     """A setting with a GPU, whose worlds find what they are told to."""
 
     def world(self, work, ranks, *arguments, staged=False, timeout=60.0):
-        self.kept.setdefault("worlds", []).append((work.__name__, ranks, staged))
         return self.kept["found"]
 
 
@@ -240,16 +193,6 @@ def test_memory_is_held_against_what_is_predicted(gpu):
         Row("2 ranks, gpipe: MiB measured/predicted", "110/100, 70/100: 1.10 0.70", "0.75 to 1.25", FAIL),
         Row("2 ranks, 1f1b: microbatches and versions", "2+1, 2+1", "2+1, 2+1", PASS),
         Row("2 ranks, 1f1b: MiB measured/predicted", "110/100, 110/100: 1.10 1.10", "0.75 to 1.25", PASS),
-    ]
-
-
-def test_large_messages_go_both_ways(gpu):
-    gpu.kept["found"] = [{1: (0.5, 0), 2: (0.25, 0)}, {1: (0.75, 0), 2: (0.25, 1)}]
-    rows = list(transport.large(gpu))
-    assert gpu.kept["worlds"] == [("exchange_twice", 2, False), ("exchange_twice", 2, True)]
-    assert rows[:2] == [
-        Row("NCCL, buffer_size=1: 4 x 80 MiB each way", "0.75 s, 0 wrong", "0 wrong", PASS),
-        Row("NCCL, buffer_size=2: 4 x 80 MiB each way", "0.25 s, 1 wrong", "0 wrong", FAIL),
     ]
 
 
