@@ -13,9 +13,9 @@ from omegaconf import DictConfig
 
 from pipetrain.boundary import TensorSpec
 from pipetrain.cli import as_hydra, compose, contained
+from pipetrain.codec import Codecs, Half, TopKInt8
 from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.codec import Codecs, Half, TopKInt8
 from tests.support.cases import config
 
 SPEC = TensorSpec((2,), torch.float32)
