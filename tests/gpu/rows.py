@@ -78,11 +78,9 @@ def head(arguments: Sequence[str], device: str) -> dict[str, str]:
     about = machine(arguments, "scripts/gpu_check.py")
     if device == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        major, minor = torch.cuda.get_device_capability(0)
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        about["GPU"] = (
-            f"{torch.cuda.get_device_name(0)}, {memory:.0f} GiB, compute capability {major}.{minor}"
-        )
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(0))
+        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+        about["GPU"] = f"{torch.cuda.get_device_name(0)}, {gib:.0f} GiB, compute capability {capability}"
         about["libraries"] = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
     else:
         about["GPU"] = "none: a REHEARSAL on the CPU, over gloo, which proves nothing of a GPU"
@@ -92,17 +90,10 @@ def head(arguments: Sequence[str], device: str) -> dict[str, str]:
 def markdown(about: Mapping[str, str], lines: Sequence[Line]) -> str:
     """Put the report together."""
     titles = ["check", "what", "figure", "target", "outcome", "seconds"]
-    cells = [
-        [
-            name,
-            row.what,
-            shorten(row.figure, WIDEST, placeholder=" ..."),
-            row.target,
-            row.outcome,
-            f"{seconds:.1f}",
-        ]
-        for name, row, seconds in lines
-    ]
+    cells = []
+    for name, row, seconds in lines:
+        found = shorten(row.figure, WIDEST, placeholder=" ...")
+        cells.append([name, row.what, found, row.target, row.outcome, f"{seconds:.1f}"])
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in cells]
     count = {outcome: sum(row.outcome == outcome for _, row, _ in lines) for outcome in (PASS, FAIL, NOT_RUN)}
     return (
