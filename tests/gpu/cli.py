@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         # A rehearsal leaves nothing where the results are, unless it is told to.
         default = "docs/results" if options.device == "cuda" else stack.enter_context(TemporaryDirectory())
-        setting = Setting(options.device, options.quick, options.out or Path(default), progress)
+        patience = 1.0 if options.device == "cuda" else 10.0
+        setting = Setting(options.device, options.quick, options.out or Path(default), progress, patience)
         setting.out.mkdir(parents=True, exist_ok=True)
         about = head(arguments, options.device)
         chosen = [check for check in CHECKS if not options.only or check.name in options.only]
@@ -89,7 +90,7 @@ def run(checks: Sequence[Check], setting: Setting, budget: float) -> Iterator[Li
             left = max(0.0, end - began)
             yield check.name, Row("", f"{left:.0f} s left, needs {check.least:.0f}", "", NOT_RUN), 0.0
             continue
-        setting.end = min(end, began + check.most)
+        setting.end = min(end, began + check.most * setting.patience)
         setting.say("starts")
         try:
             for row in check.run(setting):

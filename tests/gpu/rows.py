@@ -37,12 +37,16 @@ def judged(what: str, figure: str, target: str, met: bool) -> Row:
 
 @dataclass(slots=True)
 class Setting:
-    """What the checks share. `end`: when the running one must be done; `kept`: what one leaves another."""
+    """What the checks share. `end`: when the running one must be done; `kept`: what one leaves another.
+
+    `patience`: by how much a check may take longer than it says, because a rehearsal may meet a busy machine.
+    """
 
     device: str
     quick: bool
     out: Path
     say: Say
+    patience: float = 1.0
     end: float = 0.0
     kept: dict[str, Any] = field(default_factory=dict)
 
