@@ -115,10 +115,10 @@ def _refuse_word(word: str) -> None:
     key, _, value = word.lstrip("+").partition("=")
     if key == "run_dir" and re.fullmatch(r"null|[\[{].*", value):
         raise ConfigError(f"{word} must be a folder")
-    group = "codec" if key in CODECS else key
-    if group in _groups() and not re.match(r"(?!null$)\w*[A-Za-z_]", value):
-        choices = ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
-        raise ConfigError(f"{word} must be a name; choose one of: {choices}")
+    group = conf_dir() / ("codec" if key in CODECS else key)
+    choices = sorted(path.stem for path in group.glob("*.yaml"))
+    if group != conf_dir() and choices and not re.match(r"(?!null$)\w*[A-Za-z_]", value):
+        raise ConfigError(f"{word} must be a name; choose one of: {', '.join(choices)}")
 
 
 def _sentence(error: Exception, known: Collection[str]) -> str:
@@ -134,8 +134,9 @@ def _sentence(error: Exception, known: Collection[str]) -> str:
 
 
 def _suggestion(key: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(key, set(known) - {key}, n=1)
-    return f"; did you mean {close[0]}" if close else ""
+    parts = sorted(other for other in known if other.startswith(f"{key}."))
+    meant = " or ".join(parts or difflib.get_close_matches(key, known, n=1))
+    return meant and f"; did you mean {meant}"
 
 
 def _refuse_unread(content: Mapping[str, Any], known: Collection[str], text: str, prefix: str = "") -> None:
@@ -154,22 +155,17 @@ def _refuse_unread(content: Mapping[str, Any], known: Collection[str], text: str
 @cache
 def _known(name: str) -> set[str]:
     """Return the keys that the files of conf/ have, as an override spells them."""
-    known = {*_groups(), *CODECS}
-    for stem in (name, "config"):
-        known.update(_keys(OmegaConf.load(conf_dir() / f"{stem}.yaml")))
-    for path in (conf_dir() / "data").glob("*.yaml"):
-        known.update(_keys(OmegaConf.load(path), "data."))
+    files = [("", conf_dir() / f"{stem}.yaml") for stem in ("config", name)]
+    files += [("data.", path) for path in (conf_dir() / "data").glob("*.yaml")]
+    known = {*CODECS, *(path.parent.name for path in conf_dir().glob("*/*.yaml"))}
+    for prefix, path in files:
+        known.update(_keys(OmegaConf.to_container(OmegaConf.load(path)), prefix))
     return known - {"defaults"}
 
 
-def _groups() -> set[str]:
-    return {path.name for path in conf_dir().iterdir() if path.is_dir()}
-
-
-def _keys(node: Any, prefix: str = "") -> Iterator[str]:
+def _keys(content: Any, prefix: str) -> Iterator[str]:
     """Give the dotted keys of a configuration, without the arguments of a `_target_`."""
-    for name in node:
+    for name, value in content.items():
         yield f"{prefix}{name}"
-        value = node._get_node(name)
-        if isinstance(value, DictConfig) and "_target_" not in value:
+        if isinstance(value, dict) and "_target_" not in value:
             yield from _keys(value, f"{prefix}{name}.")

@@ -1,7 +1,7 @@
-"""The settings of a run: what each value of the configuration must be, and the refusal of any other.
+"""The settings of a run: what each value of the configuration must be.
 
-Each field of `Settings` is declared with the rule that its value must keep. Values are checked here, once;
-the rest of the program trusts them.
+Each field of `Settings` is declared with the rule that its value must keep. A value that does not keep it is
+refused in one sentence. Values are checked here, once, and the rest of the program trusts them.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ MOST_THREADS = max(64, 8 * cores())  # more are unlikely to be meant
 class Settings:
     """The scalar settings of one run, validated.
 
-    An Annotated field is read from the key of its own name, or from the one that is given; null is a value of
-    those that may be None.
+    The value of an Annotated field keeps the rule. It is read from the key of the field's name, or from the
+    key after the rule, and may be null where the type has None.
     """
 
     model: str

@@ -1,8 +1,6 @@
-"""The errors that a person who runs pipetrain meets: a sentence each, never a traceback of ours.
+"""The errors that a person who runs pipetrain sees: one sentence each, printed before a command exits.
 
-They stand in a room of their own, under everything, so that each part can refuse what it is given without
-knowing who called it; the program's edge prints the sentence and exits. The schedules have their own
-`ScheduleError`, because that room imports nothing.
+Every module may raise them, so this one imports none. The schedules have their own `ScheduleError`.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ class TrainingStopped(RuntimeError):
 
 
 class ActionFailed(TrainingStopped):
-    """An action whose layers failed, or found no memory; the error that they raised is its cause."""
+    """An action whose layers failed or ran out of memory; its cause is the error that they raised."""
 
 
 class NotRecorded(RuntimeError):
-    """A run that came to its end, or was stopped, but whose records or weights could not be written."""
+    """A run that ended or was stopped, but whose records or weights could not be written."""

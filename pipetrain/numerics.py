@@ -1,12 +1,11 @@
-"""How layers compute: in which precision, and with which order of the numbers in memory.
+"""How layers compute: in which precision, and in which memory layout.
 
-The estimate on paper, the profile and the running stage all call layers through here, so what was planned is
-what runs.
+The estimate, the profile and the running stage all call layers this way, so what was planned is what runs.
 
-Under bf16 each forward has an autocast context of its own: the context caches casts of weights until it ends,
-and weights whose storage goes round in a ring would be computed with another version's cast. Whatever leaves
-a stage in float32 is cast to bf16, so that a cut's dtype depends neither on the device's list of operations
-that autocast keeps in float32 nor on what the layers before it returned.
+Under bf16 each forward has an autocast context of its own: a context caches its casts of weights until it
+ends, and the storage of one weight version is used again by a later one. Whatever leaves a stage in float32
+is cast to bf16, so that the dtype at a cut depends neither on which operations autocast keeps in float32 nor
+on what the layers before it returned.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Numerics:
     """Precision and layout of a run.
 
     `dtype` is that of weights, inputs and updates. With `autocast` layers compute in bf16 where it is safe.
-    With `channels_last`, images and the weights of convolutions lie in memory with their channels innermost.
+    With `channels_last` the channels of images and of the weights of convolutions lie innermost in memory.
     """
 
     dtype: torch.dtype = torch.float32
@@ -42,23 +41,21 @@ class Numerics:
         return torch.autocast(device, torch.bfloat16) if self.autocast else nullcontext()
 
     def arrange(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in the run's order: itself where it has it."""
+        """Return a tensor in the run's layout, without a copy where it already has it."""
         if self.channels_last and tensor.dim() == 4:
             return tensor.contiguous(memory_format=torch.channels_last)
         return tensor
 
     def arrange_weights(self, module: nn.Module) -> None:
-        """Put a module's weights into the run's order."""
+        """Put a module's weights into the run's layout."""
         for parameter in module.parameters():
             parameter.data = self.arrange(parameter.data)
 
     def narrow(self, value: Value) -> Value:
-        """Return what leaves a stage as it travels: float32 as bf16 under autocast."""
+        """Return what leaves a stage as it travels: under autocast float32 becomes bf16."""
         if not self.autocast:
             return value
-        if isinstance(value, Tensor):
-            return _narrow(value)
-        return tuple(_narrow(tensor) for tensor in value)
+        return _narrow(value) if isinstance(value, Tensor) else tuple(_narrow(tensor) for tensor in value)
 
 
 def _narrow(tensor: Tensor) -> Tensor:

@@ -2,14 +2,14 @@
 
 Each stage has an optimizer of its own over its own parameters. That equals one optimizer over all of them
 only if it treats each parameter by itself, so it is tried on small parameters of the model's kinds, together
-and apart. What it then remembers has to fit into a checkpoint.
+and one by one. What it keeps in its state must fit into a checkpoint.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -21,7 +21,14 @@ from pipetrain.errors import ConfigError
 from pipetrain.runtime.memory import Memory
 from pipetrain.runtime.weights import OptimizerFactory
 
-SIZES = (1.0, 1e4, 1e-2)  # of the gradients that are tried: one that clips them together shows
+SIZES = (
+    1.0,
+    1e4,
+    1e-2,
+)  # of the gradients that are tried: an optimizer that clips them together is found out
+
+_Sample = tuple[nn.Parameter, list[Tensor]]
+"""A small parameter, and the gradients of its steps."""
 
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> OptimizerFactory:
@@ -38,34 +45,34 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> Optimi
     cfg = cfg.copy()
     del cfg.optim.fused
     factory = build(cfg, "optim")
-    try:
+    with suppress(ConfigError):
         return _tried(cfg, partial(factory, fused=True), model, stages)
-    except ConfigError:
-        return _tried(cfg, factory, model, stages)
+    return _tried(cfg, factory, model, stages)
 
 
 def _tried(cfg: DictConfig, factory: OptimizerFactory, model: nn.Module, stages: int) -> OptimizerFactory:
+    """Return the factory, or refuse an optimizer that fails, or that no stage or no checkpoint can use."""
     target = cfg.optim._target_
     together, apart = _samples(model), _samples(model)
     try:
         memory = _stepped(factory, together)
         for sample in apart:
             _stepped(factory, [sample])
-    except Exception as error:  # whatever that class says of what it is given
+    except Exception as error:  # whatever that class raises for its arguments
         if "unexpected keyword argument" in str(error):
             raise not_built("optim", cfg.optim, error) from error
         raise ConfigError(f"optim cannot be built by {target}: {one_line(error)}") from error
     pairs = zip(together, apart, strict=True)
-    if stages > 1 and not all(torch.allclose(a.weight, b.weight, equal_nan=True) for a, b in pairs):
+    if stages > 1 and not all(torch.allclose(a, b, equal_nan=True) for (a, _), (b, _) in pairs):
         raise ConfigError(
             f"optim {target} lets the step of one parameter depend on others, and each of {stages} stages "
             f"sees its own alone: choose another optimizer, or one stage"
         )
-    if not all(sample.weight.isfinite().all() for sample in together):
+    if not all(weight.isfinite().all() for weight, _ in together):
         raise ConfigError(f"optim {target} makes weights that are not finite: see to its settings")
     try:
-        for sample in together:
-            memory.of(sample.weight)
+        for weight, _ in together:
+            memory.of(weight)
     except TypeError as error:
         if cfg.checkpoint.every is not None:
             raise ConfigError(
@@ -75,16 +82,8 @@ def _tried(cfg: DictConfig, factory: OptimizerFactory, model: nn.Module, stages:
     return factory
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """A small parameter, and the gradients that it meets."""
-
-    weight: nn.Parameter
-    gradients: list[Tensor]
-
-
 def _samples(model: nn.Module) -> list[_Sample]:
-    """Make two of each kind of parameter that a model trains: of its shape, dtype, and form of gradient."""
+    """Make two parameters of each kind that a model trains: of its shape, dtype, and form of gradient."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     sparse = {id(m.weight) for m in embeddings if m.sparse}
     kinds = {
@@ -93,20 +92,19 @@ def _samples(model: nn.Module) -> list[_Sample]:
         if p.requires_grad
     }
     made = []
-    for number, (shape, dtype, is_sparse) in enumerate([*kinds, *kinds]):
-        numbers = torch.linspace(0.5, 1, math.prod(shape)).reshape(shape).to(dtype)
-        gradients = [numbers * (number + 1) * size for size in SIZES]
-        gradients = [g.to_sparse(1) if is_sparse else g for g in gradients]
-        made.append(_Sample(nn.Parameter(numbers.clone()), gradients))
+    for number, (shape, dtype, is_sparse) in enumerate([*kinds, *kinds], start=1):
+        values = torch.linspace(0.5, 1, math.prod(shape)).reshape(shape).to(dtype)
+        gradients = [values * number * size for size in SIZES]
+        made.append((nn.Parameter(values.clone()), [g.to_sparse(1) if is_sparse else g for g in gradients]))
     return made
 
 
 def _stepped(factory: OptimizerFactory, samples: Sequence[_Sample]) -> Memory:
     """Let a new optimizer take some steps; return what it remembers."""
-    optimizer = factory([sample.weight for sample in samples])
+    optimizer = factory([weight for weight, _ in samples])
     memory = Memory(optimizer)
     for step in range(len(SIZES)):
-        for sample in samples:
-            sample.weight.grad = sample.gradients[step].clone()
+        for weight, gradients in samples:
+            weight.grad = gradients[step].clone()
         optimizer.step()
     return memory

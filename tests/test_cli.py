@@ -131,6 +131,10 @@ def test_a_failed_job_ends_the_sweep(monkeypatch):
         ("+grad_clip=1.0", "nothing reads grad_clip; --cfg job shows all there is"),
         ("++precison=bf16", "nothing reads precison; did you mean precision;"),
         ("+data.recipe.warmupp=0.1", "nothing reads data.recipe.warmupp; did you mean data.recipe.warmup;"),
+        (
+            "codec=int8",
+            "there is no codec in the configuration; did you mean codec.backward or codec.forward;",
+        ),
         ("+codec=int8", "nothing reads codec._target_; "),
         ("+batches=3", "nothing reads batches; "),  # the plan's
         (
@@ -176,11 +180,9 @@ def test_a_misspelled_key_of_an_experiment_of_one_s_own_is_refused(command, tmp_
 @pytest.mark.parametrize(
     "words",
     [
-        ("+tag=x", "run_dir=runs/${tag}"),  # an interpolation reads it
-        ("+trace.windows=2",),
-        ("partition.profile=p.json",),
-        ("model.width=16", "optim.nesterov=true", "schedule.colour=red", "codec.forward.fraction=1"),
-        ("data=cifar10", "data.source.timeout=3", "data.augment.crop=1"),
+        ("+tag=x", "run_dir=runs/${tag}", "+trace.windows=2"),  # an interpolation reads the tag
+        ("partition.profile=p.json", "model.width=16", "optim.nesterov=true", "schedule.colour=red"),
+        ("data=cifar10", "data.source.timeout=3", "data.augment.crop=1", "codec.forward.fraction=1"),
     ],
 )
 def test_what_something_reads_and_what_a_target_takes_needs_no_plus(command, words):

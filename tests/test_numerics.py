@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
 from pipetrain.numerics import Numerics
+from pipetrain.runtime.mesh import World
+from pipetrain.seal import SealedStore
 from tests.support.cases import Case, compare, make_run, run_in_threads
 from tests.support.jobs import train_cases
 from tests.support.worlds import run_world
@@ -37,7 +40,7 @@ ROWS = "model._target_=tests.test_numerics.wants_rows"
 # bf16
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
 def test_bf16_equals_one_process_in_bf16_with_the_same_delays(schedule):
     """Storage of the weights goes round here: a cast kept from an older version would be far off."""
     case = Case(schedule, 3, (NORM, "partition=[1,6]", "microbatches=3", *BF16))
@@ -52,7 +55,6 @@ def test_bf16_travels_in_bf16():
     assert plan.boundaries[6][0].specs[0].dtype == torch.float32  # images
     whole = make_run(replace(case, overrides=(*case.overrides, "precision=fp32"))).plan
     assert plan.boundaries[6][1].nbytes * 2 == whole.boundaries[6][1].nbytes
-    assert run_world(train_cases, 2, [case], 1e-5) == [1, 1]
 
 
 def test_bf16_of_float64_is_refused():
@@ -69,11 +71,17 @@ def test_what_leaves_a_stage_is_narrowed_and_integers_are_not():
 # Layout
 
 
-def test_channels_last_over_gloo_equals_one_process():
-    layout = ("memory_format=channels_last", "microbatches=2", "partition=[3]")
-    cases = [Case(schedule, 2, (NORM, *layout)) for schedule in ("1f1b", "pipedream")]
-    assert make_run(cases[0]).plan.numerics.channels_last
-    assert run_world(train_cases, 2, cases, 1e-10) == [2, 2]
+def train_both(world: World, store: SealedStore, layout: Sequence[Case], bf16: Case) -> None:
+    train_cases(world, store.under("layout"), layout, 1e-10)
+    train_cases(world, store.under("bf16"), [bf16], 1e-5)
+
+
+def test_channels_last_and_bf16_over_gloo_equal_one_process():
+    words = ("memory_format=channels_last", "microbatches=2", "partition=[3]")
+    layout = [Case(schedule, 2, (NORM, *words)) for schedule in ("1f1b", "pipedream")]
+    bf16 = Case("pipedream", 2, (NORM, "partition=[3]", "microbatches=2", *BF16))
+    assert make_run(layout[0]).plan.numerics.channels_last
+    run_world(train_both, 2, layout, bf16)
 
 
 def test_auto_is_channels_last_in_float32_unless_a_layer_does_not_take_it():

@@ -17,12 +17,11 @@ import tarfile
 import time
 import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import Future
 from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import TIMEOUT_MAX, Event, Thread
+from threading import TIMEOUT_MAX, Thread
 from typing import Any
 from urllib.error import URLError
 
@@ -45,7 +44,6 @@ TRAIN_MD5 = {
 }
 TEST_MD5 = {"test_batch": "40351d587109b95175f43aff81a1287e"}
 
-_BLOCK = 1 << 18
 _SAID_EVERY_S = 10.0  # where stderr is not a terminal
 
 
@@ -84,67 +82,75 @@ def load(
     )
 
 
-def _downloaded(url: str, timeout: float, total_timeout: float, max_bytes: int) -> bytes:
-    """Return the archive that `url` gives. Raises OSError, which says why not.
+class _Download(Thread):
+    """Receives what `url` gives, as `content`; `fault` says what went wrong.
 
     urllib bounds how long the server is silent, but it would listen for ever to one that sends a byte now and
-    then. So a thread listens, and is waited for only so long. It ends with the block that it then waits for.
+    then. So a thread listens, and ends with the next block once it is given up.
     """
-    content, done, given_up = bytearray(), Future[None](), Event()
 
-    def listen() -> None:
+    def __init__(self, url: str, timeout: float, max_bytes: int) -> None:
+        super().__init__(daemon=True, name="download")
+        self.content = bytearray()
+        self.total: int | None = None  # bytes, where the server says so
+        self.fault = ""
+        self.given_up = False
+        self._url, self._timeout, self._most = url, timeout, max_bytes
+
+    def run(self) -> None:
         try:
-            _receive(content, given_up, url, timeout, max_bytes)
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
+            with urllib.request.urlopen(self._url, timeout=self._timeout) as response:
+                self.fault = self._receive(response)
+        except TimeoutError:
+            received = f"{len(self.content):,} bytes"
+            self.fault = f"the server was silent for {self._timeout:g} s after {received}"
+        except (OSError, HTTPException, ValueError) as error:
+            reason = error.reason if type(error) is URLError else error
+            self.fault = str(reason) or repr(reason)
 
-    if not sys.stderr.isatty():
-        print(f"downloading {url}, for {total_timeout:g} s at most", file=sys.stderr, flush=True)
-    Thread(target=listen, daemon=True, name="download").start()
+    def _receive(self, response: Any) -> str:
+        """Read the body; return what is wrong with it, if anything is."""
+        length = response.headers.get("Content-Length")
+        self.total = int(length) if length is not None else None
+        if self.total is not None and self.total > self._most:
+            return f"the server offers {self.total:,} bytes, and {self._most:,} may come"
+        # read1 gives what is there; it is not asked again once all is, as it may wait for more.
+        while len(self.content) != self.total and not self.given_up and (block := response.read1(1 << 18)):
+            self.content += block
+            if len(self.content) > self._most:
+                return f"the server sent more than the {self._most:,} bytes that may come"
+        if self.total is not None and len(self.content) != self.total:
+            return f"the server stopped after {len(self.content):,} of {self.total:,} bytes"
+        return ""
+
+
+def _downloaded(url: str, timeout: float, total_timeout: float, max_bytes: int) -> bytes:
+    """Return the archive that `url` gives, with signs of progress. Raises OSError, which says why not."""
+    name, end = url.rpartition("/")[2], time.monotonic() + total_timeout
+    download = _Download(url, timeout, max_bytes)
     try:
-        done.result(total_timeout)
-    except TimeoutError as error:
-        raise OSError(
-            f"the download took longer than {total_timeout:g} s ({len(content):,} bytes came)"
-        ) from error
+        with tqdm(unit="B", unit_scale=True, desc=name, disable=None) as bar:  # on a terminal alone
+            if bar.disable:
+                print(f"downloading {url}, for {total_timeout:g} s at most", file=sys.stderr, flush=True)
+            download.start()
+            while download.is_alive() and (left := end - time.monotonic()) > 0:
+                download.join(min(left, _SAID_EVERY_S if bar.disable else 0.2))
+                bar.total = download.total
+                bar.update(len(download.content) - bar.n)
+                if bar.disable and download.is_alive():
+                    of = "" if download.total is None else f" of {download.total / 1e6:.0f}"
+                    line = f"downloading {name}: {len(download.content) / 1e6:.0f}{of} MB"
+                    print(line, file=sys.stderr, flush=True)
     finally:
-        given_up.set()
-    if (md5 := _md5(content)) != ARCHIVE_MD5:
+        download.given_up = True
+    if download.is_alive():
+        received = f"{len(download.content):,} bytes came"
+        raise OSError(f"the download took longer than {total_timeout:g} s ({received})")
+    if download.fault:
+        raise OSError(download.fault)
+    if (md5 := _md5(download.content)) != ARCHIVE_MD5:
         raise OSError(f"what came has MD5 {md5}, not {ARCHIVE_MD5}")
-    return bytes(content)
-
-
-def _receive(content: bytearray, given_up: Event, url: str, timeout: float, max_bytes: int) -> None:
-    """Add what `url` gives to `content`, with signs of progress. Raises OSError, but no TimeoutError."""
-    name, said = url.rpartition("/")[2], time.monotonic()
-    try:
-        with urllib.request.urlopen(url, timeout=timeout) as response:
-            length = response.headers.get("Content-Length")
-            total = int(length) if length is not None else None
-            if total is not None and total > max_bytes:
-                raise OSError(f"the server offers {total:,} bytes, and {max_bytes:,} may come")
-            with tqdm(
-                total=total, unit="B", unit_scale=True, desc=name, disable=None
-            ) as bar:  # on a terminal
-                # read1 gives what is there; it is not asked again once all is, as it may wait for more.
-                while len(content) != total and not given_up.is_set() and (block := response.read1(_BLOCK)):
-                    content += block
-                    bar.update(len(block))
-                    if len(content) > max_bytes:
-                        raise OSError(f"the server sent more than the {max_bytes:,} bytes that may come")
-                    if bar.disable and time.monotonic() - said >= _SAID_EVERY_S:
-                        said = time.monotonic()
-                        of = "" if total is None else f" of {total / 1e6:.0f}"
-                        line = f"downloading {name}: {len(content) / 1e6:.0f}{of} MB"
-                        print(line, file=sys.stderr, flush=True)
-    except TimeoutError as error:
-        raise OSError(f"the server was silent for {timeout:g} s after {len(content):,} bytes") from error
-    except (URLError, HTTPException, ValueError) as error:
-        reason = error.reason if type(error) is URLError else error
-        raise OSError(str(reason) or repr(reason)) from error
-    if total is not None and len(content) != total:
-        raise OSError(f"the server stopped after {len(content):,} of {total:,} bytes")
+    return bytes(download.content)
 
 
 def _unpack(archive: bytes, folder: Path) -> None:

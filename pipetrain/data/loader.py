@@ -8,18 +8,15 @@ the images, the last the labels) makes the same lists for itself: nothing is sen
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pipetrain.data.augment import key
+from pipetrain.data.augment import Transform, key
 from pipetrain.data.sets import Split
 from pipetrain.errors import ConfigError, TrainingStopped
-
-Transform = Callable[[Tensor, Tensor], Tensor]
-"""(uint8 images [n, 3, h, w], sample ids [n]) -> the model's input [n, 3, h, w]."""
 
 
 def pieces(samples: int, microbatches: int) -> list[int]:

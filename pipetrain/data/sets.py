@@ -85,22 +85,19 @@ def _fault(data: ImageData) -> str | None:
     """Say what is wrong with a data set, if anything is."""
     if type(data.classes) is not int or data.classes < 1:
         return f"classes must be a whole number, 1 or more; got {data.classes!r}"
-    if not _are_three(data.mean):
-        return f"mean must be three finite numbers; got {data.mean!r}"
-    if not _are_three(data.std) or min(data.std) <= 0:
-        return f"std must be three finite numbers above 0; got {data.std!r}"
+    for name, numbers, above in (("mean", data.mean, -math.inf), ("std", data.std, 0)):
+        if not _are_three(numbers, above):
+            more = " above 0" if above == 0 else ""
+            return f"{name} must be three finite numbers{more}; got {numbers!r}"
     for name, split in (("train", data.train), ("test", data.test)):
         if fault := _split_fault(split, data.classes):
             return f"{name} {fault}"
     return None
 
 
-def _are_three(numbers: Any) -> bool:
-    return (
-        isinstance(numbers, Sequence)
-        and len(numbers) == 3
-        and all(isinstance(number, Real) and math.isfinite(number) for number in numbers)
-    )
+def _are_three(numbers: Any, above: float) -> bool:
+    sound = isinstance(numbers, Sequence) and len(numbers) == 3
+    return sound and all(isinstance(number, Real) and above < float(number) < math.inf for number in numbers)
 
 
 def _split_fault(split: Any, classes: int) -> str | None:

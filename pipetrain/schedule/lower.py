@@ -8,8 +8,9 @@ waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
+from math import lcm
 
 from pipetrain.schedule.actions import (
     COMMUNICATION,
@@ -39,8 +40,21 @@ class Wiring:
         self.routes = sorted(pairwise(range(len(ranks))) if routes is None else routes)
         if wrong := [route for route in self.routes if not 0 <= route[0] < route[1] < len(ranks)]:
             raise ScheduleError(f"route {wrong[0]} must lead from a stage to a later one, of {len(ranks)}")
-        self.sources = [[source for source, to in self.routes if to == stage] for stage in range(len(ranks))]
-        self.targets = [[to for source, to in self.routes if source == stage] for stage in range(len(ranks))]
+        stages = range(len(ranks))
+        self.sources = [[source for source, to in self.routes if to == stage] for stage in stages]
+        self.targets = [[to for source, to in self.routes if source == stage] for stage in stages]
+        self.cycle = lcm(*map(len, ranks))  # microbatches after which the ranks are the same again
+        self._peers = {
+            (op, stage, mb): [peer for peer in peers if self.apart(stage, peer, mb)]
+            for stage in stages
+            for mb in range(self.cycle)
+            for op, peers in (
+                (Op.RECV_F, self.sources[stage]),
+                (Op.SEND_F, self.targets[stage]),
+                (Op.RECV_B, self.targets[stage]),
+                (Op.SEND_B, self.sources[stage][::-1]),
+            )
+        }
 
     def rank(self, stage: int, mb: int) -> int:
         """Return the rank that runs a microbatch of a stage."""
@@ -50,24 +64,19 @@ class Wiring:
         """Whether a microbatch of the two stages runs on different ranks."""
         return self.rank(stage, mb) != self.rank(other, mb)
 
-    def lowered(self, action: Action) -> Iterator[Action]:
-        """Give an action that computes, between the messages that it needs and those that it makes."""
-        stage, op, mb = action.stage, action.op, action.mb
-        if op is Op.F:
-            yield from self._messages(Op.RECV_F, stage, self.sources[stage], mb)
-            yield action
-            yield from self._messages(Op.SEND_F, stage, self.targets[stage], mb)
-        elif op is Op.B or op is Op.I:
-            yield from self._messages(Op.RECV_B, stage, self.targets[stage], mb)
-            yield action
-            yield from self._messages(Op.SEND_B, stage, self.sources[stage][::-1], mb)
-        else:
-            if op is Op.STEP:
-                yield Action(stage, Op.REDUCE, version=action.version)
-            yield action
+    def lowered(self, action: Action) -> list[Action]:
+        """Return an action that computes, between the messages that it needs and those that it makes."""
+        if action.op is Op.F:
+            return [*self._messages(Op.RECV_F, action), action, *self._messages(Op.SEND_F, action)]
+        if action.op is Op.B or action.op is Op.I:
+            return [*self._messages(Op.RECV_B, action), action, *self._messages(Op.SEND_B, action)]
+        if action.op is Op.STEP:
+            return [Action(action.stage, Op.REDUCE, version=action.version), action]
+        return [action]
 
-    def _messages(self, op: Op, stage: int, peers: Sequence[int], mb: int) -> Iterator[Action]:
-        return (Action(stage, op, mb, peer=peer) for peer in peers if self.apart(stage, peer, mb))
+    def _messages(self, op: Op, action: Action) -> list[Action]:
+        peers = self._peers[op, action.stage, action.mb % self.cycle]
+        return [Action(action.stage, op, action.mb, peer=peer) for peer in peers]
 
 
 def lower(program: Program, routes: Sequence[Route] | None = None) -> Program:
@@ -97,12 +106,11 @@ def edges(program: Program, routes: Sequence[Route] | None = None) -> list[tuple
     backward edges. Works on lowered and on compute-only programs.
     """
     wiring = Wiring(ranks_of(program), routes)
-    ranks = wiring.ranks
     backward = any(action.op in (Op.B, Op.I) for actions in program for action in actions)
     return [
         edge
         for source, to in wiring.routes
-        if any(wiring.apart(source, to, mb) for mb in range(len(ranks[source]) * len(ranks[to])))
+        if any(wiring.apart(source, to, mb) for mb in range(wiring.cycle))
         for edge in [(source, to), (to, source)][: 1 + backward]
     ]
 

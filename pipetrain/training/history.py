@@ -1,4 +1,4 @@
-"""What a run has been so far, epoch by epoch, and what is to be said of it: tables, rows, summary.json."""
+"""What a run has been so far, epoch by epoch, and what is said of it: tables, rows, summary.json."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
 from itertools import count
+from statistics import mean
 from typing import Any
 
 from pipetrain.prediction import StageTimes, played, predict
 from pipetrain.schedule.timeline import StageStats, total
-from pipetrain.training import stage_table
 from pipetrain.training.figures import EpochFigures, most_accurate
 from pipetrain.training.run import Run
 
 COLUMNS = ["epoch", "train_loss", "train_acc", "val_loss", "val_acc", "lr"]
 COLUMNS += ["samples_per_s", "epoch_s", "eval_s", "elapsed_s"]
 MOST_ROWS = 40  # of the table of epochs
+NOTABLE = 1.15  # times the mean of all ranks, from which on the slowest one is pointed out
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class History:
 
     def _measured(self, epochs: Sequence[EpochFigures]) -> list[StageTimes]:
         seconds = self._told_s(epochs)
-        return stage_table.measured(self._plan.placement, self._stages(epochs), seconds) if seconds else []
+        return stage_times(self._plan.placement, self._stages(epochs), seconds) if seconds else []
 
     def _stages(self, epochs: Sequence[EpochFigures]) -> list[StageStats]:
         """Add up what each stage did."""
@@ -77,14 +78,14 @@ class History:
         return sum(figures.train_s * figures.updates / self._batches for figures in epochs)
 
     @property
-    def straggler(self) -> stage_table.Straggler | None:
+    def straggler(self) -> Straggler | None:
         """The rank that holds the others up, if one does."""
         updates = sum(figures.updates for figures in self.epochs)
-        return stage_table.find_straggler(self._plan.placement, self.measured(), updates)
+        return find_straggler(self._plan.placement, self.measured(), updates)
 
     def stage_table(self) -> str:
         """Return a row a stage: its times beside the plan's, and what it sent."""
-        return stage_table.table(self.measured(), self.predicted, self._stages(self.epochs))
+        return stage_table(self.measured(), self.predicted, self._stages(self.epochs))
 
     def table(self) -> str:
         """Return the epochs as a table: all of them, or the last ones and the best of many."""
@@ -194,6 +195,70 @@ class History:
             "wait": seen.wait,
             "predicted_wait": said.wait,
         }
+
+
+def stage_times(placement: Sequence[int], stages: Sequence[StageStats], train_s: float) -> list[StageTimes]:
+    """Turn what the stages did in `train_s` seconds of training into shares of it.
+
+    Bubble and wait are of a stage's rank, which may hold other stages too.
+    """
+    busy, wait = ([0.0] * len(placement) for _ in range(2))
+    for stats, rank in zip(stages, placement, strict=True):
+        busy[rank] += stats.busy_s
+        wait[rank] += stats.wait_s
+    return [
+        StageTimes(1 - busy[rank] / train_s, stats.busy_s / max(stats.updates, 1), wait[rank] / train_s)
+        for stats, rank in zip(stages, placement, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The slowest rank: seconds that it computes a batch, the mean of all ranks, and what it costs in all."""
+
+    rank: int
+    batch_s: float
+    mean_s: float
+    cost_s: float  # what the run would have saved, had the same work been spread evenly
+
+    @property
+    def sentence(self) -> str:
+        """Say it on one line."""
+        times = self.batch_s / self.mean_s
+        return (
+            f"rank {self.rank} is the straggler: {self.batch_s:.4f} s a batch, {times:.2f} times the mean of "
+            f"all ranks, which cost {self.cost_s:.1f} s in all; see partition=profile"
+        )
+
+
+def find_straggler(placement: Sequence[int], run: Sequence[StageTimes], updates: int) -> Straggler | None:
+    """Find the rank that holds the others up, if one is notably slower than their mean."""
+    by_rank = [0.0] * (max(placement) + 1)
+    for rank, stage in zip(placement, run, strict=True):
+        by_rank[rank] += stage.stage_time_s or 0.0
+    mean_s, slowest = mean(by_rank), max(by_rank)
+    if slowest < NOTABLE * mean_s or not mean_s:
+        return None
+    return Straggler(by_rank.index(slowest), slowest, mean_s, (slowest - mean_s) * updates)
+
+
+def stage_table(run: Sequence[StageTimes], plan: Sequence[StageTimes], stages: Sequence[StageStats]) -> str:
+    """Return a row a stage: measured, what the plan said, how late its gradients were, and what it sent."""
+    lines = ["stage  bubble  (plan)  seconds a batch  (plan)    wait  (plan)  updates late  (most)"]
+    lines[0] += "  MiB sent  ratio  codec s"
+    for stage, (seen, said, stats) in enumerate(zip(run, plan, stages, strict=True)):
+        ratio = "-" if stats.ratio is None else f"{stats.ratio:.1f}"
+        lines.append(
+            f"{stage:5d}  {seen.bubble:6.1%}  {said.bubble:6.1%}  {_seconds(seen.stage_time_s):>15}  "
+            f"{_seconds(said.stage_time_s):>6}  {seen.wait:6.1%}  {said.wait:6.1%}  "
+            f"{stats.mean_staleness:12.2f}  {stats.max_staleness:6d}  "
+            f"{stats.bytes_sent / 2**20:8.1f}  {ratio:>5}  {stats.codec_s:7.2f}"
+        )
+    return "\n".join(lines)
+
+
+def _seconds(time: float | None) -> str:
+    return "-" if time is None else f"{time:.4f}"
 
 
 def _line(cells: Sequence[str]) -> bytes:

@@ -178,7 +178,7 @@ class Recorder:
         if self._run.data.note:
             log.info("%s", self._run.data.note)
         log.info("run folder: %s", self._folder)
-        log.info("look at it: tensorboard --logdir %s", self._folder)
+        log.info("look at it: %s", _tensorboard(self._folder))
         failed = self._files.failed
         if not failed:
             path = self._folder / SUMMARY  # last: it says that the run is finished
@@ -208,3 +208,10 @@ class Recorder:
                 f"run_dir={self._folder} resume=auto"
             )
         log.info("stopped after a checkpoint; go on with: run_dir=%s resume=auto", self._folder)
+
+
+def _tensorboard(folder: Path) -> str:
+    """Return the command that shows a run under its name, which TensorBoard takes from below its logdir."""
+    if folder.parent.name == "runs":
+        return f"tensorboard --logdir {folder.parent}"
+    return f"tensorboard --logdir_spec {folder.name}:{folder}"

@@ -5,45 +5,42 @@ What there is to show is written at the end, and also when it is interrupted: of
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
 from comparison import plots, record, report, request, table
-from comparison.processes import interruptible
+from comparison.processes import Workers, interruptible
 from comparison.request import Request
-from comparison.runs import Command, Outcome, Runs, torchrun
-from comparison.text import duration
+from comparison.runs import Outcome, Runs
+from comparison.table import duration
 from pipetrain.errors import ConfigError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 FILES = (*table.FILES, *plots.FILES, report.FILE)
 
 
-def main(arguments: Sequence[str] | None = None, command: Command = torchrun) -> int:
-    """Compare, and return the exit status. `command` starts a run; the tests give another."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+def main(arguments: Sequence[str] | None = None, workers: Workers | None = None) -> int:
+    """Compare, and return the exit status. `workers` make the runs; the tests give others."""
+    workers = workers or Workers()
     try:
-        options, asked = request.read(arguments)
+        asked = request.read(sys.argv[1:] if arguments is None else arguments)
         with interruptible():
-            typed = shlex.join(word for word in arguments if word != "--fresh")
-            return compare(asked, options.fresh, command, typed)
+            try:
+                return compare(asked, workers)
+            finally:
+                workers.end()
     except ConfigError as error:
         print(f"compare: {error}", file=sys.stderr)
         return REFUSED
 
 
-def compare(asked: Request, fresh: bool, command: Command, typed: str) -> int:
-    """Make the runs that are not done, and write the tables, plots and report of all. Return the exit status.
-
-    `typed`: the arguments, to be shown to who wants to make it again; without `--fresh`, which would remove
-    what is there.
-    """
-    runs, specs, out = Runs(asked.out, command), asked.specs, asked.out
+def compare(asked: Request, workers: Workers) -> int:
+    """Make the runs that are not done, and write tables, plots and report of all. Return the exit status."""
+    runs, specs, out = Runs(asked.out, workers), asked.specs, asked.out
     with runs.claimed() as lock:
-        runs.check(specs, fresh)
-        if fresh:
+        runs.check(specs, asked.fresh)
+        if asked.fresh:
             for spec in specs:
                 runs.forget(spec)
             for name in FILES:
@@ -54,34 +51,31 @@ def compare(asked: Request, fresh: bool, command: Command, typed: str) -> int:
                 print(f"[{number}/{len(specs)}] {spec.title} ... ", end="", flush=True)
                 outcomes.append(runs.kept(spec) or runs.start(spec, lock))
                 say(outcomes[-1], runs)
-            text = write(asked, outcomes, runs, typed)
+            text = write(asked, outcomes, runs)
         except KeyboardInterrupt:
             done = sum(outcome.summary is not None for outcome in outcomes)
-            print(
-                f"interrupted\n{done} of {len(specs)} runs are kept in {out}; the same command goes on there",
-                flush=True,
-            )
+            workers.end()
+            kept = f"{done} of {len(specs)} runs are kept in {out}; the same command goes on there"
+            print(f"interrupted\n{kept}", flush=True)
             if done:
                 with suppress(KeyboardInterrupt):
-                    write(asked, outcomes, runs, typed)
+                    write(asked, outcomes, runs)
             return INTERRUPTED
-    print(f"\n{text}\nwritten to {out}: {', '.join(FILES)}")
+    written = [name for name in FILES if (out / name).exists()]
+    print(f"\n{text}\nwritten to {out}: {', '.join(written)}")
     failed = [outcome.spec.title for outcome in outcomes if outcome.summary is None]
     if failed:
-        print(
-            f"{len(failed)} of {len(specs)} runs failed: {', '.join(failed)}; start again to try them again"
-        )
+        count = f"{len(failed)} of {len(specs)} runs failed"
+        print(f"{count}: {', '.join(failed)}; start again to try them again")
     return FAILED if failed else 0
 
 
-def write(asked: Request, outcomes: Sequence[Outcome], runs: Runs, typed: str) -> str:
+def write(asked: Request, outcomes: Sequence[Outcome], runs: Runs) -> str:
     """Write everything that there is to show, and return the tables as Markdown."""
     rows = table.make_rows(outcomes)
-    reported = asked.experiment.record if asked.experiment else None
-    beside = record.markdown(rows, reported) if reported else ""
-    text = table.write(asked.out, outcomes, beside)
-    plots.write(asked.out, outcomes)
-    report.write(asked, outcomes, runs, typed)
+    text = table.write(asked.out, rows, record.markdown(rows, asked.record) if asked.record else None)
+    pictures = plots.write(asked.out, asked.methods, rows)
+    report.write(asked, outcomes, runs, rows, pictures)
     return text
 
 
@@ -89,7 +83,7 @@ def say(outcome: Outcome, runs: Runs) -> None:
     """End the run's line; where it failed, with its own last words and where there are more."""
     if outcome.summary is not None:
         kept = ", kept from before" if outcome.kept else ""
-        print(f"{100 * outcome.summary['best_val_acc']:.1f} % in {duration(outcome.wall_s)}{kept}")
+        print(f"{100 * outcome.summary['val_acc']:.1f} % in {duration(outcome.wall_s)}{kept}")
         return
     print(f"FAILED ({outcome.failure}) after {duration(outcome.wall_s)}")
     for line in runs.last_words(outcome.spec):

@@ -1,194 +1,246 @@
-"""The comparison as pictures: accuracy against epochs and against seconds, and throughput.
+"""The comparison as pictures: accuracy by epoch and by time, throughput, bytes, and the schedules' timelines.
 
-Accuracy is drawn on an axis that stretches towards 100 %, because the differences that matter lie within the
-last points. A method has one colour and one marker in all pictures. Curves over epochs may coincide, where
-schedules do the same sums: the lower ones are wider. Matplotlib is used through its objects, without pyplot's
-global state.
+The same figures are written as PNG beside the table and stand as SVG in the report. A method has one colour,
+one marker and one line style in all of them, so curves can be told apart without colours too. Curves over
+epochs may coincide, where schedules do the same sums: the lower ones are wider, and each has its markers at
+other epochs. Matplotlib is used through its objects, without pyplot's global state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import cycle
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
+import matplotlib
 import numpy as np
-import numpy.typing as npt
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from comparison.runs import Outcome, columns
+from comparison.runs import Spec
+from comparison.table import Row, by_model, size
+from pipetrain.cli import as_hydra, conf_dir
+from pipetrain.schedule.draw import as_figure
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.policy import compute_program
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FILES = ("accuracy_epoch.png", "accuracy_seconds.png", "throughput.png")
+FILES = ("accuracy_epoch.png", "accuracy_seconds.png", "throughput.png", "bytes.png")
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, without yellow.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-INK, PALE = "#333333", "#dddddd"
-Array = npt.NDArray[np.float64]
-OFFSET = 0.5  # of the stretched axis: how far beyond 100 % its end lies, in points
-TICKS = (0, 20, 40, 60, 70, 80, 85, 90, 92, 94, 95, 96, 97, 98, 99, 99.5, 100)
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), "-.", ":", (0, (8, 2)), (0, (4, 1, 1, 1, 1, 1)), (0, (2, 1)))
+MARKS = 10  # markers on a curve, about
+INK = "#333333"
+STYLE: Any = {  # of matplotlib
+    "text.parse_math": False,  # a name is no formula
+    "svg.fonttype": "none",
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#999999",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#dddddd",
+}
+MICROBATCHES = 8  # about so many are drawn of a schedule, at least a batch
 
 
-class Style(NamedTuple):
-    """How a method is drawn."""
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure as it stands in the report: its SVG as an address, and what it shows in words."""
 
-    colour: str
-    marker: str
-
-
-class Group(NamedTuple):
-    """The finished runs of one model and method."""
-
-    method: str
-    outcomes: list[Outcome]
+    title: str
+    address: str
+    words: str
+    caption: str = ""
 
 
-def write(out: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write the three pictures. Runs that failed are not in them."""
-    schedules = dict.fromkeys(outcome.spec.method.name for outcome in outcomes)
-    styles = dict(zip(schedules, map(Style._make, cycle(zip(COLOURS, MARKERS, strict=True))), strict=False))
-    panels = _panels(outcomes)
-    _accuracy(panels, styles, "epoch", "epoch").savefig(out / FILES[0])
-    _accuracy(panels, styles, "elapsed_s", "seconds since the start, evaluation included").savefig(
-        out / FILES[1]
-    )
-    _throughput(panels, styles).savefig(out / FILES[2])
+def write(out: Path, methods: Sequence[str], rows: Sequence[Row]) -> list[Picture]:
+    """Write the pictures of the runs that finished as PNG; return them for the report.
 
-
-def _panels(outcomes: Sequence[Outcome]) -> dict[str, list[Group]]:
-    """Sort the finished runs by what a panel shows (a model and its data set), then by method."""
-    panels: dict[str, dict[str, Group]] = {}
-    for outcome in outcomes:
-        if outcome.summary is not None:
-            title = f"{outcome.model} on {outcome.summary['data']}"
-            groups = panels.setdefault(title, {})
-            groups.setdefault(outcome.spec.method.name, Group(outcome.spec.method.name, [])).outcomes.append(
-                outcome
+    `methods`: the names of all of them, which decide how each is drawn.
+    """
+    panels = by_model([row for row in rows if row.done])
+    sent = by_model([row for rows in panels.values() for row in rows if row.values("bytes_per_epoch")])
+    with matplotlib.rc_context(STYLE):
+        drawn = [
+            ("Accuracy by epoch", _accuracy(panels, methods, "epoch")),
+            ("Accuracy by time", _accuracy(panels, methods, "elapsed_s")),
+            ("Throughput", _bars(panels, methods, "samples_per_s", "training samples a second", _number)),
+            ("Bytes", _bars(sent, methods, "bytes_per_epoch", "on the wire in an epoch's training", size)),
+        ]
+        pictures = []
+        for name, (title, figure) in zip(FILES, drawn, strict=True):
+            (out / name).unlink(missing_ok=True)
+            if figure is None:
+                continue
+            figure.savefig(out / name, dpi=150)
+            svg = BytesIO()
+            figure.savefig(svg, format="svg", metadata={"Date": None})
+            words = "; ".join(
+                f"{model} by {row.method}: {row.mean('val_acc'):.2f} % after the last epoch"
+                for model, rows in panels.items()
+                for row in rows
             )
-    order = list(dict.fromkeys(outcome.spec.method.name for outcome in outcomes))
-    return {
-        title: sorted(groups.values(), key=lambda group: order.index(group.method))
-        for title, groups in panels.items()
-    }
+            pictures.append(Picture(title, _address(svg.getvalue()), f"{title}. {words}"))
+    return pictures
 
 
-def _figure(panels: dict[str, list[Group]], width: float, height: float) -> tuple[Figure, list[Axes]]:
-    count = max(1, len(panels))
-    figure = Figure(figsize=(width * count, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = list(figure.subplots(1, count, squeeze=False)[0])
-    for one in axes:
-        one.spines[["top", "right"]].set_visible(False)
-        one.spines[["left", "bottom"]].set_color("#999999")
-        one.tick_params(colors="#999999", labelcolor=INK, labelsize=9)
-    if not panels:
-        axes[0].text(0.5, 0.5, "no run finished", ha="center", va="center", color=INK)
-        axes[0].set_axis_off()
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _address(svg: bytes) -> str:
+    return f"data:image/svg+xml;base64,{b64encode(svg).decode()}"
+
+
+def _panels(panels: dict[str, list[Row]], height: float) -> tuple[Figure, list[Axes]]:
+    """Make a figure with a panel for each model."""
+    figure = Figure(figsize=(7.0 * len(panels), height), layout="constrained")
+    axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
+    for one, (model, rows) in zip(axes, panels.items(), strict=True):
+        seeds = max(len(row.done) for row in rows)
+        what = f"{model} on {rows[0].alike('data')}, "
+        one.set_title(what + (f"{seeds} seeds" if seeds > 1 else "one seed"), loc="left", fontsize=10.5)
     return figure, axes
 
 
-def _accuracy(panels: dict[str, list[Group]], styles: dict[str, Style], key: str, label: str) -> Figure:
-    figure, axes = _figure(panels, 8.2, 4.8)
-    for one, (title, groups) in zip(axes, panels.items(), strict=False):
-        lowest, highest = 100.0, 0.0
-        for below, group in zip(reversed(range(len(groups))), groups, strict=True):
-            halo = below if key == "epoch" else 0
-            curves = np.array(columns(group.outcomes, "val_acc")) * 100
-            x = np.array(columns(group.outcomes, key)).mean(axis=0)
-            style = styles[group.method]
-            one.fill_between(x, curves.min(axis=0), curves.max(axis=0), color=style.colour, alpha=0.16, lw=0)
-            mean = curves.mean(axis=0)
+def _accuracy(panels: dict[str, list[Row]], methods: Sequence[str], key: str) -> Figure | None:
+    """Draw the mean accuracy of the seeds, with a band from the least to the most."""
+    if not panels:
+        return None
+    figure, axes = _panels(panels, 4.4)
+    for one, rows in zip(axes, panels.values(), strict=True):
+        for place, row in enumerate(rows):
+            x, accuracy = np.mean(_curves(row, key), axis=0), 100 * np.array(_curves(row, "val_acc"))
+            mean, style = accuracy.mean(axis=0), methods.index(row.method) % len(COLOURS)
+            below = len(rows) - 1 - place if key == "epoch" else 0  # how many curves may cover this one
+            every = max(1, len(x) // MARKS)
+            one.fill_between(
+                x, accuracy.min(axis=0), accuracy.max(axis=0), color=COLOURS[style], alpha=0.13, lw=0
+            )
             one.plot(
                 x,
                 mean,
-                color=style.colour,
-                marker=style.marker,
-                markersize=5.5 + 0.6 * halo,
-                markevery=max(1, len(x) // 12),
+                color=COLOURS[style],
+                linestyle=DASHES[style],
+                linewidth=1.6 + 0.8 * below,
+                marker=MARKERS[style],
+                markersize=5.5 + 0.6 * below,
+                markevery=(place % every, every),
                 markeredgecolor="white",
                 markeredgewidth=0.6,
-                linewidth=1.8 + 0.8 * halo,
-                label=f"{_plain(group.method)}  {mean[-1]:.2f} %",
+                label=f"{row.method}  {mean[-1]:.2f} %",
             )
-            lowest, highest = min(lowest, curves.min()), max(highest, curves.max())
-        _stretch(one, lowest, highest)
+        _percent(one)
         if key == "epoch":
             one.xaxis.set_major_locator(MaxNLocator(integer=True))
+            one.set_xlabel("epoch")
         else:
             one.set_xlim(left=0)
-        one.set_xlabel(label, color=INK)
-        one.set_ylabel("test accuracy (%), axis stretched towards 100", color=INK)
-        one.set_title(_title(title, groups), loc="left", fontsize=10.5, color=INK)
-        one.grid(axis="y", color=PALE, linewidth=0.6)
-        legend = one.legend(title="after the last epoch", loc="best", fontsize=9, title_fontsize=9)
-        legend.get_frame().set_edgecolor("none")
-        legend.set_alignment("left")
+            one.set_xlabel("seconds since the start, evaluation included")
+        one.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
+        one.grid(axis="y", linewidth=0.6)
+        one.legend(title="after the last epoch", frameon=False, handlelength=3.6, alignment="left")
     return figure
 
 
-def _title(title: str, groups: Sequence[Group]) -> str:
-    n = max(len(group.outcomes) for group in groups)
-    return f"{title}: mean of {n} seeds, band from least to most" if n > 1 else f"{title}, one seed"
+def _curves(row: Row, key: str) -> list[list[float]]:
+    """Return a column of metrics.csv of each finished run, up to the last epoch that all of them have.
+
+    They differ where the number of epochs was changed between two runs.
+    """
+    curves = [outcome.curves[key] for outcome in row.outcomes if outcome.summary is not None]
+    return [curve[: min(map(len, curves))] for curve in curves]
 
 
-def _plain(name: str) -> str:
-    """Keep matplotlib from reading mathematics into a name."""
-    return name.replace("$", r"\$")
+def _percent(axes: Axes) -> None:
+    """Scale an axis of accuracies: no wider than 0 to 100 %, no narrower than a point."""
+    low, high = axes.get_ylim()
+    middle, half = (low + high) / 2, max(high - low, 1.0) / 2
+    axes.set_ylim(max(-0.5, middle - half), min(100.5, middle + half))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
+    axes.set_ylabel("test accuracy")
 
 
-def _stretch(axes: Axes, lowest: float, highest: float) -> None:
-    """Scale an accuracy axis by the logarithm of what is missing to 100 %."""
-
-    def forward(y: Array) -> Array:
-        return -np.log10(np.maximum(100 + OFFSET - y, 1e-3))
-
-    def back(z: Array) -> Array:
-        return 100 + OFFSET - 10 ** -np.asarray(z)
-
-    axes.set_yscale("function", functions=(forward, back))
-    low, high = forward(np.array([lowest, highest]))
-    margin = 0.05 * (high - low) + 0.01
-    least, most = back(np.array([low - margin, high + margin]))
-    axes.set_ylim(max(0.0, least), min(100.0, most))
-    enough = sum(least <= tick <= most for tick in TICKS) > 2
-    axes.yaxis.set_major_locator(FixedLocator(TICKS) if enough else MaxNLocator(6))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-
-
-def _throughput(panels: dict[str, list[Group]], styles: dict[str, Style]) -> Figure:
-    most = max((len(groups) for groups in panels.values()), default=1)
-    figure, axes = _figure(panels, 6.8, 1.3 + 0.5 * most)
-    for one, (title, groups) in zip(axes, panels.items(), strict=False):
-        speeds = [[float((o.summary or {})["samples_per_s"]) for o in group.outcomes] for group in groups]
-        longest = max(map(max, speeds))
-        for place, (group, values) in enumerate(zip(groups, speeds, strict=True)):
-            mean = fmean(values)
-            one.barh(place, mean, height=0.66, color=styles[group.method].colour)
-            if len(values) > 1:
-                one.plot([min(values), max(values)], [place, place], color=INK, linewidth=1.4)
-                one.plot(values, [place] * len(values), "|", color=INK, markersize=9, markeredgewidth=1.4)
-            one.text(
-                max(values) + 0.015 * longest,
-                place,
-                f"{mean:,.{0 if mean >= 100 else 1}f}",
-                va="center",
-                fontsize=9.5,
-                color=INK,
-            )
-        one.set_yticks(range(len(groups)), [_plain(group.method) for group in groups], fontsize=9.5)
+def _bars(
+    panels: dict[str, list[Row]],
+    methods: Sequence[str],
+    key: str,
+    label: str,
+    form: Callable[[float], str],
+) -> Figure | None:
+    """Draw the mean of a figure as a bar a method, with a stroke for each seed."""
+    if not panels:
+        return None
+    figure, axes = _panels(panels, 1.1 + 0.42 * max(map(len, panels.values())))
+    for one, rows in zip(axes, panels.values(), strict=True):
+        longest = max(max(row.values(key)) for row in rows) or 1.0
+        for place, row in enumerate(rows):
+            values, style = row.values(key), methods.index(row.method) % len(COLOURS)
+            one.barh(place, fmean(values), height=0.66, color=COLOURS[style])
+            if len({*values}) > 1:
+                one.plot(values, [place] * len(values), "|-", color=INK, markersize=9, linewidth=1.2)
+            one.text(max(values) + 0.015 * longest, place, form(fmean(values)), va="center")
+        one.set_yticks(range(len(rows)), [row.method for row in rows])
         one.tick_params(axis="y", length=0)
-        one.set_ylim(len(groups) - 0.45, -0.55)
-        one.set_xlim(0, longest * 1.13)
-        one.set_xlabel(
-            "training samples a second" + (", a stroke a seed" if len(speeds[0]) > 1 else ""), color=INK
-        )
-        one.set_title(title, loc="left", fontsize=10.5, color=INK)
+        one.set_ylim(len(rows) - 0.45, -0.55)
+        one.set_xlim(0, 1.17 * longest)
+        one.xaxis.set_major_locator(MaxNLocator(5))
+        one.xaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
+        several = ", a stroke for each seed" if any(len({*row.values(key)}) > 1 for row in rows) else ""
+        one.set_xlabel(label + several)
     return figure
+
+
+def timelines(specs: Sequence[Spec]) -> tuple[list[Picture], list[str]]:
+    """Draw a short window of each schedule; return the drawings, and the methods that cannot be drawn.
+
+    A method's own configuration says its schedule, microbatches and ranks, so this needs no run: it shows
+    what was meant also where nothing finished. A schedule that decides while it runs is played at the same
+    unit costs, as an example. Methods that differ in something else share a drawing.
+    """
+    first: dict[str, Spec] = {}
+    for spec in specs:
+        first.setdefault(spec.method.name, spec)
+    drawn: dict[tuple[Any, ...], tuple[Timeline, list[str]]] = {}
+    missing: list[str] = []
+    for method, spec in first.items():
+        try:
+            key, timeline = play(spec)
+        except Exception:  # whatever overrides that nobody has checked can do to a schedule
+            missing.append(method)
+            continue
+        drawn.setdefault(key, (timeline, []))[1].append(method)
+    pictures = []
+    with TemporaryDirectory() as folder, matplotlib.rc_context({"svg.fonttype": "none"}):
+        path = Path(folder) / "timeline.svg"
+        for (_, ranks, batches, m, _), (timeline, methods) in drawn.items():
+            as_figure(timeline, path)
+            title, caption = ", ".join(methods), f"{batches} batches of {m} microbatch{'es' * (m > 1)}"
+            words = f"{title}: {caption} on {ranks} ranks, bubble {timeline.bubble:.1%}"
+            pictures.append(Picture(title, _address(path.read_bytes()), words, caption))
+    return pictures, missing
+
+
+def play(spec: Spec) -> tuple[tuple[Any, ...], Timeline]:
+    """Return what a timeline depends on, and the timeline to draw."""
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose("config", overrides=as_hydra(spec.arguments))
+    m, bound = int(cfg.microbatches), int(cfg.buffer_size)
+    batches = max(2, -(-MICROBATCHES // m))
+    program = lower(compute_program(instantiate(cfg.schedule), spec.nproc, batches, m, bound))
+    return (str(cfg.schedule), spec.nproc, batches, m, bound), simulate(program, m, buffer_size=bound)

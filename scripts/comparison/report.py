@@ -2,244 +2,242 @@
 
 It holds everything that it shows, so that it reads the same from a mail, a browser without a network or a
 CI artifact, and has no script. What was compared may be unfinished or may have failed: each part says what
-there is. All that comes from outside (names, overrides, a run's last words) is escaped where it enters the
-page.
+there is. What it looks like is said in the template `report.html`, which escapes all that comes from outside
+(names, overrides, a run's last words); this says what stands in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from html import escape
 from pathlib import Path
-from statistics import fmean
-from string import Template
+from typing import Any
+from urllib.parse import quote
 
-from comparison import charts, record, sections, table
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from comparison import record, table
+from comparison.plots import Picture, timelines
 from comparison.request import Request
-from comparison.runs import Outcome, Runs, columns
-from comparison.sections import card, grid, section
-from comparison.table import Row, mean
-from comparison.text import duration, size
-from comparison.timelines import timelines
+from comparison.runs import Outcome, Runs, Spec, Summary, words
+from comparison.table import Column, Row, by_model, dash, duration, two
 from comparison.verdict import verdict
 
 FILE = "report.html"
-RESULTS = (
-    "last_acc",
-    "speedup",
-    "best_acc",
-    "train_s",
-    "whole_s",
-    "bytes",
-    "bytes_ratio",
-    "codec_s",
-    "seeds",
-)
-TEMPLATE = Path(__file__).with_name(FILE)
+RUN = ("run", "state", "last acc", "best acc", "s an epoch", "whole run", "other load", "started", "records")
 
 
-def write(asked: Request, outcomes: Sequence[Outcome], runs: Runs, typed: str) -> None:
-    """Write report.html beside the table. `typed`: the arguments of the command that made it."""
-    (asked.out / FILE).write_text(page(asked, outcomes, runs, typed))
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table of the page. `blocks`: lines under a heading each, which is shown where there are several.
+
+    `text`: the columns that hold words. `over`: headings over so many columns each.
+    """
+
+    name: str
+    head: Sequence[str]
+    blocks: Sequence[tuple[str, Sequence[Sequence[str]]]]
+    text: Sequence[str] = ()
+    over: Sequence[tuple[str, int]] = ()
 
 
-def page(asked: Request, outcomes: Sequence[Outcome], runs: Runs, typed: str) -> str:
-    """Return the report as HTML."""
-    rows = table.make_rows(outcomes)
-    failed = sum(outcome.summary is None for outcome in outcomes)
-    said = verdict(rows, failed, len(asked.specs) - len(outcomes), len(asked.specs))
-    parts = [
-        section("Results", _results(rows, outcomes)),
-        *([sections.failures(outcomes, runs)] if failed else []),
-        _beside(rows, asked),
-        *_models(outcomes, _styles(asked)),
-        _timelines(asked),
-        section("How each method ran", sections.ran(outcomes)),
-        section("Every run", sections.every_run(asked, outcomes, runs)),
-        section("Settings", sections.settings(asked, outcomes)),
-        section("To make it again", sections.reproduce(asked, outcomes, typed)),
-    ]
-    return Template(TEMPLATE.read_text()).substitute(
-        title=escape(_title(asked)),
-        facts="".join(f"<span>{escape(fact)}</span> " for fact in _facts(asked, outcomes)),
-        verdict="\n".join(f"<p>{escape(sentence)}</p>" for sentence in said or ["No run was made."]),
-        sections="\n".join(filter(None, parts)),
+def write(
+    asked: Request, outcomes: Sequence[Outcome], runs: Runs, rows: Sequence[Row], pictures: Sequence[Picture]
+) -> None:
+    """Write report.html beside the table."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    failed = [outcome for outcome in outcomes if outcome.summary is None]
+    said = verdict(rows, len(failed), len(asked.specs) - len(outcomes), len(asked.specs))
+    drawn, missing = timelines(asked.specs)
+    shown = [*(table.RECORD if asked.record else []), *table.filled(table.RESULTS, rows)]
+    page = environment.get_template(FILE).render(
+        title=_title(asked),
+        facts=_facts(asked, outcomes),
+        verdict=said or ["No run was made."],
+        results=_results(asked, rows),
+        notes=[table.meaning(shown, rows), *table.remarks(rows)] if rows else [],
+        failures=[
+            (o.spec.title, o.failure, duration(o.wall_s), "\n".join(runs.last_words(o.spec))) for o in failed
+        ],
+        beside=_beside(asked, rows),
+        pictures=pictures,
+        wide=len(by_model(rows)) > 1,
+        timelines=drawn,
+        missing=missing,
+        ran=_ran(rows),
+        runs=_every_run(asked, outcomes),
+        commands="\n\n".join(shlex.join(_command(spec, asked)) for spec in asked.specs),
+        overrides=_overrides(asked),
+        machine=_machine(outcomes),
+        revisions=_each(outcome.made.get("pipetrain", "unknown") for outcome in outcomes),
+        again=f"python scripts/compare.py {asked.typed}",
+        logs=shlex.quote(str(asked.out / "runs")),
         date=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
     )
+    (asked.out / FILE).write_text(page)
 
 
 def _title(asked: Request) -> str:
     if asked.experiment:
         return asked.experiment.title
-    names = list(dict.fromkeys(spec.method.name for spec in asked.specs))
+    names = asked.methods
     return " against ".join(names) if len(names) < 4 else f"{len(names)} methods compared"
 
 
 def _facts(asked: Request, outcomes: Sequence[Outcome]) -> list[str]:
     done = [outcome.summary for outcome in outcomes if outcome.summary]
     seeds = sorted({spec.seed for spec in asked.specs})
-    facts = [", ".join(dict.fromkeys(f"{s['model']} on {s['data']}" for s in done))]
-    facts += [", ".join(dict.fromkeys(f"{s['epochs']} epochs" for s in done))]
-    facts += [f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"]
-    facts += [", ".join(dict.fromkeys(str(s["device"]) for s in done))]
     dates = sorted(date[:10] for outcome in outcomes if (date := outcome.made.get("date")))
-    facts += [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
+    facts = [
+        _each(f"{summary['model']} on {summary['data']}" for summary in done),
+        _each(f"{summary['epochs']} epochs" for summary in done),
+        f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}",
+        _each(summary["device"] for summary in done),
+        _each(dates[:1] + dates[-1:], " to "),
+    ]
     return [fact for fact in facts if fact]
 
 
-def _styles(asked: Request) -> dict[str, int]:
-    """Give each method a number, which is a colour and a marker."""
-    return {name: n for n, name in enumerate(dict.fromkeys(spec.method.name for spec in asked.specs))}
+def _each(values: Iterable[str], between: str = ", ") -> str:
+    """Join values, each once."""
+    return between.join(dict.fromkeys(values))
 
 
-def _results(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
-    """Return what is to be trusted first, then what the record's columns say."""
-    if not rows:
-        return "<p>No run was made.</p>"
-    notes = [table.meaning(outcomes), *table.remarks(outcomes)]
-    return (
-        grid("Results", ["method", *RESULTS], _blocks(rows, _result), ("method",))
-        + "<h3>In the record's columns</h3>"
-        + grid("In the record's columns", table.RECORD, _blocks(rows, _as_recorded), table.TEXT)
-        + "".join(f'<p class="small">{escape(note)}</p>' for note in notes)
-    )
+def _results(asked: Request, rows: Sequence[Row]) -> list[Grid]:
+    """Return what is to be trusted first, then the columns of the record where there is one."""
+    grids = [_grid("Results", [table.METHOD, *table.filled(table.RESULTS, rows)], rows)]
+    if asked.record:
+        grids.append(_grid("In the record's columns", table.RECORD, rows))
+    return grids if rows else []
 
 
-def _blocks(rows: Sequence[Row], line: Callable[[Row], list[str]]) -> list[tuple[str, list[list[str]]]]:
-    """Return the lines of the rows by model."""
-    models = dict.fromkeys(row.model for row in rows)
-    return [(model, [line(row) for row in rows if row.model == model]) for model in models]
-
-
-def _result(row: Row) -> list[str]:
-    cells = table.cells(row) | ({} if row.finished else {"last_acc": "failed"})
-    return [row.method, *(cells[name] for name in RESULTS)]
-
-
-def _as_recorded(row: Row) -> list[str]:
-    return [table.cells(row)[name] for name in table.RECORD]
-
-
-def _beside(rows: Sequence[Row], asked: Request) -> str:
-    """Return our rows beside the record's; nothing where it has none of ours."""
-    reported = asked.experiment.record if asked.experiment else None
-    found = record.pairs(rows, reported) if reported else []
-    if reported is None or not any(pair.theirs for pair in found):
-        return ""
-    ours, theirs = record.OURS[1:], record.THEIRS[:-1]  # the model is a heading, notes stand at the name
+def _grid(name: str, columns: Sequence[Column], rows: Sequence[Row]) -> Grid:
     blocks = [
-        (model, [_with_notes(line) for line in record.cells([p for p in found if p.ours.model == model])])
-        for model in dict.fromkeys(row.model for row in rows)
+        (model, [[column.cell(row) for column in columns] for row in of_model])
+        for model, of_model in by_model(rows).items()
     ]
+    return Grid(name, [column.name for column in columns], blocks, table.TEXT)
+
+
+def _beside(asked: Request, rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Return our rows beside the record's; nothing where it has none of ours."""
+    reported = asked.record
+    found = record.pairs(rows, reported) if reported else []
+    if reported is None or not found:
+        return None
+    ours, theirs = [column.name for column in record.OURS[1:]], record.THEIRS[:-1]
+    blocks = []
+    for model in by_model(rows):
+        lines = record.cells([pair for pair in found if pair.ours.model == model], reported)
+        # The model is the heading of its block, and the footnotes stand at the record's name of the method.
+        at = len(record.OURS)
+        blocks.append(
+            (model, [[*line[1:at], f"{line[at]} {line[-1]}".strip(), *line[at + 1 : -1]] for line in lines])
+        )
     over = [("ours", len(ours)), ("the record", len(theirs))]
-    notes = "".join(
-        f'<li value="{number}">{escape(note)}</li>' for number, note in record.notes(found, reported)
-    )
-    return section(
-        "Beside the record",
-        grid("Our figures beside the record's", [*ours, *theirs], blocks, record.TEXT, over)
-        + f'<div class="small">The record: {escape(reported.source)}. {escape(record.LEGEND)} Its times '
-        f"are of other machines; what is known to be wrong with it: <ol>{notes}</ol></div>"
-        + "".join(f'<p class="small">{escape(remark)}</p>' for remark in record.remarks(found)),
-    )
+    return {
+        "grid": Grid("Our figures beside the record's", [*ours, *theirs], blocks, record.TEXT, over),
+        "source": reported.source,
+        "legend": record.LEGEND,
+        "notes": record.notes(found, reported),
+        "remarks": record.remarks(found),
+    }
 
 
-def _with_notes(line: list[str]) -> list[str]:
-    """Take a line's model away, and set its footnotes behind the record's name of the method."""
-    _, *cells, footnotes = line
-    name = len(record.OURS) - 1
-    return [*cells[:name], f"{cells[name]} {footnotes}".strip(), *cells[name + 1 :]]
+def _by_stage(key: str, form: str = "{}") -> Callable[[Summary], str]:
+    """Return what writes a figure of each stage, first to last."""
+
+    def write(summary: Summary) -> str:
+        stages = summary.get("per_stage", [])
+        found = [stage[key] for stage in stages if stage.get(key) is not None]
+        return " | ".join(form.format(value) for value in found) or "-"
+
+    return write
 
 
-def _models(outcomes: Sequence[Outcome], styles: dict[str, int]) -> list[str]:
-    """Return a section of charts for each model that has a finished run."""
-    found = []
-    for model in dict.fromkeys(outcome.spec.model for outcome in outcomes):
-        done = [o for o in outcomes if o.spec.model == model and o.summary]
-        groups = {name: mine for name in styles if (mine := [o for o in done if o.spec.method.name == name])}
-        if groups:
-            name, data = done[0].model, (done[0].summary or {})["data"]
-            found.append(section(f"{name} on {data}", _charts(f"{name} on {data}", groups, styles)))
+def _codecs(summary: Summary) -> str:
+    codecs = summary.get("codec_forward"), summary.get("codec_backward")
+    return " | ".join(map(str, codecs)) if any(codecs) else "-"
+
+
+def _plain(key: str) -> Callable[[Summary], str]:
+    return lambda summary: str(summary.get(key, "-"))
+
+
+RAN: dict[str, Callable[[Summary], str]] = {
+    "partition": _plain("partition"),
+    "microbatches": _plain("microbatches"),
+    "window": lambda summary: "an epoch" if summary.get("window", 0) is None else _plain("window")(summary),
+    "updates": _plain("updates"),
+    "codecs": _codecs,
+    "in flight": _by_stage("peak_in_flight"),
+    "versions": _by_stage("peak_versions"),
+    "staleness": _by_stage("mean_staleness", "{:.2f}"),
+    "at most": _by_stage("max_staleness"),
+    "computing": _by_stage("busy_fraction", "{:.0%}"),
+    "parameters": _by_stage("params", "{:,}"),
+}
+
+
+def _ran(rows: Sequence[Row]) -> Grid | None:
+    """Return how the first finished run of each model and method ran."""
+    blocks = [
+        (model, [[r.method, *(write(r.done[0]) for write in RAN.values())] for r in of_model if r.done])
+        for model, of_model in by_model(rows).items()
+    ]
+    blocks = [(model, lines) for model, lines in blocks if lines]
+    return Grid("How each method ran", ["method", *RAN], blocks, ("method", "codecs")) if blocks else None
+
+
+def _every_run(asked: Request, outcomes: Sequence[Outcome]) -> Grid:
+    """Return a line for each run that was asked for, also where it is not made yet."""
+    made = {outcome.spec: outcome for outcome in outcomes}
+    lines = []
+    for spec in asked.specs:
+        if (outcome := made.get(spec)) is None:
+            lines.append([spec.title, "not made yet", *["-"] * (len(RUN) - 2)])
+            continue
+        s, name = outcome.summary, quote(spec.name)
+        links = Markup('<a href="runs/{}.log">output</a>').format(name)
+        if s is not None:
+            links += Markup(' <a href="runs/{}/">folder</a>').format(name)
+        figures = [two(100 * s["val_acc"]), two(100 * s["best_val_acc"]), two(s["epoch_s"])] if s else "---"
+        load = dash(outcome.other_load, two)
+        date = outcome.made.get("date", "-")
+        state = "failed" if s is None else "done"
+        lines.append([spec.title, state, *figures, duration(outcome.wall_s), load, date, links])
+    return Grid("Every run", RUN, [("", lines)], ("run", "state", "started", "records"))
+
+
+def _command(spec: Spec, asked: Request) -> list[str]:
+    launcher = ["torchrun", "--standalone", f"--nproc_per_node={spec.nproc}", "-m", "pipetrain"]
+    return [*launcher, *words(spec, asked.out / "runs" / spec.name)]
+
+
+def _overrides(asked: Request) -> dict[str, str]:
+    """Return the overrides by what they are for."""
+    specs = asked.specs
+    common = [w for w in specs[0].overrides if all(w in spec.overrides for spec in specs)]
+    found = {"processes": str(specs[0].nproc), "every run": " ".join(common) or "the defaults"}
+    for spec in specs:
+        if spec.model:
+            own = (word for word in spec.overrides if word not in common)
+            found[spec.model] = " ".join([f"model={spec.model}", *own])
+        found[spec.method.name] = " ".join(spec.method.overrides)
     return found
 
 
-def _charts(where: str, groups: dict[str, list[Outcome]], styles: dict[str, int]) -> str:
-    by_epoch = [_curve(name, styles[name], mine, "epoch") for name, mine in groups.items()]
-    by_time = [_curve(name, styles[name], mine, "elapsed_s") for name, mine in groups.items()]
-    last = {curve.name: f"{curve.mean[-1]:.2f} %" for curve in by_epoch}
-    told = "; ".join(f"{name} {value}" for name, value in last.items())
-    several = max(map(len, groups.values())) > 1
-    band = " Line: mean of the seeds; band: from least to most." if several else ""
-    pictures = (
-        (by_epoch, "epoch", "Accuracy by epoch", True),
-        (by_time, "seconds since the start, evaluation included", "Accuracy by time", False),
-    )
-    shown = [
-        card(
-            f"<figure><h3>{title}</h3>"
-            + charts.accuracy(curves, label, f"{title}, {where}. After the last epoch: {told}", whole)
-            + f"<figcaption>Test accuracy in %, on an axis stretched towards 100.{band}</figcaption></figure>"
-        )
-        for curves, label, title, whole in pictures
-    ]
-    bars = card(charts.bars(_seconds(groups, styles), "Seconds per epoch", ("method", "training + rest")))
-    sent = _bytes(groups, styles)
-    if sent:
-        bars += card(charts.bars(sent, "Bytes per epoch", ("method", "on the wire")))
-    shown_styles = {name: styles[name] for name in groups}
-    return charts.legend(shown_styles, last) + f'<div class="pair">{"".join(shown)}{bars}</div>'
-
-
-def _curve(name: str, style: int, outcomes: Sequence[Outcome], key: str) -> charts.Curve:
-    """Join a method's seeds."""
-    percent = [[100 * value for value in column] for column in columns(outcomes, "val_acc")]
-    by_epoch = list(zip(*percent, strict=True))
-    return charts.Curve(
-        name,
-        style,
-        [fmean(values) for values in zip(*columns(outcomes, key), strict=True)],
-        [fmean(values) for values in by_epoch],
-        [min(values) for values in by_epoch],
-        [max(values) for values in by_epoch],
-    )
-
-
-def _seconds(groups: dict[str, list[Outcome]], styles: dict[str, int]) -> list[charts.Bar]:
-    bars = []
-    for name, mine in groups.items():
-        done = [outcome.summary or {} for outcome in mine]
-        train = mean([s["epoch_s"] for s in done]) or 0.0
-        rest = max(0.0, (mean([s["total_s"] / s["epochs"] for s in done]) or 0.0) - train)
-        bars.append(charts.Bar(name, styles[name], (train, rest), f"{duration(train)} + {duration(rest)}"))
-    return bars
-
-
-def _bytes(groups: dict[str, list[Outcome]], styles: dict[str, int]) -> list[charts.Bar]:
-    sent = {
-        name: mean([(outcome.summary or {}).get("bytes_per_epoch") for outcome in mine])
-        for name, mine in groups.items()
-    }
-    return [
-        charts.Bar(name, styles[name], (value,), size(value))
-        for name, value in sent.items()
-        if value is not None
-    ]
-
-
-def _timelines(asked: Request) -> str:
-    drawn = timelines(asked.specs)
-    there = {name for one in drawn for name in one.methods}
-    missing = [name for name in _styles(asked) if name not in there]
-    figures = "".join(
-        card(
-            f"<figure><h3>{escape(', '.join(one.methods))}</h3>"
-            f"{sections.scrolled('Timeline', one.svg)}"
-            f"<figcaption>{escape(one.words)}</figcaption></figure>"
-        )
-        for one in drawn
-    )
-    what = "A short window on paper, a forward as the unit of time, a backward twice that, messages free."
-    what += " Of a schedule that decides while it runs, an example."
-    what += f" Not drawn: {', '.join(missing)}." if missing else ""
-    return section("Timelines", f'<p class="small">{escape(what)}</p>{figures}')
+def _machine(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """Return what the runs were made on."""
+    keys = dict.fromkeys(key for outcome in outcomes for key in outcome.made if key != "date")
+    made = {key: _each((o.made[key] for o in outcomes if key in o.made), "; ") for key in keys}
+    return made or {"machine": "unknown"}

@@ -1,4 +1,4 @@
-"""The runs of a comparison: what each is, whether its folder already holds it, and how it is started.
+"""The runs of a comparison: what each is, whether its folder holds it, how it is started, and on what.
 
 Each run has a folder, `OUT/runs/NAME`, and its output beside it in `NAME.log`. `compare.json` in the folder
 says by which overrides the run was started. A run is done when these are the same, its command did not fail,
@@ -13,37 +13,30 @@ import csv
 import fcntl
 import json
 import os
+import platform
 import re
 import shutil
-import sys
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pipetrain
-from comparison import machine
-from comparison.methods import Method
-from comparison.processes import run
+from comparison.experiment import Method
+from comparison.processes import Workers
 from pipetrain.cli import quoted
 from pipetrain.errors import ConfigError
 
-NEEDED: tuple[str, ...] = (
-    "model",
-    "data",
-    "schedule",
-    "device",
-    "lr",
-    "batch_size",
-    "data_workers",
-    "buffer_size",
-    "epochs",
-)
-NEEDED += ("updates", "val_acc", "best_val_acc", "best_epoch", "samples_per_s", "epoch_s", "total_s")
+Summary = dict[str, Any]
+
+NEEDED = "model data schedule device lr batch_size data_workers buffer_size epochs updates"
+NEEDED += " val_acc best_val_acc best_epoch samples_per_s epoch_s total_s"
 CURVES = ("epoch", "val_acc", "elapsed_s")
-TORCHRUN_S_REPORT = re.compile(r"^E\d{4} .*torch/distributed/elastic/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +51,23 @@ class Spec:
 
     @property
     def name(self) -> str:
-        """Name the run's folder."""
-        return "-".join([*([self.model] if self.model else []), self.method.slug, f"seed{self.seed}"])
+        """The name of the run's folder."""
+        return "-".join(filter(None, [self.model, self.method.slug, f"seed{self.seed}"]))
 
     @property
     def title(self) -> str:
-        """Name the run to a reader."""
-        return " ".join([*([self.model] if self.model else []), self.method.name, f"seed {self.seed}"])
+        """The run's name to a reader."""
+        return " ".join(filter(None, [self.model, self.method.name, f"seed {self.seed}"]))
 
     @property
     def arguments(self) -> list[str]:
-        """Return all overrides but the folder."""
+        """All overrides but the folder."""
         model = [f"model={self.model}"] if self.model else []
         return [*self.overrides, *model, *self.method.overrides, f"seed={self.seed}"]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what makes it the same run."""
+        """What makes it the same run."""
         return {"overrides": self.arguments, "nproc": self.nproc}
 
 
@@ -84,50 +77,31 @@ class Outcome:
 
     spec: Spec
     wall_s: float
-    summary: dict[str, Any] | None = None
+    summary: Summary | None = None
     curves: dict[str, list[float]] = field(default_factory=dict)  # columns of metrics.csv
     failure: str = ""
     kept: bool = False
     made: dict[str, str] = field(default_factory=dict)  # when, and on what
+    other_load: float | None = None  # cores that other programs kept busy meanwhile, in the mean
 
     @property
     def model(self) -> str:
-        """Name the model, as far as it is known."""
+        """The model, as far as it is known."""
         return str(self.summary["model"]) if self.summary else self.spec.model or ""
 
 
-def columns(outcomes: Sequence[Outcome], key: str) -> list[list[float]]:
-    """Return a column of metrics.csv of each run, up to the last epoch that all of them have.
-
-    They differ where the recipe that says how many there are was changed between two runs.
-    """
-    epochs = min(len(outcome.curves[key]) for outcome in outcomes)
-    return [outcome.curves[key][:epochs] for outcome in outcomes]
-
-
-Command = Callable[[Spec, Path], list[str]]
-
-
-def torchrun(spec: Spec, folder: Path) -> list[str]:
-    """Return the command that a user would type."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={spec.nproc}",
-    ]
+def words(spec: Spec, folder: Path) -> list[str]:
+    """Return the run's command line, after `torchrun -m pipetrain`."""
     # No checkpoints, unless the overrides ask for them: what is compared is the training.
-    words = ["checkpoint.every=null", *spec.arguments, f"run_dir={quoted(str(folder))}"]
-    return [*launcher, "-m", "pipetrain", *words]
+    return ["checkpoint.every=null", *spec.arguments, f"run_dir={quoted(str(folder))}"]
 
 
 class Runs:
     """The folder of a comparison's runs."""
 
-    def __init__(self, out: Path, command: Command = torchrun) -> None:
+    def __init__(self, out: Path, workers: Workers) -> None:
         self._folder = out.resolve() / "runs"
-        self._command = command
+        self._workers = workers
 
     @contextmanager
     def claimed(self) -> Iterator[int]:
@@ -152,44 +126,41 @@ class Runs:
             folder = self._folder / spec.name
             if not folder.is_dir() or not any(folder.iterdir()):
                 continue
-            made_by = self._mark(spec)
-            if made_by is None:
+            mark, outcome = self._found(spec)
+            if mark is None:
                 raise ConfigError(f"{folder} was not made by a comparison; choose another --out")
-            if not fresh and self._is_whole(spec) and not _same(made_by, spec):
+            if not fresh and outcome and not _is_same(mark, spec):
                 raise ConfigError(
-                    f"{folder} was made by other overrides ({' '.join(made_by.get('overrides', []))}, "
-                    f"{made_by.get('nproc')} processes); choose another --out, or start over with --fresh"
+                    f"{folder} was made by other overrides ({' '.join(mark.get('overrides', []))}, "
+                    f"{mark.get('nproc')} processes); choose another --out, or start over with --fresh"
                 )
 
     def kept(self, spec: Spec) -> Outcome | None:
         """Return the run if it is done."""
-        mark = self._mark(spec)
-        if mark is None or not _same(mark, spec) or not self._is_whole(spec):
-            return None
-        summary, curves = read_records(self._folder / spec.name)
-        wall_s, made = mark.get("wall_s", summary["total_s"]), mark.get("made", {})
-        return Outcome(spec, wall_s, summary, curves, kept=True, made=made)
+        mark, outcome = self._found(spec)
+        return outcome if mark and _is_same(mark, spec) else None
 
     def start(self, spec: Spec, lock: int) -> Outcome:
         """Make the run, from nothing."""
         self.forget(spec)
-        folder, log = self._folder / spec.name, self.log(spec)
+        folder = self._folder / spec.name
         folder.mkdir()
         _write(folder, spec.identity)
-        begin, made = time.perf_counter(), machine.describe()
-        status = run(self._command(spec, folder), log, _environment(spec.nproc), keep_open=[lock])
+        made, busy_s, begin = describe_machine(), _busy_s(), time.perf_counter()
+        status, ours_s = self._workers.run(words(spec, folder), spec.nproc, self.log(spec), keep_open=[lock])
         wall_s = time.perf_counter() - begin
-        failure = f"status {status}" if status else ""
-        if not failure:
-            try:
-                summary, curves = read_records(folder)
-            except ValueError as error:
-                failure = str(error)
-        if failure:
-            _write(folder, {**spec.identity, "failed": failure})
-            return Outcome(spec, wall_s, failure=failure, made=made)
-        _write(folder, {**spec.identity, "wall_s": round(wall_s, 1), "made": made})
-        return Outcome(spec, wall_s, summary, curves, made=made)
+        other = min(max(0.0, _busy_s() - busy_s - ours_s) / wall_s, float(os.cpu_count() or 1))
+        try:
+            if status:
+                raise ValueError(f"status {status}")
+            summary, curves = read_records(folder)
+        except ValueError as error:
+            _write(folder, {**spec.identity, "failed": str(error)})
+            return Outcome(spec, wall_s, failure=str(error), made=made)
+        _write(
+            folder, {**spec.identity, "wall_s": round(wall_s, 1), "other_load": round(other, 2), "made": made}
+        )
+        return Outcome(spec, wall_s, summary, curves, made=made, other_load=other)
 
     def forget(self, spec: Spec) -> None:
         """Remove a run and its output."""
@@ -201,35 +172,31 @@ class Runs:
         return self._folder / f"{spec.name}.log"
 
     def last_words(self, spec: Spec, lines: int = 8) -> list[str]:
-        """Return the last lines that the run itself said, without torchrun's report of its failure."""
-        said = []
-        for line in self.log(spec).read_text(errors="replace").splitlines():
-            if TORCHRUN_S_REPORT.match(line):
-                break
-            if line.strip():
-                said.append(line.rstrip())
-        return said[-lines:]
+        """Return the last lines that the run said."""
+        said = self.log(spec).read_text(errors="replace").splitlines()
+        return [line.rstrip() for line in said if line.strip()][-lines:]
 
-    def _mark(self, spec: Spec) -> dict[str, Any] | None:
+    def _found(self, spec: Spec) -> tuple[dict[str, Any] | None, Outcome | None]:
+        """Return what compare.json says, None where there is none, and the run if it finished."""
+        folder = self._folder / spec.name
         try:
-            mark = json.loads((self._folder / spec.name / "compare.json").read_text())
+            mark = json.loads((folder / "compare.json").read_text())
         except (OSError, ValueError):
-            return None
-        return mark if isinstance(mark, dict) else None
-
-    def _is_whole(self, spec: Spec) -> bool:
+            return None, None
         try:
-            read_records(self._folder / spec.name)
+            summary, curves = read_records(folder)
         except ValueError:
-            return False
-        return "failed" not in (self._mark(spec) or {})
+            return mark, None
+        wall_s, made = mark.get("wall_s", summary["total_s"]), mark.get("made", {})
+        done = Outcome(spec, wall_s, summary, curves, "", True, made, mark.get("other_load"))
+        return mark, None if "failed" in mark else done
 
 
-def read_records(folder: Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
+def read_records(folder: Path) -> tuple[Summary, dict[str, list[float]]]:
     """Return a run's summary and the curves of its metrics. Raises ValueError where they are not whole."""
     try:
         summary = json.loads((folder / "summary.json").read_text())
-        missing = [key for key in NEEDED if key not in summary]
+        missing = [key for key in NEEDED.split() if key not in summary]
         with (folder / "metrics.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
         if not rows:
@@ -242,7 +209,7 @@ def read_records(folder: Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
     return summary, curves
 
 
-def _same(mark: dict[str, Any], spec: Spec) -> bool:
+def _is_same(mark: dict[str, Any], spec: Spec) -> bool:
     return all(mark.get(key) == value for key, value in spec.identity.items())
 
 
@@ -253,9 +220,38 @@ def _write(folder: Path, mark: dict[str, Any]) -> None:
     new.replace(folder / "compare.json")
 
 
-def _environment(nproc: int) -> dict[str, str]:
-    """Return the run's environment: this pipetrain's code, and the cores shared between its processes."""
-    code = str(Path(pipetrain.__file__).resolve().parents[1])
-    threads = max(1, (os.cpu_count() or 1) // nproc)
-    path = os.pathsep.join(filter(None, (code, os.environ.get("PYTHONPATH"))))
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+def _busy_s() -> float:
+    """Return the seconds that all cores together were busy until now; 0 where /proc does not say."""
+    try:
+        user, nice, system, _, _, irq, softirq, steal, *_ = Path("/proc/stat").read_text().split()[1:]
+    except (OSError, ValueError):
+        return 0.0
+    return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
+
+
+def describe_machine() -> dict[str, str]:
+    """Return the date, and what the machine and its software are called; without importing torch."""
+    return {"date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", **_lasting()}
+
+
+@cache
+def _lasting() -> dict[str, str]:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    return {
+        "machine": f"{name[1] if name else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "pipetrain": _revision(),
+    }
+
+
+def _revision() -> str:
+    """Return the checkout's commit."""
+    root, words = Path(__file__).resolve().parents[2], "describe --always --dirty --abbrev=10 --exclude=*"
+    command = ["git", "--git-dir", str(root / ".git"), "--work-tree", str(root), *words.split()]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or "unknown"
+    return "unknown"

@@ -1,198 +1,273 @@
 """The comparison as a table: Markdown to read, CSV to compute with.
 
-The first eleven columns are those of the published record that this comparison is held against, with its
-meaning: the best epoch and its accuracy, and the seconds of one training epoch. The best of several epochs on
-the test set flatters, and of several seeds more so, so what follows says what to trust: the last epoch, and
-means over the seeds with their deviation.
+What it shows of every comparison is what to trust: the last epoch, and means over the seeds with their
+deviation. Beside a published record come its columns, with its meaning: the best epoch of all seeds and its
+accuracy, which flatters, because it is chosen on the test set.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from comparison.runs import Outcome
-from comparison.text import aligned, dash, duration, plus_minus, size
+from comparison.runs import Outcome, Summary
 
 FILES = ("table.md", "table.csv", "runs.csv")
-RECORD: tuple[str, ...] = (
-    "method",
-    "dataset",
-    "model",
-    "device",
-    "lr",
-    "batch_size",
-    "data_worker",
-    "buffer_size",
-)
-RECORD += ("epoch", "acc", "eachtime")
-COLUMNS: tuple[str, ...] = (
-    *RECORD,
-    "seeds",
-    "last_acc",
-    "best_acc",
-    "train_s",
-    "whole_s",
-    "bytes",
-    "bytes_ratio",
-    "codec_s",
-)
-COLUMNS += ("speedup",)
-TEXT = ("method", "dataset", "model", "device")
 # What should be alike in all runs of a model: keys of summary.json, and of what a run was made on, in words.
 FAIR: tuple[str, ...] = ("model", "data", "device", "lr", "batch_size", "data_workers", "epochs", "updates")
 FAIR += ("threads", "precision", "memory_format")
 MADE = {"machine": "machine", "torch": "torch version", "pipetrain": "pipetrain revision"}
+BUSY = 0.25  # cores that other programs may take before it is said
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A method's line. Accuracies in percent, times in seconds; None where there is nothing to say.
+    """The runs of one method on one model. `first`: the model's first row, None where it is this one."""
 
-    `epoch` and `acc` are those of the run with the best accuracy; what ends in `_mean` or `_dev`, and
-    `eachtime` and all after it, is over all finished runs. `whole_s`: an epoch with its evaluation.
-    `bytes_epoch`: on the wire, of all stages, in training. `bytes_ratio`, `speedup`: against the first row.
+    model: str
+    method: str
+    outcomes: list[Outcome]
+    first: Row | None
+
+    @property
+    def done(self) -> list[Summary]:
+        """The summaries of the runs that finished."""
+        return [outcome.summary for outcome in self.outcomes if outcome.summary is not None]
+
+    @property
+    def seeds(self) -> str:
+        """How many runs finished, and of how many where some failed."""
+        done, made = len(self.done), len(self.outcomes)
+        return str(made) if done == made else f"{done} of {made}"
+
+    @property
+    def best(self) -> Summary:
+        """The summary of the run with the best accuracy of all epochs; empty where none finished."""
+        return max(self.done, key=lambda summary: summary["best_val_acc"], default={})
+
+    def values(self, key: str) -> list[float]:
+        """Return a figure of each finished run; none where one does not say it. Accuracies in percent."""
+        found = [summary.get(key) for summary in self.done]
+        factor = 100 if key.endswith("_acc") else 1
+        return [] if None in found else [factor * value for value in found if value is not None]
+
+    def mean(self, key: str) -> float | None:
+        """Return a figure's mean over the finished runs."""
+        return fmean(values) if (values := self.values(key)) else None
+
+    def ratio(self, key: str) -> float | None:
+        """Return a figure's mean, divided by that of the model's first row."""
+        mine, theirs = self.mean(key), (self.first or self).mean(key)
+        return mine / theirs if mine is not None and theirs else None
+
+    def speedup(self) -> float | None:
+        """Return how many times as fast as the model's first row it trains."""
+        return 1 / ratio if (ratio := self.ratio("epoch_s")) else None
+
+    def alike(self, key: str) -> str:
+        """Return what a key says in all runs."""
+        return "; ".join(_distinct(self.done, key))
+
+
+def two(value: float) -> str:
+    """Write a number with two digits after the point."""
+    return f"{value:.2f}"
+
+
+def times(value: float) -> str:
+    """Write a factor: `1.50x`."""
+    return f"{value:.2f}x"
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as `8.3s`, `21s`, `2m36s` or `1h02m`."""
+    if round(seconds, 1) < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def size(nbytes: float) -> str:
+    """Write bytes as `512 B`, `3.07 MB` or `1.64 GB`, by powers of 1000."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= 0.9995 * factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def dash(value: float | None, form: Callable[[float], str]) -> str:
+    """Write a value, None as a dash."""
+    return "-" if value is None else form(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: what it says of a row, and how a number is written.
+
+    A value that is a list has an entry a seed, and is shown as mean and sample deviation: `90.00 ± 1.00`.
     """
 
-    method: str
-    dataset: str
-    model: str
-    device: str
-    lr: str
-    batch_size: str
-    data_worker: str
-    buffer_size: str
-    epoch: int | None
-    acc: float | None
-    eachtime: float | None
-    last_acc: float | None
-    last_dev: float | None
-    acc_mean: float | None
-    acc_dev: float | None
-    train_dev: float | None
-    whole_s: float | None
-    bytes_epoch: float | None
-    bytes_ratio: float | None
-    codec_s: float | None
-    speedup: float | None
-    finished: int
-    runs: int
+    name: str
+    value: Callable[[Row], str | float | list[float] | None]
+    form: Callable[[float], str] = two
+
+    def cell(self, row: Row) -> str:
+        """Return what is printed; a dash where there is nothing to say, `failed` where no run finished."""
+        value = self.value(row)
+        if self.name in ("acc", "last_acc") and not row.done:
+            return "failed"
+        if isinstance(value, list):
+            deviation = f" ± {stdev(value):.2f}" if len(value) > 1 else ""
+            return f"{fmean(value):.2f}{deviation}" if value else "-"
+        return value or "-" if isinstance(value, str) else dash(value, self.form)
+
+
+TEXT = ("method", "dataset", "model", "device")
+METHOD = Column("method", lambda row: row.method)
+MODEL = Column("model", lambda row: row.model)
+ACC = Column("acc", lambda row: max(row.values("best_val_acc"), default=None))
+EACHTIME = Column("eachtime", lambda row: row.mean("epoch_s"), duration)
+LAST_ACC = Column("last_acc", lambda row: row.values("val_acc"))
+SPEEDUP = Column("speedup", lambda row: row.speedup(), times)
+RECORD = (
+    METHOD,
+    Column("dataset", lambda row: row.alike("data")),
+    MODEL,
+    Column("device", lambda row: row.alike("device")),
+    Column("lr", lambda row: row.alike("lr")),
+    Column("batch_size", lambda row: row.alike("batch_size")),
+    Column("data_worker", lambda row: row.alike("data_workers")),
+    Column("buffer_size", lambda row: row.alike("buffer_size")),
+    Column("epoch", lambda row: row.best.get("best_epoch"), str),
+    ACC,
+    EACHTIME,
+)
+RESULTS = (
+    LAST_ACC,
+    SPEEDUP,
+    Column("train_s", lambda row: row.values("epoch_s")),
+    Column("whole_s", lambda row: [summary["total_s"] / summary["epochs"] for summary in row.done]),
+    Column("best_acc", lambda row: row.values("best_val_acc")),
+    Column("bytes", lambda row: row.mean("bytes_per_epoch"), size),
+    Column("bytes_ratio", lambda row: row.ratio("bytes_per_epoch"), lambda value: f"{value:.3f}"),
+    Column("codec_s", lambda row: row.mean("codec_s_per_epoch")),
+    Column("seeds", lambda row: row.seeds),
+)
+MEANING = {
+    "epoch": "epoch and acc: the best epoch of all seeds, counted from 1, and its test accuracy in %",
+    "eachtime": "eachtime: mean time of an epoch's training, without evaluation",
+    "last_acc": "last_acc: mean test accuracy in % after the last epoch",
+    "speedup": "speedup: train_s of the model's first row over that of the row",
+    "train_s": "train_s: seconds of an epoch's training; whole_s: with evaluation and all else",
+    "best_acc": "best_acc: mean of each seed's best epoch",
+    "bytes": "bytes: on the wire in an epoch's training; bytes_ratio: to those of the model's first row",
+    "codec_s": "codec_s: seconds of an epoch in codecs, all stages together",
+}
 
 
 def make_rows(outcomes: Sequence[Outcome]) -> list[Row]:
     """Return a row for each model and method, models apart, both in the order in which they come."""
-    methods = list(dict.fromkeys(outcome.spec.method.name for outcome in outcomes))
+    models: dict[str | None, dict[str, list[Outcome]]] = {}
+    for outcome in outcomes:
+        methods = models.setdefault(outcome.spec.model, {})
+        methods.setdefault(outcome.spec.method.name, []).append(outcome)
+    order = list(dict.fromkeys(outcome.spec.method.name for outcome in outcomes))
     rows: list[Row] = []
-    for model, of_model in _by_model(outcomes):
+    for asked, methods in models.items():
+        # A run that failed may not know its model by itself, where only an override names it.
+        known = (outcome.model for mine in methods.values() for outcome in mine if outcome.summary)
+        model = next(known, asked or "")
         first: Row | None = None
-        for method in methods:
-            mine = [outcome for outcome in of_model if outcome.spec.method.name == method]
-            if mine:  # a comparison that was interrupted may not have come to it
-                row = _row(model, mine, first)
-                first = first or row
-                rows.append(row)
+        for method in sorted(methods, key=order.index):
+            rows.append(Row(model, method, methods[method], first))
+            first = first or rows[-1]
     return rows
 
 
-def _by_model(outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
-    """Return the outcomes of each model under its name, which a run that failed may not know by itself."""
-    groups: dict[str | None, list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault(outcome.spec.model, []).append(outcome)
-    return [
-        (next((outcome.model for outcome in group if outcome.summary), model or ""), group)
-        for model, group in groups.items()
-    ]
+def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each model."""
+    models = dict.fromkeys(row.model for row in rows)
+    return {model: [row for row in rows if row.model == model] for model in models}
 
 
-def _row(model: str, outcomes: Sequence[Outcome], first: Row | None) -> Row:
-    """Make the row of one model and method; `first` is the model's first, None where it is this one."""
-    done = [outcome.summary for outcome in outcomes if outcome.summary is not None]
-    best = max(done, key=lambda summary: summary["best_val_acc"], default=None)
-    bests = [100 * summary["best_val_acc"] for summary in done]
-    lasts = [100 * summary["val_acc"] for summary in done]
-    times = [summary["epoch_s"] for summary in done]
-    epoch_s, sent = mean(times), mean([summary.get("bytes_per_epoch") for summary in done])
-    against, sent_first = (first.eachtime, first.bytes_epoch) if first else (epoch_s, sent)
-    return Row(
-        method=outcomes[0].spec.method.name,
-        dataset=_distinct(done, "data"),
-        model=model,
-        device=_distinct(done, "device"),
-        lr=_distinct(done, "lr"),
-        batch_size=_distinct(done, "batch_size"),
-        data_worker=_distinct(done, "data_workers"),
-        buffer_size=_distinct(done, "buffer_size"),
-        epoch=best["best_epoch"] if best else None,
-        acc=max(bests, default=None),
-        eachtime=epoch_s,
-        last_acc=mean(lasts),
-        last_dev=deviation(lasts),
-        acc_mean=mean(bests),
-        acc_dev=deviation(bests),
-        train_dev=deviation(times),
-        whole_s=mean([summary["total_s"] / summary["epochs"] for summary in done]),
-        bytes_epoch=sent,
-        bytes_ratio=sent / sent_first if sent is not None and sent_first else None,
-        codec_s=mean([summary.get("codec_s_per_epoch") for summary in done]),
-        speedup=against / epoch_s if against and epoch_s else None,
-        finished=len(done),
-        runs=len(outcomes),
-    )
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean, or None where there is no value or one is not known."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known and len(known) == len(values) else None
-
-
-def deviation(values: Sequence[float]) -> float | None:
-    """Return the sample deviation, or None of less than two values."""
-    return stdev(values) if len(values) > 1 else None
-
-
-def _distinct(summaries: Sequence[Mapping[str, Any]], key: str) -> str:
-    return "; ".join(_values(summaries, key))
-
-
-def _values(facts: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+def _distinct(facts: Sequence[Summary | dict[str, str]], key: str) -> list[str]:
     """Return the values of a key, each once; what an older run did not say is unknown."""
     values = (one.get(key, "unknown") for one in facts)
     return list(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
 
 
-def write(out: Path, outcomes: Sequence[Outcome], beside: str = "") -> str:
-    """Write table.md, with what is to stand `beside`, table.csv and runs.csv; return the Markdown."""
-    rows = make_rows(outcomes)
-    text = markdown(rows) + "\n" + caption(outcomes) + (f"\n{beside}" if beside else "")
+def write(out: Path, rows: Sequence[Row], beside: str | None = None) -> str:
+    """Write table.md, table.csv and runs.csv; return the Markdown.
+
+    `beside`: the record's table in Markdown; None where there is no record, whose columns are then left out.
+    """
+    shown = filled((METHOD, MODEL, *RESULTS) if beside is None else (*RECORD, *RESULTS), rows)
+    lines = [[column.name for column in shown], *([column.cell(row) for column in shown] for row in rows)]
+    text = aligned(lines, TEXT) + "\n" + "\n".join([meaning(shown, rows), *remarks(rows)]) + "\n"
+    text += f"\n{beside}" if beside else ""
     (out / "table.md").write_text(text)
-    names = [field.name for field in fields(Row)]
-    _write_csv(out / "table.csv", [{name: getattr(row, name) for name in names} for row in rows])
-    _write_csv(out / "runs.csv", [_run(outcome) for outcome in outcomes])
+    _write_csv(out / "table.csv", [_plain(row) for row in rows])
+    _write_csv(out / "runs.csv", [_run(outcome) for row in rows for outcome in row.outcomes])
     return text
+
+
+def filled(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    """Leave out the columns that say nothing of any row."""
+    return [column for column in columns if any(column.cell(row) != "-" for row in rows)]
+
+
+def aligned(lines: Sequence[Sequence[str]], text: Collection[str]) -> str:
+    """Return lines of cells, the head first, as a Markdown table. `text`: the columns that hold words."""
+    head = [name.removeprefix("record: ") in text for name in lines[0]]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    rule = ["-" * w if words else "-" * (w - 1) + ":" for words, w in zip(head, widths, strict=True)]
+    said = ""
+    for line in (lines[0], rule, *lines[1:]):
+        cells = zip(line, head, widths, strict=True)
+        said += f"| {' | '.join(c.ljust(w) if words else c.rjust(w) for c, words, w in cells)} |\n"
+    return said
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    """Return a row as plain values by column, those of a list as mean and deviation."""
+    line: dict[str, Any] = {}
+    for column in (*RECORD, *RESULTS[:-1]):
+        value = column.value(row)
+        if isinstance(value, list):
+            line[column.name] = fmean(value) if value else None
+            line[f"{column.name}_dev"] = stdev(value) if len(value) > 1 else None
+        else:
+            line[column.name] = value
+    return line | {"finished": len(row.done), "runs": len(row.outcomes)}
 
 
 def _run(outcome: Outcome) -> dict[str, Any]:
     """Return a run's line of runs.csv: what it was, how it ended, and the plain values of its summary."""
-    spec, summary = outcome.spec, outcome.summary or {}
-    head: dict[str, Any] = {
+    spec = outcome.spec
+    line: dict[str, Any] = {
         "run": spec.name,
         "state": "failed" if outcome.failure else "done",
         "method": spec.method.name,
         "schedule": spec.method.schedule,
+        "seed": spec.seed,
+        "nproc": spec.nproc,
+        "wall_s": round(outcome.wall_s, 1),
+        "other_load": outcome.other_load,
     }
-    head |= {"seed": spec.seed, "nproc": spec.nproc, "wall_s": round(outcome.wall_s, 1)}
-    for key, value in summary.items():
+    for key, value in (outcome.summary or {}).items():
         if key.endswith("_acc"):
-            head[f"{key}_percent"] = 100 * value
+            line[f"{key}_percent"] = 100 * value
         elif isinstance(value, (str, int, float)):
-            head.setdefault(key, value)
-    return head
+            line.setdefault(key, value)
+    return line
 
 
 def _write_csv(path: Path, lines: Sequence[dict[str, Any]]) -> None:
@@ -204,76 +279,34 @@ def _write_csv(path: Path, lines: Sequence[dict[str, Any]]) -> None:
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in line.items()})
 
 
-def cells(row: Row) -> dict[str, str]:
-    """Return a row as it is printed, by column. A dash where there is nothing to say."""
-    record = {name: str(getattr(row, name)) or "-" for name in RECORD[:8]}
-    return record | {
-        "epoch": dash(row.epoch, "{}"),
-        "acc": "failed" if row.acc is None else f"{row.acc:.2f}",
-        "eachtime": dash(row.eachtime, duration),
-        "seeds": str(row.runs) if row.finished == row.runs else f"{row.finished} of {row.runs}",
-        "last_acc": plus_minus(row.last_acc, row.last_dev),
-        "best_acc": plus_minus(row.acc_mean, row.acc_dev),
-        "train_s": plus_minus(row.eachtime, row.train_dev),
-        "whole_s": dash(row.whole_s, "{:.2f}"),
-        "bytes": dash(row.bytes_epoch, size),
-        "bytes_ratio": dash(row.bytes_ratio, "{:.3f}"),
-        "codec_s": dash(row.codec_s, "{:.2f}"),
-        "speedup": dash(row.speedup, "{:.2f}x"),
-    }
+def meaning(shown: Sequence[Column], rows: Sequence[Row]) -> str:
+    """Say in sentences what the columns are."""
+    seeds = list(dict.fromkeys(outcome.spec.seed for row in rows for outcome in row.outcomes))
+    several = len(seeds) > 1
+    said = [f"{len(seeds)} seed{'s' * several} ({', '.join(map(str, seeds))})"]
+    said += ["±: sample deviation over the seeds" if several else "One run has no deviation"]
+    return ". ".join([*said, *(MEANING[column.name] for column in shown if column.name in MEANING)]) + "."
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table, its columns aligned for a terminal too."""
-    lines = [list(COLUMNS)] + [[cells(row)[name] for name in COLUMNS] for row in rows]
-    return aligned(lines, [name not in TEXT for name in COLUMNS])
-
-
-def caption(outcomes: Sequence[Outcome]) -> str:
-    """Say what the table's numbers are made of, and what is not alike in runs that are compared."""
-    return "\n".join([meaning(outcomes), *remarks(outcomes)]) + "\n"
-
-
-def meaning(outcomes: Sequence[Outcome]) -> str:
-    """Say what the columns are, in sentences."""
-    seeds = list(dict.fromkeys(outcome.spec.seed for outcome in outcomes))
-    n = len(seeds)
-    over = f"n = {n} seeds ({', '.join(map(str, seeds))})" if n > 1 else f"n = {n} seed ({seeds[0]})"
-    deviation = (
-        "±: sample deviation over the seeds, sqrt(sum((x - mean)^2) / (n - 1))"
-        if n > 1
-        else "One run has no deviation"
-    )
-    return (
-        f"{over}. epoch and acc: the best epoch of all seeds, counted from 1, and its test accuracy in %. "
-        "eachtime: mean time of an epoch's training, without evaluation. last_acc: mean test accuracy after "
-        f"the last epoch. best_acc: mean of each seed's best. {deviation}. train_s: eachtime in seconds; "
-        "whole_s: with evaluation and all else. bytes: on the wire in an epoch's training; "
-        "bytes_ratio: to those of the model's first row. codec_s: seconds of an epoch in codecs, all "
-        "stages together. "
-        "speedup: eachtime of the model's first row over that of the row."
-    )
-
-
-def remarks(outcomes: Sequence[Outcome]) -> list[str]:
-    """Say what failed, and what is not alike in runs that are compared: a sentence each."""
-    lines = []
-    unfinished = [row for row in make_rows(outcomes) if row.finished < row.runs]
-    if unfinished:
-        words = (
-            f"{row.method} {row.model}".strip() + f" {row.runs - row.finished} of {row.runs}"
-            for row in unfinished
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """Say what failed, what is not alike in runs that are compared, and where the machine was busy."""
+    said = []
+    counts = [(row, len(row.outcomes), len(row.outcomes) - len(row.done)) for row in rows]
+    failed = [f"{row.method} {row.model}".strip() + f" {n} of {made}" for row, made, n in counts if n]
+    if failed:
+        said.append(f"Failed runs, left out of the means: {', '.join(failed)}.")
+    for model, of_model in by_model(rows).items():
+        done = [outcome for row in of_model for outcome in row.outcomes if outcome.summary]
+        values = {key: _distinct([outcome.summary or {} for outcome in done], key) for key in FAIR}
+        values |= {name: _distinct([outcome.made for outcome in done], key) for key, name in MADE.items()}
+        unlike = {name: "; ".join(each) for name, each in values.items() if len(each) > 1}
+        said += [f"Not alike in all runs: {name} ({model}: {each})." for name, each in unlike.items()]
+    runs = [outcome for row in rows for outcome in row.outcomes]
+    busy = [(outcome.other_load, outcome.spec.title) for outcome in runs if (outcome.other_load or 0) > BUSY]
+    if busy:
+        most, title = max(busy)
+        said.append(
+            f"Other programs ran beside {len(busy)} of {len(runs)} runs and make their times uncertain: "
+            f"they kept {most:.1f} cores busy at most, during {title}."
         )
-        lines.append(f"Failed runs, left out of the means: {', '.join(words)}.")
-    return lines + [f"Not alike in all runs: {difference}." for difference in _differences(outcomes)]
-
-
-def _differences(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return what should be the same for every run of a model, and is not."""
-    found = []
-    for model, group in _by_model(outcomes):
-        done = [outcome for outcome in group if outcome.summary is not None]
-        values = {key: _values([outcome.summary or {} for outcome in done], key) for key in FAIR}
-        values |= {name: _values([outcome.made for outcome in done], key) for key, name in MADE.items()}
-        found += [f"{name} ({model}: {'; '.join(each)})" for name, each in values.items() if len(each) > 1]
-    return found
+    return said

@@ -1,28 +1,29 @@
 """What a comparison found, in plain words: which method is fastest, what that costs, and whether it is noise.
 
 Computed from the same rows as the table, by rules that are said with the figures: a time within five
-percent is a tie, and a difference of times or accuracies is noise as long as Welch's 95 % interval holds 0.
-The best of several methods is better than it should be by chance alone, so the 5 % are divided by the number
-of methods that the first is compared with (Bonferroni). With one seed, or seeds that all came out the same,
-nothing is said of noise, because nothing is known of it.
+percent is a tie, and a difference of times or accuracies is noise as long as its 95 % interval by Welch's
+t-test holds 0. The best of several methods is better than it should be by chance alone, so the 5 % are
+divided by the number of methods that the first is compared with (Bonferroni). With one seed, or seeds that
+all came out the same, nothing is said of noise, because nothing is known of it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from math import sqrt
+from statistics import fmean
 
-from comparison.table import Row
-from comparison.text import duration
+from comparison.table import Row, by_model, duration
 
 TIE = 0.05
 TOO_FEW = "too few seeds to say what of it is noise"
+CLASSES = {"digits": 10, "cifar10": 10}  # of the data sets that come with pipetrain
 
 
 def verdict(rows: Sequence[Row], failed: int, missing: int, total: int) -> list[str]:
     """Return a paragraph for each model, then what is missing: runs that failed, or are not made yet."""
-    models = list(dict.fromkeys(row.model for row in rows))
-    said = [_of_model([row for row in rows if row.model == model]) for model in models]
+    said = [_of_model(model, of_model) for model, of_model in by_model(rows).items()]
     if failed:
         said.append(f"{failed} of {total} runs failed, so what stands here is of the others.")
     if missing:
@@ -30,37 +31,37 @@ def verdict(rows: Sequence[Row], failed: int, missing: int, total: int) -> list[
     return said
 
 
-def _of_model(rows: Sequence[Row]) -> str:
-    first, done = rows[0], [row for row in rows if row.eachtime is not None]
-    where = f"{first.model or 'The model'}{f' on {done[0].dataset}' if done else ''}"
+def _of_model(model: str, rows: Sequence[Row]) -> str:
+    first, done = rows[0], [row for row in rows if row.done]
+    where = (model or "The model") + (f" on {done[0].alike('data')}" if done else "")
     if not done:
         return f"{where}: no run finished."
-    if first.eachtime is None:
+    if not first.done:
         return f"{where}: no run of {first.method} finished, so there is nothing to measure the others by."
     if len(done) == 1:
-        return f"{where}: only {first.method} finished; there is nothing to compare it with."
-    fastest = min(done, key=lambda row: row.eachtime or 0.0)
-    return " ".join(
-        [_speed(where, first, fastest, done), *_accuracy(first, fastest, done), *_bytes(first, fastest, done)]
-    )
-
-
-def _speed(where: str, first: Row, fastest: Row, done: Sequence[Row]) -> str:
-    times = f"{_time(fastest.eachtime or 0)} against {_time(first.eachtime or 0)} an epoch of training"
-    gain = (fastest.speedup or 1.0) - 1
-    if fastest is first:
-        return f"{where}: no method was faster than {first.method}."
-    if gain <= TIE:
-        tie = f"no method was faster than {first.method} by more than five percent"
-        return f"{where}: {tie}; the fastest was {fastest.method}."
-    factor = f"{1 + gain:.2f} times as fast as {first.method}"
-    margin = _interval(first.train_dev, first.finished, fastest.train_dev, fastest.finished, len(done) - 1)
-    if margin is None:
-        sure = TOO_FEW
+        said = [f"{where}: only {first.method} finished; there is nothing to compare it with."]
     else:
-        apart = (first.eachtime or 0) - (fastest.eachtime or 0)
-        sure = f"{'within the' if apart <= margin else 'more than'} noise of ±{_time(margin)} at 95 %"
-    return f"{where}: {fastest.method} was the fastest, {factor} ({times}; {sure})."
+        fastest = min(done, key=lambda row: fmean(row.values("epoch_s")))
+        said = [f"{where}: {_speed(first, fastest, len(done) - 1)}", *_accuracy(first, fastest, done)]
+        said += _bytes(first, fastest, done)
+    return " ".join(said + _untaught(done))
+
+
+def _speed(first: Row, fastest: Row, compared: int) -> str:
+    """Say which method is the fastest, and whether that may be noise."""
+    if fastest is first:
+        return f"no method was faster than {first.method}."
+    a, b = fmean(first.values("epoch_s")), fmean(fastest.values("epoch_s"))
+    if a / b <= 1 + TIE:
+        tie = f"no method was faster than {first.method} by more than five percent"
+        return f"{tie}; the fastest was {fastest.method}."
+    times = f"{_time(b)} against {_time(a)} an epoch of training"
+    margin = noise(first, fastest, "epoch_s", compared)
+    if margin is not None and a - b <= margin:
+        noisy = f"{fastest.method} took {times}, a difference within the noise (±{_time(margin)} at 95 %)"
+        return f"no method was measurably faster than {first.method}: {noisy}."
+    sure = TOO_FEW if margin is None else f"more than the noise of ±{_time(margin)} at 95 %"
+    return f"{fastest.method} was the fastest, {a / b:.2f} times as fast as {first.method} ({times}; {sure})."
 
 
 def _time(seconds: float) -> str:
@@ -69,28 +70,27 @@ def _time(seconds: float) -> str:
 
 def _accuracy(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
     """Say what the fastest costs, and which is the most accurate."""
-    best, others = max(done, key=lambda row: row.last_acc or 0.0), len(done) - 1
+    best, compared = max(done, key=_last), len(done) - 1
     said = []
     if fastest is not first:
-        said.append(
-            f"After the last epoch {fastest.method} stands at {fastest.last_acc:.2f} %, "
-            f"{difference(fastest, first, others)}."
-        )
+        paid = difference(fastest, first, compared)
+        said.append(f"After the last epoch {fastest.method} stands at {_last(fastest):.2f} %, {paid}.")
     if best not in (fastest, first):
-        said.append(
-            f"The most accurate, {best.method}, has {best.last_acc:.2f} %, {difference(best, first, others)}."
-        )
+        more = difference(best, first, compared)
+        said.append(f"The most accurate, {best.method}, has {_last(best):.2f} %, {more}.")
     return said
 
 
-def difference(row: Row, first: Row, compared: int = 1) -> str:
+def _last(row: Row) -> float:
+    return fmean(row.values("val_acc"))
+
+
+def difference(row: Row, first: Row, compared: int) -> str:
     """Say how a row's last accuracy differs from another's, and whether that may be noise."""
-    assert row.last_acc is not None
-    assert first.last_acc is not None
-    points = row.last_acc - first.last_acc
+    points = _last(row) - _last(first)
     direction = "above" if points > 0 else "below"
     said = f"{abs(points):.2f} points {direction} {first.method}" if points else f"the same as {first.method}"
-    margin = noise(row, first, compared)
+    margin = noise(row, first, "val_acc", compared)
     if margin is None:
         return f"{said} ({TOO_FEW})"
     if abs(points) <= margin:
@@ -98,36 +98,48 @@ def difference(row: Row, first: Row, compared: int = 1) -> str:
     return f"{said}, which is more than noise (±{margin:.2f} at 95 %)"
 
 
-def noise(a: Row, b: Row, compared: int = 1) -> float | None:
-    """Return half of Welch's 95 % interval of the difference of two rows' last accuracies, in points.
+def noise(a: Row, b: Row, key: str, compared: int = 1) -> float | None:
+    """Return half of Welch's 95 % interval of the difference of two rows' means of a figure.
 
     `compared`: how many such differences are looked at. None where a row has one seed, or all seeds of both
     came out the same, which says nothing of the next one.
     """
-    return _interval(a.last_dev, a.finished, b.last_dev, b.finished, compared)
+    from scipy.stats import ttest_ind
 
-
-def _interval(
-    deviation_a: float | None, n_a: int, deviation_b: float | None, n_b: int, compared: int
-) -> float | None:
-    """Welch 1947; the degrees of freedom after Satterthwaite 1946."""
-    from scipy.stats import t
-
-    if deviation_a is None or deviation_b is None:
+    ours, theirs = a.values(key), b.values(key)
+    if min(len(ours), len(theirs)) < 2 or len({*ours}) == len({*theirs}) == 1:
         return None
-    va, vb = deviation_a**2 / n_a, deviation_b**2 / n_b
-    if va + vb == 0:
-        return None
-    freedom = (va + vb) ** 2 / (va**2 / (n_a - 1) + vb**2 / (n_b - 1))
-    return sqrt(va + vb) * float(t.ppf(1 - 0.025 / compared, freedom))
+    with warnings.catch_warnings():  # scipy warns where all seeds of one of them came out the same
+        warnings.simplefilter("ignore", RuntimeWarning)
+        interval = ttest_ind(ours, theirs, equal_var=False).confidence_interval(1 - 0.05 / compared)
+    return float(interval.high - interval.low) / 2
 
 
 def _bytes(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
     """Say which sent the least, and what that costs where it is not said yet."""
-    least = min(done, key=lambda row: row.bytes_ratio if row.bytes_ratio is not None else 1.0)
-    if least.bytes_ratio is None or least.bytes_ratio > 1 - TIE:
+    ratios = [(ratio, row) for row in done if (ratio := row.ratio("bytes_per_epoch")) is not None]
+    ratio, least = min(ratios, key=lambda pair: pair[0], default=(1.0, first))
+    if ratio > 1 - TIE:
         return []
-    said = [f"{least.method} sent the least: {least.bytes_ratio:.1%} of the bytes of {first.method}."]
+    said = [f"{least.method} sent the least: {ratio:.1%} of the bytes of {first.method}."]
     if least not in (first, fastest):
-        said.append(f"It ends at {least.last_acc:.2f} %, {difference(least, first, len(done) - 1)}.")
+        said.append(f"It ends at {_last(least):.2f} %, {difference(least, first, len(done) - 1)}.")
     return said
+
+
+def _untaught(done: Sequence[Row]) -> list[str]:
+    """Name the methods that end no better than guessing, within two standard deviations of such a guess."""
+    classes = CLASSES.get(done[0].alike("data"))
+    if classes is None:
+        return []
+    chance = 1 / classes
+
+    def is_chance(row: Row) -> bool:
+        samples = sum(row.values("test_samples")) or 1000
+        return _last(row) / 100 <= chance + 2 * sqrt(chance * (1 - chance) / samples)
+
+    found = [f"{row.method} ({_last(row):.1f} %)" for row in done if is_chance(row)]
+    guess = f"guessing among {classes} classes gives {chance:.0%}"
+    if len(found) == len(done):
+        return [f"Nothing was learned: {', '.join(found)}, where {guess}. These accuracies compare nothing."]
+    return [f"Nothing was learned by {', '.join(found)}: {guess}."] if found else []

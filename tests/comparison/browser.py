@@ -20,8 +20,8 @@ MEASURE = """<!doctype html><meta charset="utf-8"><body>{frames}<script>
 addEventListener("load", () => {{
     const found = [...document.querySelectorAll("iframe")].map(frame => {{
         const page = frame.contentDocument, root = page.documentElement;
-        const out = [...page.querySelectorAll("body *")].filter(one =>
-            one.getBoundingClientRect().right > root.clientWidth + 1 && !one.closest(".scroll, pre"));
+        const out = [...page.querySelectorAll("body *")].filter(one => !one.closest(".scroll, .picture, pre")
+            && one.getBoundingClientRect().right > root.clientWidth + 1);
         return [root.clientWidth, root.scrollWidth, out.map(one => one.tagName + "." + one.className)];
     }});
     document.body.innerHTML = "<pre id=found>" + JSON.stringify(found) + "</pre>";

@@ -1,7 +1,9 @@
-"""A trainer that trains nothing: it leaves the records that a run leaves, and misbehaves when FAKE says so.
+"""Workers that train nothing: they leave the records that a run leaves, and misbehave when FAKE says so.
 
-FAKE is a JSON object from a schedule, or `schedule:seed`, to `fail`, `hang`, `empty` or `partial`.
+FAKE is a JSON object from a schedule, or `schedule:seed`, to `fail`, `hang`, `die`, `empty` or `partial`.
 """
+
+from __future__ import annotations
 
 import csv
 import json
@@ -10,68 +12,80 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, TextIO
 
-given = dict(word.lstrip("+~").split("=", 1) for word in sys.argv[1:])
-schedule, seed, folder = given["schedule"], int(given["seed"]), Path(given["run_dir"].strip("'"))
-model, epochs = given.get("model", "vgg16"), int(given.get("epochs", 3))
-speed = {"layer_dist": 1.0, "gpipe": 1.5, "1f1b": 1.6, "pipedream": 1.9, "pipedream_2bw": 2.0}[schedule]
-codec = given.get("codec.backward")  # a run without one says nothing of bytes, as old records do
-final = {"layer_dist": 0.978, "pipedream": 0.969}.get(schedule, 0.975) + 0.002 * seed
-accuracies = [final * (1 - 0.8 * 0.4**epoch) for epoch in range(epochs - 2)] + [
-    final,
-    final - 0.004 - 0.002 * seed,
-]
-seconds = 31.2 / speed * (5 if model == "resnet18" else 1)
 
-behaviour = json.loads(os.environ.get("FAKE", "{}"))
-what = behaviour.get(f"{schedule}:{seed}") or behaviour.get(schedule)
-print(f"pipetrain: {model}, {schedule}, threads {os.environ['OMP_NUM_THREADS']}", flush=True)
-with open(folder.parent / "started.txt", "a") as file:
-    print(folder.name, file=file)
+def train(given: dict[str, str], log: TextIO) -> int:
+    schedule, seed, folder = given["schedule"], int(given["seed"]), Path(given["run_dir"].strip("'"))
+    model, epochs = given.get("model", "vgg16"), int(given.get("epochs", 3))
+    behaviour = json.loads(os.environ.get("FAKE", "{}"))
+    what = behaviour.get(f"{schedule}:{seed}") or behaviour.get(schedule)
+    print(f"pipetrain: {model}, {schedule}, threads {os.environ['OMP_NUM_THREADS']}", file=log)
+    with open(folder.parent / "started.txt", "a") as file:
+        print(folder.name, file=file)
 
-if what == "fail":
-    print("pipetrain: batch_size=0 must be a whole number of at least 1", file=sys.stderr, flush=True)
-    print("E1121 10:36:15 1 torch/distributed/elastic/multiprocessing/api.py:1002] failed", file=sys.stderr)
-    print("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:", file=sys.stderr)
-    sys.exit(1)
-if what == "hang":  # as torchrun does: a worker in a session of its own
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    worker = subprocess.Popen(sleep, start_new_session=True)
-    (folder.parent / "hanging.txt").write_text(f"{os.getpid()} {worker.pid}")
-    time.sleep(60)
-if what == "empty":
-    sys.exit(0)
+    if what == "fail":
+        print("pipetrain: batch_size=0 must be a whole number of at least 1", file=log)
+        return 1
+    if what == "die":
+        os._exit(3)
+    if what == "hang":  # as a rank of data workers does
+        sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+        worker = subprocess.Popen(sleep, start_new_session=True)
+        (folder.parent / "hanging.txt").write_text(f"{os.getpid()} {worker.pid}")
+        time.sleep(60)
+    if what == "empty":
+        return 0
+    leave_records(given, schedule, seed, folder, model, epochs, what)
+    return 0
 
-folder.mkdir(exist_ok=True)
-with open(folder / "metrics.csv", "w", newline="") as file:
-    rows = csv.writer(file)
-    rows.writerow(["epoch", "train_loss", "val_acc", "epoch_s", "elapsed_s"])
-    for epoch, accuracy in enumerate(accuracies, 1):
-        rows.writerow([epoch, 0.5, f"{accuracy:.6g}", seconds, (seconds + 2) * epoch + 0.1 * seed])
-summary = {
-    "model": model,
-    "data": given.get("data", "digits"),
-    "schedule": schedule,
-    "stages": 2,
-    "device": "2 x cpu",
-    "lr": float(given.get("optim.lr", 0.01)),
-    "data_workers": 0,
-    "partition": [8],
-    "batch_size": 64,
-    "microbatches": 1,
-    "buffer_size": 2,
-    "epochs": epochs,
-    "seed": seed,
-    "val_acc": accuracies[-1],
-    "best_val_acc": max(accuracies),
-    "best_epoch": accuracies.index(max(accuracies)) + 1,
-    "val_loss": 0.1,
-    **({"bytes_per_epoch": 4e8 if codec == "identity" else 1e8, "codec_s_per_epoch": 0.5} if codec else {}),
-    "samples_per_s": 1437 / seconds + seed,
-    "epoch_s": seconds + 0.3 * seed,
-    "total_s": (seconds + 2) * epochs,
-    "updates": 23 * epochs,
-    "per_stage": [{"params": 1}, {"params": 2}],
-}
-text = json.dumps(summary)
-(folder / "summary.json").write_text(text[: len(text) // 2] if what == "partial" else text)
+
+def leave_records(
+    given: dict[str, str], schedule: str, seed: int, folder: Path, model: str, epochs: int, what: str | None
+) -> None:
+    speed = {"layer_dist": 1.0, "gpipe": 1.5, "1f1b": 1.6, "pipedream": 1.9, "pipedream_2bw": 2.0}[schedule]
+    codec = given.get("codec.backward")  # a run without one says nothing of bytes, as old records do
+    final = {"layer_dist": 0.978, "pipedream": 0.969}.get(schedule, 0.975) + 0.002 * seed
+    accuracies = [final * (1 - 0.8 * 0.4**epoch) for epoch in range(epochs - 2)]
+    accuracies += [final, final - 0.004 - 0.002 * seed]
+    seconds = 31.2 / speed * (5 if model == "resnet18" else 1)
+    with open(folder / "metrics.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["epoch", "train_loss", "val_acc", "epoch_s", "elapsed_s"])
+        for epoch, accuracy in enumerate(accuracies, 1):
+            rows.writerow([epoch, 0.5, f"{accuracy:.6g}", seconds, (seconds + 2) * epoch + 0.1 * seed])
+    summary: dict[str, Any] = {
+        "model": model,
+        "data": given.get("data", "digits"),
+        "schedule": schedule,
+        "stages": 2,
+        "device": "2 x cpu",
+        "lr": float(given.get("optim.lr", 0.01)),
+        "data_workers": 0,
+        "partition": [8],
+        "batch_size": 64,
+        "microbatches": 1,
+        "buffer_size": 2,
+        "epochs": epochs,
+        "seed": seed,
+        "val_acc": accuracies[-1],
+        "best_val_acc": max(accuracies),
+        "best_epoch": accuracies.index(max(accuracies)) + 1,
+        "val_loss": 0.1,
+        "samples_per_s": 1437 / seconds + seed,
+        "epoch_s": seconds + 0.3 * seed,
+        "total_s": (seconds + 2) * epochs,
+        "updates": 23 * epochs,
+        "per_stage": [{"params": 1}, {"params": 2}],
+    }
+    if codec:
+        summary |= {"bytes_per_epoch": 4e8 if codec == "identity" else 1e8, "codec_s_per_epoch": 0.5}
+    text = json.dumps(summary)
+    (folder / "summary.json").write_text(text[: len(text) // 2] if what == "partial" else text)
+
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    with open(asked["log"], "a") as log:
+        status = train(dict(word.lstrip("+~").split("=", 1) for word in asked["words"]), log)
+    print(json.dumps({"status": status, "cpu_s": 0.0}), flush=True)

@@ -6,22 +6,19 @@ import sys
 from pathlib import Path
 
 from comparison import cli, request
+from comparison.processes import Workers
 from comparison.runs import Spec
 
-FAKE = Path(__file__).with_name("fake.py")
-
-
-def command(spec: Spec, folder: Path) -> list[str]:
-    return [sys.executable, str(FAKE), *spec.arguments, f"run_dir={folder}"]
+FAKE = (sys.executable, str(Path(__file__).with_name("fake.py")))
 
 
 def compare(*arguments: str) -> int:
-    return cli.main(arguments, command)
+    return cli.main(arguments, Workers(FAKE))
 
 
 def asked(*arguments: str) -> list[Spec]:
     """The runs that a command line asks for."""
-    return request.read(arguments)[1].specs
+    return request.read(arguments).specs
 
 
 def started(out: Path) -> list[str]:
@@ -30,4 +27,4 @@ def started(out: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.main(sys.argv[1:], command))
+    sys.exit(compare(*sys.argv[1:]))

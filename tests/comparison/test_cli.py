@@ -13,10 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from comparison import cli, request
-from comparison.methods import of_schedule
-from comparison.runs import Spec, torchrun
-from pipetrain.cli import quoted
+from comparison import cli
 from tests.comparison.support import compare, started
 
 pytestmark = pytest.mark.processes
@@ -27,17 +24,11 @@ ALL = ["layer_dist-seed0", "pipedream-seed0", "layer_dist-seed1", "pipedream-see
 DIGITS = ("--", "model=vgg16", "data=digits")
 
 
-@pytest.fixture
-def drawn() -> None:
-    """For a test that looks at the pictures."""
-
-
 @pytest.fixture(autouse=True)
-def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the pictures out, which take longer than everything else here."""
-    if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(cli.plots, "write", lambda *_: None)
-        monkeypatch.setattr(cli.report, "write", lambda *_: None)
+    monkeypatch.setattr(cli.plots, "write", lambda *_: [])
+    monkeypatch.setattr(cli.report, "write", lambda *_: None)
 
 
 @pytest.fixture
@@ -49,15 +40,13 @@ def misbehave(monkeypatch: pytest.MonkeyPatch, **schedules: str) -> None:
     monkeypatch.setenv("FAKE", json.dumps(schedules))
 
 
-def test_it_makes_every_run_and_leaves_tables_and_pictures(out, drawn, capsys):
+def test_it_makes_every_run_and_leaves_tables(out, capsys):
     assert compare(*TWO, "--out", str(out), *DIGITS) == 0
     assert started(out) == ALL
     said = capsys.readouterr().out
-    assert said.startswith("[1/4] layer_dist seed 0 ... 97.8 % in 0.")
+    assert said.startswith("[1/4] layer_dist seed 0 ... 97.4 % in 0.")
     assert (out / "table.md").read_text() in said
-    assert f"written to {out}: table.md, table.csv, runs.csv, accuracy_epoch.png" in said
-    for name in cli.FILES:
-        assert (out / name).stat().st_size > 0
+    assert said.endswith(f"written to {out}: table.md, table.csv, runs.csv\n")
 
 
 def test_done_runs_are_kept(out, capsys):
@@ -66,7 +55,7 @@ def test_done_runs_are_kept(out, capsys):
     assert compare(*TWO, "--out", str(out), *DIGITS) == 0
     assert started(out) == ALL
     said = capsys.readouterr().out
-    assert re.search(r"\[4/4\] pipedream seed 1 \.\.\. 97\.1 % in [\d.]+s, kept from before\n", said)
+    assert re.search(r"\[4/4\] pipedream seed 1 \.\.\. 96\.5 % in [\d.]+s, kept from before\n", said)
     assert (out / "table.md").read_text() == first
 
 
@@ -83,13 +72,32 @@ def test_it_goes_on_past_a_failed_run_and_tries_it_again(out, capsys, monkeypatc
     said = capsys.readouterr().out
     assert "[3/4] layer_dist seed 1 ... FAILED (status 1) after " in said
     assert "    pipetrain: batch_size=0 must be a whole number of at least 1\n" in said
-    assert "elastic" not in said
     assert f"    its output: {out}/runs/layer_dist-seed1.log\n" in said
     assert "1 of 4 runs failed: layer_dist seed 1;" in said
     assert "layer_dist vgg16 1 of 2" in (out / "table.md").read_text()
     misbehave(monkeypatch)
     assert compare(*TWO, "--out", str(out), *DIGITS) == 0
     assert started(out) == [*ALL, "layer_dist-seed1"]
+
+
+def test_workers_that_died_are_replaced(out, capsys, monkeypatch):
+    misbehave(monkeypatch, **{"pipedream:0": "die"})
+    assert compare(*TWO, "--out", str(out), *DIGITS) == 1
+    assert started(out) == ALL
+    assert "[2/4] pipedream seed 0 ... FAILED (status 3) after " in capsys.readouterr().out
+
+
+def test_workers_make_a_run_as_torchrun_would_and_go_on_after_a_refused_one(out, capsys):
+    methods = ["--method", "bad: schedule=gpipe microbatches=0", "--method", "good: schedule=layer_dist"]
+    words = ["model=mlp", "data=digits", "epochs=1", "data.train_limit=64"]
+    assert cli.main([*methods, "--out", str(out), *words]) == 1
+    said = capsys.readouterr().out
+    assert "bad seed 0 ... FAILED (status 2) after " in said
+    assert "pipetrain: microbatches=0 must be" in said
+    summary = json.loads((out / "runs" / "good-seed0" / "summary.json").read_text())
+    assert (summary["stages"], summary["updates"]) == (2, 1)
+    log = (out / "runs" / "good-seed0.log").read_text()
+    assert log.startswith("pipetrain: mlp on digits (64 train, 360 test samples), schedule layer_dist, 2 x ")
 
 
 @pytest.mark.parametrize("what", ["empty", "partial"])
@@ -99,13 +107,7 @@ def test_a_run_without_whole_records_has_failed(out, capsys, monkeypatch, what):
     assert "FAILED (it left no whole summary.json and metrics.csv: " in capsys.readouterr().out
     rows = (out / "table.md").read_text().splitlines()
     assert rows[2].startswith("| pipedream ")
-    assert "| failed |" in rows[2]
-
-
-def test_all_failed_still_writes_everything(out, drawn, monkeypatch):
-    misbehave(monkeypatch, layer_dist="fail", pipedream="fail")
-    assert compare(*TWO, "--out", str(out), *DIGITS) == 1
-    assert all((out / name).stat().st_size for name in cli.FILES)
+    assert "|   failed |" in rows[2]
 
 
 def test_a_done_run_of_other_overrides_is_not_overwritten(out, capsys):
@@ -131,13 +133,6 @@ def test_fresh_starts_over_and_removes_only_what_it_made(out, capsys):
     assert (out / "runs" / "layer_dist-seed0" / "summary.json").exists()
 
 
-def test_the_command_that_makes_it_again_removes_nothing(out, monkeypatch):
-    shown = []
-    monkeypatch.setattr(cli.report, "write", lambda *given: shown.append(given[-1]))
-    assert compare("--fresh", "--schedules", "gpipe", "--out", str(out), "--fresh", "data=digits") == 0
-    assert shown == [f"--schedules gpipe --out {out} data=digits"]
-
-
 def test_a_folder_of_another_origin_is_left_alone(out, capsys):
     foreign = out / "runs" / "gpipe-seed0" / "thesis.tex"
     foreign.parent.mkdir(parents=True)
@@ -155,8 +150,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out, number):
+def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out):
     arguments = [sys.executable, "-m", "tests.comparison.support", *TWO, "--out", str(out), *DIGITS]
     code = os.pathsep.join(map(str, (ROOT, ROOT / "scripts")))
     environment = {**os.environ, "PYTHONPATH": code, "FAKE": '{"layer_dist:1": "hang"}'}
@@ -173,7 +167,7 @@ def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out, number):
         pids = [int(pid) for pid in hanging.read_text().split()]
         assert all(map(alive, pids))
         assert compare(*TWO, "--out", str(out), *DIGITS) == 2  # the folder is taken
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=30)
     finally:
         process.kill()
@@ -191,89 +185,6 @@ def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out, number):
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ([], "there is nothing to compare: give --schedules, --method or --experiment"),
-        (["--schedules", "gpipe", "1f2b"], "--schedules: there is no 1f2b; choose from 1f1b, "),
-        (["--schedules", "gpipe", "gpipe"], "--schedules: gpipe stands there twice"),
-        (["--schedules", "gpipe", "--seeds", "1", "1"], "--seeds: 1 stands there twice"),
-        (["--schedules", "gpipe", "--models", "vgg61"], "--models: there is no vgg61; choose from "),
-        (["--schedules", "gpipe", "--nproc", "0"], "--nproc must be 1 or more; got 0"),
-        (
-            ["--schedules", "gpipe", "--", "seed=3"],
-            "seed is set by --seeds; leave seed=3 out of the overrides",
-        ),
-        (["--schedules", "gpipe", "--", "+run_dir=x"], "run_dir is set by --out;"),
-        (["--schedules", "gpipe", "--models", "vgg16", "--", "model=mlp"], "model is set by --models;"),
-        (
-            ["--schedules", "gpipe", "--", "--multirun"],
-            "after -- come overrides such as epochs=5; got --multirun",
-        ),
-        (["--method", "mine"], "--method: there is no mine; say what it is: 'mine: schedule=...'"),
-        (["--method", "mine: schedule=gpipe codec"], "--method mine: codec is no override, such as"),
-        (["--method", "mine: optim.lr=1"], "--method mine: a method needs one schedule=NAME among"),
-        (["--method", "mine: schedule=gpipe seed=1"], "--method mine: seed is not the method's to say;"),
-        (["--method", "+: schedule=gpipe"], "--method +: a method needs a name with letters or digits"),
-        (["--method", "mine: schedule=1f2b"], "method mine: there is no 1f2b; choose from 1f1b, "),
-        (
-            ["--method", "a b: schedule=gpipe", "--method", "a+b: schedule=gpipe"],
-            "the methods a b and a+b would share the folder a_b; rename one",
-        ),
-        (
-            ["--method", "slow: schedule=gpipe optim.lr=0.1", "optim.lr=1"],
-            "optim.lr is set by the method slow; leave optim.lr=1 out of the overrides",
-        ),
-        (["--experiment", "nothing"], "--experiment: there is no nothing; choose from xdypipe, or FILE.yaml"),
-        (["--experiment", "no/such.yaml"], "--experiment: no/such.yaml cannot be read: No such file"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_before_anything_starts(
-    tmp_path, monkeypatch, capsys, arguments, why
-):
-    monkeypatch.chdir(tmp_path)
-    assert compare(*arguments) == 2
-    assert capsys.readouterr().err.startswith(f"compare: {why}")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("arguments", [["--schedules"], ["--schedules", "gpipe", "--seeds"]])
-def test_an_empty_list_is_refused(arguments, capsys):
-    with pytest.raises(SystemExit) as end:
-        compare(*arguments)
-    assert end.value.code == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "folder"),
-    [
-        ([], "default"),
-        (["--", "model=vgg16", "data=digits", "epochs=5"], "vgg16-digits-epochs_5"),
-        (["--models", "vgg16", "mlp", "--", "++optim.lr=0.1"], "vgg16+mlp-optim.lr_0.1"),
-        (["--nproc", "4", "--", "partition=[3,6,9]"], "partition_3_6_9_-nproc_4"),
-    ],
-)
-def test_the_folder_is_named_after_what_is_compared(arguments, folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert compare("--schedules", "gpipe", *arguments) == 0
-    assert [path.name for path in Path("comparisons").iterdir()] == [folder]
-
-
-def test_models_are_rows_of_one_table(out):
-    arguments = ["--schedules", "layer_dist", "pipedream", "--models", "vgg16", "resnet18", "--out", str(out)]
-    assert compare(*arguments) == 0
-    assert started(out) == [
-        f"{m}-{s}-seed0" for m in ("vgg16", "resnet18") for s in ("layer_dist", "pipedream")
-    ]
-    rows = [line.split() for line in (out / "table.md").read_text().splitlines()[2:6]]
-    assert [(row[1], row[5], row[-2]) for row in rows] == [
-        ("layer_dist", "vgg16", "1.00x"),
-        ("pipedream", "vgg16", "1.90x"),
-        ("layer_dist", "resnet18", "1.00x"),
-        ("pipedream", "resnet18", "1.90x"),
-    ]
-
-
 def test_overrides_may_stand_anywhere_and_a_method_of_one_s_own_is_a_row(out, capsys):
     words = ["data=digits", "--method", "slow + steady: schedule=gpipe optim.lr=0.001", "epochs=4"]
     assert compare("--schedules", "gpipe", *words, "--out", str(out), "--", "batch_size=32") == 0
@@ -282,33 +193,5 @@ def test_overrides_may_stand_anywhere_and_a_method_of_one_s_own_is_a_row(out, ca
     own = ["schedule=gpipe", "optim.lr=0.001"]
     assert mark["overrides"] == ["data=digits", "epochs=4", "batch_size=32", *own, "seed=0"]
     assert {"date", "machine", "python", "torch", "pipetrain"} <= set(mark["made"])
-    assert "| slow + steady | digits" in capsys.readouterr().out
-
-
-def test_a_run_is_started_as_a_user_would():
-    (spec,) = request.read(["--schedules", "gpipe", "--", "stages=3", "epochs=2"])[1].specs
-    assert torchrun(spec, Path("/a b/c"))[1:] == [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "-m", "pipetrain"),
-        *("checkpoint.every=null", "stages=3", "epochs=2", "schedule=gpipe", "seed=0", "run_dir='/a b/c'"),
-    ]
-
-
-@pytest.mark.parametrize("path", ["/plain/path-1.0", "/a b", "/it's", "/x=1,y", "/a\\'b", "/(1)"])
-def test_hydra_reads_a_quoted_path_as_it_was(path):
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    assert OverridesParser.create().parse_override(f"run_dir={quoted(path)}").value() == path
-
-
-def test_the_comparison_never_imports_torch():
-    code = (
-        "import sys; from comparison import cli, request, timelines; "
-        "drawn = timelines.timelines(request.read(['--schedules', *request.names('schedule')])[1].specs); "
-        "sys.exit('torch' in sys.modules or len(drawn) != len(request.names('schedule')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "scripts", check=False).returncode == 0
-
-
-def test_the_name_of_a_run():
-    spec = Spec(of_schedule("1f1b"), 2, "vgg16", ("epochs=1",), 2)
-    assert (spec.name, spec.title) == ("vgg16-1f1b-seed2", "vgg16 1f1b seed 2")
+    assert 0 <= mark["other_load"] <= os.cpu_count()
+    assert "| slow + steady | vgg16 " in capsys.readouterr().out

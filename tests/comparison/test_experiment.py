@@ -9,8 +9,7 @@ import torch
 from hydra.utils import instantiate
 
 from comparison import experiment
-from comparison.experiment import merged
-from comparison.methods import of_schedule
+from comparison.experiment import merged, of_schedule
 from comparison.record import markdown, pairs
 from comparison.runs import Spec
 from comparison.table import make_rows
@@ -28,14 +27,14 @@ def specs(*arguments: str) -> list[Spec]:
 
 def test_the_experiment_is_the_issue_s():
     found = experiment.load("xdypipe")
-    assert [method.name for method in found.methods] == [
+    assert list(found.methods) == [
         *("layer_dist", "pipedream", "pipedream_2bw"),
         *("fbp", "fbp + topk", "fbp + int8", "fbp + topk + int8"),
     ]
     assert (list(found.models), found.nproc, len(found.seeds)) == (["vgg16", "resnet18"], 2, 3)
 
 
-@pytest.mark.parametrize("spec", specs("--seeds", "0"), ids=lambda spec: spec.title)
+@pytest.mark.parametrize("spec", specs("--seeds", "0", "--models", "vgg16"), ids=lambda spec: spec.title)
 def test_every_run_has_the_record_s_recipe(spec):
     cfg = config(spec.arguments)
     assert (cfg.data.name, cfg.data.fallback, cfg.data.workers, cfg.batch_size) == ("cifar10", None, 0, 64)
@@ -88,7 +87,7 @@ def test_a_schedule_that_is_no_row_of_it_may_join():
     named = specs("--schedules", "gpipe", "pipedream_2bw")
     assert [spec.method for spec in named[:2]] == [
         of_schedule("gpipe"),
-        experiment.load("xdypipe").methods[2],
+        experiment.load("xdypipe").made_methods()[2],
     ]
 
 
@@ -139,21 +138,24 @@ def test_a_record_of_other_data_is_not_passed_off_as_comparable():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("title: x", "must have methods: a name and a list of overrides each"),
-        (
-            "methods: {a: [schedule=gpipe]}\ncolour: red",
-            "has colour, which means nothing; it may have methods, ",
-        ),
-        ("methods: {a: schedule=gpipe}", "method a must be a list of overrides such as epochs=5"),
+        ("title: x", "methods: "),
+        ("methods: {a: [schedule=gpipe]}\ncolour: red", "colour: Key 'colour' not in 'Experiment'; an exper"),
+        ("methods: {a: schedule=gpipe}", "methods.a: Value 'schedule=gpipe' (str) is incompatible with"),
         ("methods: {a: [epochs=2]}", "method a: a method needs one schedule=NAME"),
-        ("methods: {a: [schedule=gpipe]}\nseeds: 3", "seeds must be a list of whole numbers; got 3"),
-        ("methods: {a: [schedule=gpipe]}\nnproc: two", "nproc must be a whole number; got two"),
-        ("methods: {a: [schedule=gpipe]}\nrecord: {rows: [{acc: 1}]}", "row 1 must say beside:"),
+        ("methods: {a: [schedule=gpipe]}\noverrides: [epochs]", "overrides: epochs is no override"),
+        ("methods: {a: [schedule=gpipe]}\nseeds: 3", "seeds: "),
+        (
+            "methods: {a: [schedule=gpipe]}\nseeds: []",
+            "an experiment needs methods, a list of overrides each",
+        ),
+        ("methods: {a: [schedule=gpipe]}\nnproc: two", "nproc: Value 'two' of type 'str' could not be conv"),
+        ("methods: {a: [schedule=gpipe]}\nrecord: {rows: [{acc: 1}]}", "record.rows[0].beside: "),
         (
             "methods: {a: [schedule=gpipe]}\nrecord: {rows: [{beside: [m, a], faults: [x]}]}",
-            "record, row 1 has x, which is neither a column nor one of the faults",
+            "record, row 1 has x, which is none of the record's faults",
         ),
         ("methods: [", "is no YAML: "),
+        ("- a", "Cannot merge DictConfig with ListConfig"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused_in_one_sentence(tmp_path: Path, text, why):
@@ -162,4 +164,5 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_sentence(tmp_path: Path, 
     with pytest.raises(ConfigError) as error:
         experiment.load(str(path))
     assert why in str(error.value)
+    assert str(path) in str(error.value)
     assert "\n" not in str(error.value)

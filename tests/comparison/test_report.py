@@ -12,11 +12,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from comparison import charts, plots, report
-from comparison.timelines import _played, timelines
+from comparison import cli, report
 from tests.comparison import browser
-from tests.comparison.support import asked, compare
-from tests.comparison.test_experiment import specs
+from tests.comparison.support import compare
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +28,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A comparison beside the record in which a run failed, one with odd names, and one that only failed."""
     made = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "write", lambda *_: None)
         for name, status, fails, words in [
             ("whole", 1, {"gpipe:1": "fail"}, [*EXPERIMENT, "--seeds", "0", "1"]),
             (
@@ -53,7 +50,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 EXPERIMENT = ["--experiment", "xdypipe", "--schedules", "layer_dist", "gpipe", "pipedream"]
 EXPERIMENT += ["--method", "pipedream + int8: schedule=pipedream codec.backward=int8", "epochs=12"]
-NAMES = ["whole", "odd", "failed"]
 
 
 class Reader(HTMLParser):
@@ -82,36 +78,26 @@ class Reader(HTMLParser):
         self.text += data
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_asks_nothing_of_anyone(pages, name):
-    page = pages[name].read_text()
-    assert not re.search(r"https?:|//[a-z]|@import|xlink", page)
-    for tag, attributes in Reader(pages[name]).tags:
-        assert tag not in {"script", "link", "iframe", "object", "embed", "base", "form"}
-        assert not any(key.startswith("on") for key in attributes)
-        assert (attributes.get("src") or "data:").startswith("data:")
-        target = attributes.get("href") or "#"
-        assert target.startswith("#") if tag == "use" else target.startswith(("#", "runs/"))
-    assert not re.search(r"url\((?!#)", page)
+def test_it_asks_nothing_of_anyone(pages):
+    for path in pages.values():
+        page = re.sub(r'"data:image/svg[^"]+"', '"data:"', path.read_text())
+        assert not re.search(r"https?:|//[a-z]|@import|url\(", page)
+        for tag, attributes in Reader(path).tags:
+            assert tag not in {"script", "link", "iframe", "object", "embed", "base", "form"}
+            assert not any(key.startswith("on") for key in attributes)
+            assert (attributes.get("src") or "data:").startswith("data:")
+            assert (attributes.get("href") or "runs/").startswith("runs/")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_is_sound_html_that_a_screen_reader_can_read(pages, name):
-    read = Reader(pages[name])
-    assert read.open == []
-    counted = Counter(tag for tag, _ in read.tags)
-    assert counted["h1"] == counted["main"] == 1
-    ids = [attributes["id"] for _, attributes in read.tags if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    page = pages[name].read_text()
-    for target in re.findall(r'(?:href="#|url\(#)([^")]+)', page):
-        assert target in ids
-    for tag, attributes in read.tags:
-        assert tag != "th" or attributes["scope"] in {"col", "row", "colgroup", "rowgroup"}
-        assert tag != "svg" or attributes.get("role") == "img" or attributes.get("aria-hidden") == "true"
-        assert tag != "img" or attributes.get("alt")
-    for picture in re.findall(r'<svg[^>]*role="img".*?</svg>', page, re.DOTALL):
-        assert re.match(r"<svg[^>]*><title>[^<]{20,}</title>", picture)
+def test_it_is_sound_html_that_a_screen_reader_can_read(pages):
+    for path in pages.values():
+        read = Reader(path)
+        assert read.open == []
+        counted = Counter(tag for tag, _ in read.tags)
+        assert counted["h1"] == counted["main"] == 1
+        for tag, attributes in read.tags:
+            assert tag != "th" or attributes["scope"] in {"col", "row", "colgroup", "rowgroup"}
+            assert tag != "img" or len(attributes["alt"] or "") > 20
 
 
 def test_names_are_text_and_never_markup(pages):
@@ -132,46 +118,16 @@ def test_it_says_what_was_found_and_how_to_find_it_again(pages):
     assert f"python scripts/compare.py {' '.join(EXPERIMENT[:3])}" in text
     for heading in ("Results", "Beside the record", "Timelines", "Every run", "Settings", "To make it again"):
         assert f"<h2>{heading}</h2>" in pages["whole"].read_text()
-    assert pages["whole"].read_text().count('class="chart"') == 4  # by epoch and by time, of two models
+    assert pages["whole"].read_text().count("<img") == 4 + 3  # pictures and schedules
+    assert {path.name for path in pages["whole"].parent.iterdir()} == {*cli.FILES, "runs"}
 
 
 def test_where_nothing_finished_it_says_so_and_shows_what_was_meant(pages):
     text, page = Reader(pages["failed"]).text, pages["failed"].read_text()
     assert "no run finished" in text
     assert "Its last words:" in text
-    assert 'class="timeline"' in page
-    assert 'class="chart"' not in page
-
-
-def test_methods_of_one_schedule_share_a_timeline():
-    drawn = timelines(
-        specs(
-            "--schedules", "layer_dist", "pipedream", "--method", "slow: schedule=layer_dist optim.momentum=0"
-        )
-    )
-    assert [one.methods for one in drawn] == [("layer_dist", "slow"), ("pipedream",)]
-    assert drawn[0].words == "8 batches of 1 microbatch"
-    assert "bubble 50.0%" in drawn[0].svg
-
-
-def test_a_schedule_that_decides_as_it_runs_is_drawn_at_the_buffers_that_are_configured():
-    """So many forwards go ahead: it was played over buffers of 2, whatever was configured."""
-    for size, ahead in ((1, 7), (2, 8)):
-        (spec,) = asked("--method", f"mine: schedule=fbp buffer_size={size}", "--nproc", "4")
-        _, simulation = _played(spec)
-        assert simulation.activations[0] == ahead
-
-
-@pytest.mark.parametrize(
-    "words", ["codec.backward=topk codec.backward.fraction=0.05", "trace.windows=2", "partition.profile=x"]
-)
-def test_overrides_are_read_as_the_command_line_reads_them(words):
-    (drawn,) = timelines(asked("--method", f"mine: schedule=gpipe {words}"))
-    assert drawn.methods == ("mine",)
-
-
-def test_what_cannot_be_drawn_is_left_out():
-    assert timelines(specs("--method", "odd: schedule=gpipe no.such=1")) == []
+    assert page.count("<img") == 1
+    assert 'alt="gpipe: 2 batches of 4 microbatches on 2 ranks, bubble 20.0%"' in page
 
 
 def test_what_is_not_drawn_is_named(pages):
@@ -179,31 +135,8 @@ def test_what_is_not_drawn_is_named(pages):
     assert "Not drawn: sixteen &amp; none." in pages["odd"].read_text()
 
 
-def test_runs_of_other_epochs_are_drawn_as_far_as_all_have_come(tmp_path):
-    words = ["--schedules", "gpipe", "--out", str(tmp_path)]
-    assert compare(*words, "--seeds", "0", "1") == 0
-    metrics = tmp_path / "runs" / "gpipe-seed0" / "metrics.csv"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
-    (tmp_path / report.FILE).unlink()
-    assert compare(*words, "--seeds", "0", "1") == 0
-    assert (tmp_path / report.FILE).read_text().count('class="chart"') == 2
-
-
-@pytest.mark.parametrize(
-    ("y", "ticks"),
-    [([10.0, 97.0], 6), ([90.0, 90.0], 1), ([100.0, 100.0], 1), ([0.0, 100.0], 5), ([97.51, 97.56], 3)],
-)
-def test_an_axis_has_a_few_ticks_that_are_apart(y, ticks):
-    picture = charts.accuracy([charts.Curve("a", 0, [1, 2], y, y, y)], "epoch", "A title of the chart", True)
-    places = [float(p) for p in re.findall(r'class="tick" x="44" y="([\d.]+)"', picture)]
-    assert ticks <= len(places) <= 12
-    assert all(0 < p < charts.HEIGHT for p in places)
-    assert min(np.abs(np.diff(sorted(places))), default=99) > 15
-    assert "nan" not in picture
-
-
 @browser.needed
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["whole", "odd"])
 def test_nothing_sticks_out_at_any_width(pages, name):
     said = browser.widths(pages[name], 390, 768, 1280)
     for wide, taken, out in json.loads(said.output):

@@ -172,9 +172,10 @@ def test_what_is_missing_is_downloaded_once_and_nothing_else_is_left(tmp_path, s
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path, server, monkeypatch, capsys):
-    monkeypatch.setattr(cifar10, "_SAID_EVERY_S", 0.0)
-    load(str(tmp_path / "a"), server.url("good"), 5)
-    assert "\ndownloading good: 0 of 0 MB\n" in capsys.readouterr().err
+    monkeypatch.setattr(cifar10, "_SAID_EVERY_S", 0.1)
+    with pytest.raises(DataMissing):
+        load(str(tmp_path / "a"), server.url("stalled"), 0.3)
+    assert "\ndownloading stalled: 0 of 0 MB\n" in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     load(str(tmp_path / "b"), server.url("good"), 5)
     assert "good: 100%" in capsys.readouterr().err

@@ -24,13 +24,15 @@ def _check(case: Case, tolerance: float = 1e-12) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("window", ["null", "1", "3"])
+@pytest.mark.parametrize("window", ["null", "3"])
 def test_windows_of_any_length(schedule, window):
     _check(Case(schedule, 3, (NORM, f"window={window}", "microbatches=3", "epochs=2")))
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 6, 12])
-@pytest.mark.parametrize("schedule", ["pipedream", "gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [("pipedream", 1), ("pipedream", 2), ("pipedream", 12), ("gpipe", 6), ("1f1b", 6), ("1f1b", 12)],
+)
 def test_any_number_of_microbatches(schedule, microbatches):
     overrides = (PLAIN, f"microbatches={microbatches}", "epochs=2", "data.drop_last=true")
     _check(Case(schedule, 3, overrides))
@@ -42,28 +44,30 @@ def test_virtual_stages(virtual):
 
 
 @pytest.mark.parametrize(
-    "optim", ["optim=sgd", "optim=sgd +optim.foreach=true", "optim=sgd +optim.fused=true"]
+    ("schedule", "form"),
+    [("1f1b", "fused"), ("pipedream", ""), ("pipedream_2bw", "foreach"), ("pipedream_2bw", "fused")],
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
-def test_sgd_with_momentum_in_each_form(schedule, optim):
-    _check(Case(schedule, 3, (RECOMPUTING, "microbatches=3", *optim.split()), reference_model="with_norm"))
+def test_sgd_with_momentum_in_each_form(schedule, form):
+    optim = ("optim=sgd", f"+optim.{form}=true") if form else ("optim=sgd",)
+    _check(Case(schedule, 3, (RECOMPUTING, "microbatches=3", *optim), reference_model="with_norm"))
 
 
-@pytest.mark.parametrize("form", ["foreach", "fused"])
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize(
+    ("schedule", "form"), [("1f1b", "foreach"), ("pipedream", "fused"), ("pipedream_2bw", "foreach")]
+)
 def test_adamw_in_each_form(schedule, form):
     overrides = (RECOMPUTING, "microbatches=3", "optim=adamw", f"+optim.{form}=true", "optim.lr=0.003")
     _check(Case(schedule, 3, overrides, reference_model="with_norm"))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw", "fbp"])
 def test_a_layer_that_recomputes_itself_finds_its_version(schedule):
     overrides = (RECOMPUTING, "microbatches=4", "partition=even")
     _check(Case(schedule, 2, overrides, reference_model="with_norm"))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_the_reentrant_form_of_recomputing(schedule):
     overrides = (REENTRANT, "microbatches=4", "partition=even")
     _check(Case(schedule, 2, overrides, reference_model="without_norm"))
@@ -73,8 +77,10 @@ def test_label_smoothing_and_one_cycle():
     _check(Case("pipedream", 2, (NORM, "label_smoothing=0.1", "lr_schedule=one_cycle")))
 
 
-@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "pipedream_2bw"])
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [("1f1b", 1), ("1f1b", 3), ("interleaved_1f1b", 3), ("pipedream", 3), ("fbp", 3)],
+)
 def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microbatches):
     case = Case(
         schedule,

@@ -28,9 +28,9 @@ def assert_as_the_theory_says(program: Program, microbatches: int, expected: The
 
 
 def sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
-    """All of 1 to 3 batches of 1 to 24; and longer windows of small batches, which steps divide finely."""
-    yield from ((ranks, batches, m) for batches in (1, 2, 3) for m in range(1, 25))
-    yield from ((ranks, batches, m) for batches in (4, 5, 6) for m in (1, 2, 3))
+    """Small batches, those about as large as the pipeline is long, and large ones."""
+    yield from ((ranks, batches, m) for batches in (1, 3) for m in (*range(1, 10), 16, 23, 24))
+    yield from ((ranks, 6, m) for m in (1, 2, 3))
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
@@ -48,7 +48,7 @@ def test_interleaved_with_other_numbers_of_stages_a_rank(ranks: int, virtual: in
         assert_as_the_theory_says(program, m, theory("interleaved_1f1b", ranks, batches, m, virtual))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     case=st.sampled_from(CASES),
     size=st.tuples(st.integers(1, 8), st.integers(1, 6), st.integers(1, 24)),

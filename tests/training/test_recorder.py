@@ -227,6 +227,11 @@ def test_the_folder_says_what_ran_before_the_first_epoch(made):
     recorder.close()
 
 
+def test_a_run_is_shown_under_its_name():
+    assert module._tensorboard(Path("runs/a")) == "tensorboard --logdir runs"
+    assert module._tensorboard(Path("/tmp/a")) == "tensorboard --logdir_spec a:/tmp/a"
+
+
 def test_the_log_has_the_data_set_a_line_an_epoch_and_where_to_look(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="pipetrain")
     cfg = contained(config(["data=digits", "model=mlp", "epochs=2"]), tmp_path)
@@ -243,7 +248,7 @@ def test_the_log_has_the_data_set_a_line_an_epoch_and_where_to_look(tmp_path, ca
     assert epochs[1].startswith("epoch 2/2: train loss 1.0000, acc 50.00 %; val loss 3.0000, acc 90.00 %; ")
     assert "20 samples/s, 2.5 s" in epochs[1]
     assert "what was asked for is not there" in lines
-    assert lines[-1] == f"look at it: tensorboard --logdir {tmp_path}"
+    assert lines[-1] == f"look at it: tensorboard --logdir_spec {tmp_path.name}:{tmp_path}"
     assert lines[-2] == f"run folder: {tmp_path}"
     assert (
         json.loads((tmp_path / "summary.json").read_text())["data_note"] == "what was asked for is not there"
