@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from benchmark.report import aligned, machine
+from benchmark.report import machine
 from benchmark.worlds import Place, Say, Work, run_world
+from comparison.table import aligned
 
 PASS, FAIL, SKIPPED, NOT_RUN, SEEN = "pass", "**FAIL**", "skipped", "not run", ""
 TIMEOUT_S = 60.0  # of any wait between ranks
@@ -103,6 +104,6 @@ def markdown(about: Mapping[str, str], lines: Sequence[Line]) -> str:
     return (
         "# GPU check\n\n"
         + "\n".join(f"- {key}: {value}" for key, value in about.items())
-        + f"\n\n{aligned([titles, *escaped], [False] * 5 + [True])}\n\n"
+        + f"\n\n{aligned([titles, *escaped], titles[:-1])}\n"
         + f"{count[PASS]} passed, {count[FAIL]} failed, {count[NOT_RUN]} not run.\n"
     )
