@@ -7,6 +7,8 @@ import inspect
 import random
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from pipetrain.boundary import specs_of
+from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.codec import Codec
 from pipetrain.schedule.actions import Schedule
 
 # What one process would run of a model, and a pipeline, which runs its layers, would not.
@@ -70,6 +72,44 @@ def make_schedule(cfg: DictConfig) -> Schedule:
     if not callable(schedule):
         raise ConfigError("schedule must be a function; its YAML needs `_partial_: true` beside `_target_`")
     return schedule
+
+
+class Models:
+    """Gives a process the model that a configuration names, and builds it once.
+
+    What plans and measures gets a copy, as running a layer may change what it keeps beside its tensors. The
+    model itself goes to whoever trains it, and nobody keeps it then.
+    """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._model: nn.Sequential | None = None
+        self._random: tuple[Any, Any] = None, None  # the generators behind the building, but for torch's
+
+    def see(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
+        """Return the whole model, to be looked at. Raises ConfigError."""
+        key = None
+        with suppress(ValueError, OmegaConfBaseException):  # make_model says what is wrong with it
+            key = OmegaConf.to_container(cfg.model, resolve=True), seed, dtype
+        if self._model is None or self._key != key:
+            self._key, self._model = key, make_model(cfg, seed, dtype)
+            self._random = random.getstate(), np.random.get_state()
+        random.setstate(self._random[0])  # so that a layer that draws draws the same, whoever drew meanwhile
+        np.random.set_state(self._random[1])
+        return self._model
+
+    def copy(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
+        """Return a copy of the whole model. Raises ConfigError."""
+        model = self.see(cfg, seed, dtype)
+        try:
+            return deepcopy(model)
+        except Exception:  # a layer that cannot be copied: one that holds a lock, for one
+            return make_model(cfg, seed, dtype)
+
+    def take(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
+        """Return the whole model to be trained, and forget it. Raises ConfigError."""
+        model, self._model = self.see(cfg, seed, dtype), None
+        return model
 
 
 def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
@@ -134,8 +174,7 @@ def state_names(model: nn.Module) -> dict[str, str]:
 
     Raises ConfigError for what else a layer keeps there, which a checkpoint cannot hold.
     """
-    registered = [*model.named_parameters(), *model.named_buffers()]
-    names = {id(tensor): name for name, tensor in registered}
+    names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     state = model.state_dict(keep_vars=True)
     for key, value in state.items():
         if id(value) not in names:
@@ -152,10 +191,10 @@ def _cast(model: nn.Sequential, dtype: torch.dtype) -> None:
     In place, so that what is shared stays shared. (nn.Module.to drops imaginary parts and parts buffers.)
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not (tensor.is_floating_point() or tensor.is_complex()):
+        old, wanted = tensor.data, dtype.to_complex() if tensor.is_complex() else dtype
+        if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype == wanted:
             continue
-        old = tensor.data
-        tensor.data = old.to(dtype.to_complex() if old.is_complex() else dtype)
+        tensor.data = old.to(wanted)
         if not torch.allclose(tensor.data.to(old.dtype), old, rtol=0, atol=0, equal_nan=True):
             raise ConfigError(
                 f"{name} of the model is {_name(old.dtype)}, and dtype={_name(dtype)} would round it: choose "
@@ -184,7 +223,7 @@ def make_codec(cfg: DictConfig, direction: str) -> Codec:
             raise ConfigError(f"{key}.{one_line(cause)}") from error
         raise not_built(key, node, error) from error
     if not isinstance(codec, Codec):
-        raise ConfigError(f"{key}: {node._target_} must be a pipetrain.runtime.codec.Codec")
+        raise ConfigError(f"{key}: {node._target_} must be a {Codec.__module__}.Codec")
     _try_codec(key, codec)
     return codec
 

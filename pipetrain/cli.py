@@ -117,7 +117,7 @@ def _refuse_word(word: str) -> None:
         raise ConfigError(f"{word} must be a folder")
     group = conf_dir() / ("codec" if key in CODECS else key)
     choices = sorted(path.stem for path in group.glob("*.yaml"))
-    if group != conf_dir() and choices and not re.match(r"(?!null$)\w*[A-Za-z_]", value):
+    if group != conf_dir() and choices and not re.match(r"(?!(null|true|false)$)\w*[A-Za-z_]", value):
         raise ConfigError(f"{word} must be a name; choose one of: {', '.join(choices)}")
 
 

@@ -17,11 +17,10 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipetrain.building import make_codec
+from pipetrain.codec import Codecs
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
-from pipetrain.runtime.codec import Codecs
-from pipetrain.runtime.rate import SHAPES, learning_rate
-from pipetrain.runtime.weights import Rate
+from pipetrain.rate import SHAPES, Rate, learning_rate
 
 MONTH_S = 30 * 24 * 3600
 

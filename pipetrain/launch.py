@@ -20,7 +20,6 @@ import secrets
 import socket
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,14 +31,15 @@ from typing import Any, Literal
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipetrain.errors import ActionFailed, ConfigError, NotRecorded, TrainingStopped
-from pipetrain.runtime.channel import ChannelError
+from pipetrain.errors import FAILED as FAILED
+from pipetrain.errors import INTERRUPTED as INTERRUPTED
+from pipetrain.errors import REFUSED as REFUSED
+from pipetrain.errors import ChannelError, ConfigError, TrainingStopped
+from pipetrain.errors import guarded as guarded
 from pipetrain.runtime.mesh import World
-from pipetrain.schedule.actions import ScheduleError
 from pipetrain.seal import MAC_BYTES, SECRET, Seal, SealedStore
 from pipetrain.training.folder import LOCK, read_key
 
-REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes how it ended, for pipetrain.launcher
 _RUN_DIR = "pipetrain/run_dir"
 _ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
@@ -324,34 +324,8 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def guarded(action: Callable[[], int]) -> int:
-    """Run `action`; turn each error that a person can meet into one sentence and an exit status."""
-    try:
-        return action()
-    except (ConfigError, ScheduleError) as error:
-        return _complain(error, REFUSED)
-    except ActionFailed as error:
-        if error.__cause__ is not None:  # most likely of a model that is not ours
-            traceback.print_exception(error.__cause__)
-        return _complain(error, FAILED)
-    except (ChannelError, NotRecorded, TrainingStopped) as error:
-        return _complain(error, FAILED)
-    except KeyboardInterrupt as stop:
-        return _complain(str(stop) or "interrupted", INTERRUPTED) if not _rank() else INTERRUPTED
-
-
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def _complain(error: object, status: int) -> int:
-    text = "pipetrain: " + " ".join(str(error).split())
-    print(text, file=sys.stderr, flush=True)
-    record = logging.LogRecord("pipetrain", logging.ERROR, __file__, 0, text, None, None)
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.handle(record)
-    return status
 
 
 def leave(status: int) -> None:

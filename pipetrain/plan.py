@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from pipetrain.blueprint import Plan, Samples, make_plan
+from pipetrain.blueprint import Plan, Samples, draft_plan, make_plan
 from pipetrain.building import make_model, make_schedule
 from pipetrain.cli import compose
 from pipetrain.config import read_settings, whole_number
 from pipetrain.data import IMAGE
-from pipetrain.errors import ConfigError
-from pipetrain.launch import guarded
+from pipetrain.errors import ConfigError, guarded
 from pipetrain.partition.profile import PROFILE
 from pipetrain.partition.stages import Prediction
 from pipetrain.prediction import played
-from pipetrain.profiling import draft_plan, measure
-from pipetrain.replay import Figures, Replay, read_trace
-from pipetrain.runtime.mesh import World, choose_device
+from pipetrain.replay import Replay, read_trace
 from pipetrain.schedule.actions import COMMUNICATION
 from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.theory import theory
@@ -58,12 +54,14 @@ def show(cfg: DictConfig) -> None:
     batches = whole_number(cfg, "batches", 1, optional=True) or min(settings.window or epoch, epoch)
     if cfg.batches is not None:
         settings = replace(settings, window=None)
-    samples = Samples([settings.batch_size] * batches, [settings.batch_size])
+    samples = Samples([settings.batch_size] * batches, [settings.batch_size // settings.microbatches])
     model = make_model(cfg, settings.seed, settings.dtype)
-    plan = draft_plan(cfg, settings, model, samples, 1)
+    plan = draft_plan(cfg, settings, model, samples)
     if cfg.partition == PROFILE:
+        from pipetrain.profiling import measure_alone  # here, as it alone needs the runtime
+
         print(f"profiling {len(plan.layers)} layers in this process", file=sys.stderr)
-        profile = measure(cfg, plan, World(), choose_device(World(), settings.device), None)
+        profile = measure_alone(cfg, plan)
         plan = make_plan(settings, make_schedule(cfg), model, IMAGE, 1, samples, profile)
     if traced:
         refuse_other(plan, traced, str(cfg.cost))
@@ -118,34 +116,25 @@ def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) 
 
 
 def _partition(plan: Plan) -> str:
-    size = plan.settings.batch_size // plan.settings.microbatches
+    size, coded = plan.settings.batch_size // plan.settings.microbatches, not plan.settings.codecs.plain
     flops = sum(layer.flops for layer in plan.layers)
-    rows: list[tuple[str, ...]] = [("stage", "rank", "layers", "parameters", "work")]
-    rows[0] += (f"enters, {size} samples", "bytes")
-    if not plan.settings.codecs.plain:
-        rows[0] += ("on the wire", "and back")
-    if plan.prediction is not None:
-        rows[0] += ("F ms", "B ms", "messages ms", "STEP ms", "batch ms", "MiB")
+    rows: list[list[str]] = [
+        ["stage", "rank", "layers", "parameters", "work", f"enters, {size} samples", "bytes"]
+    ]
+    rows[0] += ["on the wire", "and back"] if coded else []
+    rows[0] += ["F ms", "B ms", "messages ms", "STEP ms", "batch ms", "MiB"] if plan.prediction else []
     for stage, rank in enumerate(plan.placement):
-        held = plan.layers[plan.slice(stage)]
+        held, slice_ = plan.layers[plan.slice(stage)], plan.slice(stage)
         entry = plan.boundaries[size][stage]
-        rows.append(
-            (
-                str(stage),
-                str(rank),
-                f"{plan.slice(stage).start}-{plan.slice(stage).stop - 1} {held[0].name}..{held[-1].name}",
-                f"{sum(layer.params for layer in held):,}",
-                f"{sum(layer.flops for layer in held) / flops:.1%}",
-                str(entry),
-                f"{entry.nbytes:,}",
-            )
-        )
-        if not plan.settings.codecs.plain:
-            rows[-1] += tuple(f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size))
+        row = [str(stage), str(rank), f"{slice_.start}-{slice_.stop - 1} {held[0].name}..{held[-1].name}"]
+        row.append(f"{sum(layer.params for layer in held):,}")
+        row += [f"{sum(layer.flops for layer in held) / flops:.1%}", str(entry), f"{entry.nbytes:,}"]
+        if coded:
+            row += [f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size)]
         if plan.prediction is not None:
-            taken = plan.prediction.stages[stage]
-            seconds = (taken.forward_s, taken.backward_s, taken.messages_s, taken.step_s, taken.batch_s)
-            rows[-1] += (*(f"{1e3 * s:.2f}" for s in seconds), f"{taken.held_bytes / 2**20:.1f}")
+            *seconds, held_bytes = astuple(plan.prediction.stages[stage])
+            row += [*(f"{1e3 * s:.2f}" for s in seconds), f"{held_bytes / 2**20:.1f}"]
+        rows.append(row)
     return _aligned(rows)
 
 
@@ -156,7 +145,7 @@ def _predicted(run: Timeline, prediction: Prediction, batches: int) -> str:
     if profile.latency_s == profile.s_per_byte == 0:
         messages = "messages free, as none were measured"
     told = ", ".join(f"{key} {value}" for key, value in profile.machine.items())
-    rows: list[tuple[str, ...]] = [("partition", "cut before layers", "slowest stage, ms a batch")]
+    rows = [("partition", "cut before layers", "slowest stage, ms a batch")]
     rows += [
         (name, str(cuts), f"{1e3 * seconds:.2f}") for name, (cuts, seconds) in prediction.choices.items()
     ]
@@ -171,17 +160,18 @@ def _figures(plan: Plan, batches: int) -> str:
     settings, simulation = plan.settings, plan.window.simulation
     virtual = plan.stages // settings.ranks
     formula = theory(settings.schedule, settings.ranks, batches, settings.microbatches, virtual)
-    rows: list[tuple[str, ...]] = [("equal stages", "simulated", "at most" if plan.policy else "formula")]
-    known = formula.bubble if formula else None
-    rows.append(("bubble", f"{simulation.bubble:.4f}", "-" if known is None else f"{known:.4f}"))
-    names = ("activations", "versions", "staleness")
-    bounds = dict(zip(names, zip(*map(plan.peaks, range(plan.stages)), strict=True), strict=True))
-    for name in names:
-        expected = bounds[name] if plan.policy else getattr(formula, name, None)
-        rows.append((name, _list(getattr(simulation, name)), _list(expected) if expected else "-"))
-    by = "times" if plan.costs else "work"
+    bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.4f}"
+    rows = [
+        ["equal stages", "simulated", "at most" if plan.policy else "formula"],
+        ["bubble", f"{simulation.bubble:.4f}", bubble],
+    ]
+    bounds = zip(*map(plan.peaks, range(plan.stages)), strict=True)
+    for name, bound in zip(("activations", "versions", "staleness"), bounds, strict=True):
+        expected = bound if plan.policy else getattr(formula, name, None)
+        rows.append([name, _list(getattr(simulation, name)), _list(expected) if expected else "-"])
     note = "by stage; activations in microbatches, staleness in updates\n"
-    note += f"the timeline goes by the {by} of the stages, these figures as if all were equal\n"
+    note += f"the timeline goes by the {'times' if plan.costs else 'work'} of the stages, "
+    note += "these figures as if all were equal\n"
     if plan.policy:
         note += "the order is decided while it runs: this is how it goes if times are even\n"
     return _aligned(rows) + note
@@ -190,30 +180,21 @@ def _figures(plan: Plan, batches: int) -> str:
 def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
     """Refuse a plan that a trace says nothing of. Raises ConfigError."""
     settings, about = plan.settings, traced.about
-    mine = {
-        "model": settings.model,
-        "stages": settings.ranks,
-        "partition": plan.cuts,
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        "precision": settings.precision,
-        "memory_format": plan.numerics.memory_format,
-        "batch_size": settings.batch_size,
-        "codec.forward": str(settings.codecs.forward),
-        "codec.backward": str(settings.codecs.backward),
-    }
     traced_microbatch = about["batch_size"] // about["microbatches"]
-    theirs = {
-        "model": about["model"],
-        "stages": about["ranks"],
-        "partition": about["partition"],
-        "dtype": about["dtype"],
-        "precision": about["precision"],
-        "memory_format": about["memory_format"],
-        "batch_size": traced_microbatch * settings.microbatches,  # the size of a microbatch is what counts
-        "codec.forward": about.get("codec_forward", "identity"),
-        "codec.backward": about.get("codec_backward", "identity"),
-    }
-    other = [f"{key}={value}".replace(" ", "") for key, value in theirs.items() if mine[key] != value]
+    # What it is called, what it was in the trace, and what it is here.
+    both = [
+        ("model", about["model"], settings.model),
+        ("stages", about["ranks"], settings.ranks),
+        ("partition", about["partition"], plan.cuts),
+        ("dtype", about["dtype"], str(settings.dtype).removeprefix("torch.")),
+        ("precision", about["precision"], settings.precision),
+        ("memory_format", about["memory_format"], plan.numerics.memory_format),
+        # The size of a microbatch is what counts.
+        ("batch_size", traced_microbatch * settings.microbatches, settings.batch_size),
+        ("codec.forward", about.get("codec_forward", "identity"), str(settings.codecs.forward)),
+        ("codec.backward", about.get("codec_backward", "identity"), str(settings.codecs.backward)),
+    ]
+    other = [f"{key}={theirs}".replace(" ", "") for key, theirs, mine in both if theirs != mine]
     if other:
         raise ConfigError(
             f"cost={path} is of {about['model']} cut before layers {about['partition']}, {traced_microbatch} "
@@ -236,7 +217,6 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
 def compare(plan: Plan, traced: Replay, path: str) -> str:
     """Return what the traced schedule took, what it takes on paper, and what this plan takes, as text."""
     settings, about = plan.settings, traced.about
-    measured = traced.measured
     size = settings.batch_size // settings.microbatches
     mine = traced.figures(
         plan.window.program,
@@ -245,37 +225,31 @@ def compare(plan: Plan, traced: Replay, path: str) -> str:
         buffer_size=settings.buffer_size,
         repeated=settings.window is not None,
     )
-    columns = [
-        (f"{about['schedule']}, measured", measured, about["batch_size"]),
+    rows = [["", "seconds a batch", "samples/s", "bubble, by rank", "wait, by rank"]]
+    measured_rate = about["batch_size"] / traced.measured.batch_s
+    for name, figures, batch_size in (
+        (f"{about['schedule']}, measured", traced.measured, about["batch_size"]),
         (f"{about['schedule']}, replayed", traced.again, about["batch_size"]),
         (f"{settings.schedule}, this plan", mine, settings.batch_size),
-    ]
-    rows = [
-        ("", *(name for name, _, _ in columns)),
-        ("seconds a batch", *(f"{figures.batch_s:.4f}" for _, figures, _ in columns)),
-        ("samples/s", *(_rate(size / figures.batch_s, measured, about) for _, figures, size in columns)),
-        ("bubble, by rank", *(_shares(figures.bubble) for _, figures, _ in columns)),
-        ("wait, by rank", *(_shares(figures.wait) for _, figures, _ in columns)),
-    ]
+    ):
+        rate = batch_size / figures.batch_s
+        off = f" ({rate / measured_rate - 1:+.1%})" if rate != measured_rate else ""
+        shares = (_shares(figures.bubble), _shares(figures.wait))
+        rows.append([name, f"{figures.batch_s:.4f}", f"{rate:.1f}{off}", *shares])
     windows = f"{len(traced.windows)} window{'s' * (len(traced.windows) > 1)}"
-    return f"by the durations of {windows} in {path}\n" + _aligned(rows)
+    return f"by the durations of {windows} in {path}\n" + _aligned(zip(*rows, strict=True))
 
 
-def _rate(rate: float, measured: Figures, about: Mapping[str, Any]) -> str:
-    """Write samples/s, and how far it is from what was measured."""
-    off = rate * measured.batch_s / about["batch_size"] - 1
-    return f"{rate:.1f} ({off:+.1%})" if off else f"{rate:.1f}"
-
-
-def _shares(values: list[float]) -> str:
+def _shares(values: Iterable[float]) -> str:
     return " ".join(f"{value:.1%}" for value in values)
 
 
-def _list(values: Sequence[int]) -> str:
+def _list(values: Iterable[int]) -> str:
     return " ".join(map(str, values))
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+def _aligned(rows: Iterable[Sequence[str]]) -> str:
+    rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "".join(line.rstrip() + "\n" for line in lines)

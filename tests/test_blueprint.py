@@ -52,21 +52,6 @@ def plan(
 
 
 @pytest.mark.parametrize(
-    ("batches", "window", "lengths"),
-    [
-        (7, None, [7]),  # an epoch
-        (3, 1, [1, 1, 1]),
-        (7, 3, [3, 3, 1]),
-        (6, 3, [3, 3]),
-        (5, 9, [5]),  # a window longer than the epoch ends with it
-        (1, None, [1]),
-    ],
-)
-def test_window_lengths(batches, window, lengths):
-    assert window_lengths(batches, window) == lengths
-
-
-@pytest.mark.parametrize(
     ("done", "lengths"), [(0, [3, 3, 2]), (3, [3, 2]), (4, [2, 2]), (6, [2]), (7, [1]), (8, [])]
 )
 def test_windows_end_where_they_would_have_ended_however_the_last_one_was_left(done, lengths):
@@ -110,26 +95,17 @@ def test_peaks_are_the_largest_of_any_window():
 
 
 def test_boundaries_of_every_size_that_will_be_seen():
-    """44 samples in batches of 12 cut into 4: three of 3 each, then 8 as 2 each; 11 are evaluated at once."""
-    sampler = Sampler(44, 12, 4, seed=0)
-    made = plan("partition=[4,8]", ranks=3, samples=Samples(sampler.batch_sizes, [11]))
-    assert (set(made.boundaries), set(made.evaluated)) == ({3, 2}, {11})
+    """43 samples in batches of 12 cut into 4: three of 3 each, then 7 as 2 2 2 1; 11 are evaluated."""
+    sampler, words = Sampler(43, 12, 4, seed=0), ("partition=[4,8]", "dtype=float64")
+    samples = Samples(sampler.batch_sizes, [6, 5])
+    made = plan(*words, ranks=3, model=with_norm().double(), samples=samples)
+    assert (set(made.boundaries), set(made.evaluated)) == ({3, 2, 1}, {6, 5})
     for size, boundaries in {**made.boundaries, **made.evaluated}.items():
         entry, fork, flat = boundaries
-        assert entry.specs == (TensorSpec((size, 3, 32, 32), torch.float32),)
-        assert fork.specs == (TensorSpec((size, 4, 4, 4), torch.float32),) * 2
+        assert entry.specs == (TensorSpec((size, 3, 32, 32), torch.float64),)
+        assert fork.specs == (TensorSpec((size, 4, 4, 4), torch.float64),) * 2
         assert not fork.single
-        assert flat.specs == (TensorSpec((size, 4, 4, 4), torch.float32),)
-
-
-def test_boundaries_of_an_uneven_last_batch():
-    made = plan(samples=Samples([12, 7], [6, 5]))  # 7 in 4 pieces: 2 2 2 1
-    assert (set(made.boundaries), set(made.evaluated)) == ({3, 2, 1}, {6, 5})
-
-
-def test_boundaries_have_the_run_s_dtype():
-    made = plan("dtype=float64", model=with_norm().double())
-    assert {spec.dtype for b in made.boundaries[3] for spec in b.specs} == {torch.float64}
+        assert flat.specs == (TensorSpec((size, 4, 4, 4), torch.float64),)
 
 
 def test_an_evaluation_visits_every_stage_with_every_microbatch():
@@ -166,13 +142,10 @@ def by_times(seconds: list[float], *overrides: str, **arguments: Any) -> Plan:
     return plan("partition=profile", *overrides, model=model(), profile=measured, **arguments)
 
 
-def test_without_a_profile_there_are_no_costs():
-    assert (plan().costs, plan().prediction) == (None, None)
-
-
 def test_a_profile_s_cuts_costs_and_rivals():
     made = by_times([1, 1, 1, 1, 1, 1, 1, 1, 1, 7])
     assert made.cuts == [8]  # 8 | 1 + 7
+    assert (plan().costs, plan().prediction) == (None, None)
     assert made.costs is not None
     assert [made.costs(Action(stage, Op.F)) for stage in (0, 1)] == [8, 8]
     assert [made.costs(Action(stage, Op.B)) for stage in (0, 1)] == [16, 16]
@@ -231,17 +204,12 @@ def refused(**arguments: object) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("partition", ["[2]", "[3]"])
-def test_a_weight_that_two_stages_share_is_refused(partition):
-    assert refused(overrides=(f"partition={partition}",), model=tied()) == (
+def test_a_weight_that_two_stages_share_is_refused():
+    assert refused(overrides=("partition=[2]",), model=tied()) == (
         "layer 3 (3) of stage 1 shares its weight with stage 0; "
         "choose a partition that keeps both layers in one stage"
     )
-
-
-@pytest.mark.parametrize("partition", ["[1]", "[4]"])
-def test_a_weight_that_one_stage_shares_with_itself_is_not(partition):
-    assert plan(f"partition={partition}", model=tied()).stages == 2
+    assert plan("partition=[1]", model=tied()).stages == 2
 
 
 def test_too_few_layers_are_refused():
@@ -261,7 +229,6 @@ FLAT = nn.Sequential(nn.AvgPool2d(8), nn.Flatten())
     [
         (nn.Linear(48, 9), "float32[3, 9]"),  # too few scores
         (nn.Identity(), "float32[3, 3, 4, 4]"),
-        (nn.Unflatten(1, (2, 24)), "float32[3, 2, 24]"),
         (nn.Flatten(0), "float32[144]"),
         (Pair(), "float32[3, 48] + float32[3, 48]"),
     ],
@@ -272,10 +239,6 @@ def test_scores_of_a_wrong_shape_are_refused(last, returns):
         f"the last layer (1) returns {returns} for 3 samples; it must return one tensor "
         f"[3, at least 10]: a score for each class"
     )
-
-
-def test_more_scores_than_classes_are_no_harm():
-    assert plan(model=nn.Sequential(FLAT, nn.Linear(48, 30))).stages == 2
 
 
 def test_a_layer_that_cannot_take_what_it_is_given_is_named():
@@ -338,11 +301,8 @@ SECOND_RANK = ONE_RANK.replace("0F", "1F").replace("0B", "1B").replace("0STEP", 
     ("text", "says"),
     [
         (f"{ONE_RANK.replace('0B3@0 ', '')}\n{SECOND_RANK}", "rank 0 has 0STEP@1"),  # a backward is missing
-        (f"{ONE_RANK.replace('0F1@0', '0F1@1')}\n{SECOND_RANK}", "version 1 is not made yet"),
-        (f"{ONE_RANK} 0F4@1\n{SECOND_RANK}", "rank 0, at its end, has done of stage 0 5 forwards of 4"),
         (ONE_RANK.replace("0STEP@1", "") + f"\n{SECOND_RANK}", "0 updates of 1"),
         (f"{ONE_RANK}\n{ONE_RANK}", "stage 0 is on rank 0, yet rank 1 has 0F0@0"),
-        (f"{ONE_RANK}\n{SECOND_RANK.replace('1', '2')}", "stages must be 0, 1, 2"),
     ],
 )
 def test_an_unsound_schedule_is_refused(text, says):

@@ -13,9 +13,9 @@ from omegaconf import DictConfig
 
 from pipetrain.boundary import TensorSpec
 from pipetrain.cli import as_hydra, compose, contained
+from pipetrain.codec import Codecs, Half, TopKInt8
 from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.codec import Codecs, Half, TopKInt8
 from tests.support.cases import config
 
 SPEC = TensorSpec((2,), torch.float32)
@@ -148,6 +148,7 @@ def test_a_failed_job_ends_the_sweep(monkeypatch):
         ("data=null", "data=null must be a name; choose one of: cifar10, digits"),
         ("schedule={a:1}", "schedule={a:1} must be a name; choose one of: 1f1b, "),
         ("optim=3", "optim=3 must be a name; choose one of: adamw, sgd"),
+        ("optim=true", "optim=true must be a name; choose one of: adamw, sgd"),
         ("codec.forward=3", "codec.forward=3 must be a name; choose one of: half, "),
         ("+batch_size=3", "Could not append to config. An item is already at 'batch_size'"),
         ("batch_size", "Error parsing override 'batch_size' missing EQUAL"),

@@ -17,7 +17,7 @@ from pipetrain.cli import conf_dir
 from pipetrain.config import read_settings
 from pipetrain.data import load_augment
 from pipetrain.optimizer import make_optimizer
-from pipetrain.runtime.rate import SHAPES
+from pipetrain.rate import SHAPES
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 
@@ -56,14 +56,6 @@ def test_each_command_s_config_resolves_whole(name):
     cfg.run_dir = "."  # the one value that only a running job knows
     mine = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
     assert OmegaConf.to_container(mine, resolve=True, throw_on_missing=True)
-
-
-@options("model")
-def test_each_model_is_built(option):
-    cfg = composed(f"model={option}")
-    model = make_model(cfg, 0, torch.float32)
-    assert isinstance(model, nn.Sequential)
-    assert read_settings(cfg, "1f1b", 2).model == option
 
 
 @options("schedule")

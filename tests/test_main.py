@@ -288,7 +288,7 @@ def test_a_wrong_override_is_one_sentence_and_every_rank_ends(tmp_path):
             "codec.forward=zip",
             "Could not find 'codec/zip'; choose one of: half, identity, int8",
         ),
-        ("codec.forward._target_=builtins.dict", "must be a pipetrain.runtime.codec.Codec"),
+        ("codec.forward._target_=builtins.dict", "must be a pipetrain.codec.Codec"),
         ("stages=40", "stages=40 needs 40 processes and there are 1"),
         ("microbatches=3", "microbatches=3 does not divide batch_size=64"),
         ("batchsize=64", "there is no batchsize in the configuration; did you mean batch_size"),

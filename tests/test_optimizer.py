@@ -150,7 +150,7 @@ def test_an_optimizer_that_cannot_be_is_refused(override, says):
     assert refusal(lambda: make_optimizer(config(["data=digits", override]), LINEAR)).startswith(says)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     st.sampled_from(["torch.optim.SGD", "torch.optim.AdamW"]),
     st.dictionaries(

@@ -19,10 +19,10 @@ from benchmark import cli
 from pipetrain import plan
 from pipetrain.boundary import TensorSpec, specs_of
 from pipetrain.cli import conf_dir
+from pipetrain.codec import Codec
 from pipetrain.config import read_settings
 from pipetrain.partition.balance import choose_cuts
 from pipetrain.partition.estimate import estimate
-from pipetrain.runtime.codec import Codec
 from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.draw import as_text

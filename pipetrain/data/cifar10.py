@@ -16,7 +16,7 @@ import sys
 import tarfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping
 from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
@@ -74,8 +74,8 @@ def load(
             ) from error
     return ImageData(
         name="cifar10",
-        train=_joined([_batch(folder / name, md5) for name, md5 in TRAIN_MD5.items()]),
-        test=_joined([_batch(folder / name, md5) for name, md5 in TEST_MD5.items()]),
+        train=_split(folder, TRAIN_MD5),
+        test=_split(folder, TEST_MD5),
         classes=10,
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2023, 0.1994, 0.2010),
@@ -177,6 +177,12 @@ def _md5(content: bytes | bytearray) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
+def _split(folder: Path, sums: Mapping[str, str]) -> Split:
+    """Join what the files of a split hold."""
+    batches = [_batch(folder / name, md5) for name, md5 in sums.items()]
+    return Split(torch.cat([b.images for b in batches]), torch.cat([b.labels for b in batches]))
+
+
 def _batch(path: Path, md5: str) -> Split:
     """Read what a file holds: `data`, uint8 [n, 3072], by channel and row, and `labels`.
 
@@ -193,10 +199,6 @@ def _batch(path: Path, md5: str) -> Split:
         )
     batch = _ArrayUnpickler(BytesIO(content), encoding="latin1").load()
     return Split(torch.from_numpy(batch["data"].reshape(-1, *IMAGE)), torch.tensor(batch["labels"]))
-
-
-def _joined(batches: Sequence[Split]) -> Split:
-    return Split(torch.cat([b.images for b in batches]), torch.cat([b.labels for b in batches]))
 
 
 class _ArrayUnpickler(pickle.Unpickler):

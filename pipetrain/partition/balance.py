@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 from pipetrain.errors import ConfigError
-from pipetrain.partition.estimate import Layer, list_layers
+from pipetrain.partition.estimate import Layer
 from pipetrain.partition.profile import PROFILE
 from pipetrain.partition.stages import Predictor
 
@@ -25,46 +25,38 @@ def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], stages:
     Raises ConfigError, with the list of layers, where there are too few of them, a stage would be empty or a
     cut lies outside the model.
     """
+    listed = ", ".join(f"{i} {layer.name}" for i, layer in enumerate(layers))
     if stages > len(layers):
         raise ConfigError(
             f"stages={stages} needs at least as many layers, but the model has {len(layers)}: "
-            f"{list_layers(layers)}; choose fewer stages or a deeper model"
+            f"{listed}; choose fewer stages or a deeper model"
         )
-    if not isinstance(partition, str):
-        return _given(list(partition), layers, stages)
     if partition == "even":
         return [round(len(layers) * stage / stages) for stage in range(1, stages)]
-    if partition == "params":
-        return balance([layer.params for layer in layers], stages)
-    if partition == "flops":
-        return balance([layer.flops for layer in layers], stages)
-    raise ConfigError(
-        f"partition={partition} is unknown; choose one of {', '.join((*STRATEGIES, PROFILE))}, or give the "
-        f"first layer of each stage but the first, such as partition=[{len(layers) // 2}]"
-    )
-
-
-def _given(cuts: list[int], layers: Sequence[Layer], stages: int) -> list[int]:
+    if partition in ("params", "flops"):
+        return balance([getattr(layer, partition) for layer in layers], stages)
+    if isinstance(partition, str):
+        raise ConfigError(
+            f"partition={partition} is unknown; choose one of {', '.join((*STRATEGIES, PROFILE))}, or give "
+            f"the first layer of each stage but the first, such as partition=[{len(layers) // 2}]"
+        )
+    cuts = list(partition)
     if len(cuts) != stages - 1:
         raise ConfigError(
             f"partition={cuts} cuts the model into {len(cuts) + 1} stages, but there are {stages}; "
-            f"give {stages - 1} first layers out of: {list_layers(layers)}"
+            f"give {stages - 1} first layers out of: {listed}"
         )
-    edges = [0, *cuts, len(layers)]
-    if any(a >= b for a, b in pairwise(edges)):
+    if any(a >= b for a, b in pairwise([0, *cuts, len(layers)])):
         raise ConfigError(
             f"partition={cuts} leaves a stage without layers; give {stages - 1} rising numbers from 1 to "
-            f"{len(layers) - 1} out of: {list_layers(layers)}"
+            f"{len(layers) - 1} out of: {listed}"
         )
     return cuts
 
 
 def balance(weights: Sequence[float], stages: int) -> list[int]:
     """Cut `weights` into `stages` runs, none empty, whose largest sum is as small as it can be."""
-    prefix = [0.0]
-    for weight in weights:
-        prefix.append(prefix[-1] + weight)
-    return best_cuts(len(weights), stages, lambda stage, start, end: prefix[end] - prefix[start])
+    return best_cuts(len(weights), stages, lambda stage, start, end: sum(weights[start:end]))[0]
 
 
 def balance_times(predictor: Predictor, allowed: Collection[int], limit: float | None = None) -> list[int]:
@@ -78,17 +70,16 @@ def balance_times(predictor: Predictor, allowed: Collection[int], limit: float |
     def seconds(stage: int, start: int, end: int) -> float:
         if not {start, end} <= within:
             return math.inf
-        if limit is not None and predictor.held_bytes(stage, start, end) > limit:
-            return math.inf
-        return predictor.batch_s(stage, start, end)
+        taken = predictor.stage_time(stage, start, end)
+        return taken.batch_s if limit is None or taken.held_bytes <= limit else math.inf
 
     def held(stage: int, start: int, end: int) -> float:
         return predictor.held_bytes(stage, start, end) if {start, end} <= within else math.inf
 
-    cuts = best_cuts(layers, stages, seconds)
-    if _largest(cuts, layers, seconds) < math.inf:
+    cuts, slowest = best_cuts(layers, stages, seconds)
+    if slowest < math.inf:
         return cuts
-    smallest = _largest(best_cuts(layers, stages, held), layers, held)
+    _, smallest = best_cuts(layers, stages, held)
     if limit is None or smallest == math.inf:
         raise ConfigError(
             f"partition={PROFILE} cannot cut this model into {stages} stages: only {len(within) - 2} of its "
@@ -100,11 +91,12 @@ def balance_times(predictor: Predictor, allowed: Collection[int], limit: float |
     )
 
 
-def best_cuts(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> list[int]:
+def best_cuts(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[list[int], float]:
     """Cut `layers` layers into `stages` runs, none empty, so that the largest cost of one is smallest.
 
-    `cost(stage, start, end)` prices the layers from `start` to before `end` as that stage. Among equals the
-    later runs are the smaller ones where one choice decides it. O(stages layers^2) prices.
+    Returns the cuts and that cost. `cost(stage, start, end)` prices the layers from `start` to before `end`
+    as that stage. Among equals the later runs are the smaller ones where one choice decides it.
+    O(stages layers^2) prices.
     """
     # best[k][i]: the smallest possible largest cost of the first i layers in k runs; cut[k][i]: its last cut.
     best = [[math.inf] * (layers + 1) for _ in range(stages + 1)]
@@ -120,8 +112,4 @@ def best_cuts(layers: int, stages: int, cost: Callable[[int, int, int], float]) 
     for k in range(stages, 1, -1):
         end = cut[k][end]
         cuts.append(end)
-    return cuts[::-1]
-
-
-def _largest(cuts: Sequence[int], layers: int, cost: Callable[[int, int, int], float]) -> float:
-    return max(cost(stage, *ends) for stage, ends in enumerate(pairwise([0, *cuts, layers])))
+    return cuts[::-1], best[stages][layers]

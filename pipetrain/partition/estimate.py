@@ -1,33 +1,34 @@
-"""What each layer costs, returns and has a gradient for, worked out without computing.
+"""What each layer costs, what it returns, and which gradients are needed: found by running it once.
 
-The layers run once under FakeTensorMode, on tensors that have a shape and no data: a pass that computes
-would update BatchNorm's running statistics, and the meta device gets dtypes wrong under autocast. Only a
-layer that reads numbers (`if torch.rand(()) < p`) has to be run for real, on copies of its tensors.
-
-A training model is differentiated in the same way, layer by layer from the last to the first, which tells for
-each tensor between two layers whether one process would need its gradient.
+A layer runs on copies of its tensors, so that BatchNorm's running statistics, the weights and the random
+generators stay as they are. A cheap layer runs on real numbers. A dear one runs under FakeTensorMode, on
+tensors that have a shape and no data: that costs nothing however large they are, but loads torch's compiler,
+which takes a second. A layer that reads numbers (`if torch.rand(()) < p`) always needs real ones.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from pipetrain.boundary import Boundary, TensorSpec, Value, as_tuple, describe, named_layers
 from pipetrain.errors import ConfigError
 from pipetrain.numerics import Numerics
 from pipetrain.places import places, standing_in
 
+CHEAP = 2.5e9  # multiplications of a layer's weights, about a tenth of a second
 MOST_REAL = 2**30  # bytes of input that a layer is run on for real
 
 
@@ -41,242 +42,244 @@ class Layer:
     output: Boundary
     writes_input: bool = False  # it works in place on what it is given
     hands_through: bool = False  # what it returns shares memory with what it is given
-    keeps_output: bool = (
-        False  # what it returns may change later: the layer keeps it too, or returns it twice
-    )
+    keeps_output: bool = False  # what it returns may change later: the layer keeps it, or returns it twice
     borrows: tuple[str, ...] = ()  # tensors of other layers that it uses without having them registered
 
 
-def estimate(
-    model: nn.Sequential,
-    example: TensorSpec,
-    mode: FakeTensorMode | None = None,
-    numerics: Numerics | None = None,
-) -> list[Layer]:
+def estimate(model: nn.Sequential, example: TensorSpec, numerics: Numerics | None = None) -> list[Layer]:
     """Estimate every layer of `model` for one microbatch of the shape and dtype of `example`.
 
     Where the model is in training mode, the boundaries say which gradients are needed. Raises ConfigError
     with the layer's name where a layer cannot take what the one before it returns, or trains weights that
     nobody would see.
     """
-    numerics = numerics or Numerics(example.dtype)
-    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    registered = _Registered(model)
-    passes: list[_Pass] = []
-    with _quiet():
+    trial = _Trial(model, numerics or Numerics(example.dtype))
+    runs: list[_Run] = []
+    with _quiet(), torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(0)  # so that every rank plans alike
         try:
-            with mode:
-                value: Value = torch.empty(example.shape, dtype=example.dtype)
+            with _fake_mode() if example.nbytes > MOST_REAL else nullcontext():
+                value: Value = torch.rand(example.shape, dtype=example.dtype)
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"a microbatch of {example} cannot be: {_line(error)}") from error
         for index, (name, module) in enumerate(named_layers(model)):
-            made = _Pass(name, module, value, numerics, mode, registered, model.training)
             try:
-                made.forward()
+                run = trial.run(name, module, value)
             except Exception as error:
                 raise ConfigError(
                     f"layer {index} ({name}) of the model cannot take {describe(value)}: {_line(error)}"
                 ) from error
-            if made.wrong:
-                raise ConfigError(f"layer {index} ({name}) of the model {made.wrong}")
-            value = made.handed_on(mode)
-            passes.append(made)
-        return _with_gradients(passes) if model.training else [made.layer for made in passes]
+            if run.wrong:
+                raise ConfigError(f"layer {index} ({name}) of the model {run.wrong}")
+            # What the next layer gets has no graph.
+            handed = tuple(t.detach().requires_grad_(t.requires_grad) for t in run.outputs)
+            value = handed[0] if run.layer.output.single else handed
+            runs.append(run)
+        return _with_gradients(runs) if model.training else [run.layer for run in runs]
 
 
-def _with_gradients(passes: Sequence[_Pass]) -> list[Layer]:
-    layers: list[Layer] = []
-    needed = tuple(t.requires_grad for t in passes[-1].outputs)
-    for made in reversed(passes):
-        requires = tuple(t.requires_grad for t in made.outputs)
-        output = replace(made.layer.output, needs_grad=needed, requires_grad=requires)
-        layers.append(replace(made.layer, output=output))
-        needed = made.backward(needed)
-    return layers[::-1]
-
-
-class _Registered:
-    """The parameters and buffers of a whole model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        self.ids = {id(t) for _, t in tensors}
-        self.names = {_storage(t): name for name, t in tensors}
-        self.trained = {name for name, t in tensors if t.requires_grad}
-
-
-class _Pass:
-    """One layer's run, first under FakeTensorMode and, where that is not possible, for real."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What one layer did."""
 
     layer: Layer
+    inputs: tuple[Tensor, ...]  # leaves of its graph
     outputs: tuple[Tensor, ...]
+    wrong: str  # what it does that would not be trained as in one process
+    on_copies: Callable[[], AbstractContextManager[object]]  # puts the copies of its tensors in their place
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        value: Value,
-        numerics: Numerics,
-        mode: FakeTensorMode,
-        registered: _Registered,
-        train: bool,
-    ) -> None:
-        self._name = name
-        self._module = module
-        self._value = value
+
+class _Trial:
+    """Runs the layers of a model one by one."""
+
+    def __init__(self, model: nn.Sequential, numerics: Numerics) -> None:
         self._numerics = numerics
-        self._mode: FakeTensorMode | None = mode
-        self._registered = registered
-        self._train = train
-        self.wrong = ""  # what it does that would not be trained as in one process
+        self._train = model.training
+        registered = [*model.named_parameters(), *model.named_buffers()]
+        self._ids = {id(t) for _, t in registered}
+        self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
 
-    def forward(self) -> None:
-        """Run the layer, and find out all about it."""
+    def run(self, name: str, module: nn.Module, value: Value) -> _Run:
+        """Run a layer for real or, where it is dear, without numbers; where one fails, in the other way."""
+        given = as_tuple(value)
+        # Each weight is multiplied at every position of an image.
+        positions = max(t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in given)
+        nbytes = sum(t.nbytes for t in given)
+        dear = nbytes > MOST_REAL / 8 or positions * sum(p.numel() for p in module.parameters()) > CHEAP
         try:
-            self._forward()
+            return self._run(name, module, value, _fake_mode() if dear else None)
         except Exception:
-            if sum(t.nbytes for t in as_tuple(self._value)) > MOST_REAL:
+            if nbytes > MOST_REAL:
                 raise
-            self._mode = None
-            self._forward()
+            if not dear:
+                with suppress(Exception):  # a layer that only a GPU can run, for one
+                    return self._run(name, module, value, _fake_mode())
+                raise
+        return self._run(name, module, value, None)
 
-    def backward(self, needed: Sequence[bool]) -> tuple[bool, ...]:
-        """Return which inputs have a gradient where these outputs have one."""
-        outputs = [t for t, need in zip(self.outputs, needed, strict=True) if need and t.requires_grad]
-        if not outputs or not any(leaf.requires_grad for leaf in self._leaves):
-            return (False,) * len(self._leaves)
-        try:
-            with self._inside():
-                torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-        except Exception:  # it can be tried with numbers alone: then it is held to what its forward says
-            return tuple(leaf.requires_grad for leaf in self._leaves)
-        return tuple(leaf.grad is not None for leaf in self._leaves)
-
-    def handed_on(self, mode: FakeTensorMode) -> Value:
-        """Return the layer's outputs as the next one's input, without their graph."""
-        tensors = [
-            (t.detach() if self._mode else mode.from_tensor(t.detach())).requires_grad_(t.requires_grad)
-            for t in self.outputs
-        ]
-        return tensors[0] if self.layer.output.single else tuple(tensors)
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self._mode or torch.random.fork_rng([]))
-            stack.enter_context(standing_in(self._module, self._others))
-            yield
-
-    def _forward(self) -> None:
-        given = as_tuple(self._value)
-        self._others = {
-            id(place.tensor): self._stand_in(place.tensor)
-            for place in places(self._module)
-            if id(place.tensor) in self._registered.ids
+    def _run(self, name: str, module: nn.Module, value: Value, mode: FakeTensorMode | None) -> _Run:
+        """Run a layer without numbers, by `mode`, or with some."""
+        others = {
+            id(place.tensor): self._stand_in(place.tensor, mode)
+            for place in places(module)
+            if id(place.tensor) in self._ids
         }
-        with torch.set_grad_enabled(self._train), self._inside():
+
+        @contextmanager
+        def on_copies() -> Iterator[None]:
+            with mode or nullcontext(), standing_in(module, others):
+                yield
+
+        with torch.set_grad_enabled(self._train), on_copies():
             # In the order that they have where they come over a cut.
-            self._leaves = tuple(
-                self._numerics.arrange(self._numbers(t)).detach().requires_grad_(t.requires_grad)
-                for t in given
+            leaves = tuple(
+                self._numerics.arrange(_copied(t, mode)).detach().requires_grad_(t.requires_grad)
+                for t in as_tuple(value)
             )
-            inputs = tuple(leaf.clone() for leaf in self._leaves)  # a leaf must not be worked on in place
-            before = [t._version for t in inputs]
-            known = [*self._others.values(), *inputs]
-            spy = _Spy(self._registered, known)
-            held, names = [_storage(t) for t in known], _names(self._module)
-            with self._numerics.context("cpu"), FlopCounterMode(display=False) as counter, spy:
-                result = self._module(inputs[0] if isinstance(self._value, Tensor) else inputs)
-            self.outputs = as_tuple(result)
-            returned = [_storage(t) for t in self.outputs]
-            kept = {_storage(place.tensor) for place in places(self._module)}
-            self.wrong = spy.wrong
-            if held != [_storage(t) for t in known]:
-                self.wrong = "replaces the data of a parameter or of its input; change these in place"
-            elif new := sorted(_names(self._module) - names):
-                self.wrong = f"makes its {new[0]} when it first runs; make it when the layer is made"
-            self.layer = Layer(
-                name=self._name,
-                params=sum(p.numel() for p in self._module.parameters()),
-                flops=counter.get_total_flops() + sum(t.numel() for t in self.outputs),
+            inputs = tuple(leaf.clone() for leaf in leaves)  # a leaf must not be worked on in place
+            versions = [t._version for t in inputs]
+            known = [*others.values(), *inputs]
+            storages, registered = [storage_of(t) for t in known], _registered(module)
+            with self._numerics.context("cpu"), _Spy(self._names, known) as spy:
+                result: Value = module(inputs[0] if isinstance(value, Tensor) else inputs)
+            outputs, wrong = as_tuple(result), spy.wrong
+            returned = [storage_of(t) for t in outputs]
+            kept = {storage_of(place.tensor) for place in places(module)}
+            if storages != [storage_of(t) for t in known]:
+                wrong = "replaces the data of a parameter or of its input; change these in place"
+            elif new := sorted(_registered(module) - registered):
+                wrong = f"makes its {new[0]} when it first runs; make it when the layer is made"
+            layer = Layer(
+                name=name,
+                params=sum(p.numel() for p in module.parameters()),
+                flops=spy.flops + sum(t.numel() for t in outputs),
                 output=describe(self._numerics.narrow(result)),
-                writes_input=[t._version for t in inputs] != before,
-                hands_through=not {_storage(t) for t in inputs}.isdisjoint(returned),
+                writes_input=[t._version for t in inputs] != versions,
+                hands_through=not {storage_of(t) for t in inputs}.isdisjoint(returned),
                 keeps_output=not kept.isdisjoint(returned) or len(set(returned)) < len(returned),
                 borrows=tuple(sorted(spy.borrowed)),
             )
+        return _Run(layer, leaves, outputs, wrong, on_copies)
 
-    def _stand_in(self, tensor: Tensor) -> Tensor:
+    def _stand_in(self, tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
         with torch.no_grad():
-            other = self._mode.from_tensor(tensor) if self._mode else tensor.clone()
+            other = mode.from_tensor(tensor) if mode else tensor.clone()
             if isinstance(tensor, nn.Parameter):
                 other = self._numerics.arrange(other)
         return other.requires_grad_(tensor.requires_grad)
 
-    def _numbers(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the pass: itself, or for a real one ordinary numbers in its place."""
-        if self._mode:
-            return tensor
-        real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return real.uniform_() if real.is_floating_point() else real.zero_()
+
+def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
+    """Return an input as a run needs it: without numbers, or with some."""
+    if mode is not None:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return real.uniform_() if real.is_floating_point() else real.zero_()
+
+
+def _with_gradients(runs: Sequence[_Run]) -> list[Layer]:
+    """Go from the last layer to the first, as a backward would, and find what has a gradient."""
+    layers: list[Layer] = []
+    needed = tuple(t.requires_grad for t in runs[-1].outputs)
+    for run in reversed(runs):
+        requires = tuple(t.requires_grad for t in run.outputs)
+        output = replace(run.layer.output, needs_grad=needed, requires_grad=requires)
+        layers.append(replace(run.layer, output=output))
+        needed = _reached(run, needed)
+    return layers[::-1]
+
+
+def _reached(run: _Run, needed: Sequence[bool]) -> tuple[bool, ...]:
+    """Return which inputs of a layer have a gradient where these outputs have one."""
+    outputs = [t for t, need in zip(run.outputs, needed, strict=True) if need and t.requires_grad]
+    nodes, todo = set(), [t.grad_fn for t in outputs]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            todo += [before for before, _ in node.next_functions]
+    if not any(isinstance(node, BackwardCFunction) for node in nodes):
+        ends = {id(getattr(node, "variable", None)) for node in nodes}
+        return tuple(id(leaf) in ends for leaf in run.inputs)
+    # A Function of somebody's own may give no gradient for what it was given: only a backward tells.
+    try:
+        with run.on_copies():  # a layer that recomputes runs forward once more
+            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+    except Exception:  # a fake one that needs numbers: then every input that could have a gradient has one
+        return tuple(leaf.requires_grad for leaf in run.inputs)
+    return tuple(leaf.grad is not None for leaf in run.inputs)
 
 
 class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees which tensors a layer computes with beside its registered ones, which others stand in for."""
+    """Counts a layer's work, and sees which tensors it uses beside those that it is known to use.
 
-    def __init__(self, registered: _Registered, known: Sequence[Tensor]) -> None:
+    `names`: of the whole model's tensors by their storage, and whether they are trained.
+    """
+
+    def __init__(self, names: Mapping[int, tuple[str, bool]], known: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._registered = registered
-        self._known = {_storage(t) for t in known}
+        self._names = names
+        self._known = {storage_of(t) for t in known}
+        self.flops = 0
         self.wrong = ""
         self.borrowed: set[str] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch would load its compiler to keep it away from this class
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for tensor in _strided(args, kwargs):
-            if _storage(tensor) not in self._known:
+        for tensor in strided(args, kwargs):
+            if storage_of(tensor) not in self._known:
                 self._look_at(tensor)
         result = func(*args, **(kwargs or {}))
-        self._known.update(map(_storage, _strided(result)))
+        if formula := flop_registry.get(func._overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        self._known.update(map(storage_of, strided(result)))
         return result
 
     def _look_at(self, tensor: Tensor) -> None:
-        name = self._registered.names.get(_storage(tensor), "")
-        if name in self._registered.trained:
-            self._refuse(f"parameter {name}")
-        elif name:
+        name, trained = self._names.get(storage_of(tensor), ("", False))
+        if name and not trained:
             self.borrowed.add(name)
-        elif tensor.requires_grad and tensor.is_leaf:
-            self._refuse(f"a parameter {list(tensor.shape)} of no layer")
+        elif name or (tensor.requires_grad and tensor.is_leaf):
+            what = f"parameter {name}" if name else f"a parameter {list(tensor.shape)} of no layer"
+            self.wrong = (
+                f"uses {what}, which is not registered in it and would not be trained as in one process; "
+                f"make it an attribute of the layer"
+            )
         elif tensor.requires_grad:
             self.wrong = (
                 f"uses a tensor {list(tensor.shape)} that a layer before it has made and not returned: hand "
                 f"it on from layer to layer, as one of a tuple"
             )
 
-    def _refuse(self, what: str) -> None:
-        self.wrong = (
-            f"uses {what}, which is not registered in it and would not be trained as in one process; make it "
-            f"an attribute of the layer"
-        )
 
-
-def _strided(*values: Any) -> list[Tensor]:
+def strided(*values: Any) -> list[Tensor]:
+    """Return the tensors in any tree of values, but for sparse ones."""
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout is torch.strided]
 
 
-def _names(module: nn.Module) -> set[str]:
-    """Name what is registered in a module."""
+def _registered(module: nn.Module) -> set[str]:
     return {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of what a tensor shares with its views."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+@cache
+def _fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
@@ -288,8 +291,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = disabled
-
-
-def list_layers(layers: Sequence[Layer]) -> str:
-    """Name the layers with their numbers, for an error about a cut."""
-    return ", ".join(f"{i} {layer.name}" for i, layer in enumerate(layers))

@@ -7,19 +7,24 @@ run that reads it; the machine it was taken on is only told.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from omegaconf import DictConfig
+
+from pipetrain.checkpoint.untrusted import read_as
 from pipetrain.errors import ConfigError
 from pipetrain.partition.estimate import Layer
 
+if TYPE_CHECKING:
+    from pipetrain.config import Settings
+
 PROFILE = "profile"  # what the strategy is called
 VERSION = 1
-Facts = Mapping[str, str | int]
+Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +39,7 @@ class LayerTime:
     forward_s: float
     backward_s: float  # of its inputs' and its parameters' gradients
     step_s: float  # of the optimizer's step over its parameters, once a batch
-    saved_bytes: (
-        int  # kept between its forward and its backward; parameters and what it was given not counted
-    )
+    saved_bytes: int  # kept between forward and backward; parameters and what it was given not counted
     peak_bytes: int  # alive at most while it runs forward and backward, beyond what was alive before
     output_bytes: int  # of the message forward where a cut comes behind it
     gradient_bytes: int  # of the message back
@@ -54,7 +57,7 @@ class Profile:
     input_bytes: int  # of what enters the model
     latency_s: float  # of any message; 0 where none was measured
     s_per_byte: float
-    layers: Sequence[LayerTime]
+    layers: list[LayerTime]
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
@@ -65,35 +68,28 @@ class Profile:
         """Read what `to_json` made. Raises ValueError that says what is wrong with it."""
         if not isinstance(data, dict) or data.get("pipetrain_profile") != VERSION:
             raise ValueError(f"it is no profile of version {VERSION}")
-        values = _checked(cls, {key: data[key] for key in data.keys() - {"pipetrain_profile"}}, "it")
-        layers = [
-            LayerTime(**_checked(LayerTime, layer, f"layer {i}")) for i, layer in enumerate(values["layers"])
-        ]
-        return cls(**{**values, "layers": layers})
+        values = {key: value for key, value in data.items() if key != "pipetrain_profile"}
+        profile: Profile = read_as(cls, values, "its content")
+        records: list[tuple[str, Profile | LayerTime]] = [("it", profile)]
+        for what, record in [*records, *((layer.name, layer) for layer in profile.layers)]:
+            for key, value in asdict(record).items():
+                if isinstance(value, float) and value < 0:
+                    raise ValueError(f"{what} has {key}={value}")
+        return profile
 
 
-def _checked(kind: type, data: Any, what: str) -> dict[str, Any]:
-    """Return `data` if it is a value of the right sort for each field of a dataclass. Raises ValueError."""
-    kinds = {field.name: str(field.type) for field in fields(kind)}
-    if not isinstance(data, dict) or data.keys() != kinds.keys():
-        raise ValueError(f"{what} must have {', '.join(kinds)}")
-    for key, value in data.items():
-        if not _SORTS[kinds[key]](value):
-            raise ValueError(f"{what} has {key}={value!r:.40}")
-    return data
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-_SORTS: dict[str, Callable[[Any], bool]] = {
-    "str": lambda value: isinstance(value, str),
-    "int": _whole,
-    "float": lambda value: _whole(value) or (isinstance(value, float) and 0 <= value < math.inf),
-    "Facts": lambda value: isinstance(value, dict),
-    "Sequence[LayerTime]": lambda value: isinstance(value, list),
-}
+def conditions(cfg: DictConfig, settings: Settings) -> Facts:
+    """Return what a profile must agree in with the run that reads it."""
+    no_work = ("_target_", "_partial_", "lr")  # of an optimizer's options: what changes no work
+    options = (f" {key}={value}" for key, value in cfg.optim.items() if key not in no_work)
+    return {
+        "model": settings.model,
+        "microbatch": settings.batch_size // settings.microbatches,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "precision": settings.precision,
+        "memory_format": settings.memory_format,
+        "optimizer": str(cfg.optim._target_).rsplit(".", 1)[-1] + "".join(options),
+    }
 
 
 def read_profile(path: str, conditions: Facts) -> Profile:
@@ -125,18 +121,17 @@ def read_profile(path: str, conditions: Facts) -> Profile:
 
 def refuse_other_layers(profile: Profile, layers: Sequence[Layer]) -> None:
     """Refuse a profile of a model whose layers have other names or return something else."""
-    profiled = [(layer.name, layer.output_bytes) for layer in profile.layers]
-    ours = [(layer.name, layer.output.nbytes) for layer in layers]
-    for index, (theirs, mine) in enumerate(zip(profiled, ours, strict=False)):
-        if theirs != mine:
+    for index, (theirs, ours) in enumerate(zip(profile.layers, layers, strict=False)):
+        if (theirs.name, theirs.output_bytes) != (ours.name, ours.output.nbytes):
             raise ConfigError(
-                f"the profile is of another model: its layer {index} is {theirs[0]} and returns {theirs[1]} "
-                f"bytes, and the model's is {mine[0]} and returns {mine[1]}; make one with partition=profile"
+                f"the profile is of another model: its layer {index} is {theirs.name} and returns "
+                f"{theirs.output_bytes} bytes, and the model's is {ours.name} and returns "
+                f"{ours.output.nbytes}; make one with partition=profile"
             )
-    if len(profiled) != len(ours):
+    if len(profile.layers) != len(layers):
         raise ConfigError(
-            f"the profile is of another model: it has {len(profiled)} layers, and the model {len(ours)}; "
-            f"make one with partition=profile"
+            f"the profile is of another model: it has {len(profile.layers)} layers, and the model "
+            f"{len(layers)}; make one with partition=profile"
         )
 
 

@@ -8,9 +8,9 @@ over a cut for a stage of their own that overlaps with all others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.schedule.actions import Op
@@ -66,18 +66,24 @@ class Predictor:
     def __init__(self, profile: Profile, pipeline: Pipeline) -> None:
         self.layers = profile.layers
         self.stages = len(pipeline.placement)
-        self._profile = profile
+        self.profile = profile
         self._pipeline = pipeline
-        # Up to a layer: so that the slices that are tried cost nothing to sum.
-        self._compute = [0.0, *accumulate(layer.forward_s + layer.backward_s for layer in self.layers)]
-        self._step = [0.0, *accumulate(layer.step_s for layer in self.layers)]
 
-    def batch_s(self, stage: int, start: int, end: int) -> float:
-        """Return the seconds of a batch."""
-        compute = self._compute[end] - self._compute[start]
-        messages = sum(self._exchange_s(cut) for cut in self._crossed(stage, start, end))
-        step = self._step[end] - self._step[start]
-        return self._pipeline.microbatches * (compute + messages) + step
+    def stage_time(self, stage: int, start: int, end: int) -> StageTime:
+        """Return all that is predicted of a stage."""
+        held, crossed = self.layers[start:end], self._crossed(stage, start, end)
+        forward_s = sum(layer.forward_s for layer in held)
+        backward_s = sum(layer.backward_s for layer in held)
+        messages_s = sum(self._travel_s(nbytes) for cut in crossed for nbytes in self._messages(cut))
+        step_s = sum(layer.step_s for layer in held)
+        return StageTime(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            messages_s=messages_s,
+            step_s=step_s,
+            batch_s=self._pipeline.microbatches * (forward_s + backward_s + messages_s) + step_s,
+            held_bytes=self.held_bytes(stage, start, end),
+        )
 
     def held_bytes(self, stage: int, start: int, end: int) -> int:
         """Return the bytes that a stage needs: weights, activations, messages, and its layers' work.
@@ -91,23 +97,11 @@ class Predictor:
             layer.param_bytes * (pipeline.versions[stage] + 1) + layer.state_bytes + layer.fixed_bytes
             for layer in held
         )
-        entry = self.layers[start - 1].output_bytes if start else self._profile.input_bytes
+        entry = self.layers[start - 1].output_bytes if start else self.profile.input_bytes
         saved = entry + sum(layer.saved_bytes for layer in held)
         crossing = sum(sum(self._messages(cut)) for cut in self._crossed(stage, start, end))
         work = max(layer.peak_bytes for layer in held)
         return weights + pipeline.activations[stage] * saved + pipeline.buffer_size * crossing + work
-
-    def stage_time(self, stage: int, start: int, end: int) -> StageTime:
-        """Return all that is predicted of a stage."""
-        held = self.layers[start:end]
-        return StageTime(
-            forward_s=sum(layer.forward_s for layer in held),
-            backward_s=sum(layer.backward_s for layer in held),
-            messages_s=sum(self._exchange_s(cut) for cut in self._crossed(stage, start, end)),
-            step_s=sum(layer.step_s for layer in held),
-            batch_s=self.batch_s(stage, start, end),
-            held_bytes=self.held_bytes(stage, start, end),
-        )
 
     def stage_times(self, cuts: Sequence[int]) -> list[StageTime]:
         """Return what each stage takes if the model is cut so."""
@@ -121,25 +115,21 @@ class Predictor:
     def costs(self, cuts: Sequence[int]) -> Costs:
         """Return the seconds of each action for `simulate`; a split backward's halves take half of it."""
         seconds: dict[tuple[int, Op], float] = {}
-        for stage, (start, end) in enumerate(pairwise([0, *cuts, len(self.layers)])):
-            taken = self.stage_time(stage, start, end)
+        for stage, taken in enumerate(self.stage_times(cuts)):
             seconds[stage, Op.F] = taken.forward_s
             seconds[stage, Op.B] = taken.backward_s
             seconds[stage, Op.I] = seconds[stage, Op.W] = taken.backward_s / 2
             seconds[stage, Op.STEP] = taken.step_s
-            if end < len(self.layers):
-                seconds[stage, Op.SEND_F] = self._travel_s(self._messages(end)[0])
-            if start:
-                seconds[stage, Op.SEND_B] = self._travel_s(self._messages(start)[1])
+        for stage, cut in enumerate(cuts):
+            forward, back = self._messages(cut)
+            seconds[stage, Op.SEND_F] = self._travel_s(forward)
+            seconds[stage + 1, Op.SEND_B] = self._travel_s(back)
         return Costs(seconds)
 
-    def _crossed(self, stage: int, start: int, end: int) -> Iterator[int]:
-        """Yield the cuts at a stage's ends that lie between two ranks."""
-        placement = self._pipeline.placement
-        if stage > 0 and placement[stage - 1] != placement[stage]:
-            yield start
-        if stage + 1 < self.stages and placement[stage] != placement[stage + 1]:
-            yield end
+    def _crossed(self, stage: int, start: int, end: int) -> list[int]:
+        """Return the cuts at a stage's ends that lie between two ranks."""
+        ranks, neighbours = self._pipeline.placement, ((stage - 1, start), (stage + 1, end))
+        return [cut for other, cut in neighbours if 0 <= other < self.stages and ranks[other] != ranks[stage]]
 
     def _messages(self, cut: int) -> tuple[int, int]:
         """Return the bytes that go over a cut forward and back."""
@@ -148,8 +138,5 @@ class Predictor:
         before = self.layers[cut - 1]
         return before.output_bytes, before.gradient_bytes
 
-    def _exchange_s(self, cut: int) -> float:
-        return sum(map(self._travel_s, self._messages(cut)))
-
     def _travel_s(self, nbytes: int) -> float:
-        return self._profile.latency_s + nbytes * self._profile.s_per_byte
+        return self.profile.latency_s + nbytes * self.profile.s_per_byte

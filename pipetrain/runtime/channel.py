@@ -20,15 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipetrain.boundary import TensorSpec
+from pipetrain.errors import ChannelError as ChannelError
 from pipetrain.runtime.watch import Watch
 
 _Post = Callable[..., "dist.Work | None"]
 Edge = tuple[int, int]
 """(source stage, destination stage)."""
-
-
-class ChannelError(RuntimeError):
-    """A message that did not come or could not go; says which, and between whom."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from pipetrain.boundary import TensorSpec
+from pipetrain.codec import Codec, Codecs, Identity, NotFinite, on_wire
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.channel import Channel, Edge, Message
-from pipetrain.runtime.codec import Codec, Codecs, Identity, NotFinite, on_wire
 
 Slot = tuple[Edge, int, tuple[int, ...]]
 """Whose residual: the edge, the number of the tensor in the message, its shape."""

@@ -15,8 +15,8 @@ from functools import partial
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from pipetrain.blueprint import Plan, Samples, make_plan
-from pipetrain.building import make_model, make_schedule
+from pipetrain.blueprint import Plan, Samples, draft_plan, make_plan
+from pipetrain.building import Models, make_schedule
 from pipetrain.cli import conf_dir
 from pipetrain.config import Settings, read_settings
 from pipetrain.data import (
@@ -32,7 +32,6 @@ from pipetrain.data import (
 from pipetrain.errors import ConfigError
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.profile import Profile
-from pipetrain.profiling import draft_plan
 from pipetrain.runtime.weights import OptimizerFactory
 
 CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # to a data set taken instead
@@ -44,17 +43,19 @@ log = logging.getLogger("pipetrain")
 class Run:
     """One training run before it starts.
 
-    `transform` makes training images; evaluation only normalises. `build_model` builds the whole model, with
-    the same weights every time.
+    `transform` makes training images; evaluation only normalises. `see_model` shows the whole model.
+    `build_model` hands it over to be trained, so that nothing else holds it then; called again, it builds
+    another one with the same weights.
     """
 
     settings: Settings
     data: ImageData
-    build_model: Callable[[], nn.Sequential]
     plan: Plan
     sampler: Sampler
     transform: Transform
     optimizer: OptimizerFactory
+    see_model: Callable[[], nn.Sequential]
+    build_model: Callable[[], nn.Sequential]
 
     @property
     def evaluation_sizes(self) -> list[int]:
@@ -92,16 +93,16 @@ def obtain_data(cfg: DictConfig) -> tuple[DictConfig, ImageData]:
     return cfg, replace(load_data(cfg.data), note=note)
 
 
-def check_early(cfg: DictConfig, schedule: str, ranks: int) -> Plan:
+def check_early(cfg: DictConfig, schedule: str, ranks: int, models: Models | None = None) -> Plan:
     """Refuse what can be refused without the data set, which may be long in coming. Raises ConfigError.
 
     Returns the plan of one batch: a draft, cut by flops where it has to be profiled first.
     """
     settings = read_settings(cfg, schedule, ranks)
     load_augment(cfg.data)
-    model = make_model(cfg, settings.seed, settings.dtype)
-    one_batch = Samples([settings.batch_size], [settings.batch_size])
-    plan = draft_plan(cfg, settings, model, one_batch, 1)
+    model = (models or Models()).copy(cfg, settings.seed, settings.dtype)
+    size = settings.batch_size // settings.microbatches
+    plan = draft_plan(cfg, settings, model, Samples([settings.batch_size], [size]))
     make_optimizer(cfg, model, plan.stages)
     return plan
 
@@ -113,14 +114,15 @@ def prepare(
     data: ImageData,
     profile: Profile | None = None,
     resumed: int = 0,
+    models: Models | None = None,
 ) -> Run:
     """Make a run from its configuration, its data and, for partition=profile, a profile.
 
-    `resumed`: how many batches are already done of the epoch that it goes on with. Raises ConfigError and
-    ScheduleError.
+    `resumed`: how many batches are already done of the epoch that it goes on with. `models`: those of
+    `check_early`, so that the model is not built again. Raises ConfigError and ScheduleError.
     """
-    settings = read_settings(cfg, schedule, ranks)
-    build_model = partial(make_model, cfg, settings.seed, settings.dtype)
+    settings, models = read_settings(cfg, schedule, ranks), models or Models()
+    named = cfg, settings.seed, settings.dtype
     sampler = Sampler(
         len(data.train), settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
@@ -130,18 +132,19 @@ def prepare(
             f"here; give the batch_size and the data set that it was trained with, or train anew"
         )
     samples = Samples(sampler.batch_sizes, _even(len(data.test), settings.batch_size), resumed)
-    model = build_model()
+    model = models.copy(*named)
     plan = make_plan(settings, make_schedule(cfg), model, IMAGE, data.classes, samples, profile)
     return Run(
         settings=settings,
         data=data,
-        build_model=build_model,
         plan=plan,
         sampler=sampler,
         transform=Transform(
             data.mean, data.std, load_augment(cfg.data), seed=settings.seed, dtype=settings.dtype
         ),
         optimizer=make_optimizer(cfg, model, plan.stages),
+        see_model=partial(models.see, *named),
+        build_model=partial(models.take, *named),
     )
 
 

@@ -129,7 +129,7 @@ def bf16(setting: Setting) -> Iterator[Row]:
 
 def trace(setting: Setting) -> Iterator[Row]:
     """A trace of two ranks: written, read again, and in the order that messages impose."""
-    chosen = f"{MODELS}with_norm" if setting.quick else "model._target_=pipetrain.models.vgg.vgg11"
+    chosen = f"{MODELS}with_norm" if setting.quick else "model._target_=pipetrain.models.vgg11"
     case = Case("1f1b", 2, (chosen, *FLOAT32, "batch_size=64", "trace=true"), train_samples=256)
     path = setting.out / "trace.json"
     marks, error = setting.world(traced, 2, case, str(path))[0]

@@ -52,16 +52,6 @@ def test_balance_is_the_best_of_all_cuts(weights, data):
     assert max(loads(weights, cuts)) == min(max(loads(weights, cut)) for cut in every)
 
 
-@steady
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.data())
-def test_layers_of_no_weight_still_give_every_stage_one(weights, data):
-    weights = [0] * len(weights)
-    stages = data.draw(st.integers(1, len(weights)))
-    sizes = loads([1] * len(weights), balance(weights, stages))
-    assert len(sizes) == stages
-    assert min(sizes) >= 1
-
-
 def test_strategies_weigh_different_things():
     assert choose_cuts("params", FOUR, 2) == [1]
     assert choose_cuts("flops", FOUR, 2) == [3]
@@ -79,27 +69,14 @@ def test_even_stages_differ_by_one_layer_at_most(n, data):
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_given_cuts_are_taken_as_they_are():
-    assert choose_cuts([1, 3], FOUR, 3) == [1, 3]
-    assert choose_cuts((2,), FOUR, 2) == [2]
-    assert choose_cuts([], FOUR, 1) == []
-
-
 @pytest.mark.parametrize(
     ("partition", "stages", "says"),
     [
         ("flops", 5, f"stages=5 needs at least as many layers, but the model has 4: {ALL_FOUR}"),
-        ([1, 2, 3, 4], 5, f"stages=5 needs at least as many layers, but the model has 4: {ALL_FOUR}"),
         ([1, 2], 2, f"partition=[1, 2] cuts the model into 3 stages, but there are 2; {ONE_OF_FOUR}"),
-        ([], 2, f"partition=[] cuts the model into 1 stages, but there are 2; {ONE_OF_FOUR}"),
         ([0], 2, f"partition=[0] leaves a stage without layers; {RISING}"),
         ([4], 2, f"partition=[4] leaves a stage without layers; {RISING}"),
-        ([9], 2, f"out of: {ALL_FOUR}"),
-        ([-1], 2, f"out of: {ALL_FOUR}"),
-        ([2, 2], 3, f"out of: {ALL_FOUR}"),
-        ([3, 1], 3, f"out of: {ALL_FOUR}"),
         ("middle", 2, "partition=middle is unknown; choose one of even, params, flops, profile, or give the"),
-        ("", 2, "is unknown; choose one of even, params, flops"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_list_of_layers(partition, stages, says):

@@ -27,16 +27,16 @@ THREE = predictor([0, 1, 2], [3, 2, 1], [3, 2, 1])
 def test_a_batch_is_compute_and_messages_of_every_microbatch_and_a_step():
     a_b = (1 + 1.0) + (1 + 0.5)  # forward and back over the cut behind a
     b_c = (1 + 2.0) + (1 + 2.0)
-    assert THREE.batch_s(0, 0, 1) == pytest.approx(4 * (3 + a_b) + 10)
-    assert THREE.batch_s(1, 1, 2) == pytest.approx(4 * (5 + a_b + b_c) + 20)
-    assert THREE.batch_s(2, 2, 3) == pytest.approx(4 * (9 + b_c))
-    assert THREE.slowest_s([1, 2]) == pytest.approx(THREE.batch_s(1, 1, 2))
+    assert THREE.stage_time(0, 0, 1).batch_s == pytest.approx(4 * (3 + a_b) + 10)
+    assert THREE.stage_time(1, 1, 2).batch_s == pytest.approx(4 * (5 + a_b + b_c) + 20)
+    assert THREE.stage_time(2, 2, 3).batch_s == pytest.approx(4 * (9 + b_c))
+    assert THREE.slowest_s([1, 2]) == pytest.approx(THREE.stage_time(1, 1, 2).batch_s)
 
 
 def test_stages_on_one_rank_send_each_other_nothing():
     alone = predictor([0, 0], [4, 4], [1, 1])
-    assert alone.batch_s(0, 0, 1) == pytest.approx(4 * 3 + 10)
-    assert alone.batch_s(1, 1, 3) == pytest.approx(4 * 14 + 20)
+    assert alone.stage_time(0, 0, 1).batch_s == pytest.approx(4 * 3 + 10)
+    assert alone.stage_time(1, 1, 3).batch_s == pytest.approx(4 * 14 + 20)
 
 
 def test_what_a_stage_holds():
@@ -53,7 +53,7 @@ def test_messages_are_priced_by_their_bytes_on_the_wire():
     wire = [(10, 5), (20, 7), (0, 0)]
     coded = Predictor(PROFILE, Pipeline(4, 2, [0, 1, 2], [3, 2, 1], [3, 2, 1], wire))
     a_b, b_c = (1 + 0.10) + (1 + 0.05), (1 + 0.20) + (1 + 0.07)
-    assert coded.batch_s(1, 1, 2) == pytest.approx(4 * (5 + a_b + b_c) + 20)
+    assert coded.stage_time(1, 1, 2).batch_s == pytest.approx(4 * (5 + a_b + b_c) + 20)
     assert coded.costs([1, 2])(Action(1, Op.SEND_B)) == pytest.approx(1.05)
     assert coded.held_bytes(0, 0, 1) == 3 * 7 + 2 * 15 + 1
     assert coded.held_bytes(1, 1, 2) == 2 * (100 + 8) + 2 * (15 + 27) + 30  # what enters it is decoded

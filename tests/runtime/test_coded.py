@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipetrain.boundary import specs_of
+from pipetrain.codec import Codec, Codecs, Half, Identity, Int8, TopK, TopKInt8
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.channel import Message
-from pipetrain.runtime.codec import Codec, Codecs, Half, Identity, Int8, TopK, TopKInt8
 from pipetrain.runtime.coded import CodedChannel, Feedback
 from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.schedule.actions import COMMUNICATION, SENDS

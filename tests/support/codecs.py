@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.boundary import TensorSpec
-from pipetrain.runtime.codec import Codec
+from pipetrain.codec import Codec
 
 
 class Same(Codec):

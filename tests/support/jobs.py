@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from pipetrain.boundary import TensorSpec, specs_of
+from pipetrain.codec import Codecs
 from pipetrain.errors import ConfigError
 from pipetrain.profiling import measure, take_part
 from pipetrain.runtime.channel import ChannelError, Message
-from pipetrain.runtime.codec import Codecs
 from pipetrain.runtime.coded import CodedChannel, Feedback
 from pipetrain.runtime.mesh import Mesh, World
 from pipetrain.seal import SealedStore

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import weakref
 from itertools import accumulate
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipetrain.building import Models
 from pipetrain.data import DataMissing
 from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import ScheduleError
@@ -126,6 +128,20 @@ def test_prepare_brings_the_parts_together():
     assert run.sampler.batch_sizes == [12, 12, 12, 8]
     assert ({3, 2}, {10}) == (set(run.plan.boundaries), set(run.plan.evaluated))
     assert (run.transform.seed, run.transform.mean) == (9, (0.5,) * 3)
+
+
+def test_one_model_is_planned_and_trained_and_nothing_keeps_it():
+    cfg = config(["data=digits", "model=mlp", "batch_size=12", "seed=9"])
+    models = Models()
+    check_early(cfg, "1f1b", 2, models)
+    seen = weakref.ref(models.see(cfg, 9, torch.float32))
+    run = prepare(cfg, "1f1b", 2, tiny_data(44), models=models)
+    model = run.build_model()
+    assert model is seen()
+    for a, b in zip(model.parameters(), run.build_model().parameters(), strict=True):
+        assert torch.equal(a, b)
+    del model
+    assert seen() is None
 
 
 def test_every_rank_prepares_the_same():

@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 from pipetrain.errors import ConfigError
 
+Rate = Callable[[int], float]
+"""Learning rate of update 0, 1, 2, ..."""
+
 Shape = Callable[[float, float], float]
 """(progress, warmup), both fractions of all updates -> fraction of the peak rate."""
 
@@ -42,7 +45,7 @@ def one_cycle(progress: float, warmup: float) -> float:
 SHAPES: dict[str, Shape] = {"constant": constant, "cosine": cosine, "one_cycle": one_cycle}
 
 
-def learning_rate(name: str, peak: float, warmup: float, updates: int) -> Callable[[int], float]:
+def learning_rate(name: str, peak: float, warmup: float, updates: int) -> Rate:
     """Return the rate of update 0 ... `updates` - 1. Raises ConfigError where it cannot be."""
     if name not in SHAPES:
         raise ConfigError(f"lr_schedule={name} is unknown; choose one of {', '.join(SHAPES)}")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.rate import SHAPES, constant, cosine, learning_rate, one_cycle
+from pipetrain.rate import SHAPES, constant, cosine, learning_rate, one_cycle
 
 steady = settings(derandomize=True, deadline=None)
 

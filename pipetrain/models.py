@@ -1,0 +1,198 @@
+"""The models: each a function that returns an `nn.Sequential` of the finest layers that can be cut.
+
+They are built whole on every rank, under a seed that the caller sets, and draw their weights in the order of
+their layers: the initial weights depend on the seed and the layer alone, never on the partition. No layer
+works in place, so what crosses a cut can never be changed behind its owner's back; that costs no time (0.63 s
+a training step of VGG16 either way, batch 64 on two cores). A model of one's own is a factory of the same
+kind: `model._target_=my_package.my_factory`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from pipetrain.errors import ConfigError
+
+__all__ = ["mlp", "resnet18", "resnet34", "resnet50", "vgg11", "vgg13", "vgg16", "vgg19"]
+
+
+def mlp(num_classes: int = 10, depth: int = 6, width: int = 128) -> nn.Sequential:
+    """Perceptron: images (n, 3, 32, 32) to logits (n, num_classes), `depth` linear layers of `width` units.
+
+    Without BatchNorm nothing depends on how a batch is cut, so every flush schedule must give the same
+    weights. Raises ConfigError where depth is under 2 or width under 1.
+    """
+    if depth < 2 or width < 1:
+        raise ConfigError(
+            f"model mlp needs depth >= 2 and width >= 1; got depth={depth}, width={width}: "
+            "change model.depth or model.width"
+        )
+    model = _stack(hidden1=_stack(flatten=nn.Flatten(), linear=nn.Linear(3 * 32 * 32, width), relu=nn.ReLU()))
+    for index in range(2, depth):
+        model.add_module(f"hidden{index}", _stack(linear=nn.Linear(width, width), relu=nn.ReLU()))
+    model.add_module("head", nn.Linear(width, num_classes))
+    for module in model.modules():
+        if isinstance(module, nn.Linear):  # He et al., 2015
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            nn.init.zeros_(module.bias)
+    return model
+
+
+# VGG
+
+
+def vgg11(num_classes: int = 10, width: int = 64) -> nn.Sequential:
+    """VGG11 with BatchNorm: images (n, 3, 32, 32) to logits (n, num_classes), in 9 layers."""
+    return _vgg((1, 1, 2, 2, 2), num_classes, width)
+
+
+def vgg13(num_classes: int = 10, width: int = 64) -> nn.Sequential:
+    """VGG13 with BatchNorm: images (n, 3, 32, 32) to logits (n, num_classes), in 11 layers."""
+    return _vgg((2, 2, 2, 2, 2), num_classes, width)
+
+
+def vgg16(num_classes: int = 10, width: int = 64) -> nn.Sequential:
+    """VGG16 with BatchNorm: images (n, 3, 32, 32) to logits (n, num_classes), in 14 layers."""
+    return _vgg((2, 2, 3, 3, 3), num_classes, width)
+
+
+def vgg19(num_classes: int = 10, width: int = 64) -> nn.Sequential:
+    """VGG19 with BatchNorm: images (n, 3, 32, 32) to logits (n, num_classes), in 17 layers."""
+    return _vgg((2, 2, 4, 4, 4), num_classes, width)
+
+
+def _vgg(depths: tuple[int, ...], num_classes: int, width: int) -> nn.Sequential:
+    """Stack `depths[i]` convolutions in block i, then the head; `width`: channels of the first block.
+
+    A layer is a convolution with its BatchNorm, its ReLU and, at the end of a block, the max-pool, which has
+    no weights and makes the boundary four times smaller: no cut before it is ever better than the one after.
+    `conv3_2` is the second convolution of the third block. Raises ValueError.
+
+    Source: Simonyan and Zisserman, "Very deep convolutional networks", 2015, table 1, with BatchNorm and the
+    one linear layer that is usual for CIFAR-10.
+    """
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise ValueError(f"width={width} must be a whole number of at least 1")
+    model, channels = nn.Sequential(), 3
+    for block, (depth, times) in enumerate(zip(depths, (1, 2, 4, 8, 8), strict=True), start=1):
+        for index in range(1, depth + 1):
+            layer = _convolution(channels, channels := times * width, bias=True)
+            layer.add_module("relu", nn.ReLU())
+            if index == depth:
+                layer.add_module("pool", nn.MaxPool2d(2))
+            model.add_module(f"conv{block}_{index}", layer)
+    head = nn.Linear(channels, num_classes)
+    model.add_module("head", _stack(flatten=nn.Flatten(), linear=head))
+    _initialise(model)
+    nn.init.normal_(head.weight, std=0.01)
+    nn.init.zeros_(head.bias)
+    return model
+
+
+# ResNet
+
+
+class Residual(nn.Module):
+    """A residual block: `relu(body(x) + shortcut(x))`, from (n, c, h, w) to (n, c', h / stride, w / stride).
+
+    One layer, as a cut inside it would send two tensors where one does. Source: He et al., "Deep residual
+    learning", 2016, with a projection (option B) where the shape changes.
+    """
+
+    def __init__(self, body: nn.Sequential, channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.body = body
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != out_channels:
+            self.shortcut = _convolution(channels, out_channels, kernel=1, stride=stride)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block."""
+        out: Tensor = self.relu(self.body(x) + self.shortcut(x))
+        return out
+
+
+def resnet18(num_classes: int = 10) -> nn.Sequential:
+    """ResNet18: images (n, 3, 32, 32) to logits (n, num_classes), in 10 layers."""
+    return _resnet(_basic, 1, (2, 2, 2, 2), num_classes)
+
+
+def resnet34(num_classes: int = 10) -> nn.Sequential:
+    """ResNet34: images (n, 3, 32, 32) to logits (n, num_classes), in 18 layers."""
+    return _resnet(_basic, 1, (3, 4, 6, 3), num_classes)
+
+
+def resnet50(num_classes: int = 10) -> nn.Sequential:
+    """ResNet50: images (n, 3, 32, 32) to logits (n, num_classes), in 18 layers."""
+    return _resnet(_bottleneck, 4, (3, 4, 6, 3), num_classes)
+
+
+def _resnet(
+    body: Callable[[int, int, int], nn.Sequential], expansion: int, depths: tuple[int, ...], num_classes: int
+) -> nn.Sequential:
+    """Stack `depths[i]` blocks in group i; `layer2_0` is the first block of the second group.
+
+    The stem is the one for CIFAR, a 3x3 convolution that keeps the resolution, without ImageNet's max-pool.
+    """
+    channels = 64
+    stem = _convolution(3, channels)
+    stem.add_module("relu", nn.ReLU())
+    model = _stack(stem=stem)
+    for group, (depth, width) in enumerate(zip(depths, (64, 128, 256, 512), strict=True), start=1):
+        for index in range(depth):
+            stride = 2 if group > 1 and index == 0 else 1
+            block = Residual(body(channels, width, stride), channels, width * expansion, stride)
+            model.add_module(f"layer{group}_{index}", block)
+            channels = width * expansion
+    pool, linear = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, num_classes)
+    model.add_module("head", _stack(pool=pool, flatten=nn.Flatten(), linear=linear))
+    _initialise(model)
+    return model
+
+
+def _basic(channels: int, width: int, stride: int) -> nn.Sequential:
+    """Two 3x3 convolutions, a ReLU between them."""
+    first = _convolution(channels, width, stride=stride)
+    return _stack(first=first, relu=nn.ReLU(), second=_convolution(width, width))
+
+
+def _bottleneck(channels: int, width: int, stride: int) -> nn.Sequential:
+    """1x1, 3x3, 1x1; the stride is at the 3x3, as in torchvision."""
+    return _stack(
+        reduce=_convolution(channels, width, kernel=1),
+        relu1=nn.ReLU(),
+        conv=_convolution(width, width, stride=stride),
+        relu2=nn.ReLU(),
+        expand=_convolution(width, 4 * width, kernel=1),
+    )
+
+
+# Of both
+
+
+def _stack(**layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(layers))
+
+
+def _convolution(
+    channels: int, width: int, kernel: int = 3, stride: int = 1, bias: bool = False
+) -> nn.Sequential:
+    """Return a convolution that keeps the resolution but for its stride, and its BatchNorm."""
+    conv = nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=bias)
+    return _stack(conv=conv, norm=nn.BatchNorm2d(width))
+
+
+def _initialise(model: nn.Sequential) -> None:
+    """Draw the convolutions in the order of the layers; linear layers keep PyTorch's own draw.
+
+    Source: He et al., "Delving deep into rectifiers", 2015, fan-out.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -1,0 +1,110 @@
+"""What may cross a cut, and how the layers on both sides treat it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.boundary import named_layers
+from pipetrain.errors import ConfigError
+from pipetrain.partition.estimate import Layer
+from pipetrain.places import places
+
+
+def writes_input(layers: Sequence[Layer]) -> bool:
+    """Whether layers work in place on what enters them."""
+    return _comes_first(layers, lambda layer: layer.writes_input)
+
+
+def keeps_output(layers: Sequence[Layer]) -> bool:
+    """Whether what leaves layers may change later, because they keep it."""
+    return _comes_first(reversed(layers), lambda layer: layer.keeps_output)
+
+
+def _comes_first(layers: Iterable[Layer], wanted: Callable[[Layer], bool]) -> bool:
+    """Whether there is a layer that is `wanted`, maybe behind some that only hand through."""
+    for layer in layers:
+        if wanted(layer):
+            return True
+        if not layer.hands_through:
+            return False
+    return False
+
+
+def refuse_cuts(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
+    """Refuse a cut over which layers would not do as they do in one process. Raises ConfigError."""
+    for cut in cuts:
+        output, where = layers[cut - 1].output, f"layer {cut - 1} ({layers[cut - 1].name})"
+        elsewhere = f"choose a partition that does not cut before layer {cut}"
+        if any(spec.dtype.is_complex for spec in output.specs):
+            raise ConfigError(
+                f"{where} returns {output}, and complex tensors cannot cross a cut; {elsewhere}"
+            )
+        if writes_input(layers[cut:]) and keeps_output(layers[:cut]):
+            raise ConfigError(f"what {where} returns and keeps is written into behind it; {elsewhere}")
+    _refuse_sharing(model, layers, cuts)
+
+
+def cuts_that_may_be(model: nn.Sequential, layers: Sequence[Layer]) -> list[int]:
+    """Return before which layers the model may be cut."""
+    allowed = []
+    for cut in range(1, len(layers)):
+        try:
+            refuse_cuts(model, layers, [cut])
+        except ConfigError:
+            continue
+        allowed.append(cut)
+    return allowed
+
+
+def _refuse_sharing(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
+    """Refuse a parameter or a buffer that two stages use: each would have a copy of its own."""
+    registered = {_address(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    user: dict[str, int] = {}
+    for index, (name, layer) in enumerate(named_layers(model)):
+        stage = sum(cut <= index for cut in cuts)
+        used = [(place.name, registered.get(_address(place.tensor), "")) for place in places(layer)]
+        used += [(tensor, tensor) for tensor in layers[index].borrows]
+        for said, tensor in used:
+            if tensor and user.setdefault(tensor, stage) != stage:
+                raise ConfigError(
+                    f"layer {index} ({name}) of stage {stage} shares its {said} with stage {user[tensor]}; "
+                    f"choose a partition that keeps both layers in one stage"
+                )
+
+
+def _address(tensor: Tensor) -> tuple[str, int]:
+    """Return what tells a tensor's memory from others'."""
+    if tensor.layout is not torch.strided or not tensor.data_ptr():
+        return "object", id(tensor)
+    return "memory", tensor.data_ptr()
+
+
+def refuse_changing(sizes: Sequence[Sequence[Layer]], cuts: Sequence[int]) -> None:
+    """Refuse a cut over which other things go for another microbatch size, or in an evaluation.
+
+    `sizes`: the layers as estimated for each size, in training and in evaluation. Raises ConfigError.
+    """
+    for cut in cuts:
+        outputs = [layers[cut - 1].output for layers in sizes]
+        kinds = {output.single for output in outputs}
+        needs = {output.needs_grad for output in outputs if output.needs_grad is not None}
+        if len(kinds) > 1 or len(needs) > 1:
+            what = "gradients are needed there" if len(kinds) == 1 else "it is one tensor or a tuple"
+            raise ConfigError(
+                f"whether {what} behind layer {cut - 1} ({sizes[0][cut - 1].name}) changes with the size of "
+                f"a microbatch, or in evaluation; choose a partition that does not cut before layer {cut}"
+            )
+
+
+def refuse_output(layers: Sequence[Layer], size: int, classes: int) -> None:
+    """Refuse a model that does not return a score for each class of `size` samples. Raises ConfigError."""
+    output = layers[-1].output
+    shape = output.specs[0].shape
+    if not output.single or len(shape) != 2 or shape[0] != size or shape[1] < classes:
+        raise ConfigError(
+            f"the last layer ({layers[-1].name}) returns {output} for {size} samples; it must return one "
+            f"tensor [{size}, at least {classes}]: a score for each class"
+        )
