@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from pathlib import Path
 from statistics import median
 
-import torch
+from comparison.runs import describe_machine
+from comparison.table import aligned
 
 Series = Mapping[str, Sequence[float]]
 """By contestant: what each round gave, in the order of the rounds."""
@@ -76,30 +73,14 @@ def timed_row(
 
 def machine(arguments: Sequence[str], script: str = "scripts/bench.py") -> dict[str, str]:
     """Say what runs this, and what was asked. To be called at the start, for the load's sake."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cpu = models[0] if models else platform.machine()
-    gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    load = os.getloadavg()[0]
+    about = describe_machine()
     return {
-        "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+        "date": about["date"],
         "command": " ".join([f"python {script}", *arguments]),
-        "machine": f"{cpu}, {os.cpu_count()} cores, {gib:.0f} GiB, load {load:.2f} at the start",
-        "software": f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} "
-        f"{platform.release()}, pipetrain {_revision()}",
+        "machine": f"{about['machine']}, load {os.getloadavg()[0]:.2f} at the start",
+        "software": f"Python {about['python']}, torch {about['torch']}, {about['system']}, "
+        f"pipetrain {about['pipetrain']}",
     }
-
-
-def _revision() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    try:
-        found = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=10
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "of an unknown revision"
-    return found.stdout.strip()
 
 
 def markdown(head: Mapping[str, str], rows: Sequence[Row], notes: Sequence[str]) -> str:
@@ -108,7 +89,7 @@ def markdown(head: Mapping[str, str], rows: Sequence[Row], notes: Sequence[str])
     parts = [
         "# Benchmark",
         "\n".join(f"- {key}: {value}" for key, value in head.items()),
-        table(rows),
+        table(rows).rstrip(),
         f"{sum(verdict.met for verdict in verdicts)} of {len(verdicts)} targets met.",
         MEANING,
         *notes,
@@ -132,18 +113,7 @@ def table(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return aligned([head, *cells], [2 <= index < 4 + len(columns) for index in range(len(head))])
-
-
-def aligned(cells: Sequence[Sequence[str]], numbers: Sequence[bool]) -> str:
-    """Return lines of cells, the head first, as a Markdown table. `numbers`: which columns are those."""
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    adjust = [str.rjust if number else str.ljust for number in numbers]
-    lines = [
-        [put(cell, width) for put, cell, width in zip(adjust, line, widths, strict=True)] for line in cells
-    ]
-    rule = ["-" * (w - 1) + (":" if number else "-") for w, number in zip(widths, numbers, strict=True)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
+    return aligned([head, *cells], ("benchmark", "contestant", "target", "met"))
 
 
 def figure(value: float) -> str:

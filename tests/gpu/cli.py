@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -21,9 +22,9 @@ from tests.gpu import memory, speed, training, transport
 from tests.gpu.rows import FAIL, NOT_RUN, Check, Line, Row, Setting, head, markdown
 
 CHECKS = [
-    Check("nccl-2", training.nccl_2, 20, 100),
-    Check("nccl-4", training.nccl_4, 30, 130),
-    Check("gloo-2", training.gloo_2, 20, 70),
+    Check("nccl-2", partial(training.against_reference, ranks=2, staged=False), 20, 100),
+    Check("nccl-4", partial(training.against_reference, ranks=4, staged=False), 30, 130),
+    Check("gloo-2", partial(training.against_reference, ranks=2, staged=True), 20, 70),
     Check("large", transport.large, 15, 70),
     Check("trace", training.trace, 15, 50),
     Check("nan", training.nan, 10, 40),
@@ -45,19 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(check.name for check in CHECKS))
         return 0
+    refusal = ""
     if options.device == "cpu" and not options.quick:
-        print("gpu_check: --device cpu is a rehearsal: give it --quick too", file=sys.stderr)
-        return REFUSED
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print(
-            "gpu_check: there is no GPU that torch can use; --device cpu --quick rehearses", file=sys.stderr
-        )
+        refusal = "--device cpu is a rehearsal: give it --quick too"
+    elif options.device == "cuda" and not torch.cuda.is_available():
+        refusal = "there is no GPU that torch can use; --device cpu --quick rehearses"
+    if refusal:
+        print(f"gpu_check: {refusal}", file=sys.stderr)
         return REFUSED
     os.environ["OMP_NUM_THREADS"] = "1"  # every rank's threads, whatever library starts them
     with ExitStack() as stack:
         # A rehearsal leaves nothing where the results are, unless it is told to.
         default = "docs/results" if options.device == "cuda" else stack.enter_context(TemporaryDirectory())
-        setting = Setting(options.device, options.quick, options.out or Path(default), progress)
+        patience = 1.0 if options.device == "cuda" else 10.0
+        setting = Setting(options.device, options.quick, options.out or Path(default), progress, patience)
         setting.out.mkdir(parents=True, exist_ok=True)
         about = head(arguments, options.device)
         chosen = [check for check in CHECKS if not options.only or check.name in options.only]
@@ -88,7 +90,7 @@ def run(checks: Sequence[Check], setting: Setting, budget: float) -> Iterator[Li
             left = max(0.0, end - began)
             yield check.name, Row("", f"{left:.0f} s left, needs {check.least:.0f}", "", NOT_RUN), 0.0
             continue
-        setting.end = min(end, began + check.most)
+        setting.end = min(end, began + check.most * setting.patience)
         setting.say("starts")
         try:
             for row in check.run(setting):
@@ -107,15 +109,12 @@ def parser() -> argparse.ArgumentParser:
         description="Prove on one GPU what only a GPU can prove. Needs torch and Hydra alone.",
         allow_abbrev=False,
     )
-    names = [check.name for check in CHECKS]
+    names, out = [check.name for check in CHECKS], f"for {REPORT} and trace.json (default: docs/results)"
     made.add_argument("--list", action="store_true", help="name the checks and stop")
     made.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"{', '.join(names)}")
-    made.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"for {REPORT} and trace.json (default: docs/results)"
-    )
+    made.add_argument("--out", type=Path, metavar="DIR", help=out)
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
     made.add_argument("--quick", action="store_true", help="small sizes: to see that it works, no more")
-    made.add_argument(
-        "--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for all (default: 460)"
-    )
+    seconds = f"for all (default: {BUDGET_S:.0f})"
+    made.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help=seconds)
     return made

@@ -71,12 +71,13 @@ def _measure(mesh: Mesh, say: Say, schedule: str, task: Task) -> Held:
     index, cuda = mesh.world.rank, mesh.device.type == "cuda"
     m = 1 if schedule == "pipedream" else MICROBATCHES
     task = task.extended(f"microbatches={m}", f"batch_size={m * SIZE}")
-    say(f"{schedule} on {mesh.world.size}: a microbatch alone")
-    job = prepare(task, schedule, mesh.world.size, WINDOW_BATCHES)
-    stash, above = alone(job, mesh) if cuda else (0, 0)
-    job = prepare(task, schedule, mesh.world.size, WINDOW_BATCHES)  # that one's weights are on the device
-    before = _allocated() if cuda else 0
+    stash = above = before = 0
+    if cuda:
+        say(f"{schedule} on {mesh.world.size}: a microbatch alone")
+        stash, above = alone(prepare(task, schedule, mesh.world.size, WINDOW_BATCHES), mesh)
+        before = _allocated()
     say(f"{schedule} on {mesh.world.size}: its windows")
+    job = prepare(task, schedule, mesh.world.size, WINDOW_BATCHES)
     ours = Ours(schedule, job, mesh)
     for _ in range(2):
         ours.run()
@@ -84,16 +85,9 @@ def _measure(mesh: Mesh, say: Say, schedule: str, task: Task) -> Held:
     record = ours.stats[index]
     simulation = ours.plan.window.simulation
     activations, versions = simulation.activations[index], simulation.versions[index]
-    return Held(
-        (record.activations, record.versions),
-        (activations, versions),
-        measured,
-        _fixed(job, index)
-        + activations * stash
-        + above
-        + (versions - 1) * _weights(job, index)
-        + messages(job, index),
-    )
+    predicted = _fixed(job, index) + activations * stash + above
+    predicted += (versions - 1) * _weights(job, index) + messages(job, index)
+    return Held((record.activations, record.versions), (activations, versions), measured, predicted)
 
 
 def _allocated() -> int:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from benchmark.report import aligned, machine
+from benchmark.report import machine
 from benchmark.worlds import Place, Say, Work, run_world
+from comparison.table import aligned
 
 PASS, FAIL, SKIPPED, NOT_RUN, SEEN = "pass", "**FAIL**", "skipped", "not run", ""
 TIMEOUT_S = 60.0  # of any wait between ranks
@@ -37,12 +38,16 @@ def judged(what: str, figure: str, target: str, met: bool) -> Row:
 
 @dataclass(slots=True)
 class Setting:
-    """What the checks share. `end`: when the running one must be done; `kept`: what one leaves another."""
+    """What the checks share. `end`: when the running one must be done; `kept`: what one leaves another.
+
+    `patience`: by how much a check may take longer than it says, because a rehearsal may meet a busy machine.
+    """
 
     device: str
     quick: bool
     out: Path
     say: Say
+    patience: float = 1.0
     end: float = 0.0
     kept: dict[str, Any] = field(default_factory=dict)
 
@@ -78,11 +83,9 @@ def head(arguments: Sequence[str], device: str) -> dict[str, str]:
     about = machine(arguments, "scripts/gpu_check.py")
     if device == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        major, minor = torch.cuda.get_device_capability(0)
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        about["GPU"] = (
-            f"{torch.cuda.get_device_name(0)}, {memory:.0f} GiB, compute capability {major}.{minor}"
-        )
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(0))
+        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+        about["GPU"] = f"{torch.cuda.get_device_name(0)}, {gib:.0f} GiB, compute capability {capability}"
         about["libraries"] = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
     else:
         about["GPU"] = "none: a REHEARSAL on the CPU, over gloo, which proves nothing of a GPU"
@@ -92,22 +95,15 @@ def head(arguments: Sequence[str], device: str) -> dict[str, str]:
 def markdown(about: Mapping[str, str], lines: Sequence[Line]) -> str:
     """Put the report together."""
     titles = ["check", "what", "figure", "target", "outcome", "seconds"]
-    cells = [
-        [
-            name,
-            row.what,
-            shorten(row.figure, WIDEST, placeholder=" ..."),
-            row.target,
-            row.outcome,
-            f"{seconds:.1f}",
-        ]
-        for name, row, seconds in lines
-    ]
+    cells = []
+    for name, row, seconds in lines:
+        found = shorten(row.figure, WIDEST, placeholder=" ...")
+        cells.append([name, row.what, found, row.target, row.outcome, f"{seconds:.1f}"])
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in cells]
     count = {outcome: sum(row.outcome == outcome for _, row, _ in lines) for outcome in (PASS, FAIL, NOT_RUN)}
     return (
         "# GPU check\n\n"
         + "\n".join(f"- {key}: {value}" for key, value in about.items())
-        + f"\n\n{aligned([titles, *escaped], [False] * 5 + [True])}\n\n"
+        + f"\n\n{aligned([titles, *escaped], titles[:-1])}\n"
         + f"{count[PASS]} passed, {count[FAIL]} failed, {count[NOT_RUN]} not run.\n"
     )

@@ -25,7 +25,7 @@ from tests.support.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 REHEARSED = [check.name for check in cli.CHECKS if check.name != "nccl-4"]  # as nccl-2, and slow
-OPTIONS = ["--device", "cpu", "--quick", "--out", "found", "--only"]
+OPTIONS = ["--device", "cpu", "--quick", "--out", "found", f"--budget={DEADLINE_S}", "--only"]
 NOT_NEEDED = ["safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy"]
 
 

@@ -32,12 +32,8 @@ def large(setting: Setting) -> Iterator[Row]:
         for buffer_size in (1, 2):
             seconds = max(rank[buffer_size][0] for rank in ranks)
             wrong = sum(rank[buffer_size][1] for rank in ranks)
-            yield judged(
-                f"{backend}, buffer_size={buffer_size}: {MESSAGES} x {4 * elements // MIB} MiB each way",
-                f"{seconds:.2f} s, {wrong} wrong",
-                "0 wrong",
-                wrong == 0,
-            )
+            what = f"{backend}, buffer_size={buffer_size}: {MESSAGES} x {4 * elements // MIB} MiB each way"
+            yield judged(what, f"{seconds:.2f} s, {wrong} wrong", "0 wrong", wrong == 0)
 
 
 def exchange_twice(mesh: Mesh, say: Say, elements: int) -> dict[int, tuple[float, int]]:

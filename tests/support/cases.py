@@ -39,6 +39,7 @@ from pipetrain.training.run import Run, prepare
 from pipetrain.training.tracer import Trace
 from pipetrain.training.trainer import Trainer
 from tests.support import reference
+from tests.support.deadlines import DEADLINE_S
 
 GROUPS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
 SCHEDULES = sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml"))
@@ -100,7 +101,7 @@ def make_run(case: Case, resumed: int = 0) -> Run:
 def _config(case: Case, model: str = "") -> DictConfig:
     defaults = ["data=digits", "dtype=float64", "batch_size=12", "epochs=3", "optim.lr=0.05", "warmup=0.3"]
     defaults += ["lr_schedule=cosine", "model._target_=tests.support.models.with_norm"]
-    defaults += ["data.augment.flip=true", "timeout=60"]
+    defaults += ["data.augment.flip=true", f"timeout={DEADLINE_S}"]
     twin = model if "." in model else f"models.{model}"
     chosen = [f"model._target_=tests.support.{twin}"] if model else []
     return config([*defaults, f"schedule={case.schedule}", *case.overrides, *chosen])
@@ -210,13 +211,13 @@ class LocalMesh:
         self._wire, self._barrier, self._board = wire, barrier, board
 
     def channel(self, buffer_size: int, channels_last: bool = False) -> LocalChannel:
-        return LocalChannel(self._wire, buffer_size, timeout=30)
+        return LocalChannel(self._wire, buffer_size, DEADLINE_S)
 
     def gather(self, what: str, item: object) -> list[object]:
         self._board[self.world.rank] = item
-        self._barrier.wait(30)
+        self._barrier.wait(DEADLINE_S)
         gathered = list(self._board)
-        self._barrier.wait(30)
+        self._barrier.wait(DEADLINE_S)
         return gathered
 
     def clock_offset(self) -> tuple[float, float]:
@@ -271,7 +272,7 @@ class Saved:
         store = file and SealedStore(file, Seal("of a test", ""))
         return [
             Keeper(
-                Saver(self.folder, rank, store, self.keep, timeout=30),
+                Saver(self.folder, rank, store, self.keep, DEADLINE_S),
                 Told(self.at, self.asked, self.ends),
                 self.every,
                 self.unit,
@@ -316,13 +317,13 @@ def run_in_threads(
     threads: list[Thread] = [Thread(target=partial(work, rank), daemon=True) for rank in range(case.ranks)]
     for thread in threads:
         thread.start()
-    end = monotonic() + 60
+    end = monotonic() + DEADLINE_S
     while not errors and any(thread.is_alive() for thread in threads) and monotonic() < end:
         threads[-1].join(0.02)
         sleep(0.002)
     if errors:
         raise errors[0]  # the other threads, which wait for this one, end at their deadline
-    assert not any(thread.is_alive() for thread in threads), f"{case} did not end in 60 s"
+    assert not any(thread.is_alive() for thread in threads), f"{case} did not end in {DEADLINE_S:g} s"
     return state, listener.epochs
 
 
