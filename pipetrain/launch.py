@@ -1,16 +1,21 @@
 """How the processes of one run agree on what to do: rank 0 decides, the others follow.
 
-Only rank 0 composes a configuration with Hydra. It refuses what is wrong, once and in one sentence, and tells
+Only rank 0 composes a configuration with Hydra. It refuses what is wrong, once and in one sentence, or tells
 the others through torchrun's key-value store what to run. So there is one run folder and one opinion about
-every value, `--help`, `--cfg job` and `--multirun` work under torchrun as they do without it, and all this
-happens before a process group exists.
+every value, and all this happens before a process group exists.
 
-Whoever reaches that store could speak in rank 0's place, so all that it says is sealed: see pipetrain.seal.
+Whoever reaches that store could speak in rank 0's place, so what rank 0 says is sealed (see pipetrain.seal).
+Without a proof one can only make a run fail. In the store:
+
+    phase            what rank 0 is doing, and how many seconds the others shall wait for it
+    met/RANK         the random number of each other rank; all of them name this start of the run
+    word/N           rank 0's N-th word, sealed: a job, or that the run has ended well
+    answer/N/RANK    whether a rank takes the job of word N
+    ended            the status of a run that rank 0 has given up
 """
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import importlib
 import json
@@ -20,32 +25,35 @@ import secrets
 import socket
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipetrain.errors import ActionFailed, ConfigError, NotRecorded, TrainingStopped
+from pipetrain.checkpoint.untrusted import read_as
+from pipetrain.ending import FAILED, INTERRUPTED, REFUSED
+from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.mesh import World
-from pipetrain.schedule.actions import ScheduleError
-from pipetrain.seal import MAC_BYTES, SECRET, Seal, SealedStore
+from pipetrain.seal import MAC_BYTES, SECRET, Seal, SealedStore, forged
 from pipetrain.training.folder import LOCK, read_key
 
-REFUSED, FAILED, INTERRUPTED = 2, 1, 130
-ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes how it ended, for pipetrain.launcher
 _RUN_DIR = "pipetrain/run_dir"
 _ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
+_TAKEN, _REFUSED = "taken", "refused"
 START_S, MOST_S = 300.0, 3600.0  # how long the others wait for rank 0 to start, and for anything at most
 LATE_S = 15.0  # how long a file may take to be seen on another machine
-POLL_S = 0.1
+SILENCE_S = 10.0  # a phase that takes longer says so this often
+POLL_S = 0.02
+
+log = logging.getLogger("pipetrain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +74,45 @@ class Job:
 Run = Callable[[Job, World, SealedStore | None], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """What rank 0 has said, and what is needed to prove it."""
+
+    folder: str  # the run's, which holds the key
+    key: str  # the key's digest: whoever sees another key does not see the same folder
+    met: list[str]  # the random number of each rank
+    sealed: str  # JSON under its seal, as latin-1
+
+
 class Leader:
     """Rank 0's side: tells the others what to run. Without others it tells nobody."""
 
     def __init__(self, world: World) -> None:
-        self._store = _store(world)
-        self._size = world.size
-        self._others = world.size > 1
+        self._own = _store(world)  # torchrun's, also of one process alone
+        self._store = self._own if world.size > 1 else None
+        self._others = range(1, world.size)
         self._met = [_nonce()]
-        self._jobs = 0
-        self._words = sys.argv[1:]  # as typed
+        self._words = 0
+        self._arguments = sys.argv[1:]  # as typed
         self._folder, self._key = "", ""
+        self.trains = Event()
+        """Set when the training begins, which says itself how far it is, and at the end."""
         self.phase("start", START_S)
 
     def phase(self, doing: str, limit_s: float) -> None:
-        """Say what the others wait for, and how many seconds they shall."""
-        if self._others and self._store is not None:
+        """Say what rank 0 does now, for which the others shall wait so many seconds."""
+        if self._store is not None:
             self._store.set("phase", json.dumps([doing, limit_s]))
+        self._doing = doing
+
+    def remind(self) -> None:
+        """Say every ten seconds what takes so long, until the training begins; for a thread of its own."""
+        while not self.trains.wait(SILENCE_S):
+            log.info("pipetrain: it takes time to %s", self._doing)
 
     def trust(self, folder: Path, key: str) -> None:
         """Seal with the key of the run's folder from now on. Raises ConfigError where there is none."""
-        if self._others and not (key or os.environ.get(SECRET)):
+        if self._store is not None and not (key or os.environ.get(SECRET)):
             raise ConfigError(
                 f"run_dir={folder} is on a file system that keeps no file from others, so ranks cannot prove "
                 f"who they are: choose another, or set {SECRET} to the same random words for every rank"
@@ -94,33 +120,44 @@ class Leader:
         self._folder, self._key = str(folder), key
 
     def announce(self, job: Job) -> SealedStore | None:
-        """Start a job on all ranks; return what they talk through."""
-        self._folder = job.run_dir
-        self._say({"job": asdict(job), "code": code_fingerprint(), "words": self._words})
-        if self._store is None or not self._others:
+        """Start a job on all ranks; return what they talk through.
+
+        Raises ChannelError where a rank does not answer, and ConfigError where one refuses.
+        """
+        if self._store is None:
             return None
-        return _store_of(self._jobs, self._store, self._key, self._met)
+        number = self._words
+        self._say({"job": asdict(job), "code": code_fingerprint(), "arguments": self._arguments})
+        for rank in self._others:
+            answer = self._heard(f"answer/{number}/{rank}", f"rank {rank} to take the job")
+            if answer != _TAKEN:
+                raise ConfigError(f"rank {rank} refuses this run; look at what it says")
+        return _store_of(number, self._store, self._key, self._met)
 
     def end(self, status: int) -> None:
         """Let the others exit with a status."""
-        if status and len(self._met) < self._size:  # some may never start; to give up needs no proof
-            self._folder = ""
-        self._say({"end": status})
+        self.trains.set()
+        if self._store is None:
+            return
+        if status == 0 and self._folder:
+            self._say({"ended": True})
+        else:  # to give up needs no proof
+            self._store.set("ended", str(status))
 
     def remember(self, run_dir: Path) -> None:
         """Keep the run's folder for whoever leads after a restart by the same torchrun."""
-        if self._store is not None and (self._key or os.environ.get(SECRET)):
+        if self._own is not None and (self._key or os.environ.get(SECRET)):
             sealed = Seal(self._key, _agent()).close(_RUN_DIR, str(run_dir).encode())
-            _across_restarts(self._store).set(_RUN_DIR, sealed)  # type: ignore[arg-type]
+            _across_restarts(self._own).set(_RUN_DIR, sealed)  # type: ignore[arg-type]
 
     def remembered(self) -> str | None:
         """Return the folder of the run that torchrun has restarted, if it has.
 
         Raises TrainingStopped where another torchrun, or somebody else, has said it, and none was typed.
         """
-        if self._store is None or not restarts():
+        if self._own is None or not restarts():
             return None
-        store = _across_restarts(self._store)
+        store = _across_restarts(self._own)
         if not store.check([_RUN_DIR]):
             return None
         sealed = store.get(_RUN_DIR)
@@ -132,106 +169,152 @@ class Leader:
                 return None
             raise
 
-    def _say(self, word: dict[str, Any]) -> None:
-        if self._store is None or not self._others:
-            return
-        name, content = f"word/{self._jobs}", json.dumps(word).encode()
-        if self._folder:
-            self._meet(self._store)
-        sealed = Seal(self._key, _scope(self._met)).close(name, content).decode("latin-1")
-        said = {"folder": self._folder, "key": _digest(self._key), "met": self._met, "word": sealed}
-        self._store.set(name, json.dumps(said))
-        self._jobs += 1
+    def _say(self, content: dict[str, Any]) -> None:
+        """Say a word to all ranks, once each has drawn its random number. Raises ChannelError."""
+        assert self._store is not None
+        for rank in self._others[len(self._met) - 1 :]:
+            self._met.append(self._heard(f"met/{rank}", f"rank {rank} to start"))
+        name = f"word/{self._words}"
+        sealed = Seal(self._key, _scope(self._met)).close(name, json.dumps(content).encode())
+        word = _Word(self._folder, _digest(self._key), self._met, sealed.decode("latin-1"))
+        self._store.set(name, json.dumps(asdict(word)))
+        self._words += 1
 
-    def _meet(self, store: Store) -> None:
-        """Wait for every rank's random number. Raises ChannelError."""
+    def _heard(self, key: str, what: str) -> str:
+        assert self._store is not None
         end = time.monotonic() + START_S
-        for rank in range(len(self._met), self._size):
-            while not store.check([f"met/{rank}"]):
-                if time.monotonic() > end:
-                    raise ChannelError(f"rank 0 waited {START_S:g} s for rank {rank} to start")
-                time.sleep(POLL_S)
-            self._met.append(store.get(f"met/{rank}").decode("latin-1"))
+        while not self._store.check([key]):
+            if time.monotonic() > end:
+                raise ChannelError(f"rank 0 waited {START_S:g} s for {what}")
+            time.sleep(POLL_S)
+        return self._store.get(key).decode("latin-1")
 
 
 def follow(world: World, run: Run) -> int:
     """Do what rank 0 says until it ends; return the exit status."""
-    store = _store(world)
-    assert store is not None
-    done, nonce, keys = 0, _nonce(), dict[str, str]()
-    store.set(f"met/{world.rank}", nonce)
+    follower = _Follower(world)
     importlib.import_module("torch._dynamo")  # planning will, and takes a second, while rank 0 has work to do
-    while True:
-        said = _awaited(f"word/{done}", store, world)
-        word, key, met, shared = _believed(f"word/{done}", said, world, nonce, keys)
-        if "end" in word:
-            return int(word["end"])
-        done += 1
+    while (taken := follower.next_job()) is not None:
+        run(taken[0], world, taken[1])
+    return follower.status
+
+
+class _Follower:
+    """Another rank's side: hears rank 0, and believes what is proved."""
+
+    def __init__(self, world: World) -> None:
+        store = _store(world)
+        assert store is not None
+        self._store = store
+        self._world = world
+        self._nonce = _nonce()
+        self._keys: dict[str, str] = {}  # of the folders that were read
+        self._words = 0
+        self.status = 0
+        store.set(f"met/{world.rank}", self._nonce)
+
+    def next_job(self) -> tuple[Job, SealedStore] | None:
+        """Wait for a job; None where the run has ended, with `status`.
+
+        Raises ChannelError, ConfigError where this rank cannot take part, and TrainingStopped where rank 0
+        has not said what came.
+        """
+        number = self._words
+        said = self._awaited(f"word/{number}")
+        if said is None:
+            return None
+        answer = f"answer/{number}/{self._world.rank}"
+        try:
+            word, key, met = self._believed(f"word/{number}", said)
+            if "ended" in word:
+                return None
+            job = self._accepted(word, key)
+        except (ConfigError, TrainingStopped):
+            self._store.set(answer, _REFUSED)
+            raise
+        self._store.set(answer, _TAKEN)
+        self._words += 1
+        return job, _store_of(number, self._store, key, met)
+
+    def _awaited(self, key: str) -> bytes | None:
+        """Wait for a word of rank 0's, and look meanwhile what it is doing; None where it has given up."""
+        rank = self._world.rank
+        doing: list[Any] = ["start", START_S]
+        since = time.monotonic()
+        try:
+            while not self._store.check([key]):
+                if self._store.check(["ended"]) and self._gave_up(self._store.get("ended")):
+                    return None
+                if self._store.check(["phase"]) and (now := json.loads(self._store.get("phase"))) != doing:
+                    doing, since = now, time.monotonic()
+                waited, limit = time.monotonic() - since, min(float(doing[1]), MOST_S)
+                if waited > limit:
+                    raise ChannelError(
+                        f"rank {rank} waited {limit:g} s for rank 0 to {doing[0]!s:.80}; look at what it "
+                        f"says, or give it longer with timeout="
+                    )
+                time.sleep(min(POLL_S, limit / 4))
+            return self._store.get(key)
+        except (ChannelError, TrainingStopped):
+            raise
+        except Exception as error:  # of the connection, or of words that are none
+            cause = str(error).strip().splitlines()[:1]
+            raise ChannelError(f"rank {rank} lost rank 0 in its start: {' '.join(cause)}") from error
+
+    def _gave_up(self, said: bytes) -> bool:
+        """Take the status of a run that was given up; one that trained nothing may have asked Hydra alone."""
+        believed = [FAILED, REFUSED, INTERRUPTED, *([0] if _only_asks() else [])]
+        found = [status for status in believed if said == str(status).encode()]
+        if not found:
+            raise forged("ended")
+        self.status = found[0]
+        return True
+
+    def _believed(self, name: str, said: bytes) -> tuple[dict[str, Any], str, list[str]]:
+        """Prove a word: said by a rank 0 that has the folder's key, and has met this rank in this start.
+
+        Returns it with the key, empty where this rank does not see the folder, and whom rank 0 has met.
+        """
+        try:
+            word: _Word = read_as(_Word, json.loads(said), name)
+            sealed = word.sealed.encode("latin-1")
+        except ValueError:  # neither ours nor rank 0's: it proves nothing
+            word, sealed = _Word("", "", [], ""), b""
+        if word.folder and word.folder not in self._keys:
+            self._keys[word.folder] = _key_of(Path(word.folder), word.key)
+        key = self._keys.get(word.folder, "")
+        if _digest(key) != word.key:
+            key = ""
+        if word.folder and not (key or os.environ.get(SECRET)):
+            raise self._not_shared(word.folder)
+        if word.met[self._world.rank : self._world.rank + 1] != [self._nonce]:
+            sealed = b""  # of another start
+        return json.loads(Seal(key, _scope(word.met)).open(name, sealed)), key, word.met
+
+    def _accepted(self, word: dict[str, Any], key: str) -> Job:
+        """Return a job that this rank can take part in as it was started. Raises ConfigError."""
+        rank = self._world.rank
         if (theirs := word["code"]) != code_fingerprint():
             raise ConfigError(
-                f"rank {world.rank} runs another pipetrain than rank 0 ({code_fingerprint()}, not {theirs}); "
+                f"rank {rank} runs another pipetrain than rank 0 ({code_fingerprint()}, not {theirs}); "
                 f"install the same version on every machine"
             )
-        if (difference := _difference(word["words"], sys.argv[1:])) is not None:
+        if (difference := _difference(word["arguments"], sys.argv[1:])) is not None:
             raise ConfigError(
-                f"rank {world.rank} was started with another command line than rank 0: {difference}; give "
-                f"all ranks the same words"
+                f"rank {rank} was started with another command line than rank 0: {difference}; give all "
+                f"ranks the same words"
             )
         job = Job(**word["job"])
-        if job.saves and not shared:
-            raise _not_shared(world, job.run_dir)
-        run(job, world, _store_of(done, store, key, met))
+        if job.saves and not key:
+            raise self._not_shared(job.run_dir)
+        return job
 
-
-def _awaited(key: str, store: Store, world: World) -> bytes:
-    """Wait for a word of rank 0's, and look meanwhile what it is doing. Raises ChannelError."""
-    doing: list[Any] = ["start", START_S]
-    since = time.monotonic()
-    try:
-        while not store.check([key]):
-            if store.check(["phase"]) and (now := json.loads(store.get("phase"))) != doing:
-                doing, since = now, time.monotonic()
-            waited, limit = time.monotonic() - since, min(float(doing[1]), MOST_S)
-            if waited > limit:
-                raise ChannelError(
-                    f"rank {world.rank} waited {limit:g} s for rank 0 to {doing[0]!s:.80}; look at what it "
-                    f"says, or give it longer with timeout="
-                )
-            time.sleep(min(POLL_S, limit / 4))
-        return store.get(key)
-    except ChannelError:
-        raise
-    except Exception as error:  # of the connection, or of words that are none
-        cause = str(error).strip().splitlines()[:1]
-        raise ChannelError(f"rank {world.rank} lost rank 0 in its start: {' '.join(cause)}") from error
-
-
-def _believed(
-    name: str, said: bytes, world: World, nonce: str, keys: dict[str, str]
-) -> tuple[dict[str, Any], str, list[str], bool]:
-    """Prove a word; return it with the run's key, whom rank 0 has met, and whether we see the run's folder.
-
-    It was said in this start of the run if rank 0 has met this rank's `nonce`. `keys` of folders are read
-    once. Before rank 0 has a folder it can only end, and nobody has to be believed in order to give up.
-    """
-    try:
-        outer = json.loads(said)
-        folder, digest, word = str(outer["folder"]), outer["key"], outer["word"].encode("latin-1")
-        met = [str(other) for other in outer["met"]]
-        end = None if folder else json.loads(word[MAC_BYTES:])["end"]
-    except (LookupError, AttributeError, TypeError, ValueError):
-        folder, digest, word, met, end = "", "", b"", [], None
-    if not folder and (end in (FAILED, REFUSED, INTERRUPTED) or (end == 0 and _only_asks())):
-        return {"end": end}, "", met, False
-    if folder not in keys:
-        keys[folder] = _key_of(Path(folder), digest) if folder else ""
-    key = keys[folder]
-    shared = bool(key) and _digest(key) == digest
-    if folder and not (shared or os.environ.get(SECRET)):
-        raise _not_shared(world, folder)
-    if met[world.rank : world.rank + 1] != [nonce]:
-        word = b""  # it is of another start
-    return json.loads(Seal(key, _scope(met)).open(name, word)), key, met, shared
+    def _not_shared(self, folder: str) -> ConfigError:
+        return ConfigError(
+            f"rank {self._world.rank} on {socket.gethostname()} does not see {Path(folder) / LOCK}, which "
+            f"rank 0 has written: give run_dir a folder that all machines share; without checkpoints "
+            f"(checkpoint.every=null) it is enough to set {SECRET} to the same random words on every machine"
+        )
 
 
 def _only_asks() -> bool:
@@ -245,14 +328,6 @@ def _key_of(folder: Path, digest: str) -> str:
     while _digest(key := read_key(folder)) != digest and time.monotonic() < end:
         time.sleep(POLL_S)
     return key
-
-
-def _not_shared(world: World, folder: str) -> ConfigError:
-    return ConfigError(
-        f"rank {world.rank} on {socket.gethostname()} does not see {Path(folder) / LOCK}, which rank 0 has "
-        f"written: give run_dir a folder that all machines share; without checkpoints "
-        f"(checkpoint.every=null) it is enough to set {SECRET} to the same random words on every machine"
-    )
 
 
 def _digest(key: str) -> str:
@@ -322,46 +397,3 @@ def _store(world: World) -> Store | None:
 def restarts() -> int:
     """How often torchrun has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def guarded(action: Callable[[], int]) -> int:
-    """Run `action`; turn each error that a person can meet into one sentence and an exit status."""
-    try:
-        return action()
-    except (ConfigError, ScheduleError) as error:
-        return _complain(error, REFUSED)
-    except ActionFailed as error:
-        if error.__cause__ is not None:  # most likely of a model that is not ours
-            traceback.print_exception(error.__cause__)
-        return _complain(error, FAILED)
-    except (ChannelError, NotRecorded, TrainingStopped) as error:
-        return _complain(error, FAILED)
-    except KeyboardInterrupt as stop:
-        return _complain(str(stop) or "interrupted", INTERRUPTED) if not _rank() else INTERRUPTED
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _complain(error: object, status: int) -> int:
-    text = "pipetrain: " + " ".join(str(error).split())
-    print(text, file=sys.stderr, flush=True)
-    record = logging.LogRecord("pipetrain", logging.ERROR, __file__, 0, text, None, None)
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.handle(record)
-    return status
-
-
-def leave(status: int) -> None:
-    """Exit at once: a half-dead process group may hang in its destructors, and a whole one takes long."""
-    if (folder := os.environ.get(ENDED)) is not None:
-        with suppress(OSError):
-            Path(folder, str(_rank())).write_text(str(status))
-    if not status:
-        atexit._run_exitfuncs()  # those of a model's own libraries too
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -38,12 +37,10 @@ pytestmark = pytest.mark.processes
 
 RANDOM = random.Random(0)
 WHAT = {
-    "SIGKILL": r"rank {peer} lost rank {rank} at the \w+ of microbatch \d+: .*; stage {peer} was at",
     "exit": r"rank {peer} lost rank {rank} at the \w+ of microbatch \d+: .*; stage {peer} was at",
-    "error": r"rank {rank}, stage {rank}, action {rank}F\d+@\d+: ValueError: this layer had enough",
     "memory": r"rank {rank}, stage {rank}, action {rank}F\d+@\d+: RuntimeError: .*memory",
 }
-FAILURES = {"SIGKILL": 0, "exit": 1, "error": 0, "memory": 1}  # of which rank
+FAILURES = {"exit": 0, "memory": 1}  # of which rank; tests/test_launcher.py kills one
 FAIL_AT = {kind: RANDOM.randint(50, 95) for kind in FAILURES}  # 24 microbatches an epoch
 
 
@@ -132,38 +129,24 @@ def rows(run: Path) -> list[list[str]]:
     return [line.split(",")[:6] for line in (run / "metrics.csv").read_text().splitlines()]
 
 
-def test_runs_at_the_same_time_end_as_one_alone_and_so_they_do_when_a_rank_is_killed(unharmed, tmp_path):
-    """Three of them: nobody touches the first; of the others rank 0 and rank 1 are killed, and come back."""
-    runs = [tmp_path / name for name in ("whole", "without_0", "without_1")]
+def test_runs_at_the_same_time_end_as_one_alone_although_a_rank_of_each_is_killed(unharmed, tmp_path):
+    """Of the one rank 0 is killed, of the other rank 1; both come back."""
+    runs = [tmp_path / name for name in ("without_0", "without_1")]
     with ExitStack() as stack:
         words = [[*LONG, f"run_dir={run}", "resume=auto"] for run in runs]
         processes = [stack.enter_context(started(tmp_path, w, restarts=3)) for w in words]
-        for rank, process in enumerate(processes[1:]):
+        for rank, process in enumerate(processes):
             await_epoch(process, 3 + rank)
             os.kill(rank_of(process, rank), signal.SIGKILL)
         for run, process in zip(runs, processes, strict=True):
             out = ended(process)
             assert process.returncode == 0, out
-            assert ("going on from" in out) == (run != runs[0])
+            assert "going on from" in out
             assert same(weights(run), weights(unharmed))
             assert rows(run) == rows(unharmed)
 
 
-def test_one_process_that_torchrun_restarts_goes_on_in_its_folder(tmp_path):
-    words = [*LONG, "epochs=6", "resume=auto"]
-    with started(tmp_path, words, ranks=1, restarts=1) as process:
-        await_epoch(process, 2)
-        os.kill(rank_of(process, 0), signal.SIGKILL)
-        out = ended(process)
-    assert process.returncode == 0, out
-    assert "going on from" in out
-    assert "epoch 1/" not in out
-    (run,) = (tmp_path / "runs").iterdir()
-    assert [row[0] for row in rows(run)[1:]] == [str(n) for n in range(1, 7)]
-
-
 def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(unharmed, tmp_path):
-    """Nor is what it left written over, or gone on from by another."""
     with started(tmp_path, [*LONG, "run_dir=run"]) as process:
         await_epoch(process, 2)
         os.kill(process.pid, signal.SIGTERM)  # torchrun's, which passes it on to every rank
@@ -171,15 +154,7 @@ def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(unharmed, tmp_path
     assert "got SIGTERM: saving when the pipeline is drained, then stopping" in out
     assert "go on with: run_dir=" in out
     assert not (tmp_path / "run" / "summary.json").exists()
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    with ExitStack() as stack:
-        over = stack.enter_context(started(tmp_path, [*LONG, "run_dir=copy"], ranks=1))
-        goes_on = stack.enter_context(started(tmp_path, [*LONG, "run_dir=run", "resume=auto"]))
-        assert "of a run that did not finish; go on with resume=auto" in said(ended(over))
-        other = [*LONG, "run_dir=copy", "resume=auto", "seed=1"]
-        another = stack.enter_context(started(tmp_path, other, ranks=1))
-        assert "it has seed=0, and this run has seed=1" in said(ended(another))
-        assert (over.returncode, another.returncode) == (2, 2)
+    with started(tmp_path, [*LONG, "run_dir=run", "resume=auto"]) as goes_on:
         out = ended(goes_on)
         assert goes_on.returncode == 0, out
     assert same(weights(tmp_path / "run"), weights(unharmed))
@@ -330,15 +305,15 @@ RECORDED = 8
 @pytest.fixture(scope="module")
 def unrecorded(tmp_path_factory) -> Unrecorded:
     folder = tmp_path_factory.mktemp("unrecorded")
-    words = [*FAULTY, "+model.kind=sleep", "+model.rank=1", f"+model.at={SLEEP_MS}", f"epochs={RECORDED}"]
+    words = [FAULTY[0], "+model.kind=sleep", "+model.rank=0", f"+model.at={SLEEP_MS}", f"epochs={RECORDED}"]
     words += ["trace.windows=1"]
     summary = folder / "obstructed" / "summary.json"
     with (
-        started(folder, [*words, "run_dir=full"]) as full,
-        started(folder, [*words, "run_dir=obstructed"]) as obstructed,
+        started(folder, [*words, "run_dir=full"], ranks=1) as full,
+        started(folder, [*words, "run_dir=obstructed"], ranks=1) as obstructed,
     ):
         await_line(full, "records in")
-        with full_disk(rank_of(full, 0)):
+        with full_disk(full.pid):
             await_line(obstructed, "records in")
             summary.mkdir()
             seen = await_epoch(full, 3)
@@ -351,7 +326,7 @@ def unrecorded(tmp_path_factory) -> Unrecorded:
         ]
     whether = summary.is_file()
     summary.rmdir()
-    with started(folder, [*words, "run_dir=obstructed", "resume=auto"]) as resumed:
+    with started(folder, [*words, "run_dir=obstructed", "resume=auto"], ranks=1) as resumed:
         out = ended(resumed)
         last = Ended(resumed.returncode, out, len(living(resumed.mark)), folder / "obstructed")
     return Unrecorded(*ends, whether, last)
@@ -403,10 +378,9 @@ def test_a_run_without_a_summary_ends_not_well_and_writes_it_when_it_is_started_
     assert json.loads((resumed.run / "summary.json").read_text())["epochs"] == RECORDED
 
 
-def test_a_run_whose_last_checkpoint_was_lost_ends_not_well_and_goes_on_when_there_is_room(tmp_path):
+def test_a_run_whose_last_checkpoint_was_lost_ends_not_well_and_is_not_finished(tmp_path):
     """Its records have room, its weights have not: a run that has finished would never be trained again."""
-    words = ["epochs=1", "run_dir=run"]
-    with full_disk(room=2**19), started(tmp_path, words, ranks=1) as process:
+    with full_disk(room=2**19), started(tmp_path, ["epochs=1", "run_dir=run"], ranks=1) as process:
         out = ended(process)
     assert process.returncode == 1
     assert "the checkpoint of update 6 was NOT saved: " in out
@@ -414,10 +388,6 @@ def test_a_run_whose_last_checkpoint_was_lost_ends_not_well_and_goes_on_when_the
         "pipetrain: ended, and the checkpoint of update 6 was NOT saved, so"
     )
     assert not (tmp_path / "run" / "summary.json").exists()
-    with started(tmp_path, [*words, "resume=auto"], ranks=1) as process:
-        out = ended(process)
-    assert process.returncode == 0, out
-    assert checkpoints(tmp_path / "run")
 
 
 def test_a_disk_that_is_full_from_the_start_to_the_end_is_no_traceback(tmp_path):

@@ -21,6 +21,8 @@ from torch import Tensor
 from pipetrain.blueprint import window_lengths
 from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
+from pipetrain.checkpoint.saver import Keeper, is_best
+from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.data import Split, Transform, inputs
 from pipetrain.errors import TrainingStopped
@@ -36,8 +38,6 @@ from pipetrain.schedule.measured import RankWindow
 from pipetrain.training.assembly import make_engine, make_stages, slots
 from pipetrain.training.feed import WindowFeed
 from pipetrain.training.figures import EpochFigures, Progress, Records, read_progress
-from pipetrain.training.keeper import Keeper, is_best, saved_residuals, set_random_state
-from pipetrain.training.resume import load
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Tracer
 

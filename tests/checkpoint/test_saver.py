@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
 
@@ -174,7 +173,7 @@ def die_at(step: int, folder: Path) -> bool:
 
             return wrapped
 
-        safetensors.torch.save_file = dying(safetensors.torch.save_file)
+        files.save_file = dying(files.save_file)
         files._flush, files._checksum = dying(files._flush), dying(files._checksum)
         os.replace, os.unlink, os.rmdir = dying(os.replace), dying(os.unlink), dying(os.rmdir)
         shutil.rmtree = dying(shutil.rmtree)
