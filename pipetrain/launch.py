@@ -10,6 +10,7 @@ Without a proof one can only make a run fail. In the store:
     phase            what rank 0 is doing, and how many seconds the others shall wait for it
     met/RANK         the random number of each other rank; all of them name this start of the run
     word/N           rank 0's N-th word, sealed: a job, or that the run has ended well
+    proof/N          by what it can be proved
     answer/N/RANK    whether a rank takes the job of word N
     ended            the status of a run that rank 0 has given up
 """
@@ -75,13 +76,12 @@ Run = Callable[[Job, World, SealedStore | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
-    """What rank 0 has said, and what is needed to prove it."""
+class _Proof:
+    """What is needed to prove a word of rank 0's."""
 
     folder: str  # the run's, which holds the key
     key: str  # the key's digest: whoever sees another key does not see the same folder
     met: list[str]  # the random number of each rank
-    sealed: str  # JSON under its seal, as latin-1
 
 
 class Leader:
@@ -127,12 +127,12 @@ class Leader:
         if self._store is None:
             return None
         number = self._words
-        self._say({"job": asdict(job), "code": code_fingerprint(), "arguments": self._arguments})
+        store = self._say({"job": asdict(job), "code": code_fingerprint(), "arguments": self._arguments})
         for rank in self._others:
             answer = self._heard(f"answer/{number}/{rank}", f"rank {rank} to take the job")
             if answer != _TAKEN:
                 raise ConfigError(f"rank {rank} refuses this run; look at what it says")
-        return _store_of(number, self._store, self._key, self._met)
+        return store.under(f"job/{number}")
 
     def end(self, status: int) -> None:
         """Let the others exit with a status."""
@@ -169,16 +169,17 @@ class Leader:
                 return None
             raise
 
-    def _say(self, content: dict[str, Any]) -> None:
-        """Say a word to all ranks, once each has drawn its random number. Raises ChannelError."""
+    def _say(self, word: dict[str, Any]) -> SealedStore:
+        """Say a word to all ranks, once each has drawn its number; return where. Raises ChannelError."""
         assert self._store is not None
         for rank in self._others[len(self._met) - 1 :]:
             self._met.append(self._heard(f"met/{rank}", f"rank {rank} to start"))
-        name = f"word/{self._words}"
-        sealed = Seal(self._key, _scope(self._met)).close(name, json.dumps(content).encode())
-        word = _Word(self._folder, _digest(self._key), self._met, sealed.decode("latin-1"))
-        self._store.set(name, json.dumps(asdict(word)))
+        proof = _Proof(self._folder, _digest(self._key), self._met)
+        self._store.set(f"proof/{self._words}", json.dumps(asdict(proof)))
+        sealed = SealedStore(self._store, Seal(self._key, _scope(self._met)))
+        sealed.set(f"word/{self._words}", json.dumps(word))
         self._words += 1
+        return sealed
 
     def _heard(self, key: str, what: str) -> str:
         assert self._store is not None
@@ -220,12 +221,12 @@ class _Follower:
         has not said what came.
         """
         number = self._words
-        said = self._awaited(f"word/{number}")
-        if said is None:
+        name, answer = f"word/{number}", f"answer/{number}/{self._world.rank}"
+        if self._gave_up(name):
             return None
-        answer = f"answer/{number}/{self._world.rank}"
         try:
-            word, key, met = self._believed(f"word/{number}", said)
+            store, key = self._proved(number)
+            word = json.loads(store.get(name))
             if "ended" in word:
                 return None
             job = self._accepted(word, key)
@@ -234,17 +235,18 @@ class _Follower:
             raise
         self._store.set(answer, _TAKEN)
         self._words += 1
-        return job, _store_of(number, self._store, key, met)
+        return job, store.under(f"job/{number}")
 
-    def _awaited(self, key: str) -> bytes | None:
-        """Wait for a word of rank 0's, and look meanwhile what it is doing; None where it has given up."""
+    def _gave_up(self, key: str) -> bool:
+        """Wait for a word of rank 0's, looking at what it is doing; say whether it gave up instead."""
         rank = self._world.rank
         doing: list[Any] = ["start", START_S]
         since = time.monotonic()
         try:
             while not self._store.check([key]):
-                if self._store.check(["ended"]) and self._gave_up(self._store.get("ended")):
-                    return None
+                if self._store.check(["ended"]):
+                    self.status = _status(self._store.get("ended"))
+                    return True
                 if self._store.check(["phase"]) and (now := json.loads(self._store.get("phase"))) != doing:
                     doing, since = now, time.monotonic()
                 waited, limit = time.monotonic() - since, min(float(doing[1]), MOST_S)
@@ -254,42 +256,32 @@ class _Follower:
                         f"says, or give it longer with timeout="
                     )
                 time.sleep(min(POLL_S, limit / 4))
-            return self._store.get(key)
         except (ChannelError, TrainingStopped):
             raise
         except Exception as error:  # of the connection, or of words that are none
             cause = str(error).strip().splitlines()[:1]
             raise ChannelError(f"rank {rank} lost rank 0 in its start: {' '.join(cause)}") from error
+        return False
 
-    def _gave_up(self, said: bytes) -> bool:
-        """Take the status of a run that was given up; one that trained nothing may have asked Hydra alone."""
-        believed = [FAILED, REFUSED, INTERRUPTED, *([0] if _only_asks() else [])]
-        found = [status for status in believed if said == str(status).encode()]
-        if not found:
-            raise forged("ended")
-        self.status = found[0]
-        return True
+    def _proved(self, number: int) -> tuple[SealedStore, str]:
+        """Return where words of a rank 0 are believed that has the folder's key and has met this rank.
 
-    def _believed(self, name: str, said: bytes) -> tuple[dict[str, Any], str, list[str]]:
-        """Prove a word: said by a rank 0 that has the folder's key, and has met this rank in this start.
-
-        Returns it with the key, empty where this rank does not see the folder, and whom rank 0 has met.
+        With the key, which is empty where this rank does not see the folder. Raises ConfigError.
         """
         try:
-            word: _Word = read_as(_Word, json.loads(said), name)
-            sealed = word.sealed.encode("latin-1")
-        except ValueError:  # neither ours nor rank 0's: it proves nothing
-            word, sealed = _Word("", "", [], ""), b""
-        if word.folder and word.folder not in self._keys:
-            self._keys[word.folder] = _key_of(Path(word.folder), word.key)
-        key = self._keys.get(word.folder, "")
-        if _digest(key) != word.key:
+            proof: _Proof = read_as(_Proof, json.loads(self._store.get(f"proof/{number}")), "the proof")
+        except ValueError:  # not rank 0's
+            raise forged(f"word/{number}") from None
+        if proof.folder not in self._keys:
+            self._keys[proof.folder] = _key_of(Path(proof.folder), proof.key) if proof.folder else ""
+        key = self._keys[proof.folder]
+        if _digest(key) != proof.key:
             key = ""
-        if word.folder and not (key or os.environ.get(SECRET)):
-            raise self._not_shared(word.folder)
-        if word.met[self._world.rank : self._world.rank + 1] != [self._nonce]:
-            sealed = b""  # of another start
-        return json.loads(Seal(key, _scope(word.met)).open(name, sealed)), key, word.met
+        if proof.folder and not (key or os.environ.get(SECRET)):
+            raise self._not_shared(proof.folder)
+        if proof.met[self._world.rank : self._world.rank + 1] != [self._nonce]:  # it is of another start
+            raise forged(f"word/{number}")
+        return SealedStore(self._store, Seal(key, _scope(proof.met))), key
 
     def _accepted(self, word: dict[str, Any], key: str) -> Job:
         """Return a job that this rank can take part in as it was started. Raises ConfigError."""
@@ -299,10 +291,10 @@ class _Follower:
                 f"rank {rank} runs another pipetrain than rank 0 ({code_fingerprint()}, not {theirs}); "
                 f"install the same version on every machine"
             )
-        if (difference := _difference(word["arguments"], sys.argv[1:])) is not None:
+        if (words := word["arguments"]) != sys.argv[1:]:
             raise ConfigError(
-                f"rank {rank} was started with another command line than rank 0: {difference}; give all "
-                f"ranks the same words"
+                f"rank {rank} was started with another command line than rank 0: "
+                f"{_difference(words, sys.argv[1:])}; give all ranks the same words"
             )
         job = Job(**word["job"])
         if job.saves and not key:
@@ -317,9 +309,17 @@ class _Follower:
         )
 
 
-def _only_asks() -> bool:
-    """Whether the command line has a flag, such as --help or --cfg, with which nothing is run."""
-    return not _ASKING.isdisjoint(sys.argv[1:])
+def _status(said: bytes) -> int:
+    """Return the status of a run that rank 0 has given up. Raises TrainingStopped for what is none.
+
+    Nobody has to be believed in order to fail; to end well, only where the command line runs nothing.
+    """
+    known = {str(status).encode(): status for status in (FAILED, REFUSED, INTERRUPTED)}
+    if not _ASKING.isdisjoint(sys.argv[1:]):
+        known[b"0"] = 0
+    if said not in known:
+        raise forged("ended")
+    return known[said]
 
 
 def _key_of(folder: Path, digest: str) -> str:
@@ -332,10 +332,6 @@ def _key_of(folder: Path, digest: str) -> str:
 
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def _store_of(job: int, store: Store, key: str, met: list[str]) -> SealedStore:
-    return SealedStore(store, Seal(key, _scope(met))).under(f"job/{job}")
 
 
 def _scope(met: list[str]) -> str:
@@ -355,10 +351,8 @@ def _agent() -> str:
     return str(os.getppid())
 
 
-def _difference(theirs: list[str], mine: list[str]) -> str | None:
-    """Say in which words rank 0's command line and this rank's differ, if they do."""
-    if theirs == mine:
-        return None
+def _difference(theirs: list[str], mine: list[str]) -> str:
+    """Say in which words rank 0's command line and this rank's differ."""
     only = [("here", Counter(mine) - Counter(theirs)), ("at rank 0", Counter(theirs) - Counter(mine))]
     said = [f"{' '.join(words.elements())} only {where}" for where, words in only if words]
     return ", ".join(said) or f"{' '.join(mine)} here, {' '.join(theirs)} at rank 0"

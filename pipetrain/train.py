@@ -142,8 +142,8 @@ def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> No
         return
     longer = resuming and lengthens(run_dir, cfg, draft.settings)
     patience_s = RELEASE_S if resuming else 0.0
-    with claim(run_dir, cfg.resume is not None, longer, patience_s) as claimed:
-        decided = decide(cfg, schedule, draft, claimed.key, world, leader)
+    with claim(run_dir, cfg.resume is not None, longer, patience_s) as key:
+        decided = decide(cfg, schedule, draft, key, world, leader)
         record(decided, world, leader)
 
 

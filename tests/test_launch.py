@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -28,8 +29,8 @@ from pipetrain.training.folder import claim, read_key
 @pytest.fixture
 def folder(tmp_path) -> Iterator[Path]:
     """The run's, claimed by rank 0."""
-    with claim(tmp_path / "run") as claimed:
-        assert claimed.key
+    with claim(tmp_path / "run") as key:
+        assert key
         yield tmp_path / "run"
 
 
@@ -111,7 +112,7 @@ def test_a_sweep_is_a_job_after_another_each_with_a_store_of_its_own(ranks, job,
         places = []
 
         def lead(leader: Leader) -> None:
-            for said, key in ((job, read_key(Path(job.run_dir))), (second, other.key)):
+            for said, key in ((job, read_key(Path(job.run_dir))), (second, other)):
                 leader.trust(Path(said.run_dir), key)
                 places.append(leader.announce(said))
                 places[-1].raw.wait(["from 1"], timedelta(seconds=20))
@@ -240,6 +241,22 @@ def test_each_phase_has_its_own_time(ranks, monkeypatch):
     assert ranks(lead, size=2)[0] == {1: REFUSED}
 
 
+def test_what_takes_long_is_said_until_the_training_begins(raw, monkeypatch, caplog):
+    monkeypatch.setattr(launch, "SILENCE_S", 0.05)
+    caplog.set_level(logging.INFO, logger="pipetrain")
+    leader = Leader(World(0, 2))
+    leader.phase("read the data set", 5.0)
+    reminding = Thread(target=leader.remind, daemon=True)
+    reminding.start()
+    time.sleep(0.2)
+    leader.trains.set()
+    reminding.join(20)
+    assert not reminding.is_alive()
+    assert {record.getMessage() for record in caplog.records} == {
+        "pipetrain: it takes time to read the data set"
+    }
+
+
 # Whoever reaches the store
 
 
@@ -250,9 +267,8 @@ def slipped_in(
     raw: dist.Store, word: dict, folder: str, key: str, sealed_for: list[str], met: list[str]
 ) -> None:
     """Speak in rank 0's place, with a key of one's own, or what was said before."""
-    said = Seal(key, launch._scope(sealed_for)).close("word/0", json.dumps(word).encode()).decode("latin-1")
-    outer = {"folder": folder, "key": launch._digest(key), "met": met, "sealed": said}
-    raw.set("word/0", json.dumps(outer))
+    raw.set("proof/0", json.dumps({"folder": folder, "key": launch._digest(key), "met": met}))
+    SealedStore(raw, Seal(key, launch._scope(sealed_for))).set("word/0", json.dumps(word))
 
 
 TRAP = {"model": {"_target_": "os.system", "command": "true"}, "checkpoint": {"every": 1}}
@@ -329,19 +345,11 @@ def test_to_give_up_needs_no_proof(raw, monkeypatch, flag, said, status):
 
 
 @pytest.mark.parametrize(
-    "said",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"3",
-        b'{"folder": 1}',
-        b"\xff",
-        b'{"folder": "", "key": "", "met": [], "sealed": "\\u0100"}',
-    ],
+    "said", [b"", b"{", b"[]", b"3", b'{"folder": 1}', b"\xff", b'{"folder": "", "key": "", "met": []}']
 )
 def test_words_that_are_none_are_a_sentence(raw, folder, monkeypatch, said):
-    raw.set("word/0", said)
+    for key in ("proof/0", "word/0"):
+        raw.set(key, said)
     with pytest.raises(TrainingStopped, match=FORGED):
         follow(World(1, 2), lambda *_: pytest.fail("it was believed"))
 
