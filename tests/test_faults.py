@@ -36,11 +36,10 @@ from tests.support.processes import (
 pytestmark = pytest.mark.processes
 
 RANDOM = random.Random(0)
-WHAT = {
-    "exit": r"rank {peer} lost rank {rank} at the \w+ of microbatch \d+: .*; stage {peer} was at",
-    "memory": r"rank {rank}, stage {rank}, action {rank}F\d+@\d+: RuntimeError: .*memory",
+FAILURES = {  # of rank 0: of how many, and what is said; tests/test_launcher.py kills one
+    "exit": (2, r"rank 1 lost rank 0 at the \w+ of microbatch \d+: .*; stage 1 was at"),
+    "memory": (1, r"rank 0, stage 0, action 0F\d+@\d+: RuntimeError: .*memory"),
 }
-FAILURES = {"exit": 0, "memory": 1}  # of which rank; tests/test_launcher.py kills one
 FAIL_AT = {kind: RANDOM.randint(50, 95) for kind in FAILURES}  # 24 microbatches an epoch
 
 
@@ -59,10 +58,12 @@ def failed(tmp_path_factory) -> dict[str, Ended]:
     """A run for each way to fail; all at once, because most of their time is the start."""
     with ExitStack() as stack:
         runs = {}
-        for kind, rank in FAILURES.items():
+        for kind, (ranks, _) in FAILURES.items():
             folder = tmp_path_factory.mktemp(kind)
-            fault = [f"+model.kind={kind}", f"+model.rank={rank}", f"+model.at={FAIL_AT[kind]}"]
-            process = stack.enter_context(started(folder, [*FAULTY, *fault, "epochs=4", "run_dir=run"]))
+            words = [FAULTY[0], f"+model.kind={kind}", "+model.rank=0", f"+model.at={FAIL_AT[kind]}"]
+            words += ["partition=[2]"] if ranks == 2 else []
+            run = started(folder, [*words, "epochs=4", "run_dir=run"], ranks=ranks)
+            process = stack.enter_context(run)
             runs[kind] = folder / "run", process
         outs = {kind: ended(process) for kind, (_, process) in runs.items()}
         return {
@@ -73,10 +74,10 @@ def failed(tmp_path_factory) -> dict[str, Ended]:
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_a_rank_that_fails_ends_all_and_is_named_and_a_whole_checkpoint_is_left(kind, failed):
-    at, rank, end = FAIL_AT[kind], FAILURES[kind], failed[kind]
+    at, end = FAIL_AT[kind], failed[kind]
     assert end.status != 0
     assert end.living == 0
-    assert re.search(WHAT[kind].format(rank=rank, peer=1 - rank), said(end.out)), end.out
+    assert re.search(FAILURES[kind][1], said(end.out)), end.out
     _, manifest = next(newest_first(end.run / CHECKPOINTS))
     assert isinstance(manifest, Manifest)
     assert manifest.position.epoch in ((at - 1) // 24, (at - 1) // 24 - 1)  # the last may be on its way
@@ -129,36 +130,32 @@ def rows(run: Path) -> list[list[str]]:
     return [line.split(",")[:6] for line in (run / "metrics.csv").read_text().splitlines()]
 
 
-def test_runs_at_the_same_time_end_as_one_alone_although_a_rank_of_each_is_killed(unharmed, tmp_path):
-    """Of the one rank 0 is killed, of the other rank 1; both come back."""
-    runs = [tmp_path / name for name in ("without_0", "without_1")]
-    with ExitStack() as stack:
-        words = [[*LONG, f"run_dir={run}", "resume=auto"] for run in runs]
-        processes = [stack.enter_context(started(tmp_path, w, restarts=3)) for w in words]
-        for rank, process in enumerate(processes):
-            await_epoch(process, 3 + rank)
-            os.kill(rank_of(process, rank), signal.SIGKILL)
-        for run, process in zip(runs, processes, strict=True):
-            out = ended(process)
-            assert process.returncode == 0, out
-            assert "going on from" in out
-            assert same(weights(run), weights(unharmed))
-            assert rows(run) == rows(unharmed)
-
-
-def test_a_stop_saves_and_ends_well_and_the_run_goes_on_later(unharmed, tmp_path):
-    with started(tmp_path, [*LONG, "run_dir=run"]) as process:
-        await_epoch(process, 2)
-        os.kill(process.pid, signal.SIGTERM)  # torchrun's, which passes it on to every rank
-        out = ended(process)
-    assert "got SIGTERM: saving when the pipeline is drained, then stopping" in out
-    assert "go on with: run_dir=" in out
-    assert not (tmp_path / "run" / "summary.json").exists()
-    with started(tmp_path, [*LONG, "run_dir=run", "resume=auto"]) as goes_on:
-        out = ended(goes_on)
-        assert goes_on.returncode == 0, out
-    assert same(weights(tmp_path / "run"), weights(unharmed))
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == EPOCHS
+def test_runs_at_the_same_time_end_as_one_alone_whoever_is_killed_or_stopped(unharmed, tmp_path):
+    """Of the one each rank is killed once, and comes back; the other is stopped, and goes on later."""
+    killed, stopped = tmp_path / "killed", tmp_path / "stopped"
+    words = [*LONG, f"run_dir={stopped}"]
+    with (
+        started(tmp_path, [*LONG, f"run_dir={killed}", "resume=auto"], restarts=3) as comes_back,
+        started(tmp_path, words) as stops,
+    ):
+        await_epoch(stops, 2)
+        os.kill(stops.pid, signal.SIGTERM)  # torchrun's, which passes it on to every rank
+        for rank, epoch in enumerate((3, 9)):
+            await_epoch(comes_back, epoch)
+            os.kill(rank_of(comes_back, rank), signal.SIGKILL)
+        out = ended(stops)
+        assert "got SIGTERM: saving when the pipeline is drained, then stopping" in out
+        assert "go on with: run_dir=" in out
+        assert not (stopped / "summary.json").exists()
+        with started(tmp_path, [*words, "resume=auto"]) as goes_on:
+            for process in (comes_back, goes_on):
+                out = ended(process)
+                assert process.returncode == 0, out
+                assert "going on from" in out
+    for run in (killed, stopped):
+        assert same(weights(run), weights(unharmed))
+        assert rows(run) == rows(unharmed)
+    assert json.loads((stopped / "summary.json").read_text())["epochs"] == EPOCHS
 
 
 # One long run, with a slow stage, to which much happens
