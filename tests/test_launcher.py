@@ -44,6 +44,7 @@ WORDS = {
     "in its start": [],
     "refused": ["microbatches=3"],
     "killed": ["epochs=99"],
+    "interrupted": ["epochs=99"],
 }
 
 
@@ -163,7 +164,12 @@ def kill_one(process: Started) -> None:
     os.kill(rank_of(process, 1), signal.SIGKILL)
 
 
-DEEDS = {"stopped": stop, "in its start": stop_early, "killed": kill_one}
+def interrupt(process: Started) -> None:
+    await_epoch(process, 2)
+    os.kill(process.pid, signal.SIGINT)
+
+
+DEEDS = {"stopped": stop, "interrupted": interrupt, "in its start": stop_early, "killed": kill_one}
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +182,7 @@ def ends(tmp_path_factory) -> dict[str, Ended]:
             folder = tmp_path_factory.mktemp("run")
             run = started(folder, [*words, "run_dir=run"], launcher=LAUNCHER)
             runs[name] = folder / "run", stack.enter_context(run)
-        for name in ("in its start", "killed", "stopped"):
+        for name in ("in its start", "killed", "interrupted", "stopped"):
             DEEDS[name](runs[name][1])
         for name, (run, process) in runs.items():
             out = ended(process)
@@ -225,3 +231,12 @@ def test_a_rank_that_was_killed_is_named(ends):
     end = ends["killed"]
     assert end.status == 1
     assert re.search("rank 0 (lost rank 1|could not gather .* a rank has ended)", said(end.out))
+
+
+def test_ctrl_c_is_one_line_that_says_what_was_saved(ends):
+    end = ends["interrupted"]
+    assert end.status == 128 + signal.SIGINT
+    *_, last = end.out.splitlines()
+    saved = rf"update-\d+ is saved: go on with run_dir={end.run} resume=auto"
+    assert re.fullmatch(rf"pipetrain: interrupted; {saved}", last)
+    assert said(end.out).count("interrupted") == 1
