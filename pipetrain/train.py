@@ -26,20 +26,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.blueprint import Plan
+from pipetrain.checkpoint import resume
 from pipetrain.checkpoint.asking import Asking
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
-from pipetrain.checkpoint.resume import (
-    AUTO,
-    Source,
-    conditions,
-    done_batches,
-    find_source,
-    lengthens,
-    read_source,
-    refuse_older,
-    refuse_other,
-    with_cuts_of,
-)
+from pipetrain.checkpoint.resume import AUTO, Source
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.cli import compose, contained
 from pipetrain.config import share_of_cores
@@ -55,20 +45,9 @@ from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.seal import SealedStore
+from pipetrain.training import folder
 from pipetrain.training.files import Files
-from pipetrain.training.folder import (
-    METRICS,
-    PROFILE_FILE,
-    RAN,
-    SUMMARY,
-    TRACE,
-    claim,
-    clear,
-    discard,
-    is_finished,
-    read_key,
-    rename_after,
-)
+from pipetrain.training.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE
 from pipetrain.training.history import Machine
 from pipetrain.training.run import Run, check_early, obtain_data, prepare
 from pipetrain.training.trainer import Trainer
@@ -123,7 +102,7 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
     try:
         lead_job(contained(cfg, run_dir), str(hydra.runtime.choices["schedule"]), world, leader)
     except (ConfigError, ScheduleError):
-        discard(run_dir, f"{hydra.job.name}.log")
+        folder.discard(run_dir, f"{hydra.job.name}.log")
         raise
 
 
@@ -136,13 +115,13 @@ def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> No
     leader.phase("choose its device and its folder", draft.settings.timeout)
     choose_device(world, cfg.device)
     restarted, resuming = leader.remembered() is not None, cfg.resume == AUTO
-    if resuming and is_finished(run_dir, None if restarted else cfg):
-        leader.trust(run_dir, read_key(run_dir))
+    if resuming and folder.is_finished(run_dir, None if restarted else cfg):
+        leader.trust(run_dir, folder.read_key(run_dir))
         log.info("pipetrain: run_dir=%s holds this run, finished: nothing is left to do", run_dir)
         return
-    longer = resuming and lengthens(run_dir, cfg, draft.settings)
+    longer = resuming and resume.lengthens(run_dir, cfg, draft.settings)
     patience_s = RELEASE_S if resuming else 0.0
-    with claim(run_dir, cfg.resume is not None, longer, patience_s) as key:
+    with folder.claim(run_dir, cfg.resume is not None, longer, patience_s) as key:
         decided = decide(cfg, schedule, draft, key, world, leader)
         record(decided, world, leader)
 
@@ -163,18 +142,18 @@ def decide(cfg: DictConfig, schedule: str, draft: Plan, key: str, world: World, 
     """Find the checkpoint to go on from, read the data, and plan the run. Raises ConfigError."""
     run_dir, asked, timeout = Path(cfg.run_dir), cfg.data.name, draft.settings.timeout
     leader.phase("look for a checkpoint", timeout)
-    source = find_source(cfg.resume, run_dir) if cfg.resume is not None else None
+    source = resume.find_source(cfg.resume, run_dir) if cfg.resume is not None else None
     if source is None:
-        clear(run_dir)
+        folder.clear(run_dir)
     else:
-        refuse_older(source, run_dir)
-        cfg = with_cuts_of(cfg, source, world.size)
+        resume.refuse_older(source, run_dir)
+        cfg = resume.with_cuts_of(cfg, source, world.size)
     leader.phase("read the data set", timeout + _seconds(cfg, "data.source.total_timeout"))
     cfg, data = obtain_data(cfg)
     hydra = HydraConfig.get()
     words = [*hydra.overrides.task, *hydra.overrides.hydra]
     if not any("run_dir=" in word or "run.dir=" in word for word in words):
-        run_dir = rename_after(run_dir, asked, cfg.data.name)
+        run_dir = folder.rename_after(run_dir, asked, cfg.data.name)
         cfg.run_dir = str(run_dir)
     leader.trust(run_dir, key)
     if hydra.mode == RunMode.RUN:  # the runs of a sweep have a folder each
@@ -192,14 +171,14 @@ def decide(cfg: DictConfig, schedule: str, draft: Plan, key: str, world: World, 
     leader.phase("plan the run", timeout)
     files = Files()
     profile = obtain_profile(cfg, job, draft, world, leader, files)
-    run = prepare(cfg, schedule, world.size, data, profile, done_batches(source))
-    mine = conditions(cfg, run)
+    run = prepare(cfg, schedule, world.size, data, profile, resume.done_batches(source))
+    mine = resume.conditions(cfg, run)
     if source is not None:
         # The newest checkpoint of a rank that was killed at its very end may have all epochs done.
         ending = cfg.resume == AUTO and source.manifest.pipeline == run.plan.pipeline
-        refuse_other(source, mine, run.settings.epochs, ending)
+        resume.refuse_other(source, mine, run.settings.epochs, ending)
         over = source.manifest.position.epoch == run.settings.epochs
-        clear(run_dir, [METRICS, SUMMARY] if over else [METRICS, SUMMARY, TRACE, RAN])
+        folder.clear(run_dir, [METRICS, SUMMARY] if over else [METRICS, SUMMARY, TRACE, RAN])
         log.info("pipetrain: going on from %s, after update %d", job.resume, source.manifest.position.update)
     if profile is not None:
         job = replace(job, profile=profile.to_json())
@@ -266,8 +245,8 @@ def join(job: Job, world: World, store: SealedStore | None) -> None:
             f"{job.fingerprint}; give every machine the same files"
         )
     profile = None if job.profile is None else Profile.from_json(job.profile)
-    source = None if job.resume is None else read_source(Path(job.resume), world.rank)
-    run = prepare(cfg, job.schedule, world.size, data, profile, done_batches(source))
+    source = None if job.resume is None else resume.read_source(Path(job.resume), world.rank)
+    run = prepare(cfg, job.schedule, world.size, data, profile, resume.done_batches(source))
     train(run, choose_device(world, cfg.device), world, store, job, source)
 
 

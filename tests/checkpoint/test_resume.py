@@ -369,8 +369,6 @@ PROGRESS: dict[str, Callable[[dict[str, Any]], object]] = {
     "of a time that is none": on(*FIRST, "busy_s", "0")(math.nan),
     "of negative samples": on("trained", "samples")(-1),
     "of huge samples": on("trained", "correct")(10**300),
-    "from an epoch to come on": on("since")(2),
-    "of more batches": on("uncounted")(4),
     "later than it is": on(*FIRST, "staleness", "0")({"8": 1}),
     "late by a word": on("records", "0", "staleness")({"late": 1}),
     "a history by name": on("history")({"0": 1}),
