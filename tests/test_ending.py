@@ -13,6 +13,7 @@ from pipetrain.errors import ConfigError, NotRecorded, TrainingStopped
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.schedule.simulate import Deadlock
+from tests.support.processes import DEADLINE_S
 
 
 def raising(error: BaseException):
@@ -69,11 +70,11 @@ def test_the_sentence_is_in_the_run_s_log_too(tmp_path, capsys):
 def test_leave_ends_the_process_with_the_status_and_all_that_was_printed(status):
     code = f"from pipetrain.ending import leave; print('said', end=''); leave({status}); print('never')"
     code = f"import atexit; atexit.register(lambda: print(' at exit', end='')); {code}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout, done.stderr) == (status, "said" + " at exit" * (not status), "")
 
 
 def test_to_end_needs_neither_torch_nor_the_runtime():
     code = "import sys, pipetrain.ending; print({'torch', 'pipetrain.runtime'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.stdout == "set()\n"

@@ -22,6 +22,7 @@ from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.mesh import World
 from pipetrain.seal import SECRET, Seal, SealedStore
 from pipetrain.training.folder import claim, read_key
+from tests.support.processes import DEADLINE_S
 
 # Agreement
 
@@ -75,7 +76,7 @@ def ranks(raw, folder):
             leader.trust(folder, read_key(folder))
         lead(leader)
         for thread in threads:
-            thread.join(20)
+            thread.join(DEADLINE_S)
         assert not any(thread.is_alive() for thread in threads)
         return statuses, ran
 
@@ -188,7 +189,7 @@ def test_a_follower_s_error_is_its_own(raw, folder, job):
     leading.start()
     with pytest.raises(ConfigError, match="not here"):
         follow(World(1, 2), refuse)
-    leading.join(20)
+    leading.join(DEADLINE_S)
 
 
 def test_a_rank_that_never_starts_is_named(raw, folder, job, monkeypatch):
@@ -250,7 +251,7 @@ def test_what_takes_long_is_said_until_the_training_begins(raw, monkeypatch, cap
     reminding.start()
     time.sleep(0.2)
     leader.trains.set()
-    reminding.join(20)
+    reminding.join(DEADLINE_S)
     assert not reminding.is_alive()
     assert {record.getMessage() for record in caplog.records} == {
         "pipetrain: it takes time to read the data set"

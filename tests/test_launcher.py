@@ -126,7 +126,7 @@ def interrupted(options):
     raise launcher.SignalException("stop", signal.SIGTERM)
 
 launcher.run = interrupted
-print(launcher.main(["-m", "pipetrain"]), lost[0].wait(20))
+print(launcher.main(["-m", "pipetrain"]), lost[0].wait(600))
 """
 
 

@@ -26,6 +26,7 @@ from pipetrain.launch import Leader
 from pipetrain.replay import read_trace
 from pipetrain.runtime.mesh import World
 from pipetrain.train import start as begin
+from tests.support.processes import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 
@@ -50,7 +51,7 @@ class Ended:
     err: str
 
 
-def start(command: Sequence[str], folder: Path, deadline: float = 90) -> Ended:
+def start(command: Sequence[str], folder: Path) -> Ended:
     """Run python with `command`; kill it and all that it started at the deadline (seconds)."""
     env = {key: value for key, value in os.environ.items() if key not in ("HYDRA_FULL_ERROR", "MASTER_ADDR")}
     process = subprocess.Popen(
@@ -63,11 +64,11 @@ def start(command: Sequence[str], folder: Path, deadline: float = 90) -> Ended:
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=deadline)
+        out, err = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
-        pytest.fail(f"still running after {deadline} s\n{out}\n{err}")
+        pytest.fail(f"still running after {DEADLINE_S} s\n{out}\n{err}")
     return Ended(process.returncode, out, err)
 
 

@@ -106,7 +106,7 @@ def save_apart(folders: list[Path], update: int = 6) -> Saver:
 def test_a_folder_that_machines_do_not_share_is_said_and_nothing_is_pruned_or_left(apart, caplog):
     started = time.monotonic()
     assert save_apart(apart).not_saved == 6
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert (
         "the checkpoint of update 6 was NOT saved: rank 1 has written stage-1.safetensors, and rank 0 does "
         "not see it" in caplog.text
