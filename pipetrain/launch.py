@@ -11,7 +11,7 @@ Without a proof one can only make a run fail. In the store:
     met/RANK         the random number of each other rank; all of them name this start of the run
     word/N           rank 0's N-th word, sealed: a job, or that the run has ended well
     proof/N          by what it can be proved
-    answer/N/RANK    whether a rank takes the job of word N
+    answer/N/RANK    whether a rank is ready for the job of word N
     ended            the status of a run that rank 0 has given up
 """
 
@@ -48,7 +48,7 @@ from pipetrain.training.folder import LOCK, read_key
 
 _RUN_DIR = "pipetrain/run_dir"
 _ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
-_TAKEN, _REFUSED = "taken", "refused"
+_READY, _REFUSED = "ready", "refused"
 START_S, MOST_S = 300.0, 3600.0  # how long the others wait for rank 0 to start, and for anything at most
 LATE_S = 15.0  # how long a file may take to be seen on another machine
 SILENCE_S = 10.0  # a phase that takes longer says so this often
@@ -72,7 +72,10 @@ class Job:
     saves: bool = True  # whether all ranks need the run's folder
 
 
-Run = Callable[[Job, World, SealedStore | None], None]
+Part = Callable[[SealedStore | None], object]
+"""What a rank does in a job, once all ranks are ready for it; they talk through that store."""
+Join = Callable[[Job, World], Part]
+"""Gets a rank ready for a job. Raises ConfigError where it cannot take part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +123,22 @@ class Leader:
         self._folder, self._key = str(folder), key
 
     def announce(self, job: Job) -> SealedStore | None:
-        """Start a job on all ranks; return what they talk through.
-
-        Raises ChannelError where a rank does not answer, and ConfigError where one refuses.
-        """
+        """Let all ranks get ready for a job; return what they talk through. Raises ChannelError."""
         if self._store is None:
             return None
         number = self._words
         store = self._say({"job": asdict(job), "code": code_fingerprint(), "arguments": self._arguments})
-        for rank in self._others:
-            answer = self._heard(f"answer/{number}/{rank}", f"rank {rank} to take the job")
-            if answer != _TAKEN:
-                raise ConfigError(f"rank {rank} refuses this run; look at what it says")
         return store.under(f"job/{number}")
+
+    def await_ready(self, limit_s: float) -> None:
+        """Wait until all ranks are ready for the job that was announced last.
+
+        Raises ChannelError where a rank does not answer, and ConfigError where one refuses.
+        """
+        for rank in self._others:
+            key = f"answer/{self._words - 1}/{rank}"
+            if self._heard(key, f"rank {rank} to get ready", max(START_S, limit_s)) != _READY:
+                raise ConfigError(f"rank {rank} refuses this run; look at what it says")
 
     def end(self, status: int) -> None:
         """Let the others exit with a status."""
@@ -173,7 +179,7 @@ class Leader:
         """Say a word to all ranks, once each has drawn its number; return where. Raises ChannelError."""
         assert self._store is not None
         for rank in self._others[len(self._met) - 1 :]:
-            self._met.append(self._heard(f"met/{rank}", f"rank {rank} to start"))
+            self._met.append(self._heard(f"met/{rank}", f"rank {rank} to start", START_S))
         proof = _Proof(self._folder, _digest(self._key), self._met)
         self._store.set(f"proof/{self._words}", json.dumps(asdict(proof)))
         sealed = SealedStore(self._store, Seal(self._key, _scope(self._met)))
@@ -181,22 +187,22 @@ class Leader:
         self._words += 1
         return sealed
 
-    def _heard(self, key: str, what: str) -> str:
+    def _heard(self, key: str, what: str, limit_s: float) -> str:
         assert self._store is not None
-        end = time.monotonic() + START_S
+        end = time.monotonic() + limit_s
         while not self._store.check([key]):
             if time.monotonic() > end:
-                raise ChannelError(f"rank 0 waited {START_S:g} s for {what}")
+                raise ChannelError(f"rank 0 waited {limit_s:g} s for {what}")
             time.sleep(POLL_S)
         return self._store.get(key).decode("latin-1")
 
 
-def follow(world: World, run: Run) -> int:
+def follow(world: World, join: Join) -> int:
     """Do what rank 0 says until it ends; return the exit status."""
     follower = _Follower(world)
     importlib.import_module("torch._dynamo")  # planning will, and takes a second, while rank 0 has work to do
-    while (taken := follower.next_job()) is not None:
-        run(taken[0], world, taken[1])
+    while follower.takes_part(join):
+        pass
     return follower.status
 
 
@@ -214,8 +220,8 @@ class _Follower:
         self.status = 0
         store.set(f"met/{world.rank}", self._nonce)
 
-    def next_job(self) -> tuple[Job, SealedStore] | None:
-        """Wait for a job; None where the run has ended, with `status`.
+    def takes_part(self, join: Join) -> bool:
+        """Wait for a job and do it; False where the run has ended, with `status`.
 
         Raises ChannelError, ConfigError where this rank cannot take part, and TrainingStopped where rank 0
         has not said what came.
@@ -223,19 +229,20 @@ class _Follower:
         number = self._words
         name, answer = f"word/{number}", f"answer/{number}/{self._world.rank}"
         if self._gave_up(name):
-            return None
+            return False
         try:
             store, key = self._proved(number)
             word = json.loads(store.get(name))
             if "ended" in word:
-                return None
-            job = self._accepted(word, key)
+                return False
+            part = join(self._accepted(word, key), self._world)
         except (ConfigError, TrainingStopped):
             self._store.set(answer, _REFUSED)
             raise
-        self._store.set(answer, _TAKEN)
+        self._store.set(answer, _READY)
         self._words += 1
-        return job, store.under(f"job/{number}")
+        part(store.under(f"job/{number}"))
+        return True
 
     def _gave_up(self, key: str) -> bool:
         """Wait for a word of rank 0's, looking at what it is doing; say whether it gave up instead."""

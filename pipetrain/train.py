@@ -36,7 +36,7 @@ from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
 from pipetrain.ending import FAILED, guarded, leave
 from pipetrain.errors import ConfigError
-from pipetrain.launch import START_S, Job, Leader, follow, names_folder
+from pipetrain.launch import START_S, Job, Leader, Part, follow, names_folder
 from pipetrain.overrides import quoted
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.plan import describe
@@ -205,7 +205,9 @@ def obtain_profile(
     """
     if cfg.partition == PROFILE:
         device = choose_device(world, cfg.device)
-        profile = measure(cfg, draft, world, device, leader.announce(replace(job, task="profile")))
+        store = leader.announce(replace(job, task="profile"))
+        leader.await_ready(draft.settings.timeout)
+        profile = measure(cfg, draft, world, device, store)
     elif draft.prediction is not None:
         profile = draft.prediction.profile
     else:
@@ -224,20 +226,20 @@ def record(decided: Decided, world: World, leader: Leader) -> None:
     device = choose_device(world, cfg.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory())
+    leader.await_ready(run.settings.timeout)
     decided.files.text(run_dir / "plan.txt", describe(run.plan))
     recorder = Recorder(run_dir, cfg, run, machine, decided.files)
     leader.trains.set()
     train(run, device, world, store, decided.job, decided.source, recorder, decided.conditions)
 
 
-def join(job: Job, world: World, store: SealedStore | None) -> None:
-    """Take part in a job that rank 0 has decided."""
+def join(job: Job, world: World) -> Part:
+    """Get ready for a job that rank 0 has decided; return what this rank does in it. Raises ConfigError."""
     collect_garbage()
     cfg = OmegaConf.create(job.config)
     if job.task == "profile":
         draft = check_early(cfg, job.schedule, world.size)
-        take_part(cfg, draft, world, choose_device(world, cfg.device), store)
-        return
+        return lambda store: take_part(cfg, draft, world, choose_device(world, cfg.device), store)
     data = load_data(cfg.data)
     if data.fingerprint != job.fingerprint:
         raise ConfigError(
@@ -247,7 +249,7 @@ def join(job: Job, world: World, store: SealedStore | None) -> None:
     profile = None if job.profile is None else Profile.from_json(job.profile)
     source = None if job.resume is None else resume.read_source(Path(job.resume), world.rank)
     run = prepare(cfg, job.schedule, world.size, data, profile, resume.done_batches(source))
-    train(run, choose_device(world, cfg.device), world, store, job, source)
+    return lambda store: train(run, choose_device(world, cfg.device), world, store, job, source)
 
 
 def threads(run: Run, world: World) -> int:

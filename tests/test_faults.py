@@ -28,6 +28,7 @@ from tests.support.processes import (
     await_epoch,
     await_line,
     ended,
+    lines_of,
     living,
     rank_of,
     said,
@@ -190,7 +191,7 @@ def eventful(tmp_path_factory) -> Eventful:
     words = [*FAULTY, "+model.kind=sleep", "+model.rank=1", f"+model.at={SLEEP_MS}", "run_dir=run"]
     words += [f"epochs={SLOW_EPOCHS}", "checkpoint.every=null"]
     with started(folder, words) as process, ExitStack() as stack:
-        await_line(process, "pipetrain: ")
+        await_line(process, "records in")
         config = (run / "config.yaml").read_text()
         second = stack.enter_context(started(folder, ["run_dir=run", "seed=1"], ranks=1))
         await_epoch(process, 1)
@@ -242,7 +243,7 @@ def listening(pids: Sequence[int]) -> list[str]:
 
 
 def test_a_folder_in_use_is_refused_in_one_sentence_and_its_run_goes_on(eventful):
-    (sentence,) = eventful.intruder.splitlines()
+    (sentence,) = lines_of(eventful.intruder)
     assert re.fullmatch(
         r"pipetrain: run_dir=\S+/run is in use by a run that is going on; choose another", sentence
     )

@@ -6,9 +6,10 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from pipetrain import launch
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.launch import FAILED, INTERRUPTED, REFUSED, Job, Leader, follow
+from pipetrain.launch import FAILED, INTERRUPTED, REFUSED, Job, Leader, Part, follow
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.mesh import World
 from pipetrain.seal import SECRET, Seal, SealedStore
@@ -54,17 +55,22 @@ def raw(monkeypatch) -> dist.Store:
 def ranks(raw, folder):
     """Give a function that leads from this thread and follows from others: (statuses, what they ran)."""
 
-    def run(lead, size: int = 3, trusted: bool = True):
+    def run(lead, size: int = 3, trusted: bool = True, unready: Collection[int] = ()):
         statuses: dict[int, object] = {}
         ran: dict[int, list] = {rank: [] for rank in range(1, size)}
 
         def work(rank: int) -> None:
-            def take_part(job: Job, world: World, where: SealedStore) -> None:
-                ran[world.rank].append((job, where))
+            def join(job: Job, world: World) -> Part:
+                if rank in unready:
+                    raise ConfigError("not here")
+                return partial(take_part, job)
+
+            def take_part(job: Job, where: SealedStore) -> None:
+                ran[rank].append((job, where))
                 where.set(f"from {rank}", "here")
 
             try:
-                statuses[rank] = follow(World(rank, size), take_part)
+                statuses[rank] = follow(World(rank, size), join)
             except BaseException as error:
                 statuses[rank] = error
 
@@ -128,11 +134,13 @@ def test_a_sweep_is_a_job_after_another_each_with_a_store_of_its_own(ranks, job,
 
 
 def refused(job: Job):
-    """Lead as rank 0 whose job another rank does not take: it hears of it at once."""
+    """Lead as rank 0 for whose job another rank cannot get ready: it hears of it at once."""
 
     def lead(leader: Leader) -> None:
-        with pytest.raises(ConfigError, match="rank 1 refuses this run; look at what it says"):
-            leader.announce(job)
+        leader.announce(job)
+        with pytest.raises(ConfigError, match=r"rank \d refuses this run; look at what it says"):
+            leader.await_ready(20)
+        leader.end(REFUSED)
 
     return lead
 
@@ -176,20 +184,10 @@ def test_a_rank_with_another_command_line_refuses(ranks, job, monkeypatch, leade
     assert ran == {1: [], 2: []}
 
 
-def test_a_follower_s_error_is_its_own(raw, folder, job):
-    def refuse(job: Job, world: World, store: SealedStore) -> None:
-        raise ConfigError("not here")
-
-    def lead() -> None:
-        leader = Leader(World(0, 2))
-        leader.trust(folder, read_key(folder))
-        leader.announce(job)
-
-    leading = Thread(target=lead, daemon=True)
-    leading.start()
-    with pytest.raises(ConfigError, match="not here"):
-        follow(World(1, 2), refuse)
-    leading.join(DEADLINE_S)
+def test_rank_0_hears_of_a_rank_that_cannot_get_ready_and_of_those_that_can(ranks, job):
+    statuses, ran = ranks(refused(job), unready={2}, size=3)
+    assert str(statuses[2]) == "not here"
+    assert [said for said, _ in ran[1]] == [job]
 
 
 def test_a_rank_that_never_starts_is_named(raw, folder, job, monkeypatch):

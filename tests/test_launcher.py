@@ -26,6 +26,7 @@ from tests.support.processes import (
     await_epoch,
     await_handler,
     ended,
+    lines_of,
     living,
     rank_of,
     said,
@@ -223,7 +224,7 @@ def test_a_refusal_is_one_sentence_and_its_status(ends):
     end = ends["refused"]
     assert end.status == 2
     sentence = "microbatches=3 does not divide batch_size=64; choose a divisor of it, or another batch_size"
-    assert end.out == f"pipetrain: {sentence}\n"
+    assert lines_of(end.out) == [f"pipetrain: {sentence}"]
     assert not end.run.exists()
 
 

@@ -26,7 +26,7 @@ from pipetrain.launch import Leader
 from pipetrain.replay import read_trace
 from pipetrain.runtime.mesh import World
 from pipetrain.train import start as begin
-from tests.support.processes import DEADLINE_S
+from tests.support.processes import DEADLINE_S, lines_of
 
 pytestmark = pytest.mark.processes
 
@@ -93,7 +93,7 @@ def run(tmp_path_factory) -> tuple[Ended, Path]:
 def test_a_run_ends_well_and_says_a_line_an_epoch_and_the_table(run):
     ended, where = run
     assert (ended.status, ended.err) == (0, "")
-    lines = ended.out.splitlines()
+    lines = lines_of(ended.out)
     assert lines[0] == (
         "pipetrain: mlp on digits (1437 train, 360 test samples), schedule pipedream, 2 x cpu"
     )
@@ -232,7 +232,7 @@ def profiled(tmp_path_factory) -> tuple[Ended, Path]:
 def test_ranks_profile_together(profiled):
     ended, folder = profiled
     assert ended.status == 0, ended.err
-    lines = ended.out.splitlines()
+    lines = lines_of(ended.out)
     assert lines[0] == "pipetrain: profiling 6 layers, 16 samples at a time"
     assert re.fullmatch(r"profiled in [\d.]+ s", lines[1])
     assert re.match(r"slowest stage in ms a batch, by cuts: profile \[\d\] [\d.]+, even \[3\] ", lines[2])
