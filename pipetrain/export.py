@@ -22,11 +22,11 @@ from torch import Tensor
 
 from pipetrain.building import one_line
 from pipetrain.checkpoint.files import CHECKPOINTS, Tensors, best
+from pipetrain.checkpoint.resume import Source, find_source
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
+from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError
-from pipetrain.launch import guarded
 from pipetrain.training.figures import most_accurate, read_progress
-from pipetrain.training.resume import Source, find_source
 
 _COMPLEX = {torch.float16: "complex32", torch.float32: "complex64", torch.float64: "complex128"}
 

@@ -1,16 +1,22 @@
 """How the processes of one run agree on what to do: rank 0 decides, the others follow.
 
-Only rank 0 composes a configuration with Hydra. It refuses what is wrong, once and in one sentence, and tells
+Only rank 0 composes a configuration with Hydra. It refuses what is wrong, once and in one sentence, or tells
 the others through torchrun's key-value store what to run. So there is one run folder and one opinion about
-every value, `--help`, `--cfg job` and `--multirun` work under torchrun as they do without it, and all this
-happens before a process group exists.
+every value, and all this happens before a process group exists.
 
-Whoever reaches that store could speak in rank 0's place, so all that it says is sealed: see pipetrain.seal.
+Whoever reaches that store could speak in rank 0's place, so what rank 0 says is sealed (see pipetrain.seal).
+Without a proof one can only make a run fail. In the store:
+
+    phase            what rank 0 is doing, and how many seconds the others shall wait for it
+    met/RANK         the random number of each other rank; all of them name this start of the run
+    word/N           rank 0's N-th word, sealed: a job, or that the run has ended well
+    proof/N          by what it can be proved
+    answer/N/RANK    whether a rank is ready for the job of word N
+    ended            the status of a run that rank 0 has given up
 """
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import importlib
 import json
@@ -26,26 +32,28 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipetrain.errors import FAILED as FAILED
-from pipetrain.errors import INTERRUPTED as INTERRUPTED
-from pipetrain.errors import REFUSED as REFUSED
+from pipetrain.checkpoint.untrusted import read_as
+from pipetrain.ending import FAILED, INTERRUPTED, REFUSED
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped
-from pipetrain.errors import guarded as guarded
 from pipetrain.runtime.mesh import World
-from pipetrain.seal import MAC_BYTES, SECRET, Seal, SealedStore
+from pipetrain.seal import MAC_BYTES, SECRET, Seal, SealedStore, forged
 from pipetrain.training.folder import LOCK, read_key
 
-ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes how it ended, for pipetrain.launcher
 _RUN_DIR = "pipetrain/run_dir"
 _ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
+_READY, _REFUSED = "ready", "refused"
 START_S, MOST_S = 300.0, 3600.0  # how long the others wait for rank 0 to start, and for anything at most
 LATE_S = 15.0  # how long a file may take to be seen on another machine
-POLL_S = 0.1
+SILENCE_S = 10.0  # a phase that takes longer says so this often
+POLL_S = 0.02
+
+log = logging.getLogger("pipetrain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +71,50 @@ class Job:
     saves: bool = True  # whether all ranks need the run's folder
 
 
-Run = Callable[[Job, World, SealedStore | None], None]
+Part = Callable[[SealedStore | None], object]
+"""What a rank does in a job, once all ranks are ready for it; they talk through that store."""
+Join = Callable[[Job, World], Part]
+"""Gets a rank ready for a job. Raises ConfigError where it cannot take part."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """What is needed to prove a word of rank 0's."""
+
+    folder: str  # the run's, which holds the key
+    key: str  # the key's digest: whoever sees another key does not see the same folder
+    met: list[str]  # the random number of each rank
 
 
 class Leader:
     """Rank 0's side: tells the others what to run. Without others it tells nobody."""
 
     def __init__(self, world: World) -> None:
-        self._store = _store(world)
-        self._size = world.size
-        self._others = world.size > 1
+        self._own = _store(world)  # torchrun's, also of one process alone
+        self._store = self._own if world.size > 1 else None
+        self._others = range(1, world.size)
         self._met = [_nonce()]
-        self._jobs = 0
-        self._words = sys.argv[1:]  # as typed
+        self._words = 0
+        self._arguments = sys.argv[1:]  # as typed
         self._folder, self._key = "", ""
+        self.trains = Event()
+        """Set when the training begins, which says itself how far it is, and at the end."""
         self.phase("start", START_S)
 
     def phase(self, doing: str, limit_s: float) -> None:
-        """Say what the others wait for, and how many seconds they shall."""
-        if self._others and self._store is not None:
+        """Say what rank 0 does now, for which the others shall wait so many seconds."""
+        if self._store is not None:
             self._store.set("phase", json.dumps([doing, limit_s]))
+        self._doing = doing
+
+    def remind(self) -> None:
+        """Say every ten seconds what takes so long, until the training begins; for a thread of its own."""
+        while not self.trains.wait(SILENCE_S):
+            log.info("pipetrain: it takes time to %s", self._doing)
 
     def trust(self, folder: Path, key: str) -> None:
         """Seal with the key of the run's folder from now on. Raises ConfigError where there is none."""
-        if self._others and not (key or os.environ.get(SECRET)):
+        if self._store is not None and not (key or os.environ.get(SECRET)):
             raise ConfigError(
                 f"run_dir={folder} is on a file system that keeps no file from others, so ranks cannot prove "
                 f"who they are: choose another, or set {SECRET} to the same random words for every rank"
@@ -94,33 +122,47 @@ class Leader:
         self._folder, self._key = str(folder), key
 
     def announce(self, job: Job) -> SealedStore | None:
-        """Start a job on all ranks; return what they talk through."""
-        self._folder = job.run_dir
-        self._say({"job": asdict(job), "code": code_fingerprint(), "words": self._words})
-        if self._store is None or not self._others:
+        """Let all ranks get ready for a job; return what they talk through. Raises ChannelError."""
+        if self._store is None:
             return None
-        return _store_of(self._jobs, self._store, self._key, self._met)
+        number = self._words
+        store = self._say({"job": asdict(job), "code": code_fingerprint(), "arguments": self._arguments})
+        return store.under(f"job/{number}")
+
+    def await_ready(self, limit_s: float) -> None:
+        """Wait until all ranks are ready for the job that was announced last.
+
+        Raises ChannelError where a rank does not answer, and ConfigError where one refuses.
+        """
+        for rank in self._others:
+            key = f"answer/{self._words - 1}/{rank}"
+            if self._heard(key, f"rank {rank} to get ready", max(START_S, limit_s)) != _READY:
+                raise ConfigError(f"rank {rank} refuses this run; look at what it says")
 
     def end(self, status: int) -> None:
         """Let the others exit with a status."""
-        if status and len(self._met) < self._size:  # some may never start; to give up needs no proof
-            self._folder = ""
-        self._say({"end": status})
+        self.trains.set()
+        if self._store is None:
+            return
+        if status == 0 and self._folder:
+            self._say({"ended": True})
+        else:  # to give up needs no proof
+            self._store.set("ended", str(status))
 
     def remember(self, run_dir: Path) -> None:
         """Keep the run's folder for whoever leads after a restart by the same torchrun."""
-        if self._store is not None and (self._key or os.environ.get(SECRET)):
+        if self._own is not None and (self._key or os.environ.get(SECRET)):
             sealed = Seal(self._key, _agent()).close(_RUN_DIR, str(run_dir).encode())
-            _across_restarts(self._store).set(_RUN_DIR, sealed)  # type: ignore[arg-type]
+            _across_restarts(self._own).set(_RUN_DIR, sealed)  # type: ignore[arg-type]
 
     def remembered(self) -> str | None:
         """Return the folder of the run that torchrun has restarted, if it has.
 
         Raises TrainingStopped where another torchrun, or somebody else, has said it, and none was typed.
         """
-        if self._store is None or not restarts():
+        if self._own is None or not restarts():
             return None
-        store = _across_restarts(self._store)
+        store = _across_restarts(self._own)
         if not store.check([_RUN_DIR]):
             return None
         sealed = store.get(_RUN_DIR)
@@ -132,111 +174,158 @@ class Leader:
                 return None
             raise
 
-    def _say(self, word: dict[str, Any]) -> None:
-        if self._store is None or not self._others:
-            return
-        name, content = f"word/{self._jobs}", json.dumps(word).encode()
-        if self._folder:
-            self._meet(self._store)
-        sealed = Seal(self._key, _scope(self._met)).close(name, content).decode("latin-1")
-        said = {"folder": self._folder, "key": _digest(self._key), "met": self._met, "word": sealed}
-        self._store.set(name, json.dumps(said))
-        self._jobs += 1
+    def _say(self, word: dict[str, Any]) -> SealedStore:
+        """Say a word to all ranks, once each has drawn its number; return where. Raises ChannelError."""
+        assert self._store is not None
+        for rank in self._others[len(self._met) - 1 :]:
+            self._met.append(self._heard(f"met/{rank}", f"rank {rank} to start", START_S))
+        proof = _Proof(self._folder, _digest(self._key), self._met)
+        self._store.set(f"proof/{self._words}", json.dumps(asdict(proof)))
+        sealed = SealedStore(self._store, Seal(self._key, _scope(self._met)))
+        sealed.set(f"word/{self._words}", json.dumps(word))
+        self._words += 1
+        return sealed
 
-    def _meet(self, store: Store) -> None:
-        """Wait for every rank's random number. Raises ChannelError."""
-        end = time.monotonic() + START_S
-        for rank in range(len(self._met), self._size):
-            while not store.check([f"met/{rank}"]):
-                if time.monotonic() > end:
-                    raise ChannelError(f"rank 0 waited {START_S:g} s for rank {rank} to start")
-                time.sleep(POLL_S)
-            self._met.append(store.get(f"met/{rank}").decode("latin-1"))
+    def _heard(self, key: str, what: str, limit_s: float) -> str:
+        assert self._store is not None
+        end = time.monotonic() + limit_s
+        while not self._store.check([key]):
+            if time.monotonic() > end:
+                raise ChannelError(f"rank 0 waited {limit_s:g} s for {what}")
+            time.sleep(POLL_S)
+        return self._store.get(key).decode("latin-1")
 
 
-def follow(world: World, run: Run) -> int:
+def follow(world: World, join: Join) -> int:
     """Do what rank 0 says until it ends; return the exit status."""
-    store = _store(world)
-    assert store is not None
-    done, nonce, keys = 0, _nonce(), dict[str, str]()
-    store.set(f"met/{world.rank}", nonce)
+    follower = _Follower(world)
     importlib.import_module("torch._dynamo")  # planning will, and takes a second, while rank 0 has work to do
-    while True:
-        said = _awaited(f"word/{done}", store, world)
-        word, key, met, shared = _believed(f"word/{done}", said, world, nonce, keys)
-        if "end" in word:
-            return int(word["end"])
-        done += 1
+    while follower.takes_part(join):
+        pass
+    return follower.status
+
+
+class _Follower:
+    """Another rank's side: hears rank 0, and believes what is proved."""
+
+    def __init__(self, world: World) -> None:
+        store = _store(world)
+        assert store is not None
+        self._store = store
+        self._world = world
+        self._nonce = _nonce()
+        self._keys: dict[str, str] = {}  # of the folders that were read
+        self._words = 0
+        self.status = 0
+        store.set(f"met/{world.rank}", self._nonce)
+
+    def takes_part(self, join: Join) -> bool:
+        """Wait for a job and do it; False where the run has ended, with `status`.
+
+        Raises ChannelError, ConfigError where this rank cannot take part, and TrainingStopped where rank 0
+        has not said what came.
+        """
+        number = self._words
+        name, answer = f"word/{number}", f"answer/{number}/{self._world.rank}"
+        if self._gave_up(name):
+            return False
+        try:
+            store, key = self._proved(number)
+            word = json.loads(store.get(name))
+            if "ended" in word:
+                return False
+            part = join(self._accepted(word, key), self._world)
+        except (ConfigError, TrainingStopped):
+            self._store.set(answer, _REFUSED)
+            raise
+        self._store.set(answer, _READY)
+        self._words += 1
+        part(store.under(f"job/{number}"))
+        return True
+
+    def _gave_up(self, key: str) -> bool:
+        """Wait for a word of rank 0's, looking at what it is doing; say whether it gave up instead."""
+        rank = self._world.rank
+        doing: list[Any] = ["start", START_S]
+        since = time.monotonic()
+        try:
+            while not self._store.check([key]):
+                if self._store.check(["ended"]):
+                    self.status = _status(self._store.get("ended"))
+                    return True
+                if self._store.check(["phase"]) and (now := json.loads(self._store.get("phase"))) != doing:
+                    doing, since = now, time.monotonic()
+                waited, limit = time.monotonic() - since, min(float(doing[1]), MOST_S)
+                if waited > limit:
+                    raise ChannelError(
+                        f"rank {rank} waited {limit:g} s for rank 0 to {doing[0]!s:.80}; look at what it "
+                        f"says, or give it longer with timeout="
+                    )
+                time.sleep(min(POLL_S, limit / 4))
+        except (ChannelError, TrainingStopped):
+            raise
+        except Exception as error:  # of the connection, or of words that are none
+            cause = str(error).strip().splitlines()[:1]
+            raise ChannelError(f"rank {rank} lost rank 0 in its start: {' '.join(cause)}") from error
+        return False
+
+    def _proved(self, number: int) -> tuple[SealedStore, str]:
+        """Return where words of a rank 0 are believed that has the folder's key and has met this rank.
+
+        With the key, which is empty where this rank does not see the folder. Raises ConfigError.
+        """
+        try:
+            proof: _Proof = read_as(_Proof, json.loads(self._store.get(f"proof/{number}")), "the proof")
+        except ValueError:  # not rank 0's
+            raise forged(f"word/{number}") from None
+        if proof.folder not in self._keys:
+            self._keys[proof.folder] = _key_of(Path(proof.folder), proof.key) if proof.folder else ""
+        key = self._keys[proof.folder]
+        if _digest(key) != proof.key:
+            key = ""
+        if proof.folder and not (key or os.environ.get(SECRET)):
+            raise self._not_shared(proof.folder)
+        if proof.met[self._world.rank : self._world.rank + 1] != [self._nonce]:  # it is of another start
+            raise forged(f"word/{number}")
+        return SealedStore(self._store, Seal(key, _scope(proof.met))), key
+
+    def _accepted(self, word: dict[str, Any], key: str) -> Job:
+        """Return a job that this rank can take part in as it was started. Raises ConfigError."""
+        rank = self._world.rank
         if (theirs := word["code"]) != code_fingerprint():
             raise ConfigError(
-                f"rank {world.rank} runs another pipetrain than rank 0 ({code_fingerprint()}, not {theirs}); "
+                f"rank {rank} runs another pipetrain than rank 0 ({code_fingerprint()}, not {theirs}); "
                 f"install the same version on every machine"
             )
-        if (difference := _difference(word["words"], sys.argv[1:])) is not None:
+        if (words := word["arguments"]) != sys.argv[1:]:
             raise ConfigError(
-                f"rank {world.rank} was started with another command line than rank 0: {difference}; give "
-                f"all ranks the same words"
+                f"rank {rank} was started with another command line than rank 0: "
+                f"{_difference(words, sys.argv[1:])}; give all ranks the same words"
             )
         job = Job(**word["job"])
-        if job.saves and not shared:
-            raise _not_shared(world, job.run_dir)
-        run(job, world, _store_of(done, store, key, met))
+        if job.saves and not key:
+            raise self._not_shared(job.run_dir)
+        return job
+
+    def _not_shared(self, folder: str) -> ConfigError:
+        return ConfigError(
+            f"rank {self._world.rank} on {socket.gethostname()} does not see {Path(folder) / LOCK}, which "
+            f"rank 0 has written: give run_dir a folder that all machines share; without checkpoints "
+            f"(checkpoint.every=null) it is enough to set {SECRET} to the same random words on every machine"
+        )
 
 
-def _awaited(key: str, store: Store, world: World) -> bytes:
-    """Wait for a word of rank 0's, and look meanwhile what it is doing. Raises ChannelError."""
-    doing: list[Any] = ["start", START_S]
-    since = time.monotonic()
-    try:
-        while not store.check([key]):
-            if store.check(["phase"]) and (now := json.loads(store.get("phase"))) != doing:
-                doing, since = now, time.monotonic()
-            waited, limit = time.monotonic() - since, min(float(doing[1]), MOST_S)
-            if waited > limit:
-                raise ChannelError(
-                    f"rank {world.rank} waited {limit:g} s for rank 0 to {doing[0]!s:.80}; look at what it "
-                    f"says, or give it longer with timeout="
-                )
-            time.sleep(min(POLL_S, limit / 4))
-        return store.get(key)
-    except ChannelError:
-        raise
-    except Exception as error:  # of the connection, or of words that are none
-        cause = str(error).strip().splitlines()[:1]
-        raise ChannelError(f"rank {world.rank} lost rank 0 in its start: {' '.join(cause)}") from error
+def _status(said: bytes) -> int:
+    """Return the status of a run that rank 0 has given up. Raises TrainingStopped for what is none.
 
-
-def _believed(
-    name: str, said: bytes, world: World, nonce: str, keys: dict[str, str]
-) -> tuple[dict[str, Any], str, list[str], bool]:
-    """Prove a word; return it with the run's key, whom rank 0 has met, and whether we see the run's folder.
-
-    It was said in this start of the run if rank 0 has met this rank's `nonce`. `keys` of folders are read
-    once. Before rank 0 has a folder it can only end, and nobody has to be believed in order to give up.
+    Nobody has to be believed in order to fail; to end well, only where the command line runs nothing.
     """
-    try:
-        outer = json.loads(said)
-        folder, digest, word = str(outer["folder"]), outer["key"], outer["word"].encode("latin-1")
-        met = [str(other) for other in outer["met"]]
-        end = None if folder else json.loads(word[MAC_BYTES:])["end"]
-    except (LookupError, AttributeError, TypeError, ValueError):
-        folder, digest, word, met, end = "", "", b"", [], None
-    if not folder and (end in (FAILED, REFUSED, INTERRUPTED) or (end == 0 and _only_asks())):
-        return {"end": end}, "", met, False
-    if folder not in keys:
-        keys[folder] = _key_of(Path(folder), digest) if folder else ""
-    key = keys[folder]
-    shared = bool(key) and _digest(key) == digest
-    if folder and not (shared or os.environ.get(SECRET)):
-        raise _not_shared(world, folder)
-    if met[world.rank : world.rank + 1] != [nonce]:
-        word = b""  # it is of another start
-    return json.loads(Seal(key, _scope(met)).open(name, word)), key, met, shared
-
-
-def _only_asks() -> bool:
-    """Whether the command line has a flag, such as --help or --cfg, with which nothing is run."""
-    return not _ASKING.isdisjoint(sys.argv[1:])
+    known = {str(status).encode(): status for status in (FAILED, REFUSED, INTERRUPTED)}
+    if not _ASKING.isdisjoint(sys.argv[1:]):
+        known[b"0"] = 0
+    if said not in known:
+        raise forged("ended")
+    return known[said]
 
 
 def _key_of(folder: Path, digest: str) -> str:
@@ -247,20 +336,8 @@ def _key_of(folder: Path, digest: str) -> str:
     return key
 
 
-def _not_shared(world: World, folder: str) -> ConfigError:
-    return ConfigError(
-        f"rank {world.rank} on {socket.gethostname()} does not see {Path(folder) / LOCK}, which rank 0 has "
-        f"written: give run_dir a folder that all machines share; without checkpoints "
-        f"(checkpoint.every=null) it is enough to set {SECRET} to the same random words on every machine"
-    )
-
-
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def _store_of(job: int, store: Store, key: str, met: list[str]) -> SealedStore:
-    return SealedStore(store, Seal(key, _scope(met))).under(f"job/{job}")
 
 
 def _scope(met: list[str]) -> str:
@@ -280,10 +357,8 @@ def _agent() -> str:
     return str(os.getppid())
 
 
-def _difference(theirs: list[str], mine: list[str]) -> str | None:
-    """Say in which words rank 0's command line and this rank's differ, if they do."""
-    if theirs == mine:
-        return None
+def _difference(theirs: list[str], mine: list[str]) -> str:
+    """Say in which words rank 0's command line and this rank's differ."""
     only = [("here", Counter(mine) - Counter(theirs)), ("at rank 0", Counter(theirs) - Counter(mine))]
     said = [f"{' '.join(words.elements())} only {where}" for where, words in only if words]
     return ", ".join(said) or f"{' '.join(mine)} here, {' '.join(theirs)} at rank 0"
@@ -322,20 +397,3 @@ def _store(world: World) -> Store | None:
 def restarts() -> int:
     """How often torchrun has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def leave(status: int) -> None:
-    """Exit at once: a half-dead process group may hang in its destructors, and a whole one takes long."""
-    if (folder := os.environ.get(ENDED)) is not None:
-        with suppress(OSError):
-            Path(folder, str(_rank())).write_text(str(status))
-    if not status:
-        atexit._run_exitfuncs()  # those of a model's own libraries too
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

@@ -34,12 +34,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser, parse_args, run
 
 from pipetrain.config import cores, share_of_cores
+from pipetrain.ending import ENDED, FAILED, guarded
 from pipetrain.errors import ConfigError
-from pipetrain.launch import ENDED, FAILED, guarded
 
-SHUTDOWN_S = (
-    "120"  # that ranks have to save after a signal, where torchrun gives 30 seconds, and torch knows how
-)
+SHUTDOWN_S = "120"  # for ranks to save after a signal, where torchrun gives 30
 MANY = 8  # processes, above which the plan is tried first where there are not as many cores
 QUICKSTART = ["experiment=quickstart"]
 

@@ -22,7 +22,8 @@ from pipetrain.building import make_model, make_schedule
 from pipetrain.cli import compose
 from pipetrain.config import read_settings, whole_number
 from pipetrain.data import IMAGE
-from pipetrain.errors import ConfigError, guarded
+from pipetrain.ending import guarded
+from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
 from pipetrain.partition.stages import Prediction
 from pipetrain.prediction import played

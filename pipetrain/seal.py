@@ -21,6 +21,14 @@ SECRET = "PIPETRAIN_SECRET"
 MAC_BYTES = hashlib.sha256().digest_size
 
 
+def forged(name: str) -> TrainingStopped:
+    """Return the error for what came under a name without a proof."""
+    return TrainingStopped(
+        f"what came as {name} was not said by this run: somebody else has written into torchrun's store, or "
+        f"answers in a rank's place; keep its port from others, and start again"
+    )
+
+
 class Seal:
     """Seals what is said in one attempt of one run, with a `key` or, where it is set, PIPETRAIN_SECRET.
 
@@ -43,10 +51,7 @@ class Seal:
         """Return what was sealed. Raises TrainingStopped where it was not sealed by this run's user."""
         mac, content = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
         if not self._key or not hmac.compare_digest(mac, self._mac(name, content)):
-            raise TrainingStopped(
-                f"what came as {name} was not said by this run: somebody else has written into torchrun's "
-                f"store, or answers in a rank's place; keep its port from others, and start again"
-            )
+            raise forged(name)
         return content
 
     def _mac(self, name: str, content: bytes) -> bytes:
@@ -66,7 +71,7 @@ class SealedStore:
         self.raw.set(key, self.seal.close(key, text.encode()))  # type: ignore[arg-type]
 
     def get(self, key: str) -> str:
-        """Return what was said under a key; waits until it is. Raises TrainingStopped, see Seal.open."""
+        """Return what was said under a key; waits until it is. Raises TrainingStopped as Seal.open does."""
         return self.seal.open(key, self.raw.get(key)).decode()
 
     def check(self, key: str) -> bool:

@@ -1,15 +1,15 @@
-"""How ranks agree: what rank 0 says is what the others do; and each error is one sentence and a status."""
+"""How ranks agree: what rank 0 says is what the others do, and nobody else is believed."""
 
 from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 
@@ -17,86 +17,13 @@ import pytest
 import torch.distributed as dist
 
 from pipetrain import launch
-from pipetrain.errors import ConfigError, NotRecorded, TrainingStopped
-from pipetrain.launch import FAILED, INTERRUPTED, REFUSED, Job, Leader, follow, guarded
+from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.launch import FAILED, INTERRUPTED, REFUSED, Job, Leader, Part, follow
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.mesh import World
-from pipetrain.schedule.actions import ScheduleError
-from pipetrain.schedule.simulate import Deadlock
 from pipetrain.seal import SECRET, Seal, SealedStore
 from pipetrain.training.folder import claim, read_key
-
-
-def raising(error: BaseException):
-    def action() -> int:
-        raise error
-
-    return action
-
-
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (ConfigError("no such key"), 2),
-        (ScheduleError("no such key"), 2),
-        (Deadlock("no such key"), 2),
-        (ChannelError("no such key"), 1),
-        (TrainingStopped("no such key"), 1),
-        (NotRecorded("no such key"), 1),
-    ],
-)
-def test_an_error_that_a_person_can_meet_is_one_sentence_and_a_status(capsys, error, status):
-    assert guarded(raising(error)) == status
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", "pipetrain: no such key\n")
-
-
-def test_statuses_are_three_kinds_of_failure():
-    assert (FAILED, REFUSED, INTERRUPTED) == (1, 2, 130)
-
-
-def test_a_sentence_of_several_lines_becomes_one(capsys):
-    assert guarded(raising(ConfigError("one\n  two\tthree"))) == REFUSED
-    assert capsys.readouterr().err == "pipetrain: one two three\n"
-
-
-def test_an_interruption_is_no_traceback(capsys):
-    assert guarded(raising(KeyboardInterrupt())) == 130
-    assert capsys.readouterr().err == "pipetrain: interrupted\n"
-
-
-@pytest.mark.parametrize("status", [0, 3])
-def test_a_status_passes_through(status):
-    assert guarded(lambda: status) == status
-
-
-def test_a_mistake_of_ours_is_not_hidden():
-    with pytest.raises(ZeroDivisionError):
-        guarded(raising(ZeroDivisionError()))
-
-
-def test_the_sentence_is_in_the_run_s_log_too(tmp_path, capsys):
-    handler = logging.FileHandler(tmp_path / "run.log")
-    logging.getLogger().addHandler(handler)
-    try:
-        guarded(raising(TrainingStopped("the loss is nan")))
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
-    assert (tmp_path / "run.log").read_text() == "pipetrain: the loss is nan\n"
-    assert capsys.readouterr().err.count("the loss is nan") == 1
-
-
-@pytest.mark.parametrize("status", [0, 2])
-def test_leave_ends_the_process_with_the_status_and_all_that_was_printed(status):
-    code = f"from pipetrain.launch import leave; print('said', end=''); leave({status}); print('never')"
-    code = f"import atexit; atexit.register(lambda: print(' at exit', end='')); {code}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (status, "said" + " at exit" * (not status), "")
-
+from tests.support.processes import DEADLINE_S
 
 # Agreement
 
@@ -104,8 +31,8 @@ def test_leave_ends_the_process_with_the_status_and_all_that_was_printed(status)
 @pytest.fixture
 def folder(tmp_path) -> Iterator[Path]:
     """The run's, claimed by rank 0."""
-    with claim(tmp_path / "run") as claimed:
-        assert claimed.key
+    with claim(tmp_path / "run") as key:
+        assert key
         yield tmp_path / "run"
 
 
@@ -128,17 +55,22 @@ def raw(monkeypatch) -> dist.Store:
 def ranks(raw, folder):
     """Give a function that leads from this thread and follows from others: (statuses, what they ran)."""
 
-    def run(lead, size: int = 3, trusted: bool = True):
+    def run(lead, size: int = 3, trusted: bool = True, unready: Collection[int] = ()):
         statuses: dict[int, object] = {}
         ran: dict[int, list] = {rank: [] for rank in range(1, size)}
 
         def work(rank: int) -> None:
-            def take_part(job: Job, world: World, where: SealedStore) -> None:
-                ran[world.rank].append((job, where))
+            def join(job: Job, world: World) -> Part:
+                if rank in unready:
+                    raise ConfigError("not here")
+                return partial(take_part, job)
+
+            def take_part(job: Job, where: SealedStore) -> None:
+                ran[rank].append((job, where))
                 where.set(f"from {rank}", "here")
 
             try:
-                statuses[rank] = follow(World(rank, size), take_part)
+                statuses[rank] = follow(World(rank, size), join)
             except BaseException as error:
                 statuses[rank] = error
 
@@ -150,7 +82,7 @@ def ranks(raw, folder):
             leader.trust(folder, read_key(folder))
         lead(leader)
         for thread in threads:
-            thread.join(20)
+            thread.join(DEADLINE_S)
         assert not any(thread.is_alive() for thread in threads)
         return statuses, ran
 
@@ -187,7 +119,7 @@ def test_a_sweep_is_a_job_after_another_each_with_a_store_of_its_own(ranks, job,
         places = []
 
         def lead(leader: Leader) -> None:
-            for said, key in ((job, read_key(Path(job.run_dir))), (second, other.key)):
+            for said, key in ((job, read_key(Path(job.run_dir))), (second, other)):
                 leader.trust(Path(said.run_dir), key)
                 places.append(leader.announce(said))
                 places[-1].raw.wait(["from 1"], timedelta(seconds=20))
@@ -201,9 +133,21 @@ def test_a_sweep_is_a_job_after_another_each_with_a_store_of_its_own(ranks, job,
     assert not places[1].check("mark")
 
 
+def refused(job: Job):
+    """Lead as rank 0 for whose job another rank cannot get ready: it hears of it at once."""
+
+    def lead(leader: Leader) -> None:
+        leader.announce(job)
+        with pytest.raises(ConfigError, match=r"rank \d refuses this run; look at what it says"):
+            leader.await_ready(20)
+        leader.end(REFUSED)
+
+    return lead
+
+
 def test_a_rank_with_another_version_of_the_code_refuses(ranks, job, monkeypatch):
     monkeypatch.setattr(launch, "code_fingerprint", lambda: str(current_thread() is main_thread()))
-    statuses, ran = ranks(lambda leader: leader.announce(job))
+    statuses, ran = ranks(refused(job))
     assert all("runs another pipetrain than rank 0 (False, not True)" in str(s) for s in statuses.values())
     assert ran == {1: [], 2: []}
 
@@ -230,7 +174,7 @@ class Argv(list):
 )
 def test_a_rank_with_another_command_line_refuses(ranks, job, monkeypatch, leader, followers, said):
     monkeypatch.setattr(sys, "argv", Argv(leader, followers))
-    statuses, ran = ranks(lambda leader: leader.announce(job))
+    statuses, ran = ranks(refused(job))
     for rank in (1, 2):
         assert isinstance(statuses[rank], ConfigError)
         assert str(statuses[rank]) == (
@@ -240,20 +184,10 @@ def test_a_rank_with_another_command_line_refuses(ranks, job, monkeypatch, leade
     assert ran == {1: [], 2: []}
 
 
-def test_a_follower_s_error_is_its_own(raw, folder, job):
-    def refuse(job: Job, world: World, store: SealedStore) -> None:
-        raise ConfigError("not here")
-
-    def lead() -> None:
-        leader = Leader(World(0, 2))
-        leader.trust(folder, read_key(folder))
-        leader.announce(job)
-
-    leading = Thread(target=lead, daemon=True)
-    leading.start()
-    with pytest.raises(ConfigError, match="not here"):
-        follow(World(1, 2), refuse)
-    leading.join(20)
+def test_rank_0_hears_of_a_rank_that_cannot_get_ready_and_of_those_that_can(ranks, job):
+    statuses, ran = ranks(refused(job), unready={2}, size=3)
+    assert str(statuses[2]) == "not here"
+    assert [said for said, _ in ran[1]] == [job]
 
 
 def test_a_rank_that_never_starts_is_named(raw, folder, job, monkeypatch):
@@ -306,6 +240,22 @@ def test_each_phase_has_its_own_time(ranks, monkeypatch):
     assert ranks(lead, size=2)[0] == {1: REFUSED}
 
 
+def test_what_takes_long_is_said_until_the_training_begins(raw, monkeypatch, caplog):
+    monkeypatch.setattr(launch, "SILENCE_S", 0.05)
+    caplog.set_level(logging.INFO, logger="pipetrain")
+    leader = Leader(World(0, 2))
+    leader.phase("read the data set", 5.0)
+    reminding = Thread(target=leader.remind, daemon=True)
+    reminding.start()
+    time.sleep(0.2)
+    leader.trains.set()
+    reminding.join(DEADLINE_S)
+    assert not reminding.is_alive()
+    assert {record.getMessage() for record in caplog.records} == {
+        "pipetrain: it takes time to read the data set"
+    }
+
+
 # Whoever reaches the store
 
 
@@ -316,9 +266,8 @@ def slipped_in(
     raw: dist.Store, word: dict, folder: str, key: str, sealed_for: list[str], met: list[str]
 ) -> None:
     """Speak in rank 0's place, with a key of one's own, or what was said before."""
-    said = Seal(key, launch._scope(sealed_for)).close("word/0", json.dumps(word).encode()).decode("latin-1")
-    outer = {"folder": folder, "key": launch._digest(key), "met": met, "word": said}
-    raw.set("word/0", json.dumps(outer))
+    raw.set("proof/0", json.dumps({"folder": folder, "key": launch._digest(key), "met": met}))
+    SealedStore(raw, Seal(key, launch._scope(sealed_for))).set("word/0", json.dumps(word))
 
 
 TRAP = {"model": {"_target_": "os.system", "command": "true"}, "checkpoint": {"every": 1}}
@@ -343,7 +292,7 @@ def hostile(raw, folder, monkeypatch):
 
 def trap(folder: Path) -> dict:
     job = asdict(Job(TRAP, "1f1b", str(folder), "digits 9+3 0"))
-    return {"job": job, "code": launch.code_fingerprint(), "words": sys.argv[1:]}
+    return {"job": job, "code": launch.code_fingerprint(), "arguments": sys.argv[1:]}
 
 
 FORGED = "what came as word/0 was not said by this run: somebody else has written into torchrun's store"
@@ -375,21 +324,31 @@ def test_a_job_that_was_said_elsewhere_is_not_run_again(hostile, folder, monkeyp
 
 
 @pytest.mark.parametrize("folder_of", ["", "/nowhere"])
-def test_nobody_else_ends_a_run_well(hostile, folder_of, monkeypatch):
-    said = hostile({"end": 0}, folder_of, "ab" * 32)
+def test_nobody_else_ends_a_run_well(hostile, folder_of):
+    said = hostile({"ended": True}, folder_of, "ab" * 32)
     assert "was not said by this run" in said or "does not see" in said
-    assert hostile({"end": 1}, "", "") == 1  # to give up, nobody has to be believed
-    monkeypatch.setattr(sys, "argv", ["pipetrain", "--config-dir=x"])
-    assert FORGED in hostile({"end": 0}, "", "")
-    monkeypatch.setattr(sys, "argv", ["pipetrain", "--help"])
-    assert hostile({"end": 0}, "", "") == 0
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"{", b"[]", b"3", b'{"folder": 1}', b"\xff", b'{"folder": "", "key": "", "word": "{"}']
+    ("flag", "said", "status"),
+    [("--help", "0", 0), ("seed=1", "1", 1), ("seed=1", "2", 2), ("seed=1", "0", None), ("--cfg", "7", None)],
+)
+def test_to_give_up_needs_no_proof(raw, monkeypatch, flag, said, status):
+    monkeypatch.setattr(sys, "argv", ["pipetrain", flag])
+    raw.set("ended", said)
+    if status is None:
+        with pytest.raises(TrainingStopped, match="what came as ended was not said by this run"):
+            follow(World(1, 2), lambda *_: None)
+    else:
+        assert follow(World(1, 2), lambda *_: None) == status
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"{", b"[]", b"3", b'{"folder": 1}', b"\xff", b'{"folder": "", "key": "", "met": []}']
 )
 def test_words_that_are_none_are_a_sentence(raw, folder, monkeypatch, said):
-    raw.set("word/0", said)
+    for key in ("proof/0", "word/0"):
+        raw.set(key, said)
     with pytest.raises(TrainingStopped, match=FORGED):
         follow(World(1, 2), lambda *_: pytest.fail("it was believed"))
 
@@ -415,23 +374,21 @@ def test_a_rank_that_does_not_see_the_folder_is_refused_where_it_is_to_save(
     ranks, job, elsewhere, monkeypatch, secret
 ):
     monkeypatch.setenv(SECRET, secret)
-    statuses, ran = ranks(lambda leader: leader.announce(job), size=2)
+    statuses, ran = ranks(refused(job), size=2)
     assert isinstance(statuses[1], ConfigError)
     assert f"does not see {job.run_dir}/.lock, which rank 0 has written" in str(statuses[1])
     assert "give run_dir a folder that all machines share" in str(statuses[1])
     assert ran == {1: []}
 
 
-@pytest.mark.parametrize(("secret", "status"), [("", ConfigError), ("some random words", 0)])
-def test_without_checkpoints_a_secret_is_enough(ranks, job, elsewhere, monkeypatch, secret, status):
-    monkeypatch.setenv(SECRET, secret)
+def test_without_checkpoints_a_secret_is_enough(ranks, job, elsewhere, monkeypatch):
+    monkeypatch.setenv(SECRET, "some random words")
 
     def lead(leader: Leader) -> None:
         leader.announce(replace(job, saves=False))
         leader.end(0)
 
-    statuses, _ = ranks(lead, size=2)
-    assert statuses[1] == status or isinstance(statuses[1], status)
+    assert ranks(lead, size=2)[0] == {1: 0}
 
 
 # A restart

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,19 +20,19 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import pipetrain
-from pipetrain.__main__ import start as decide
 from pipetrain.cli import compose
 from pipetrain.errors import ConfigError
 from pipetrain.launch import Leader
 from pipetrain.replay import read_trace
 from pipetrain.runtime.mesh import World
+from pipetrain.train import start as begin
+from tests.support.processes import DEADLINE_S, lines_of
 
 pytestmark = pytest.mark.processes
 
 CHECKOUT = Path(__file__).parents[1]
 TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "pipetrain"]
-ONE = ["-m", "pipetrain"]
+LAUNCHED = ["-m", "pipetrain.launcher"]  # two ranks too, where there is no GPU
 SMALL = ["model=mlp", "data=digits", "batch_size=128", "device=cpu"]
 SUMMARY = {"model", "data", "schedule", "stages", "partition", "batch_size", "microbatches", "buffer_size"}
 SUMMARY |= {"epochs", "seed", "val_acc", "best_val_acc", "best_epoch", "val_loss", "samples_per_s", "epoch_s"}
@@ -49,7 +51,7 @@ class Ended:
     err: str
 
 
-def start(command: Sequence[str], folder: Path, deadline: float = 90) -> Ended:
+def start(command: Sequence[str], folder: Path) -> Ended:
     """Run python with `command`; kill it and all that it started at the deadline (seconds)."""
     env = {key: value for key, value in os.environ.items() if key not in ("HYDRA_FULL_ERROR", "MASTER_ADDR")}
     process = subprocess.Popen(
@@ -62,22 +64,12 @@ def start(command: Sequence[str], folder: Path, deadline: float = 90) -> Ended:
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=deadline)
+        out, err = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
-        pytest.fail(f"still running after {deadline} s\n{out}\n{err}")
+        pytest.fail(f"still running after {DEADLINE_S} s\n{out}\n{err}")
     return Ended(process.returncode, out, err)
-
-
-def sentences(ended: Ended) -> list[str]:
-    """What pipetrain said on standard error; torchrun's own report is not ours."""
-    return [line for line in ended.err.splitlines() if line.startswith("pipetrain: ")]
-
-
-def no_traceback_of_ours(ended: Ended) -> bool:
-    package = Path(pipetrain.__file__).parent
-    return f'File "{package}' not in ended.err + ended.out
 
 
 def the_only_folder(where: Path) -> Path:
@@ -93,15 +85,15 @@ def run(tmp_path_factory) -> tuple[Ended, Path]:
     """A run of two processes, two epochs; and the folder that it was started from."""
     folder = tmp_path_factory.mktemp("run")
     return start(
-        [*TWO, *SMALL, "schedule=pipedream", "microbatches=2", "epochs=2", "seed=3", "trace=true"], folder
+        [*LAUNCHED, *SMALL, "schedule=pipedream", "microbatches=2", "epochs=2", "seed=3", "trace=true"],
+        folder,
     ), folder
 
 
 def test_a_run_ends_well_and_says_a_line_an_epoch_and_the_table(run):
     ended, where = run
-    assert ended.status == 0, ended.err
-    assert "Traceback" not in ended.err
-    lines = ended.out.splitlines()
+    assert (ended.status, ended.err) == (0, "")
+    lines = lines_of(ended.out)
     assert lines[0] == (
         "pipetrain: mlp on digits (1437 train, 360 test samples), schedule pipedream, 2 x cpu"
     )
@@ -232,51 +224,28 @@ def test_tensorboard_reads_the_run(run):
 # By measured times
 
 
-def test_ranks_profile_together_and_a_run_by_that_file_is_the_same_run(tmp_path):
-    words = [*SMALL, "epochs=1", "data.train_limit=256"]
-    first = start([*TWO, *words, "partition=profile", "run_dir=first"], tmp_path)
-    assert first.status == 0, first.err
-    lines = first.out.splitlines()
-    assert lines[0] == "pipetrain: profiling 6 layers, 32 samples at a time"
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory) -> tuple[Ended, Path]:
+    """A run of two processes that is cut by times, and its folder."""
+    folder = tmp_path_factory.mktemp("profiled")
+    words = [*SMALL, "batch_size=64", "epochs=1", "data.train_limit=256", "partition=profile", "run_dir=run"]
+    return start([*TWO, *words], folder), folder / "run"
+
+
+def test_ranks_profile_together(profiled):
+    ended, folder = profiled
+    assert ended.status == 0, ended.err
+    lines = lines_of(ended.out)
+    assert lines[0] == "pipetrain: profiling 6 layers, 16 samples at a time"
     assert re.fullmatch(r"profiled in [\d.]+ s", lines[1])
     assert re.match(r"slowest stage in ms a batch, by cuts: profile \[\d\] [\d.]+, even \[3\] ", lines[2])
-    profile = json.loads((tmp_path / "first" / "profile.json").read_text())
+    profile = json.loads((folder / "profile.json").read_text())
     assert profile["machine"]["ranks"] == 2
     assert profile["layers"][0]["name"] == "hidden1"
-    assert "slowest stage, ms a batch" in (tmp_path / "first" / "plan.txt").read_text()
-    # From a file, which only rank 0 reads: the same cuts and the same figures.
-    second = start([*TWO, *words, "partition.profile=first/profile.json", "run_dir=second"], tmp_path)
-    assert second.status == 0, second.err
-    assert json.loads((tmp_path / "second" / "profile.json").read_text()) == profile
-    summaries = [json.loads((tmp_path / run / "summary.json").read_text()) for run in ("first", "second")]
-    for key in ("partition", "train_loss", "val_loss"):
-        assert summaries[0][key] == summaries[1][key], key
-
-
-def test_a_layer_that_cannot_be_profiled_is_one_sentence(tmp_path):
-    words = ["data=digits", "model._target_=tests.support.models.no_numbers", "partition=profile"]
-    ended = start([*TWO, *words, f"run_dir={tmp_path}/run"], CHECKOUT)
-    assert ended.status != 0
-    assert no_traceback_of_ours(ended)
-    assert sentences(ended) == [
-        "pipetrain: layer 2 (2) of the model cannot be profiled: RuntimeError: no numbers"
-    ]
+    assert "slowest stage, ms a batch" in (folder / "plan.txt").read_text()
 
 
 # What is refused
-
-
-def test_a_wrong_override_is_one_sentence_and_every_rank_ends(tmp_path):
-    ended = start([*TWO, *SMALL, "microbatches=3"], tmp_path)
-    assert ended.status != 0
-    assert sentences(ended) == [
-        "pipetrain: microbatches=3 does not divide batch_size=128; "
-        "choose a divisor of it, or another batch_size"
-    ]
-    assert no_traceback_of_ours(ended)
-    assert ended.out == ""
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # nor a run's folder
-    assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", ended.err)
 
 
 @pytest.mark.parametrize(
@@ -298,34 +267,24 @@ def test_a_wrong_override_is_one_sentence_and_every_rank_ends(tmp_path):
     ],
 )
 def test_each_wrong_override_of_the_issue_is_one_sentence(monkeypatch, tmp_path, word, says):
-    """In this process, as rank 0 of one: quick enough to try them all."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"run_dir={tmp_path}/run"]
-    monkeypatch.setattr("sys.argv", ["pipetrain", "data=digits", "model=mlp", *quiet, word])
-    world = World()
-    try:
-        with pytest.raises(ConfigError) as error:
-            compose("config", lambda cfg: decide(cfg, world, Leader(world)))
-    finally:
-        GlobalHydra.instance().clear()
+    with pytest.raises(ConfigError) as error:
+        train_here(monkeypatch, tmp_path, "data=digits", "model=mlp", word)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "run" / "metrics.csv").exists()
+    assert list(tmp_path.iterdir()) == []  # nor a run's folder
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(tmp_path):
-    words = ["data=digits", "model._target_=tests.support.models.explode", "partition=[2]", "epochs=1"]
-    ended = start([*TWO, *words, "microbatches=2", f"run_dir={tmp_path}/run"], CHECKOUT)
-    assert ended.status != 0
-    assert no_traceback_of_ours(ended)
-    stopped = [line for line in sentences(ended) if "the loss of microbatch" in line]
-    assert len(stopped) == 1
-    assert re.match(
-        r"pipetrain: the loss of microbatch 0 is nan \(first in layer \d\) at stage 1, update 0: stopped b",
-        stopped[0],
-    )
-    assert not (tmp_path / "run" / "summary.json").exists()
+def train_here(monkeypatch, folder: Path, *words: str) -> None:
+    """Train in this process, as rank 0 of one, which starts quicker than another."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"run_dir={folder}/run"]
+    monkeypatch.setattr("sys.argv", ["pipetrain", *words, *quiet])
+    world = World()
+    try:
+        compose("config", lambda cfg: begin(cfg, world, Leader(world)))
+    finally:
+        GlobalHydra.instance().clear()
 
 
 # Hydra's own, under torchrun
@@ -356,11 +315,17 @@ def test_multirun_is_one_run_after_another_each_in_one_folder(tmp_path):
 # Codecs
 
 
-def test_codecs_learn_the_digits_and_the_records_say_what_they_saved(tmp_path):
+def test_codecs_learn_the_digits_and_the_records_say_what_they_saved(profiled, tmp_path):
+    """Cut by a profile from a file, which rank 0 alone reads."""
+    file = shutil.copy(profiled[1] / "profile.json", tmp_path)
     words = ["model=mlp", "data=digits", "device=cpu", "run_dir=here", "trace.windows=2"]
-    ended = start([*TWO, *words, "codec.forward=int8", "codec.backward=topk"], tmp_path)
+    words += [f"partition.profile={file}", "codec.forward=int8", "codec.backward=topk"]
+    ended = start([*TWO, *words], tmp_path)
     assert ended.status == 0, ended.err
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+    theirs = json.loads((profiled[1] / "summary.json").read_text())
+    assert summary["partition"] == theirs["partition"]
+    assert (tmp_path / "here" / "profile.json").read_text() == Path(file).read_text()
     assert (summary["codec_forward"], summary["codec_backward"]) == ("int8", "topk")
     assert summary["val_acc"] > 0.85  # chance is 0.1
     stages = summary["per_stage"]
@@ -371,7 +336,7 @@ def test_codecs_learn_the_digits_and_the_records_say_what_they_saved(tmp_path):
     assert re.search(r"^    0 .* 1\.1 +4\.0 +\d\.\d\d$", ended.out, re.MULTILINE)  # the stage table
     plan = (tmp_path / "here" / "plan.txt").read_text()
     assert "codec forward int8, backward topk\n" in plan
-    assert re.search(r"float32\[16, 128\] +8,192 +2,052 +126\n", plan)
+    assert re.search(r"float32\[16, 128\] +8,192 +2,052 +126 ", plan)
     traced = json.loads((tmp_path / "here" / "trace.json").read_text())
     assert traced["otherData"]["codec_backward"] == "topk"
     sent = [e["args"] for e in traced["traceEvents"] if e.get("cat") == "send"]
@@ -382,26 +347,29 @@ def test_codecs_learn_the_digits_and_the_records_say_what_they_saved(tmp_path):
 # Without torchrun
 
 
-def test_one_process_trains_alone(tmp_path):
-    words = [*SMALL, "epochs=1", "data.train_limit=256", "run_dir=here", "lr_schedule=constant", "warmup=0"]
-    ended = start([*ONE, *words], tmp_path)
-    assert (ended.status, ended.err) == (0, "")
-    assert "1 x cpu" in ended.out
-    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+def test_one_process_trains_alone_ends_what_it_left_and_goes_on(monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="pipetrain")
+    folder, words = tmp_path / "run", [*SMALL, "epochs=1", "data.train_limit=256"]
+    words += ["lr_schedule=constant", "warmup=0", "threads=1"]
+
+    def train(*more: str) -> list[str]:
+        caplog.clear()
+        train_here(monkeypatch, tmp_path, *words, *more)
+        return [line for record in caplog.records for line in record.getMessage().splitlines()]
+
+    assert any("1 x cpu" in line for line in train())
+    summary = json.loads((folder / "summary.json").read_text())
     assert (summary["stages"], summary["partition"], summary["updates"]) == (1, [], 2)
     assert [stage["bytes_sent"] for stage in summary["per_stage"]] == [0]
-    assert [path.name for path in tmp_path.iterdir()] == ["here"]
-    again = start([*ONE, *words, "resume=auto"], tmp_path)  # as where a rank is killed at its very end
-    assert (again.status, again.err) == (0, "")
-    assert again.out.endswith("here holds this run, finished: nothing is left to do\n")
-    metrics = (tmp_path / "here" / "metrics.csv").read_text()
-    (tmp_path / "here" / "summary.json").unlink()  # as where it was killed between its checkpoint and its end
-    ending = start([*ONE, *words, "resume=auto"], tmp_path)
-    assert (ending.status, ending.err) == (0, "")
-    assert (tmp_path / "here" / "metrics.csv").read_text() == metrics
-    assert json.loads((tmp_path / "here" / "summary.json").read_text()) == summary
-    more = start([*ONE, *words, "resume=auto", "epochs=2"], tmp_path)
-    assert (more.status, more.err) == (0, "")
-    assert [match[1] for line in more.out.splitlines() if (match := EPOCH.fullmatch(line))] == ["2"]
-    rows = (tmp_path / "here" / "metrics.csv").read_text().splitlines()[1:]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    (said,) = train("resume=auto")  # as where a rank is killed at its very end
+    assert said.endswith("run holds this run, finished: nothing is left to do")
+    metrics = (folder / "metrics.csv").read_text()
+    (folder / "summary.json").unlink()  # as where it was killed between its checkpoint and its end
+    train("resume=auto")
+    assert (folder / "metrics.csv").read_text() == metrics
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    lines = train("resume=auto", "epochs=2")
+    assert [match[1] for line in lines if (match := EPOCH.fullmatch(line))] == ["2"]
+    rows = (folder / "metrics.csv").read_text().splitlines()[1:]
     assert [row.split(",")[0] for row in rows] == ["1", "2"]

@@ -23,8 +23,8 @@ from typing import Literal
 from pipetrain.seal import SealedStore
 
 Asked = Literal["", "save", "stop"]
+ORDER: list[Asked] = ["", "save", "stop"]  # each is more than those before it
 SIGNALS: dict[int, Asked] = {signal.SIGTERM: "stop", signal.SIGUSR1: "save"}
-_BY_NAME: dict[str, Asked] = {name: name for name in SIGNALS.values()}
 _SENTENCES = {
     "stop": "saving when the pipeline is drained, then stopping",
     "save": "saving at the end of this window, then going on",
@@ -62,8 +62,7 @@ class Asking:
                 signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if SIGNALS[number] > self._asked:  # "stop" is more than "save", and both than nothing
-            self._asked = SIGNALS[number]
+        self._asked = max(self._asked, SIGNALS[number], key=ORDER.index)
         said = f"pipetrain: rank {self._rank} got {signal.Signals(number).name}: {_SENTENCES[self._asked]}\n"
         os.write(2, said.encode())
 
@@ -95,6 +94,7 @@ class Asking:
         return True
 
     def _goes_on_for_long(self, batches: int, begun: int) -> bool:
+        """Whether a window of which `begun` batches have begun lasts for long after so many batches."""
         batch_s = (time.monotonic() - self._began) / begun
         return batch_s * (self._batches - batches) > MOST_LEFT_S
 
@@ -111,12 +111,12 @@ class Asking:
             self._decide(self._store)
         elif not self._leads and self._store.check(f"decided/{self._served}"):
             window, word = self._store.get(f"decided/{self._served}").split()
-            self._decided = int(window), _BY_NAME[word]
+            self._decided = int(window), _asked(word)
         if self._decided is None or self._decided[0] != self._windows:
             return ""
         done, self._decided = self._decided[1], None
         self._served += 1
-        if done >= self._asked:
+        if ORDER.index(done) >= ORDER.index(self._asked):
             self._asked = ""  # otherwise what was asked meanwhile is asked again
         return done
 
@@ -127,12 +127,16 @@ class Asking:
 
     def _asked_by_any(self, store: SealedStore) -> Asked:
         key = f"asked/{self._served}"
-        return _BY_NAME[store.get(key)] if store.check(key) else ""
+        return _asked(store.get(key)) if store.check(key) else ""
 
     def _decide(self, store: SealedStore) -> None:
         if asked := self._asked_by_any(store):
             self._decided = self._windows + 1, asked
             _say(store, f"decided/{self._served}", f"{self._windows + 1} {asked}")
+
+
+def _asked(word: str) -> Asked:
+    return ORDER[ORDER.index(word)]  # type: ignore[arg-type]
 
 
 def _say(store: SealedStore, key: str, text: str) -> None:

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, opened, read_as, read_json
@@ -30,7 +32,6 @@ CHECKPOINTS, MANIFEST, BEST, PARTIAL, DAMAGED = "checkpoints", "manifest.json", 
 VERSION = 3
 MOST_BYTES = 2**24  # of a manifest: thousands of epochs
 _NAME = re.compile("update-[0-9]+")
-_BLOCK = 2**22  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,13 @@ class Manifest:
     """All of a checkpoint but its tensors.
 
     `run`: the name that its run gave itself. `conditions`: what a run must agree in to go on from it.
-    `pipeline`: how it was cut and placed. `progress`: what the records need, see training.figures.
+    `pipeline`: how it was cut and placed. `progress`: what the records need (training.figures.Progress).
     """
 
     run: str
     position: Position
     conditions: Mapping[str, Any]
-    pipeline: Mapping[str, Any]
+    pipeline: Mapping[str, list[int]]
     config: Mapping[str, Any]
     progress: Mapping[str, Any]
     parts: Mapping[str, Part]
@@ -78,13 +79,16 @@ class Manifest:
 
 
 def folder_name(update: int) -> str:
-    """Say what the checkpoint of an update is called: in the order of the updates."""
+    """Return what the checkpoint of an update is called: in the order of the updates."""
     return f"update-{update:08d}"
 
 
 def stage_file(stage: int) -> str:
-    """Say what the file of a stage is called."""
+    """Return what the file of a stage is called."""
     return f"stage-{stage}.safetensors"
+
+
+# Writing
 
 
 def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Part:
@@ -92,9 +96,6 @@ def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata:
 
     Raises OSError.
     """
-    from safetensors import SafetensorError  # here, because who saves nothing needs no library for it
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     try:
@@ -128,28 +129,13 @@ def publish(partial: Path, manifest: Manifest) -> Path:
 
 
 def mark_best(final: Path) -> None:
-    """Remember a checkpoint as the best of its run, where it is not known as that. Raises OSError."""
-    with suppress(DamagedCheckpoint):
-        if best(final.parent) == final.name:
-            return
+    """Remember a checkpoint as the best of its run. Raises OSError."""
     path = final.parent / BEST
     beside = path.with_name(BEST + PARTIAL)
     beside.write_text(final.name + "\n")
     _flush(beside)
     os.replace(beside, path)
     _flush(path.parent)
-
-
-def best(checkpoints: Path) -> str | None:
-    """Return the name of the best checkpoint, None where none is known. Raises DamagedCheckpoint."""
-    path = checkpoints / BEST
-    if not os.path.lexists(path):
-        return None
-    with opened(path) as file:
-        name = file.read(100).decode(errors="replace").strip()
-    if not _NAME.fullmatch(name):
-        raise DamagedCheckpoint(f"{path} names no checkpoint")
-    return name
 
 
 def prune(checkpoints: Path, keep: int, last: Path | None = None) -> None:
@@ -172,6 +158,21 @@ def remove_unfinished(checkpoints: Path) -> None:
     for ending in (PARTIAL, DAMAGED):
         for path in checkpoints.glob(f"*{ending}"):
             _remove(path)
+
+
+# Reading. What raises DamagedCheckpoint reads in bounded time and memory, whatever lies there.
+
+
+def best(checkpoints: Path) -> str | None:
+    """Return the name of the best checkpoint, None where none is known. Raises DamagedCheckpoint."""
+    path = checkpoints / BEST
+    if not os.path.lexists(path):
+        return None
+    with opened(path) as file:
+        name = file.read(100).decode(errors="replace").strip()
+    if not _NAME.fullmatch(name):
+        raise DamagedCheckpoint(f"{path} names no checkpoint")
+    return name
 
 
 def folders(checkpoints: Path) -> list[Path]:
@@ -220,23 +221,16 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{path} has another checksum than it says")
     del data["pipetrain_checkpoint"]
     manifest: Manifest = read_as(Manifest, data, str(path))
-    _prove_pipeline(manifest, str(path))
+    placement, cuts = (manifest.pipeline.get(key, []) for key in ("placement", "cuts"))
+    if not placement or set(placement) != set(range(len(set(placement)))):
+        raise DamagedCheckpoint(f"{path}: its placement leaves ranks out")
+    if cuts != sorted({*cuts} - {0}):
+        raise DamagedCheckpoint(f"{path}: its cuts do not rise from 1")
+    if manifest.parts.keys() != set(map(stage_file, range(len(placement)))):
+        raise DamagedCheckpoint(f"{path} names files outside of its folder, or others than of its stages")
     if _NAME.fullmatch(folder.name) and folder.name != manifest.name:
         raise DamagedCheckpoint(f"{path} is of {manifest.name}")
     return manifest
-
-
-def _prove_pipeline(manifest: Manifest, where: str) -> None:
-    """Prove that a manifest's stages have a rank and a file each, and that no rank is left out."""
-    placement = read_as(list[int], manifest.pipeline.get("placement"), f"{where}: placement")
-    cuts = read_as(list[int], manifest.pipeline.get("cuts", []), f"{where}: cuts")
-    if not placement or sorted(set(placement)) != list(range(len(set(placement)))):
-        raise DamagedCheckpoint(f"{where}: its placement leaves ranks out")
-    if cuts != sorted({*cuts} - {0}):
-        raise DamagedCheckpoint(f"{where}: its cuts do not rise from 1")
-    wanted = (stage_file(stage) for stage in range(len(placement)))
-    if len(manifest.parts) != len(placement) or not all(name in manifest.parts for name in wanted):
-        raise DamagedCheckpoint(f"{where} names files outside of its folder, or others than of its stages")
 
 
 class Tensors:
@@ -246,12 +240,9 @@ class Tensors:
     """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        from safetensors import SafetensorError, safe_open
-
         self._folder = folder
         self._files: dict[str, Any] = {}
-        for name in names:
-            path = folder / name
+        for path in (folder / name for name in names):
             with opened(path):  # or the library would wait for a FIFO
                 pass
             try:
@@ -279,14 +270,13 @@ class Tensors:
     def prove(self, wanted: Mapping[str, Tensor]) -> None:
         """Prove that all of these are there, with these shapes and dtypes. Raises DamagedCheckpoint."""
         for name, like in wanted.items():
-            tensor = self[name]
-            if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
-                raise DamagedCheckpoint(
-                    f"{self._folder} has a {_said(tensor)} as {name}, which is a {_said(like)} here"
-                )
+            mine, theirs = described(like), described(self[name])
+            if mine != theirs:
+                raise DamagedCheckpoint(f"{self._folder} has a {theirs} as {name}, which is a {mine} here")
 
 
-def _said(tensor: Tensor) -> str:
+def described(tensor: Tensor) -> str:
+    """Return a tensor's dtype and shape."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
@@ -308,11 +298,8 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
     with opened(path) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Saving beside training: each rank writes its stages' files, and rank 0 makes a checkpoint of them.
+"""Saving between two windows: when, what, and beside training.
 
-Training waits for the copy to the host alone. What was written, or why it was not, goes through a clone of
-the run's store, so a rank that cannot write is named and the others need not see its disk; what became of it
-comes back, so that each rank removes what it wrote for nothing. A save that fails leaves the checkpoints
-before it as they are, and training goes on.
+Each rank writes its stages' files, and rank 0 makes a checkpoint of them. Training waits for the copy to the
+host alone. What was written, or why it was not, goes through a clone of the run's store, so a rank that
+cannot write is named and the others need not see its disk; what became of it comes back, so that each rank
+removes what it wrote for nothing. A save that fails leaves the checkpoints before it as they are, and
+training goes on.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from pipetrain.checkpoint.asking import Asking
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     PARTIAL,
     Manifest,
     Part,
+    Position,
     folder_name,
     mark_best,
     prove_size,
@@ -33,8 +37,13 @@ from pipetrain.checkpoint.files import (
     stage_file,
     write_part,
 )
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint
+from pipetrain.checkpoint.state import random_state, residual_state
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
+from pipetrain.runtime.coded import Slot
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.stage import Stage
 from pipetrain.seal import SealedStore
+from pipetrain.training.figures import Progress, most_accurate
 
 log = logging.getLogger("pipetrain")
 
@@ -50,6 +59,18 @@ class Snapshot:
     files: Mapping[str, Mapping[str, Tensor]]
     metadata: Mapping[str, str]
     failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What one rank has written of a checkpoint, or why it has not."""
+
+    failure: str
+    parts: Mapping[str, Part]
+
+
+class _SaveFailed(Exception):
+    """A rank's part was not written, or not where it is looked for; says which, and why."""
 
 
 class Saver:
@@ -99,21 +120,14 @@ class Saver:
 
     def _save(self, update: int, snapshot: Snapshot, manifest: Manifest | None, best: bool) -> None:
         partial = self._folder / (folder_name(update) + PARTIAL)
-        parts: dict[str, Part] = {}
-        failure = snapshot.failure
-        try:
-            for name, tensors in snapshot.files.items():
-                parts[name] = write_part(partial, name, tensors, snapshot.metadata)
-        except (OSError, DamagedCheckpoint) as error:
-            failure = f"rank {self._rank} cannot write {partial}: {error}"
+        written = self._write(partial, snapshot)
         if manifest is None:
-            word = {"failure": failure, "parts": {name: asdict(part) for name, part in parts.items()}}
-            self._say(update, json.dumps(word))
+            self._say(update, json.dumps(asdict(written)))
             if self._heard(update, 0, 2 * self._timeout) == _NOT_SAVED:
                 shutil.rmtree(partial, ignore_errors=True)
             return
         try:
-            parts |= self._gathered(update, manifest, failure)
+            parts = self._gathered(update, manifest, written)
             self._prove(partial, manifest, parts)
             final = publish(partial, replace(manifest, parts=parts))
             if best:
@@ -131,20 +145,26 @@ class Saver:
                 *(update, error),
             )
 
-    def _gathered(self, update: int, manifest: Manifest, failure: str) -> dict[str, Part]:
-        """Wait for what the other ranks wrote. Raises _SaveFailed."""
-        parts: dict[str, Part] = {}
+    def _write(self, partial: Path, snapshot: Snapshot) -> _Written:
+        try:
+            files = snapshot.files.items()
+            parts = {name: write_part(partial, name, tensors, snapshot.metadata) for name, tensors in files}
+        except (OSError, DamagedCheckpoint) as error:
+            return _Written(f"rank {self._rank} cannot write {partial}: {error}", {})
+        return _Written(snapshot.failure, parts)
+
+    def _gathered(self, update: int, manifest: Manifest, mine: _Written) -> dict[str, Part]:
+        """Wait for what the other ranks wrote; return the parts of all. Raises _SaveFailed."""
+        written = [mine]
         end = time.monotonic() + self._timeout
         for rank in sorted(set(manifest.pipeline["placement"]) - {self._rank}):
             said = self._heard(update, rank, end - time.monotonic())
             if said is None:
                 raise _SaveFailed(f"rank {rank} wrote nothing for {self._timeout:g} s")
-            word = json.loads(said)
-            failure = failure or word["failure"]
-            parts |= {name: Part(**part) for name, part in word["parts"].items()}
-        if failure:
-            raise _SaveFailed(failure)
-        return parts
+            written.append(read_as(_Written, json.loads(said), f"what rank {rank} wrote"))
+        if failures := [one.failure for one in written if one.failure]:
+            raise _SaveFailed(failures[0])
+        return {name: part for one in written for name, part in one.parts.items()}
 
     def _prove(self, partial: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
         """Prove that each stage's file, and no other, is where this rank looks for it. Raises _SaveFailed."""
@@ -163,17 +183,18 @@ class Saver:
 
     def _say(self, update: int, word: str) -> None:
         if self._store is not None:
-            self._store.set(_key(update, self._rank), word)
+            self._store.set(f"saved/{update}/{self._rank}", word)
 
     def _heard(self, update: int, rank: int, seconds: float) -> str | None:
         """Wait for another rank's word about a save; None where it says none for so long."""
         assert self._store is not None
+        key = f"saved/{update}/{rank}"
         end = time.monotonic() + seconds
-        while not self._store.check(_key(update, rank)):
+        while not self._store.check(key):
             if time.monotonic() > end:
                 return None
             time.sleep(POLL_S)
-        return self._store.get(_key(update, rank))
+        return self._store.get(key)
 
 
 def _unseen(path: Path, part: Part) -> DamagedCheckpoint | None:
@@ -184,9 +205,71 @@ def _unseen(path: Path, part: Part) -> DamagedCheckpoint | None:
     return None
 
 
-class _SaveFailed(Exception):
-    """A rank's part was not written, or not where it is looked for; says which, and why."""
+@dataclass(slots=True)
+class Keeper:
+    """Saves every so many epochs or updates, if not None, and then the best epoch too; or asked by a signal.
+
+    `run`, `conditions`, `config`: what Manifest says. `seen`: the update at the last window's end.
+    """
+
+    saver: Saver
+    asking: Asking
+    every: int | None
+    unit: str
+    run: str
+    conditions: Mapping[str, Any]
+    config: Mapping[str, Any]
+    seen: int = 0
+
+    def due(self, position: Position, over: bool = False, best: bool = False) -> bool:
+        """Say whether to save here; to be asked once at every window's end.
+
+        `over`: it is the end of the run. `best`: it is the end of the most accurate epoch so far.
+        """
+        before, self.seen = self.seen, position.update
+        if self.every is None or over or best:
+            return self.every is not None
+        if self.unit == "updates":
+            return position.update // self.every > before // self.every
+        return position.batch == 0 and position.epoch % self.every == 0
+
+    def go_on(self, folder: Path, position: Position, progress: Progress) -> None:
+        """Start from a checkpoint, which its run may have left before it could mark it as the best."""
+        self.seen = position.update
+        if is_best(position, progress):
+            self.saver.mark(folder)
+
+    def save(
+        self,
+        stages: Mapping[int, Stage],
+        mesh: Mesh,
+        position: Position,
+        pipeline: Mapping[str, Any],
+        progress: Progress,
+        residuals: Mapping[Slot, Tensor],
+    ) -> None:
+        """Start to save; all ranks must call it, with the same values but their own stages and residuals."""
+        rank = mesh.world.rank
+        metadata = {"run": self.run, "update": str(position.update)}
+        try:
+            files = {stage_file(index): stage.state() for index, stage in stages.items()}
+            files[stage_file(min(stages))] |= random_state(rank, mesh.device) | residual_state(residuals)
+            snapshot = Snapshot(files, metadata)
+        except TypeError as error:  # where checkpoint.every=null let it start, and a signal asks for one
+            snapshot = Snapshot({}, metadata, f"the optimizer of rank {rank} remembers {error}")
+        manifest = None
+        if rank == 0:
+            manifest = Manifest(
+                self.run, position, self.conditions, pipeline, self.config, progress.to_json(), {}
+            )
+        self.saver.save(position.update, snapshot, manifest, is_best(position, progress))
+
+    def close(self) -> None:
+        """Wait until all is on the disk."""
+        self.saver.close()
 
 
-def _key(update: int, rank: int) -> str:
-    return f"saved/{update}/{rank}"
+def is_best(position: Position, progress: Progress) -> bool:
+    """Whether a run stands at the end of its most accurate epoch so far."""
+    history = progress.history
+    return bool(history) and not position.batch and most_accurate(history) is history[-1]

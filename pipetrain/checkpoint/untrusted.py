@@ -1,8 +1,8 @@
 """Reading what nobody vouches for: a file that may be anything, and JSON that may say anything.
 
-A checksum tells what was damaged, not who wrote it. So a file is opened only if it is one, and each value is
-held against its type and its bounds before anything trusts it: whoever reads on meets no other surprise than
-DamagedCheckpoint.
+A checksum tells what was damaged, not who wrote it. So a file is opened only if it is a regular one, and each
+value is held against its type and its bounds before anything trusts it: whoever reads on meets no other
+surprise than DamagedCheckpoint.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from pipetrain.errors import ConfigError
 
@@ -29,7 +30,7 @@ class DamagedCheckpoint(ConfigError):
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path) -> Iterator[BufferedReader]:
     """Open a regular file: nothing that never ends, and nothing that waits for its writer.
 
     Raises DamagedCheckpoint, for what fails while it is read too.
@@ -56,16 +57,16 @@ def read_json(path: Path, most: int) -> Any:
     try:
         data = json.loads(text.decode())
         json.dumps(data, ensure_ascii=False).encode()  # fails where a string holds half of a character
-        if _nested(data) > MOST_NESTED:
+        if _depth(data) > MOST_NESTED:
             raise ValueError(f"nested more than {MOST_NESTED} deep")
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is no JSON of ours: {error}") from error
     return data
 
 
-def _nested(data: object) -> int:
+def _depth(data: object) -> int:
     inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
-    return 1 + max(map(_nested, inner), default=0)
+    return 1 + max(map(_depth, inner), default=0)
 
 
 def read_as(kind: Any, data: Any, where: str) -> Any:
@@ -74,44 +75,39 @@ def read_as(kind: Any, data: Any, where: str) -> Any:
     Dataclasses have all of their fields and no other. Whole numbers are from 0 to below 2**63, and floats
     below it; one that is Annotated may be infinite or NaN. Raises DamagedCheckpoint, which says `where`.
     """
+    origin, inner = get_origin(kind) or kind, get_args(kind)
     if is_dataclass(kind):
         hints = _hints(kind)  # type: ignore[arg-type]
         if not isinstance(data, dict) or data.keys() != hints.keys():
             raise _wrong(where, f"an object of {', '.join(hints)}", data)
         values = {key: read_as(hint, data[key], f"{where}: {key}") for key, hint in hints.items()}
         return kind(**values)  # type: ignore[operator]
-    origin, inner = get_origin(kind), get_args(kind)
     if origin is list and isinstance(data, list):
         return [read_as(inner[0], item, f"{where}: {number}") for number, item in enumerate(data)]
     if origin in (dict, Mapping) and isinstance(data, dict):
+        read_key = str if inner[0] is str else lambda key: _whole(key, where)
         return {
-            _key(inner[0], key, where): read_as(inner[1], item, f"{where}: {reprlib.repr(key)}")
+            read_key(key): read_as(inner[1], item, f"{where}: {reprlib.repr(key)}")
             for key, item in data.items()
         }
-    if not _is(kind, data):
-        raise _wrong(where, _NAMES.get(origin or kind, "a number"), data)
+    number = isinstance(data, int | float) and not isinstance(data, bool)
+    fits = {
+        Any: True,
+        str: isinstance(data, str),
+        int: number and isinstance(data, int) and 0 <= data < _END,
+        float: number and abs(data) < _END,
+        Annotated: number and (isinstance(data, float) or abs(data) < _END),
+    }
+    if not fits.get(origin, False):
+        raise _wrong(where, _NAMES[origin], data)
     return data
 
 
-_NAMES = {int: "a whole number from 0", float: "a finite number", str: "a string", list: "a list"}
-_NAMES |= {dict: "an object", Mapping: "an object"}
+_NAMES: dict[Any, str] = {int: "a whole number from 0", float: "a finite number", Annotated: "a number"}
+_NAMES |= {str: "a string", list: "a list", dict: "an object", Mapping: "an object"}
 
 
-def _is(kind: Any, data: object) -> bool:
-    if kind is Any or kind is str:
-        return kind is Any or isinstance(data, str)
-    if isinstance(data, bool) or not isinstance(data, int | float):
-        return False
-    if kind is int:
-        return isinstance(data, int) and 0 <= data < _END
-    if kind is float:
-        return abs(data) < _END
-    return get_origin(kind) is Annotated and (isinstance(data, float) or abs(data) < _END)
-
-
-def _key(kind: Any, key: str, where: str) -> Any:
-    if kind is str:
-        return key
+def _whole(key: str, where: str) -> int:
     if not key.isdecimal() or key != str(number := int(key[:19])):
         raise _wrong(where, "an object whose keys are whole numbers", key)
     return number

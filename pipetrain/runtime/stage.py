@@ -31,8 +31,8 @@ from pipetrain.runtime.finite import (
     sums_are_finite,
     witness,
 )
-from pipetrain.runtime.tally import Counter, Tally
 from pipetrain.runtime.weights import Buffers, OptimizerFactory, Rate, Weights
+from pipetrain.tally import Counter, Tally
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(outputs [n, classes], targets [n]) -> the mean loss, a scalar."""

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 from pipetrain.checkpoint.files import Manifest
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
-from pipetrain.runtime.tally import Tally
 from pipetrain.schedule.timeline import StageStats
+from pipetrain.tally import Tally
 
 Stats = dict[int, StageStats]
 Loss = Annotated[float, "or infinite, or NaN"]

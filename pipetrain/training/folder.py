@@ -12,9 +12,8 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -31,26 +30,6 @@ LOCK, KEY_BYTES = ".lock", 32
 _ITSELF = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-@dataclass(slots=True)
-class Claim:
-    """A folder that is ours until `close`. `key`: what only this user can read there, if that can be."""
-
-    key: str
-    _lock: int
-
-    def __enter__(self) -> Claim:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give the folder up."""
-        if self._lock in _LOCKS:
-            _LOCKS.remove(self._lock)
-            os.close(self._lock)
-
-
 _LOCKS: set[int] = set()
 
 
@@ -63,50 +42,57 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
-def claim(folder: Path, resuming: bool = False, finished: bool = False, patience_s: float = 0.0) -> Claim:
-    """Take a folder for this run, and write a key into it for those who take part.
+@contextmanager
+def claim(
+    folder: Path, resuming: bool = False, finished: bool = False, patience_s: float = 0.0
+) -> Iterator[str]:
+    """Take a folder for this run; give the key that only this user can read there, if that can be.
 
     Waits up to `patience_s` seconds for a run that is about to end. Raises ConfigError where one is going on
     in the folder, or has finished there, unless it may be `finished`, or has left checkpoints to go on from,
     unless this one is `resuming`; and where the folder cannot be made.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _ITSELF, 0o600)
-    except OSError as error:
-        raise ConfigError(f"run_dir={folder} cannot be written: {error.strerror}; choose another") from error
-    _LOCKS.add(lock)
-    taken = Claim("", lock)
-    try:
-        _wait_for(lock, folder, patience_s)
-        if not finished and (folder / SUMMARY).exists():
-            raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
-        if not resuming and folders(folder / CHECKPOINTS):
-            raise ConfigError(
-                f"run_dir={folder} holds the checkpoints of a run that did not finish; go on with "
-                f"resume=auto, choose another folder, or remove it"
-            )
-        taken.key = _made_key(lock)
-    except OSError as error:
-        taken.close()
-        raise ConfigError(f"run_dir={folder} cannot be written: {error.strerror}; choose another") from error
-    except ConfigError:
-        taken.close()
-        raise
-    return taken
+    with ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _ITSELF, 0o600)
+            _LOCKS.add(lock)
+            held.callback(_release, lock)
+            _wait_for(lock, folder, patience_s)
+            if not finished and (folder / SUMMARY).exists():
+                raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
+            if not resuming and folders(folder / CHECKPOINTS):
+                raise ConfigError(
+                    f"run_dir={folder} holds the checkpoints of a run that did not finish; go on with "
+                    f"resume=auto, choose another folder, or remove it"
+                )
+            key = _made_key(lock)
+        except OSError as error:
+            why = f"run_dir={folder} cannot be written: {error.strerror}"
+            raise ConfigError(f"{why}; choose another") from error
+        yield key
+
+
+def _release(lock: int) -> None:
+    if lock in _LOCKS:  # it is not where this process was forked off
+        _LOCKS.remove(lock)
+        os.close(lock)
 
 
 def _wait_for(lock: int, folder: Path, patience_s: float) -> None:
     end = time.monotonic() + patience_s
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() >= end:
-                raise ConfigError(
-                    f"run_dir={folder} is in use by a run that is going on; choose another"
-                ) from error
+    while not _locked(lock):
+        if time.monotonic() >= end:
+            raise ConfigError(f"run_dir={folder} is in use by a run that is going on; choose another")
         time.sleep(0.1)
+
+
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read_key(folder: Path) -> str:
@@ -153,16 +139,15 @@ def clear(folder: Path, names: Sequence[str] = (METRICS, UPDATES, TRACE, RAN, PR
 def discard(folder: Path, log: str) -> None:
     """Remove the folder of a refused run, if it holds nothing but its log and no other run has it."""
     with suppress(OSError):
-        if {path.name for path in folder.iterdir()} - {log, LOCK}:
-            return
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _ITSELF, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for name in (log, LOCK):
-                (folder / name).unlink(missing_ok=True)
-            folder.rmdir()
-        finally:
-            os.close(lock)
+        if {path.name for path in folder.iterdir()} <= {log, LOCK}:
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _ITSELF, 0o600)
+            try:
+                if _locked(lock):
+                    for name in (log, LOCK):
+                        (folder / name).unlink(missing_ok=True)
+                    folder.rmdir()
+            finally:
+                os.close(lock)
 
 
 def is_finished(folder: Path, cfg: DictConfig | None) -> bool:

@@ -21,6 +21,8 @@ from torch import Tensor
 from pipetrain.blueprint import window_lengths
 from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
+from pipetrain.checkpoint.saver import Keeper, is_best
+from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.data import Split, Transform, inputs
 from pipetrain.errors import TrainingStopped
@@ -28,15 +30,13 @@ from pipetrain.runtime.coded import Feedback
 from pipetrain.runtime.engine import Ends, Observer
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Listed
-from pipetrain.runtime.tally import Tally
 from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
+from pipetrain.tally import Tally
 from pipetrain.training.assembly import make_engine, make_stages, slots
 from pipetrain.training.feed import WindowFeed
 from pipetrain.training.figures import EpochFigures, Progress, Stats, by_update, read_progress
-from pipetrain.training.keeper import Keeper, is_best, saved_residuals, set_random_state
-from pipetrain.training.resume import load
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Tracer
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
 
@@ -107,7 +106,7 @@ def save_apart(folders: list[Path], update: int = 6) -> Saver:
 def test_a_folder_that_machines_do_not_share_is_said_and_nothing_is_pruned_or_left(apart, caplog):
     started = time.monotonic()
     assert save_apart(apart).not_saved == 6
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert (
         "the checkpoint of update 6 was NOT saved: rank 1 has written stage-1.safetensors, and rank 0 does "
         "not see it" in caplog.text
@@ -174,7 +173,7 @@ def die_at(step: int, folder: Path) -> bool:
 
             return wrapped
 
-        safetensors.torch.save_file = dying(safetensors.torch.save_file)
+        files.save_file = dying(files.save_file)
         files._flush, files._checksum = dying(files._flush), dying(files._checksum)
         os.replace, os.unlink, os.rmdir = dying(os.replace), dying(os.unlink), dying(os.rmdir)
         shutil.rmtree = dying(shutil.rmtree)

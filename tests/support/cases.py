@@ -25,7 +25,8 @@ from torch import Tensor
 from pipetrain.building import make_schedule
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import read_whole
-from pipetrain.checkpoint.saver import Saver
+from pipetrain.checkpoint.resume import tensors_of
+from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import ImageData, Split
 from pipetrain.runtime.local import LocalChannel, Wire
@@ -33,8 +34,6 @@ from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import Op, Program
 from pipetrain.seal import Seal, SealedStore
 from pipetrain.training.figures import EpochFigures
-from pipetrain.training.keeper import Keeper
-from pipetrain.training.resume import tensors_of
 from pipetrain.training.run import Run, prepare
 from pipetrain.training.tracer import Trace
 from pipetrain.training.trainer import Trainer

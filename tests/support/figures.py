@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipetrain.runtime.tally import Tally
 from pipetrain.schedule.timeline import StageStats
+from pipetrain.tally import Tally
 from pipetrain.training.figures import EpochFigures
 
 

@@ -85,8 +85,13 @@ def ended(process: Started) -> str:
     return out
 
 
+def lines_of(out: str) -> list[str]:
+    """The lines of what was said, but for those that a busy machine adds."""
+    return [line for line in out.splitlines() if not line.startswith("pipetrain: it takes time to ")]
+
+
 def said(out: str) -> str:
-    return "\n".join(line for line in out.splitlines() if line.startswith("pipetrain: "))
+    return "\n".join(line for line in lines_of(out) if line.startswith("pipetrain: "))
 
 
 def rank_of(process: Started, rank: int) -> int:

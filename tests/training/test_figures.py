@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pipetrain.checkpoint.files import Manifest, Position
-from pipetrain.runtime.tally import Tally
+from pipetrain.tally import Tally
 from pipetrain.training.figures import Progress, most_accurate, read_progress
 from tests.support.figures import figures
 

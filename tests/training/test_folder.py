@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Timer
 
@@ -21,10 +22,16 @@ def test_a_folder_is_made_and_taken(tmp_path):
         assert (tmp_path / "a" / "b").is_dir()
 
 
+def take(folder: Path, **words) -> str:
+    """Claim a folder for a moment; return its key."""
+    with claim(folder, **words) as key:
+        return key
+
+
 def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path):
     with claim(tmp_path), pytest.raises(ConfigError, match="is in use by a run that is going on"):
-        claim(tmp_path)
-    claim(tmp_path).close()
+        take(tmp_path)
+    take(tmp_path)
 
 
 @pytest.mark.parametrize(("taken", "says"), [("run", "File exists"), ("run/.lock", "Is a directory")])
@@ -36,13 +43,13 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, taken, says):
     with pytest.raises(
         ConfigError, match=f"run_dir={tmp_path}/run cannot be written: {says}; choose another"
     ):
-        claim(tmp_path / "run")
+        take(tmp_path / "run")
 
 
 def test_a_finished_run_is_not_written_over(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds a finished run; choose another, or remove it"):
-        claim(tmp_path)
+        take(tmp_path)
     assert (tmp_path / "summary.json").read_text() == "{}"
 
 
@@ -66,14 +73,14 @@ def test_checkpoints_are_gone_on_from_or_kept(tmp_path):
     with pytest.raises(
         ConfigError, match="holds the checkpoints of a run that did not finish; go on with res"
     ):
-        claim(tmp_path)
-    claim(tmp_path, resuming=True).close()
+        take(tmp_path)
+    take(tmp_path, resuming=True)
 
 
 def test_what_a_crash_left_of_a_checkpoint_is_none(tmp_path):
     for name in ("update-00000007.partial", "update-00000007.damaged"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    claim(tmp_path).close()
+    take(tmp_path)
 
 
 def test_a_folder_is_called_after_the_data_set_really_used(tmp_path):
@@ -98,7 +105,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).symlink_to(target)
     with pytest.raises(ConfigError, match=f"run_dir={tmp_path}/run cannot be written: "):
-        claim(tmp_path / "run")
+        take(tmp_path / "run")
     assert target.read_text() == "precious"
     assert read_key(tmp_path / "run") == ""
 
@@ -106,7 +113,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
 def test_a_pipe_in_its_place_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / LOCK)
     with pytest.raises(ConfigError, match="cannot be written: "):
-        claim(tmp_path)
+        take(tmp_path)
     assert read_key(tmp_path) == ""
 
 
@@ -115,19 +122,18 @@ def test_nobody_else_may_read_the_lock_and_so_hold_it_or_know_its_key(tmp_path, 
     """Of an older file, too; its key is then another."""
     (tmp_path / LOCK).write_text("ab" * KEY_BYTES)
     (tmp_path / LOCK).chmod(mode)
-    with claim(tmp_path) as claimed:
+    with claim(tmp_path) as key:
         assert stat.S_IMODE((tmp_path / LOCK).stat().st_mode) == 0o600
-        assert claimed.key == read_key(tmp_path)
-        assert (claimed.key == "ab" * KEY_BYTES) == (mode == 0o600)
-        assert len(claimed.key) == 2 * KEY_BYTES
+        assert key == read_key(tmp_path)
+        assert (key == "ab" * KEY_BYTES) == (mode == 0o600)
+        assert len(key) == 2 * KEY_BYTES
 
 
 def test_a_key_stays_that_of_its_folder(tmp_path):
     """So that a run that is restarted knows what it said before."""
-    with claim(tmp_path) as first, claim(tmp_path.with_name("other")) as other:
-        assert first.key != other.key
-    with claim(tmp_path, resuming=True) as again:
-        assert again.key == first.key
+    first = take(tmp_path)
+    assert take(tmp_path.with_name("other")) != first
+    assert take(tmp_path, resuming=True) == first
 
 
 @pytest.mark.parametrize("text", ["", "x" * 2 * KEY_BYTES, "ab"])
@@ -135,24 +141,25 @@ def test_what_is_no_key_is_made_anew(tmp_path, text):
     (tmp_path / LOCK).touch(0o600)
     (tmp_path / LOCK).write_text(text)
     assert read_key(tmp_path) == ""
-    with claim(tmp_path) as claimed:
-        assert claimed.key == read_key(tmp_path) != ""
+    with claim(tmp_path) as key:
+        assert key == read_key(tmp_path) != ""
 
 
 def test_a_key_that_others_can_read_is_none_without_a_secret(tmp_path, monkeypatch):
     """As on a file system that keeps no permissions."""
     monkeypatch.setattr("os.fchmod", lambda handle, mode: None)
     (tmp_path / LOCK).touch()
-    with claim(tmp_path) as claimed:
-        assert (claimed.key, read_key(tmp_path)) == ("", "")
+    with claim(tmp_path) as key:
+        assert (key, read_key(tmp_path)) == ("", "")
     monkeypatch.setenv(SECRET, "some random words")
-    with claim(tmp_path) as claimed:
-        assert claimed.key == read_key(tmp_path) != ""
+    with claim(tmp_path) as key:
+        assert key == read_key(tmp_path) != ""
 
 
 def test_a_process_that_was_forked_off_holds_no_lock(tmp_path):
     """A data worker may outlive the process that it works for, and the run could not be started again."""
-    claimed = claim(tmp_path)
+    claimed = ExitStack()
+    claimed.enter_context(claim(tmp_path))
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -162,32 +169,34 @@ def test_a_process_that_was_forked_off_holds_no_lock(tmp_path):
     os.close(read)
     try:
         claimed.close()
-        claim(tmp_path, patience_s=20).close()  # as soon as the child has begun
+        take(tmp_path, patience_s=20)  # as soon as the child has begun
     finally:
         os.close(write)
         os.waitpid(child, 0)
 
 
 def test_a_program_that_was_started_holds_none_either(tmp_path):
-    claimed = claim(tmp_path)
+    claimed = ExitStack()
+    claimed.enter_context(claim(tmp_path))
     with subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, close_fds=False
     ):
         claimed.close()
-        claim(tmp_path, patience_s=5).close()
+        take(tmp_path, patience_s=5)
 
 
 def test_a_run_that_is_about_to_end_is_waited_for(tmp_path):
-    claimed = claim(tmp_path)
+    claimed = ExitStack()
+    claimed.enter_context(claim(tmp_path))
     Timer(0.3, claimed.close).start()
     with pytest.raises(ConfigError, match="is in use by a run that is going on"):
-        claim(tmp_path, patience_s=0.05)
-    claim(tmp_path, patience_s=20).close()
+        take(tmp_path, patience_s=0.05)
+    take(tmp_path, patience_s=20)
 
 
 def test_a_finished_run_is_taken_by_one_that_lengthens_it(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
-    claim(tmp_path, resuming=True, finished=True).close()
+    take(tmp_path, resuming=True, finished=True)
     assert (tmp_path / "summary.json").exists()
 
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from pipetrain.runtime.tally import Counter, Tally
+from pipetrain.tally import Counter, Tally
 
 SCORES = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
 

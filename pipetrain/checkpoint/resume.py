@@ -9,27 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from pipetrain.building import one_line, state_names
-from pipetrain.checkpoint.files import (
-    CHECKPOINTS,
-    MANIFEST,
-    Manifest,
-    Tensors,
-    folders,
-    read_manifest,
-    read_whole,
-)
+from pipetrain.building import state_names
+from pipetrain.checkpoint.files import CHECKPOINTS, MANIFEST, Manifest, folders, read_manifest, read_whole
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
-from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.training.figures import read_progress
 from pipetrain.training.folder import SUMMARY, is_of
 from pipetrain.training.run import Run
@@ -85,17 +73,17 @@ def refuse_older(source: Source, run_dir: Path) -> None:
 
 
 def _newest(run_dir: Path) -> Source | None:
-    damaged: list[Path] = []
+    damaged: list[str] = []
     for folder in folders(run_dir / CHECKPOINTS):
         try:
             return _whole(folder)
         except DamagedCheckpoint as damage:
-            damaged.append(folder)
+            damaged.append(folder.name)
             log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, damage)
     if damaged:
         raise ConfigError(
-            f"no checkpoint of {run_dir} is whole ({', '.join(path.name for path in damaged)}): train anew "
-            f"in another run_dir, or give resume= another run's checkpoint"
+            f"no checkpoint of {run_dir} is whole ({', '.join(damaged)}): train anew in another run_dir, or "
+            f"give resume= another run's checkpoint"
         )
     return None
 
@@ -122,9 +110,7 @@ def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
 
     Raises ConfigError where that would be another run: where its rates would have been others.
     """
-    if not ((run_dir / SUMMARY).exists() and folders(run_dir / CHECKPOINTS)):
-        return False
-    if not is_of(run_dir, cfg, {"resume", "epochs"}):
+    if not (folders(run_dir / CHECKPOINTS) and is_of(run_dir, cfg, {"resume", "epochs"})):
         return False
     try:
         summary = json.loads((run_dir / SUMMARY).read_text())
@@ -192,59 +178,14 @@ def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int, ending: b
     theirs = source.manifest.conditions
     for key in {**theirs, **mine}:
         if mine.get(key) != theirs.get(key):
-            difference = _difference(key, theirs.get(key), mine.get(key))
             raise ConfigError(
-                f"this run cannot go on from {source.folder}: {difference}; give the values that it was "
-                f"trained with, or train anew"
+                f"this run cannot go on from {source.folder}: "
+                f"{_difference(key, theirs.get(key), mine.get(key))}; give the values that it was trained "
+                f"with, or train anew"
             )
     done = source.manifest.position.epoch
     if done > epochs or (done == epochs and not ending):
         raise ConfigError(f"{source.folder} has all of its {done} epochs done; give epochs= more to go on")
-
-
-def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFactory) -> None:
-    """Let a stage go on from a checkpoint, which must hold what it needs. Raises DamagedCheckpoint.
-
-    What is remembered of a parameter is held against what `optimizer` remembers after one update.
-    """
-    tensors.prove({name: tensor for name, tensor in stage.state().items() if name.startswith("model/")})
-    try:
-        stage.load_state(tensors, updates)
-    except Exception as error:  # whatever the optimizer says of what it is to remember
-        said = f"{type(error).__name__}: {one_line(error)}"
-        raise DamagedCheckpoint(f"stage {stage.index} cannot go on from the checkpoint: {said}") from error
-    made = stage.weights.optimizer
-    for name, parameter in stage.module.named_parameters():
-        mine = _remembered(made, parameter) if made else {}
-        for key, wanted in _fresh(optimizer, parameter).items() if mine else ():
-            if _kind(mine.get(key)) != _kind(wanted):
-                raise DamagedCheckpoint(
-                    f"the optimizer's {key} of {name} is {_kind(mine.get(key))} in the checkpoint, and "
-                    f"{_kind(wanted)} here"
-                )
-
-
-def _remembered(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    state = optimizer.state.get(parameter, {})
-    return {key: value for key, value in state.items() if value is not None}
-
-
-def _fresh(optimizer: OptimizerFactory, parameter: Tensor) -> dict[str, Any]:
-    """Return what a new optimizer remembers of a parameter after one update, as far as that can be tried."""
-    twin = nn.Parameter(torch.zeros_like(parameter))
-    twin.grad = torch.zeros_like(parameter)
-    try:
-        made = optimizer([twin])
-        made.step()
-    except Exception:  # one that takes other gradients than these
-        return {}
-    return _remembered(made, twin)
-
-
-def _kind(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return "missing" if value is None else type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def _difference(key: str, theirs: Any, mine: Any) -> str:

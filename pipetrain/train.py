@@ -1,0 +1,304 @@
+"""The command `python -m pipetrain`: train by the configuration. Wiring only.
+
+Rank 0 leads: it composes the configuration, refuses it or turns it into a job, and records the run. The other
+ranks join in the jobs that it announces.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+import traceback
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipetrain.blueprint import Plan
+from pipetrain.checkpoint import resume
+from pipetrain.checkpoint.asking import Asking
+from pipetrain.checkpoint.files import CHECKPOINTS, folders
+from pipetrain.checkpoint.resume import AUTO, Source
+from pipetrain.checkpoint.saver import Keeper, Saver
+from pipetrain.cli import compose, contained, quoted
+from pipetrain.config import share_of_cores
+from pipetrain.data import load_data
+from pipetrain.ending import FAILED, guarded, leave
+from pipetrain.errors import ConfigError
+from pipetrain.launch import START_S, Job, Leader, Part, follow, names_folder
+from pipetrain.partition.profile import PROFILE, Profile
+from pipetrain.plan import describe
+from pipetrain.profiling import measure, take_part, verdict
+from pipetrain.runtime.allocator import keep_freed_memory
+from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
+from pipetrain.schedule.actions import ScheduleError
+from pipetrain.seal import SealedStore
+from pipetrain.training import folder
+from pipetrain.training.files import Files
+from pipetrain.training.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE
+from pipetrain.training.history import Machine
+from pipetrain.training.run import Run, check_early, obtain_data, prepare
+from pipetrain.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from pipetrain.training.recorder import Recorder
+
+log = logging.getLogger("pipetrain")
+
+RELEASE_S = 10.0  # how long processes that a killed run has left may hold its folder
+
+
+def main() -> None:
+    """Lead the run on rank 0, follow it on the others; exit with its status."""
+    # A kernel that is loaded while a receive waits on the GPU would wait for it, and it for us.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    keep_freed_memory()
+    world = World.from_environment()
+    try:
+        status = guarded(lambda: follow(world, join) if world.rank else lead(world))
+    except Exception:
+        traceback.print_exc()
+        status = FAILED
+    leave(status)
+
+
+def collect_garbage() -> None:
+    """Turn the collector on, which __main__ has turned off; it need not look at what is imported by now."""
+    gc.freeze()
+    gc.enable()
+
+
+def lead(world: World) -> int:
+    """Compose the configuration, refuse it or start it on all ranks, and return the exit status."""
+    leader = Leader(world)
+    Thread(target=leader.remind, daemon=True).start()
+    status = FAILED
+    try:
+        run_dir = leader.remembered()
+        if run_dir is not None and not names_folder():  # or each restart would have a folder of its own
+            sys.argv.append(f"run_dir={quoted(run_dir)}")
+        status = guarded(lambda: compose("config", lambda cfg: start(cfg, world, leader)))
+    finally:
+        leader.end(status)
+    return status
+
+
+def start(cfg: DictConfig, world: World, leader: Leader) -> None:
+    """Refuse the configuration, and leave no folder then, or run it on all ranks."""
+    hydra = HydraConfig.get()
+    run_dir = Path(hydra.runtime.output_dir)
+    try:
+        lead_job(contained(cfg, run_dir), str(hydra.runtime.choices["schedule"]), world, leader)
+    except (ConfigError, ScheduleError):
+        folder.discard(run_dir, f"{hydra.job.name}.log")
+        raise
+
+
+def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> None:
+    """Take the run's folder, and decide, announce and record one job."""
+    run_dir = Path(cfg.run_dir)
+    leader.phase("build and check the model", max(START_S, _seconds(cfg, "timeout")))
+    draft = check_early(cfg, schedule, world.size)
+    collect_garbage()
+    leader.phase("choose its device and its folder", draft.settings.timeout)
+    choose_device(world, cfg.device)
+    restarted, resuming = leader.remembered() is not None, cfg.resume == AUTO
+    if resuming and folder.is_finished(run_dir, None if restarted else cfg):
+        leader.trust(run_dir, folder.read_key(run_dir))
+        log.info("pipetrain: run_dir=%s holds this run, finished: nothing is left to do", run_dir)
+        return
+    longer = resuming and resume.lengthens(run_dir, cfg, draft.settings)
+    patience_s = RELEASE_S if resuming else 0.0
+    with folder.claim(run_dir, cfg.resume is not None, longer, patience_s) as key:
+        decided = decide(cfg, schedule, draft, key, world, leader)
+        record(decided, world, leader)
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A job that rank 0 has decided, what it comes to, and the files of the run's folder."""
+
+    job: Job
+    run: Run
+    source: Source | None
+    conditions: Mapping[str, Any]
+    cfg: DictConfig
+    files: Files
+
+
+def decide(cfg: DictConfig, schedule: str, draft: Plan, key: str, world: World, leader: Leader) -> Decided:
+    """Find the checkpoint to go on from, read the data, and plan the run. Raises ConfigError."""
+    run_dir, asked, timeout = Path(cfg.run_dir), cfg.data.name, draft.settings.timeout
+    leader.phase("look for a checkpoint", timeout)
+    source = resume.find_source(cfg.resume, run_dir) if cfg.resume is not None else None
+    if source is None:
+        folder.clear(run_dir)
+    else:
+        resume.refuse_older(source, run_dir)
+        cfg = resume.with_cuts_of(cfg, source, world.size)
+    leader.phase("read the data set", timeout + _seconds(cfg, "data.source.total_timeout"))
+    cfg, data = obtain_data(cfg)
+    hydra = HydraConfig.get()
+    words = [*hydra.overrides.task, *hydra.overrides.hydra]
+    if not any("run_dir=" in word or "run.dir=" in word for word in words):
+        run_dir = folder.rename_after(run_dir, asked, cfg.data.name)
+        cfg.run_dir = str(run_dir)
+    leader.trust(run_dir, key)
+    if hydra.mode == RunMode.RUN:  # the runs of a sweep have a folder each
+        leader.remember(run_dir)
+    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    job = Job(
+        config,
+        schedule,
+        str(run_dir),
+        data.fingerprint,
+        run=source.manifest.run if source else uuid.uuid4().hex,
+        resume=str(source.folder) if source else None,
+        saves=draft.settings.checkpoint_every is not None or source is not None,
+    )
+    leader.phase("plan the run", timeout)
+    files = Files()
+    profile = obtain_profile(cfg, job, draft, world, leader, files)
+    run = prepare(cfg, schedule, world.size, data, profile, resume.done_batches(source))
+    mine = resume.conditions(cfg, run)
+    if source is not None:
+        # The newest checkpoint of a rank that was killed at its very end may have all epochs done.
+        ending = cfg.resume == AUTO and source.manifest.pipeline == run.plan.pipeline
+        resume.refuse_other(source, mine, run.settings.epochs, ending)
+        over = source.manifest.position.epoch == run.settings.epochs
+        folder.clear(run_dir, [METRICS, SUMMARY] if over else [METRICS, SUMMARY, TRACE, RAN])
+        log.info("pipetrain: going on from %s, after update %d", job.resume, source.manifest.position.update)
+    if profile is not None:
+        job = replace(job, profile=profile.to_json())
+    if run.plan.prediction is not None:
+        log.info("%s", verdict(run.plan.prediction))
+    return Decided(job, run, source, mine, cfg, files)
+
+
+def _seconds(cfg: DictConfig, key: str) -> float:
+    """Return a value that nobody has checked yet; 0 where it is no number."""
+    try:
+        value = OmegaConf.select(cfg, key)
+    except OmegaConfBaseException:
+        value = None
+    return value if isinstance(value, int | float) else 0.0
+
+
+def obtain_profile(
+    cfg: DictConfig, job: Job, draft: Plan, world: World, leader: Leader, files: Files
+) -> Profile | None:
+    """Return what the model is to be cut by, if it is by times: measured now by all ranks, or read before.
+
+    It is left in the run's folder.
+    """
+    if cfg.partition == PROFILE:
+        device = choose_device(world, cfg.device)
+        store = leader.announce(replace(job, task="profile"))
+        leader.await_ready(draft.settings.timeout)
+        profile = measure(cfg, draft, world, device, store)
+    elif draft.prediction is not None:
+        profile = draft.prediction.profile
+    else:
+        return None
+    files.text(Path(job.run_dir) / PROFILE_FILE, json.dumps(profile.to_json(), indent=1) + "\n")
+    files.write()
+    return profile
+
+
+def record(decided: Decided, world: World, leader: Leader) -> None:
+    """Announce the job, train as rank 0, and write the records."""
+    store = leader.announce(decided.job)
+    from pipetrain.training.recorder import Recorder  # with TensorBoard and Matplotlib, for this rank alone
+
+    run, cfg, run_dir = decided.run, decided.cfg, Path(decided.job.run_dir)
+    device = choose_device(world, cfg.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory())
+    leader.await_ready(run.settings.timeout)
+    decided.files.text(run_dir / "plan.txt", describe(run.plan))
+    recorder = Recorder(run_dir, cfg, run, machine, decided.files)
+    leader.trains.set()
+    train(run, device, world, store, decided.job, decided.source, recorder, decided.conditions)
+
+
+def join(job: Job, world: World) -> Part:
+    """Get ready for a job that rank 0 has decided; return what this rank does in it. Raises ConfigError."""
+    collect_garbage()
+    cfg = OmegaConf.create(job.config)
+    if job.task == "profile":
+        draft = check_early(cfg, job.schedule, world.size)
+        return lambda store: take_part(cfg, draft, world, choose_device(world, cfg.device), store)
+    data = load_data(cfg.data)
+    if data.fingerprint != job.fingerprint:
+        raise ConfigError(
+            f"rank {world.rank} reads another data set than rank 0: {data.fingerprint}, not "
+            f"{job.fingerprint}; give every machine the same files"
+        )
+    profile = None if job.profile is None else Profile.from_json(job.profile)
+    source = None if job.resume is None else resume.read_source(Path(job.resume), world.rank)
+    run = prepare(cfg, job.schedule, world.size, data, profile, resume.done_batches(source))
+    return lambda store: train(run, choose_device(world, cfg.device), world, store, job, source)
+
+
+def threads(run: Run, world: World) -> int:
+    """Return how many threads each process computes with."""
+    return run.settings.threads or share_of_cores(world.local_size)
+
+
+def train(
+    run: Run,
+    device: torch.device,
+    world: World,
+    store: SealedStore | None,
+    job: Job,
+    source: Source | None = None,
+    recorder: Recorder | None = None,
+    conditions: Mapping[str, Any] | None = None,
+) -> None:
+    """Connect this rank to the others and train its stages, to the end or to a stop."""
+    settings, plan, run_dir = run.settings, run.plan, Path(job.run_dir)
+    torch.set_num_threads(threads(run, world))
+    if shares_gpu(world, device) and world.rank == 0:
+        log.warning("pipetrain: ranks share a GPU, so messages go through host memory over gloo")
+    mesh = Mesh(world, plan.placement, plan.edges, device, store, settings.timeout)
+    keeper = Keeper(
+        saver=Saver(run_dir, world.rank, store, settings.checkpoint_keep, settings.timeout),
+        asking=Asking(store, world.rank, first=plan.placement[0]),
+        every=settings.checkpoint_every,
+        unit=settings.checkpoint_unit,
+        run=job.run,
+        conditions=conditions or {},
+        config=job.config,
+    )
+    trainer = Trainer(run, mesh, recorder, keeper)
+    if source is not None:
+        trainer.restore(source.folder, source.manifest)
+    try:
+        finished = trainer.fit()
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(saved_so_far(run_dir)) from stop
+    mesh.close()
+    lost = keeper.saver.not_saved
+    if recorder and finished and lost != run.updates:
+        recorder.close()
+    elif recorder:
+        recorder.stop(lost)
+
+
+def saved_so_far(run_dir: Path) -> str:
+    """Say what is left of a run that is interrupted."""
+    saved = folders(run_dir / CHECKPOINTS)
+    if not saved:
+        return "interrupted before there was a checkpoint"
+    return f"interrupted; {saved[0].name} is saved: go on with run_dir={run_dir} resume=auto"
