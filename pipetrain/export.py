@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipetrain.building import one_line
 from pipetrain.checkpoint.files import CHECKPOINTS, Tensors, best
-from pipetrain.checkpoint.resume import Source, find_source
+from pipetrain.checkpoint.source import Source, find_source
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
 from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError

@@ -15,6 +15,7 @@ import traceback
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.blueprint import Plan
+from pipetrain.building import Models
 from pipetrain.checkpoint import resume
 from pipetrain.checkpoint.asking import Asking
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
-from pipetrain.checkpoint.resume import AUTO, Source
 from pipetrain.checkpoint.saver import Keeper, Saver
+from pipetrain.checkpoint.source import AUTO, Source, find_source, read_source, refuse_older
 from pipetrain.cli import compose, contained, quoted
 from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
@@ -46,7 +48,7 @@ from pipetrain.schedule.actions import ScheduleError
 from pipetrain.seal import SealedStore
 from pipetrain.training import folder
 from pipetrain.training.files import Files
-from pipetrain.training.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE
+from pipetrain.training.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE, UPDATES
 from pipetrain.training.history import Machine
 from pipetrain.training.run import Run, check_early, obtain_data, prepare
 from pipetrain.training.trainer import Trainer
@@ -66,7 +68,7 @@ def main() -> None:
     keep_freed_memory()
     world = World.from_environment()
     try:
-        status = guarded(lambda: follow(world, join) if world.rank else lead(world))
+        status = guarded(lambda: follow(world, partial(join, Models())) if world.rank else lead(world))
     except Exception:
         traceback.print_exc()
         status = FAILED
@@ -109,7 +111,8 @@ def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> No
     """Take the run's folder, and decide, announce and record one job."""
     run_dir = Path(cfg.run_dir)
     leader.phase("build and check the model", max(START_S, _seconds(cfg, "timeout")))
-    draft = check_early(cfg, schedule, world.size)
+    models = Models()
+    draft = check_early(cfg, schedule, world.size, models)
     collect_garbage()
     leader.phase("choose its device and its folder", draft.settings.timeout)
     choose_device(world, cfg.device)
@@ -121,7 +124,7 @@ def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> No
     longer = resuming and resume.lengthens(run_dir, cfg, draft.settings)
     patience_s = RELEASE_S if resuming else 0.0
     with folder.claim(run_dir, cfg.resume is not None, longer, patience_s) as key:
-        decided = decide(cfg, schedule, draft, key, world, leader)
+        decided = decide(cfg, schedule, draft, models, key, world, leader)
         record(decided, world, leader)
 
 
@@ -137,15 +140,17 @@ class Decided:
     files: Files
 
 
-def decide(cfg: DictConfig, schedule: str, draft: Plan, key: str, world: World, leader: Leader) -> Decided:
+def decide(
+    cfg: DictConfig, schedule: str, draft: Plan, models: Models, key: str, world: World, leader: Leader
+) -> Decided:
     """Find the checkpoint to go on from, read the data, and plan the run. Raises ConfigError."""
     run_dir, asked, timeout = Path(cfg.run_dir), cfg.data.name, draft.settings.timeout
     leader.phase("look for a checkpoint", timeout)
-    source = resume.find_source(cfg.resume, run_dir) if cfg.resume is not None else None
+    source = find_source(cfg.resume, run_dir) if cfg.resume is not None else None
     if source is None:
         folder.clear(run_dir)
     else:
-        resume.refuse_older(source, run_dir)
+        refuse_older(source, run_dir)
         cfg = resume.with_cuts_of(cfg, source, world.size)
     leader.phase("read the data set", timeout + _seconds(cfg, "data.source.total_timeout"))
     cfg, data = obtain_data(cfg)
@@ -169,16 +174,19 @@ def decide(cfg: DictConfig, schedule: str, draft: Plan, key: str, world: World, 
     )
     leader.phase("plan the run", timeout)
     files = Files()
-    profile = obtain_profile(cfg, job, draft, world, leader, files)
-    run = prepare(cfg, schedule, world.size, data, profile, resume.done_batches(source))
+    profile = obtain_profile(cfg, job, draft, models, world, leader, files)
+    run = prepare(cfg, schedule, world.size, data, profile, resume.done_batches(source), models)
     mine = resume.conditions(cfg, run)
     if source is not None:
         # The newest checkpoint of a rank that was killed at its very end may have all epochs done.
         ending = cfg.resume == AUTO and source.manifest.pipeline == run.plan.pipeline
         resume.refuse_other(source, mine, run.settings.epochs, ending)
         over = source.manifest.position.epoch == run.settings.epochs
-        folder.clear(run_dir, [METRICS, SUMMARY] if over else [METRICS, SUMMARY, TRACE, RAN])
-        log.info("pipetrain: going on from %s, after update %d", job.resume, source.manifest.position.update)
+        folder.clear(
+            run_dir, [METRICS, UPDATES, SUMMARY] if over else [METRICS, UPDATES, SUMMARY, TRACE, RAN]
+        )
+        update = source.manifest.position.update
+        log.info("pipetrain: going on from %s, after update %d", job.resume, update)
     if profile is not None:
         job = replace(job, profile=profile.to_json())
     if run.plan.prediction is not None:
@@ -196,7 +204,7 @@ def _seconds(cfg: DictConfig, key: str) -> float:
 
 
 def obtain_profile(
-    cfg: DictConfig, job: Job, draft: Plan, world: World, leader: Leader, files: Files
+    cfg: DictConfig, job: Job, draft: Plan, models: Models, world: World, leader: Leader, files: Files
 ) -> Profile | None:
     """Return what the model is to be cut by, if it is by times: measured now by all ranks, or read before.
 
@@ -206,7 +214,7 @@ def obtain_profile(
         device = choose_device(world, cfg.device)
         store = leader.announce(replace(job, task="profile"))
         leader.await_ready(draft.settings.timeout)
-        profile = measure(cfg, draft, world, device, store)
+        profile = measure(cfg, draft, world, device, store, models)
     elif draft.prediction is not None:
         profile = draft.prediction.profile
     else:
@@ -232,13 +240,13 @@ def record(decided: Decided, world: World, leader: Leader) -> None:
     train(run, device, world, store, decided.job, decided.source, recorder, decided.conditions)
 
 
-def join(job: Job, world: World) -> Part:
+def join(models: Models, job: Job, world: World) -> Part:
     """Get ready for a job that rank 0 has decided; return what this rank does in it. Raises ConfigError."""
     collect_garbage()
     cfg = OmegaConf.create(job.config)
     if job.task == "profile":
-        draft = check_early(cfg, job.schedule, world.size)
-        return lambda store: take_part(cfg, draft, world, choose_device(world, cfg.device), store)
+        draft = check_early(cfg, job.schedule, world.size, models)
+        return lambda store: take_part(cfg, draft, world, choose_device(world, cfg.device), store, models)
     data = load_data(cfg.data)
     if data.fingerprint != job.fingerprint:
         raise ConfigError(
@@ -246,8 +254,8 @@ def join(job: Job, world: World) -> Part:
             f"{job.fingerprint}; give every machine the same files"
         )
     profile = None if job.profile is None else Profile.from_json(job.profile)
-    source = None if job.resume is None else resume.read_source(Path(job.resume), world.rank)
-    run = prepare(cfg, job.schedule, world.size, data, profile, resume.done_batches(source))
+    source = None if job.resume is None else read_source(Path(job.resume), world.rank)
+    run = prepare(cfg, job.schedule, world.size, data, profile, resume.done_batches(source), models)
     return lambda store: train(run, choose_device(world, cfg.device), world, store, job, source)
 
 

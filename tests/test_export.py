@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,3 +170,13 @@ def test_what_is_none_is_refused(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("pipetrain: ")
+
+
+def test_it_loads_nothing_that_runs():
+    code = (
+        "import sys, pipetrain.export; print([m for m in sys.modules if m.startswith('pipetrain.runtime')])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
+    )
+    assert said.stdout == "[]\n"

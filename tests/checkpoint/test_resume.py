@@ -18,15 +18,8 @@ from torch import Tensor
 
 from pipetrain.checkpoint import files
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, Tensors, read_whole
-from pipetrain.checkpoint.resume import (
-    Source,
-    conditions,
-    find_source,
-    lengthens,
-    refuse_older,
-    refuse_other,
-    with_cuts_of,
-)
+from pipetrain.checkpoint.resume import conditions, lengthens, refuse_other, with_cuts_of
+from pipetrain.checkpoint.source import Source, find_source, refuse_older
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.cli import contained
 from pipetrain.config import read_settings

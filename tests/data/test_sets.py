@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipetrain.data import ImageData, Split
+from pipetrain.data import ImageData, Split, digits
 from pipetrain.data.sets import prove
 from pipetrain.errors import ConfigError
 
@@ -123,3 +123,15 @@ def test_the_fingerprint_is_summed_up_once(monkeypatch):
     first = data.fingerprint
     monkeypatch.setattr("zlib.crc32", None)
     assert data.fingerprint == first
+
+
+def test_the_fingerprint_of_the_digits_does_not_depend_on_the_number_of_threads():
+    """Two ranks with different numbers of cores refused each other."""
+    before, prints = torch.get_num_threads(), set()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            prints.add(digits.load().fingerprint)
+    finally:
+        torch.set_num_threads(before)
+    assert len(prints) == 1

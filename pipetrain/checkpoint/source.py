@@ -1,0 +1,94 @@
+"""Finds the checkpoint that a run goes on from, or that is exported, and proves it whole."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipetrain.checkpoint.files import CHECKPOINTS, MANIFEST, Manifest, folders, read_manifest, read_whole
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint
+from pipetrain.errors import ConfigError
+from pipetrain.training.figures import read_progress
+
+AUTO = "auto"
+
+log = logging.getLogger("pipetrain")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A whole checkpoint to go on from."""
+
+    folder: Path
+    manifest: Manifest
+
+
+def find_source(resume: str, run_dir: Path) -> Source | None:
+    """Find the checkpoint that `resume=` asks for, and prove it whole.
+
+    Damaged ones are named and the one before is taken, unless one is asked for by name. Returns None for auto
+    where the run's folder has none yet. Raises ConfigError.
+    """
+    if resume == AUTO:
+        return _newest(run_dir)
+    folder = Path(resume).expanduser().absolute()
+    if (folder / CHECKPOINTS).is_dir():
+        source = _newest(folder)
+        if source is None:
+            raise ConfigError(f"resume={resume} is the folder of a run that has saved no checkpoint")
+        return source
+    if not (folder / MANIFEST).exists() and not folder.name.startswith("update-"):
+        raise ConfigError(
+            f"resume={resume} is no checkpoint: give auto, the folder of a run, or one of its "
+            f"{CHECKPOINTS}/update-... folders"
+        )
+    try:
+        return _whole(folder)
+    except DamagedCheckpoint as damage:
+        raise ConfigError(f"resume={resume} is damaged: {damage}; choose another checkpoint") from damage
+
+
+def refuse_older(source: Source, run_dir: Path) -> None:
+    """Refuse to leave newer checkpoints of the same folder behind. Raises ConfigError."""
+    if source.folder.parent.resolve() != (run_dir / CHECKPOINTS).resolve():
+        return
+    newest = _newest(run_dir)
+    if newest is not None and newest.manifest.position.update > source.manifest.position.update:
+        raise ConfigError(
+            f"{source.folder} is older than {newest.folder.name} in the same run_dir, from which resume=auto "
+            f"would go on later: choose another run_dir, or remove what is newer"
+        )
+
+
+def _newest(run_dir: Path) -> Source | None:
+    damaged: list[str] = []
+    for folder in folders(run_dir / CHECKPOINTS):
+        try:
+            return _whole(folder)
+        except DamagedCheckpoint as damage:
+            damaged.append(folder.name)
+            log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, damage)
+    if damaged:
+        raise ConfigError(
+            f"no checkpoint of {run_dir} is whole ({', '.join(damaged)}): train anew in another run_dir, or "
+            f"give resume= another run's checkpoint"
+        )
+    return None
+
+
+def _whole(folder: Path) -> Source:
+    manifest = read_whole(folder)
+    read_progress(manifest)
+    return Source(folder, manifest)
+
+
+def read_source(folder: Path, rank: int) -> Source:
+    """Read a checkpoint that rank 0 has proved whole. Raises ConfigError where this rank cannot."""
+    try:
+        return Source(folder, read_manifest(folder))
+    except DamagedCheckpoint as damage:
+        raise ConfigError(
+            f"rank {rank} cannot read the checkpoint that rank 0 reads: {damage}; give run_dir (or resume) a "
+            f"folder that all machines share"
+        ) from damage
