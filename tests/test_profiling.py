@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
-from pipetrain.partition.profile import Profile
+from pipetrain.partition.profile import Profile, conditions
 from pipetrain.partition.stages import Prediction
-from pipetrain.profiling import conditions, measure, verdict
+from pipetrain.profiling import measure, verdict
 from pipetrain.runtime.mesh import World
 from pipetrain.training.run import check_early
 from tests.support.cases import config
