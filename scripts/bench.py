@@ -1,6 +1,6 @@
 """Benchmark pipetrain beside everything else, in one Markdown table. Works without installing.
 
-python scripts/bench.py [sleep vgg16 resnet18 one-process overhead memory] --out docs/results/bench.md
+python scripts/bench.py [SUITE ...] --out docs/results/bench.md
 """
 
 import sys

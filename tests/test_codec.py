@@ -98,7 +98,7 @@ def within(back: Tensor, x: Tensor, bound: Tensor | float) -> None:
 # What every codec keeps to
 
 
-@settings(hypothetically, max_examples=600)
+@settings(hypothetically, max_examples=300)
 @given(codec=st.sampled_from(CODECS), x=tensors())
 def test_sizes_are_as_said_zeros_stay_and_nothing_grows(codec, x):
     torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_sizes_are_as_said_zeros_stay_and_nothing_grows(codec, x):
     assert bool((wide(back).abs() <= largest * (1 + 2.0**-7) + 2.0**-24).all())
 
 
-@settings(hypothetically, max_examples=400)
+@settings(hypothetically, max_examples=200)
 @given(
     codec=st.sampled_from(CODECS[1:]),
     x=tensors().filter(lambda x: x.numel()),

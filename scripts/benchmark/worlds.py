@@ -100,7 +100,7 @@ def run_ranks(
     arguments: Sequence[Any] = (),
     deadline: float = math.inf,
     method: str = "forkserver",
-    preload: str = "benchmark.tasks",
+    preload: str = "benchmark.contestants",
 ) -> list[Any]:
     """Run `work` in so many processes and return what each returned, by rank. Raises WorldFailed.
 

@@ -27,6 +27,7 @@ from tests.support.cases import SCHEDULES, Case, Listener, expected, make_run, s
 TOLERANCE = 1e-9  # of weights and losses in float64
 BF16_TOLERANCE = 0.05  # of a loss, relative to fp32's
 CLOCKS_S = 1e-3  # by which a device's events may be off the host's clock, beside the error of the clocks
+REHEARSAL_S = 1.0  # likewise where a busy host may stop between sending and looking at the clock
 MODELS = "model._target_=tests.support.models."
 FLOAT32 = ("dtype=float32", "microbatches=4", "partition=even", "epochs=2")
 
@@ -140,7 +141,8 @@ def trace(setting: Setting) -> Iterator[Row]:
     planned = len(windows) * sum(map(len, make_run(case).plan.window.program))
     figure = f"{len(windows)} windows, {actions} actions"
     yield judged("trace.json", figure, str(planned), actions == planned > 0)
-    early, most = max(early_s(window) for window in windows), error + CLOCKS_S
+    early = max(early_s(window) for window in windows)
+    most = error + (CLOCKS_S if setting.cuda else REHEARSAL_S)
     what = "a receive ends before its send begins by"
     yield judged(what, f"{1e3 * early:.3f} ms", f"<= {1e3 * most:.3f} ms", early <= most)
     overlap = max(overlap_s(window) for window in windows)
