@@ -1,1 +1,1 @@
-"""What is left of a run that dies: saved at window boundaries, proved whole, read into any partition."""
+"""Checkpoints: saved between windows, proved whole, loaded into any partition."""

@@ -1,1 +1,1 @@
-"""KNIFE: where the model is cut."""
+"""What each layer costs, and where the model is cut."""

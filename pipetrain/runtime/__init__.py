@@ -1,1 +1,1 @@
-"""MACHINE: runs one rank's list of actions."""
+"""Runs the list of actions of one rank."""

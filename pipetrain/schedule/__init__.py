@@ -1,1 +1,1 @@
-"""PAPER: what runs when. Pure functions over lists of actions; never imports torch."""
+"""What runs when: pure functions over lists of actions, without torch."""

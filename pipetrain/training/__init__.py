@@ -1,1 +1,1 @@
-"""LIFE of a run: epochs, evaluation, learning rate, records."""
+"""One run from start to end: epochs, evaluation, records."""
