@@ -1,1 +1,1 @@
-"""pipetrain: train one model over several processes, by a schedule that is proved on paper first."""
+"""pipetrain: trains one model over several processes, by a schedule that is checked before the start."""

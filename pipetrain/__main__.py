@@ -1,4 +1,4 @@
-"""`python -m pipetrain` is the command `pipetrain.train`, started with the garbage collector off.
+"""`python -m pipetrain` runs `pipetrain.train`, with the garbage collector off during imports.
 
 While PyTorch is imported, the collector takes a sixth of the time and finds nothing.
 """

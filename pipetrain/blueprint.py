@@ -1,7 +1,7 @@
-"""A run on paper: the cut model, every program that will run, and the proof of each.
+"""The plan of a run: the cut model, and every program that will run, checked.
 
-Made before a process group exists, by every rank from the same configuration. Nothing runs that is not in
-here: programs are lowered, checked and simulated at the buffer size that the channel will enforce.
+Every rank makes it from the same configuration, before a process group exists. All programs are lowered,
+checked and simulated at the buffer size of the real channels.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ if TYPE_CHECKING:
     from pipetrain.runtime.order import Order
 
 Estimates = dict[int, list[Layer]]
-"""The layers as estimated for each number of samples in a microbatch."""
+"""Number of samples in a microbatch -> the layers as estimated for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The program of a window of so many batches, lowered, and what it was proved to do."""
+    """The lowered program of a window of some number of batches, and its properties."""
 
     program: Program
     simulation: Timeline
-    bounds: list[Bounds]  # by stage: what it may hold
+    bounds: list[Bounds]  # by stage
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that is known of a run before it starts. Stages count over all ranks, virtual ones too."""
+    """Everything known of a run before it starts. Stages are numbered over all ranks, virtual ones too."""
 
     settings: Settings
     numerics: Numerics
@@ -69,25 +69,25 @@ class Plan:
     placement: list[int]  # the rank of each stage
     windows: Mapping[int, Window]  # by the number of batches
     evaluation: Program
-    boundaries: Mapping[int, list[Boundary]]  # what enters each stage, by samples of a microbatch
+    boundaries: Mapping[int, list[Boundary]]  # the input of each stage, by samples of a microbatch
     evaluated: Mapping[int, list[Boundary]]  # likewise in an evaluation
-    costs: Costs | None = None  # what each action takes, where a profile says so
-    prediction: Prediction | None = None  # likewise
-    policy: Policy | None = None  # decides the order as it runs; the windows' programs are then examples
+    costs: Costs | None = None  # from a profile
+    prediction: Prediction | None = None  # from a profile
+    policy: Policy | None = None  # decides the order at run time; the windows' programs are then examples
 
     @property
     def stages(self) -> int:
-        """How many slices the model is cut into."""
+        """The number of stages."""
         return len(self.placement)
 
     @property
     def pipeline(self) -> dict[str, object]:
-        """How the model is cut and placed."""
+        """The cuts and the placement, for a checkpoint."""
         return {"cuts": list(self.cuts), "placement": list(self.placement)}
 
     @property
     def edges(self) -> list[tuple[int, int]]:
-        """The pairs of stages that send to each other, in one fixed order."""
+        """The pairs of stages that exchange messages, in one fixed order."""
         return edges(self.window.program)
 
     @property
@@ -96,29 +96,29 @@ class Plan:
         return self.windows[max(self.windows)]
 
     def slice(self, stage: int) -> slice:
-        """Return which layers a stage holds."""
+        """Return the range of layers of a stage."""
         ends = [0, *self.cuts, len(self.layers)]
         return slice(ends[stage], ends[stage + 1])
 
     def copies_input(self, stage: int) -> bool:
-        """Whether a stage's layers work in place on what enters it."""
+        """Return whether a stage's layers modify its input in place."""
         return writes_input(self.layers[self.slice(stage)])
 
     def copies_output(self, stage: int) -> bool:
-        """Whether what leaves a stage may change before it is sent."""
+        """Return whether a stage's output may change before it is sent."""
         return keeps_output(self.layers[self.slice(stage)])
 
     def wire_bytes(self, stage: int, size: int) -> tuple[int, int]:
-        """Return the bytes on the wire over the cut before a stage, forward and back, of `size` samples."""
+        """Return the bytes on the wire over the cut before a stage, forward and back, for `size` samples."""
         return _wire_bytes(self.settings, self.boundaries[size][stage])
 
     def peaks(self, stage: int) -> tuple[int, int, int]:
-        """Return the peaks of activations, weight versions and staleness that any window has at a stage."""
+        """Return the peaks of activations, weight versions and staleness of a stage over all windows."""
         return _peaks(self.windows, stage)
 
     def order(self, batches: int, rank: int) -> Order:
-        """Return what a rank does in a window of so many batches, for one run of it."""
-        from pipetrain.runtime.order import Decided, Listed  # here, as planning loads no runtime
+        """Return the actions of a rank in a window of `batches` batches, for single use."""
+        from pipetrain.runtime.order import Decided, Listed  # not needed for planning
 
         if self.policy is None:
             return Listed(self.windows[batches].program[rank], batches, self.settings.microbatches)
@@ -127,18 +127,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """How many samples there are: of each batch of an epoch, and of each microbatch of an evaluation."""
+    """The numbers of samples: of each batch of an epoch, and of each microbatch of an evaluation."""
 
     batches: list[int]
     evaluation: list[int]
-    resumed: int = 0  # batches that are already done of the first epoch
+    resumed: int = 0  # batches already done of the first epoch
 
 
 def draft_plan(cfg: DictConfig, settings: Settings, model: nn.Sequential, samples: Samples) -> Plan:
-    """Plan a run before its data set is there, by the profile that it names if it names one.
+    """Plan a run without its data set, by the profile that it names, if any.
 
-    Where it has to be profiled first, this is the plan that it will have but for the cuts: they are by flops,
-    and `memory_limit` is not looked at yet. Raises ConfigError and ScheduleError.
+    If the model has yet to be profiled, the draft is cut by flops, without regard to `memory_limit`. Raises
+    ConfigError and ScheduleError.
     """
     profile = None
     if settings.profile is not None:
@@ -157,11 +157,10 @@ def make_plan(
     samples: Samples,
     profile: Profile | None = None,
 ) -> Plan:
-    """Cut the model, make every program and prove it.
+    """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
 
-    `model` is spoilt and must not train. `example` is the shape of one sample, `classes` how many the last
-    layer must tell apart, `profile` what partition=profile cuts by. Raises ConfigError and ScheduleError in
-    one sentence for what cannot work.
+    This changes `model`, which must not be trained afterwards. `example`: the shape of one sample; `classes`:
+    the number of classes; `profile`: for partition=profile.
     """
     m, epoch = settings.microbatches, len(samples.batches)
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
@@ -202,9 +201,9 @@ def make_plan(
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
-    """Return the lengths of the windows that an epoch still has after so many batches.
+    """Return the lengths of the windows of an epoch after its first `done` batches.
 
-    They end where those of the whole epoch end, also when one of these was left early.
+    They end where those of the whole epoch end, even if one of these was left early.
     """
     size = window or batches
     ends = [done, *range(done - done % size + size, batches, size), batches]
@@ -212,16 +211,16 @@ def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]
 
 
 def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
-    """Make the program of one window, and prove it sound and free of deadlock. Raises ScheduleError.
+    """Make the program of one window, and check it for soundness and deadlock. Raises ScheduleError.
 
-    A policy's program is the one that it decides on at even times; its bounds are those that it states.
+    A policy's program is the one at unit costs; its bounds are those that it states.
     """
     size = settings.ranks, batches, settings.microbatches
     try:
         compute = compute_program(schedule, *size, buffer_size=settings.buffer_size)
     except ScheduleError:
         raise
-    except Exception as error:  # an argument that it does not take, or a fault in it
+    except Exception as error:  # an unknown argument, or a bug in the schedule
         raise ConfigError(
             f"schedule {settings.schedule} cannot be made: {type(error).__name__}: {error}"
         ) from error
@@ -243,7 +242,7 @@ def _estimates(
     sizes: Collection[int],
     evaluation: Collection[int],
 ) -> tuple[Numerics, Estimates, Estimates]:
-    """Choose the order of the numbers in memory, and estimate the layers for each size in it."""
+    """Choose the memory format, and estimate the layers for each size in it."""
 
     def of(numerics: Numerics, sizes: Collection[int], train: bool) -> Estimates:
         model.train(train)
@@ -258,7 +257,7 @@ def _estimates(
         inner = replace(numerics, channels_last=True)
         try:
             return inner, of(inner, sizes, True), of(inner, evaluation, False)
-        except ConfigError:  # such as a view that wants the channels outermost
+        except ConfigError:  # such as a view that needs the channels outermost
             pass
     return numerics, of(numerics, sizes, True), of(numerics, evaluation, False)
 
@@ -306,7 +305,7 @@ def _wire_bytes(settings: Settings, boundary: Boundary) -> tuple[int, int]:
 def _cut_by_times(
     settings: Settings, model: nn.Sequential, layers: list[Layer], predictor: Predictor
 ) -> tuple[list[int], Prediction]:
-    """Cut by what was measured, and hold it against what the other strategies would have chosen."""
+    """Return the cuts by measured times, and a comparison with the other strategies."""
     refuse_other_layers(predictor.profile, layers)
     limit = None if settings.memory_limit is None else settings.memory_limit * GIB
     cuts = balance_times(predictor, cuts_that_may_be(model, layers), limit)

@@ -1,7 +1,6 @@
-"""What crosses the cut between two stages: a tuple of tensors of known shapes.
+"""The tensors that cross from one layer to the next: a tensor or a tuple of them, of known shapes.
 
-No shape travels: every rank works out every boundary once, before the start, and posts its receives ahead
-from that. This is the one place that knows a layer may return a tensor or a tuple of them.
+Shapes are not sent: every rank computes every boundary before the start, and posts its receives by them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 Value = Tensor | tuple[Tensor, ...]
-"""What one layer hands the next."""
+"""The output of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,6 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -37,9 +35,9 @@ class TensorSpec:
 class Boundary:
     """The tensors between two layers for one microbatch size. `single`: a bare tensor, not a tuple of one.
 
-    `needs_grad`: those whose gradient one process would need, because it reaches weights before them from the
-    loss behind them; `requires_grad`: those that depend on such weights, used behind them or not. None where
-    that is not known, which stands for every floating-point tensor.
+    `needs_grad`: those whose gradient one process would need, on the way from the loss to earlier weights;
+    `requires_grad`: those that depend on such weights, used later or not. None, if unknown, stands for every
+    floating-point tensor.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -49,7 +47,7 @@ class Boundary:
 
     @property
     def gradients(self) -> tuple[TensorSpec, ...]:
-        """Return the tensors that come back in the backward."""
+        """The specs of the gradients that the backward returns."""
         needs = self.needs_grad or [spec.dtype.is_floating_point for spec in self.specs]
         return tuple(spec for spec, need in zip(self.specs, needs, strict=True) if need)
 
@@ -63,17 +61,17 @@ class Boundary:
 
 
 def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
-    """Describe tensors one by one."""
+    """Return the specs of tensors."""
     return tuple(TensorSpec(tuple(t.shape), t.dtype) for t in tensors)
 
 
 def named_layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """Return the layers in order with their names; `named_children` leaves out one that is used twice."""
+    """Return the layers in order with their names; `named_children` would omit one that is used twice."""
     return list(zip(model._modules, model, strict=True))
 
 
 def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return a layer's output as a tuple. Raises TypeError where it is neither a tensor nor tensors."""
+    """Return a layer's output as a tuple. Raises TypeError if it is neither a tensor nor tensors."""
     tensors = (value,) if isinstance(value, Tensor) else tuple(value)
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"a layer must return a tensor or a tuple of tensors, not {type(value).__name__}")
@@ -81,10 +79,10 @@ def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def differentiable(tensor: Tensor) -> bool:
-    """Whether a tensor can have a gradient."""
+    """Return whether a tensor can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def describe(value: Value) -> Boundary:
-    """Return the boundary that a layer's output is."""
+    """Return a layer's output as a boundary."""
     return Boundary(specs_of(as_tuple(value)), single=isinstance(value, Tensor))

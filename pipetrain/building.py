@@ -1,4 +1,4 @@
-"""What the `_target_`s of a configuration build, or the one sentence that says why they do not."""
+"""Builds the `_target_`s of a configuration; errors become one sentence."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import Schedule
 
-# What one process would run of a model, and a pipeline, which runs its layers, would not.
+# Methods and hooks of a model that one process would run; a pipeline runs the layers only.
 _METHODS = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "train", "eval")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def build(cfg: DictConfig, group: str) -> Any:
-    """Return what a group's `_target_` builds. Raises ConfigError."""
+    """Build a group's `_target_`. Raises ConfigError."""
     if not isinstance(cfg[group], DictConfig) or "_target_" not in cfg[group]:
         raise ConfigError(f"{group} needs a _target_: the dotted name of what builds it")
     try:
@@ -40,7 +40,7 @@ def build(cfg: DictConfig, group: str) -> Any:
 
 
 def not_built(key: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
-    """Make the error for a `_target_` that could not be called; names an argument that it does not take."""
+    """Return the error for a `_target_` that could not be called; it names an unknown argument."""
     text = re.sub(
         r", set env var HYDRA_FULL_ERROR=1 \S+ \S+ \S+ exception\.|full_key: \S+", "", one_line(error)
     )
@@ -54,7 +54,7 @@ def not_built(key: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
 def _not_taken(key: str, target: str, argument: str) -> str:
     try:
         known = list(inspect.signature(get_method(target)).parameters)
-    except Exception:  # some callables do not tell
+    except Exception:  # some callables have no signature
         known = []
     close = difflib.get_close_matches(argument, known, n=1)
     meant = f"did you mean {close[0]}" if close else f"leave it out with ~{key}.{argument}"
@@ -75,26 +75,26 @@ def make_schedule(cfg: DictConfig) -> Schedule:
 
 
 class Models:
-    """Gives a process the model that a configuration names, and builds it once.
+    """Builds the model of a configuration once per process.
 
-    What plans and measures gets a copy, as running a layer may change what it keeps beside its tensors. The
-    model itself goes to whoever trains it, and nobody keeps it then.
+    Planning and measuring get a copy, as running a layer may change attributes other than its tensors.
+    Training gets the model itself, without another reference.
     """
 
     def __init__(self) -> None:
         self._key: object = None
         self._model: nn.Sequential | None = None
-        self._random: tuple[Any, Any] = None, None  # the generators behind the building, but for torch's
+        self._random: tuple[Any, Any] = None, None  # states after building of Python's and NumPy's generators
 
     def see(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
-        """Return the whole model, to be looked at. Raises ConfigError."""
+        """Return the whole model, to be read only. Raises ConfigError."""
         key = None
-        with suppress(ValueError, OmegaConfBaseException):  # make_model says what is wrong with it
+        with suppress(ValueError, OmegaConfBaseException):  # make_model raises a better error
             key = OmegaConf.to_container(cfg.model, resolve=True), seed, dtype
         if self._model is None or self._key != key:
             self._key, self._model = key, make_model(cfg, seed, dtype)
             self._random = random.getstate(), np.random.get_state()
-        random.setstate(self._random[0])  # so that a layer that draws draws the same, whoever drew meanwhile
+        random.setstate(self._random[0])  # so that layers draw the same numbers on every use
         np.random.set_state(self._random[1])
         return self._model
 
@@ -103,20 +103,19 @@ class Models:
         model = self.see(cfg, seed, dtype)
         try:
             return deepcopy(model)
-        except Exception:  # a layer that cannot be copied: one that holds a lock, for one
+        except Exception:  # a layer that cannot be copied, such as one with a lock
             return make_model(cfg, seed, dtype)
 
     def take(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
-        """Return the whole model to be trained, and forget it. Raises ConfigError."""
+        """Return the whole model for training, and drop the reference. Raises ConfigError."""
         model, self._model = self.see(cfg, seed, dtype), None
         return model
 
 
 def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
-    """Build the whole model, its weights from the seed alone: the same on every rank and any partition.
+    """Build the whole model, with weights from the seed only: the same on every rank and for any partition.
 
-    Raises ConfigError where the factory fails, or returns something that cannot be cut, or that would not be
-    trained as one process trains it.
+    Raises ConfigError if the factory fails, or returns a model that cannot be cut or trained in a pipeline.
     """
     torch.manual_seed(seed)
     random.seed(seed)
@@ -133,7 +132,7 @@ def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
 
 
 def _refuse_unseen(model: nn.Sequential) -> None:
-    """Refuse what a pipeline, which runs the layers one by one, would leave out or train otherwise."""
+    """Refuse what a pipeline, which runs the layers one by one, would omit or train differently."""
     for method in _METHODS:
         if method in vars(model) or getattr(type(model), method) is not getattr(nn.Sequential, method):
             raise ConfigError(
@@ -170,9 +169,9 @@ def _refuse_unseen(model: nn.Sequential) -> None:
 
 
 def state_names(model: nn.Module) -> dict[str, str]:
-    """Return which parameter or buffer each entry of a model's state_dict is: a shared one has several.
+    """Return the parameter or buffer of each entry of a model's state_dict; shared ones have several entries.
 
-    Raises ConfigError for what else a layer keeps there, which a checkpoint cannot hold.
+    Raises ConfigError for other values in it, which a checkpoint cannot hold.
     """
     names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     state = model.state_dict(keep_vars=True)
@@ -186,9 +185,9 @@ def state_names(model: nn.Module) -> dict[str, str]:
 
 
 def _cast(model: nn.Sequential, dtype: torch.dtype) -> None:
-    """Give weights and buffers the run's dtype, complex ones its complex form; refuse to round them.
+    """Convert weights and buffers to the run's dtype (complex ones to its complex form), but never round.
 
-    In place, so that what is shared stays shared. (nn.Module.to drops imaginary parts and parts buffers.)
+    In place, so that sharing is kept. (nn.Module.to drops imaginary parts and separates shared buffers.)
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         old, wanted = tensor.data, dtype.to_complex() if tensor.is_complex() else dtype
@@ -207,7 +206,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def make_codec(cfg: DictConfig, direction: str) -> Codec:
-    """Return the codec of a direction, forward or backward, tried once. Raises ConfigError."""
+    """Return the codec of a direction (forward or backward), after a trial. Raises ConfigError."""
     key = f"codec.{direction}"
     try:
         node = OmegaConf.select(cfg, key)
@@ -219,7 +218,7 @@ def make_codec(cfg: DictConfig, direction: str) -> Codec:
         codec = instantiate(node)
     except InstantiationException as error:
         cause = error.__cause__
-        if isinstance(cause, ValueError) and re.match(r"\w+=", str(cause)):  # by our codecs' own words
+        if isinstance(cause, ValueError) and re.match(r"\w+=", str(cause)):  # a message of our codecs
             raise ConfigError(f"{key}.{one_line(cause)}") from error
         raise not_built(key, node, error) from error
     if not isinstance(codec, Codec):
@@ -229,14 +228,14 @@ def make_codec(cfg: DictConfig, direction: str) -> Codec:
 
 
 def _try_codec(key: str, codec: Codec) -> None:
-    """Refuse a codec that fails, or whose messages are not of the sizes that it says."""
+    """Refuse a codec that fails, or whose messages differ from its `wire_specs`."""
     x = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
     (spec,) = specs_of([x])
     try:
         with torch.random.fork_rng([]):
             said, tensors = tuple(codec.wire_specs(spec)), codec.encode(x)
             wire, back = specs_of(tensors), specs_of([codec.decode(tensors, spec)])
-    except Exception as error:  # whatever somebody's own class raises
+    except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"{key} cannot carry {spec}: {type(error).__name__}: {one_line(error)}") from error
     for what, specs, wanted in (("encodes", wire, said), ("decodes", back, (spec,))):
         if specs != wanted:

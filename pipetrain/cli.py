@@ -1,8 +1,8 @@
-"""The command line: where the configuration lies, how an override is spelled, and what is said of a slip.
+"""The command line: where the configuration files are, how overrides are written, and error messages.
 
-Hydra composes the configuration. Its own report of a mistake is several lines and, inside a job, a traceback.
-With HYDRA_FULL_ERROR it lets its exceptions through, and each becomes one sentence here. This module does not
-import torch, so that scripts/compare.py can read overrides without it.
+Hydra composes the configuration. Its own error report has several lines and, inside a job, a traceback. With
+HYDRA_FULL_ERROR it raises its exceptions, and each becomes one sentence here. This module does not import
+torch, so that scripts/compare.py can read overrides without it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pipetrain.errors import ConfigError
 CODECS = ("codec.forward", "codec.backward")
 ALL = "--cfg job shows all there is"
 
-# Keys that `++` lets Hydra add: arguments of a `_target_`, and parts of what may be a plain value too.
+# Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
 _ADDED = re.compile(
     r"(model|schedule|optim|codec\.(forward|backward)|data\.(source|augment))\.[^=]+="
     r"|(partition\.profile|trace\.windows)="
 )
-# A choice from one group for each of two places, which Hydra spells GROUP@PLACE=NAME.
+# A choice from one group for each of two packages, which Hydra writes as GROUP@PACKAGE=NAME.
 _CODEC = re.compile(r"^([+~]*)(codec\.(?:forward|backward)=)")
 
 OmegaConf.register_new_resolver("name_of", lambda target: str(target).rpartition(".")[2], replace=True)
@@ -44,28 +44,28 @@ def conf_dir() -> Path:
 
 
 def as_hydra(words: Sequence[str]) -> list[str]:
-    """Return a command line's words as Hydra spells them."""
+    """Return a command line's arguments in Hydra's syntax."""
     return [f"++{word}" if _ADDED.match(word) else _CODEC.sub(r"\1codec@\2", word) for word in words]
 
 
 def quoted(value: str) -> str:
-    """Quote a value for Hydra's override grammar, where it has to be."""
+    """Quote a value for Hydra's override grammar, if needed."""
     if re.fullmatch(r"[\w./-]+", value, re.ASCII):
         return value
     return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
 
 
 class _JobFailed(BaseException):
-    """Carries the error of a job past Hydra, which prints a line of its own for each Exception."""
+    """Carries a job's error past Hydra, which prints a line for each Exception."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 def compose(name: str, task: Callable[[DictConfig], None]) -> int:
-    """Run `task` with the configuration that the command line composes, once, or once a job of a sweep.
+    """Run `task` with the configuration from the command line, once for each job of a sweep.
 
-    Returns the exit status. Raises what `task` raises, and ConfigError where nothing can be composed.
+    Returns the exit status. Raises the errors of `task`, and ConfigError if the configuration is invalid.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     for word in sys.argv[1:]:
@@ -91,13 +91,13 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
     except OSError as error:
         made = f"{error.filename}: {error.strerror}"
         raise ConfigError(f"the folder of the run cannot be made: {made}; choose another run_dir") from error
-    except SystemExit as end:  # of the parser of flags
+    except SystemExit as end:  # raised by Hydra's argument parser
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     return 0
 
 
 def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
-    """Return the configuration by itself: Hydra's interpolations resolved, its folders absolute."""
+    """Return the configuration with Hydra's interpolations resolved and absolute folders."""
     cfg = cfg.copy()
     if not OmegaConf.is_interpolation(cfg, "run_dir") and not cfg.run_dir:
         raise ConfigError(f"run_dir={cfg.run_dir} must name a folder")
@@ -111,7 +111,7 @@ def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
 
 
 def _refuse_word(word: str) -> None:
-    """Refuse a folder or a group's choice that is no name, for which Hydra would not name the key."""
+    """Refuse a folder or a group's choice that is not a name, for which Hydra's error lacks the key."""
     key, _, value = word.lstrip("+").partition("=")
     if key == "run_dir" and re.fullmatch(r"null|[\[{].*", value):
         raise ConfigError(f"{word} must be a folder")
@@ -122,7 +122,7 @@ def _refuse_word(word: str) -> None:
 
 
 def _sentence(error: Exception, known: Collection[str]) -> str:
-    """Say Hydra's complaint on one line, and which of the known keys was meant if one is nearly right."""
+    """Return Hydra's error on one line, with a suggestion from the known keys."""
     text = str(error.__cause__ if isinstance(error.__cause__, HydraException) else error)
     text = re.split(r"\s*(?:Set the environment variable HYDRA_FULL_ERROR=1|full_key: )", text)[0]
     if key := re.search(r"Could not override '([^']+)'", text):
@@ -154,7 +154,7 @@ def _refuse_unread(content: Mapping[str, Any], known: Collection[str], text: str
 
 @cache
 def _known(name: str) -> set[str]:
-    """Return the keys that the files of conf/ have, as an override spells them."""
+    """Return the keys of the files in conf/, as written in an override."""
     files = [("", conf_dir() / f"{stem}.yaml") for stem in ("config", name)]
     files += [("data.", path) for path in (conf_dir() / "data").glob("*.yaml")]
     known = {*CODECS, *(path.parent.name for path in conf_dir().glob("*/*.yaml"))}
@@ -164,7 +164,7 @@ def _known(name: str) -> set[str]:
 
 
 def _keys(content: Any, prefix: str) -> Iterator[str]:
-    """Give the dotted keys of a configuration, without the arguments of a `_target_`."""
+    """Yield the dotted keys of a configuration, without the arguments of a `_target_`."""
     for name, value in content.items():
         yield f"{prefix}{name}"
         if isinstance(value, dict) and "_target_" not in value:

@@ -1,9 +1,9 @@
-"""What a tensor looks like on the wire: codecs, each a pure pair of encode and decode.
+"""Codecs: pure pairs of encode and decode, for tensors on the wire.
 
-What a tensor becomes has sizes that are known from its shape alone, so the receiver can post its receives
-ahead and no header travels. A codec keeps nothing between two tensors: with error feedback the channel keeps
-what a message lost (see coded.py). The bounds that are stated here are for finite tensors; others are
-refused, because one infinity would make a step beside which all else is zero.
+The sizes of an encoded tensor follow from its shape, so the receiver can post its receives ahead and there
+are no headers. A codec has no state: with error feedback the channel keeps the error (see coded.py). The
+bounds given here hold for finite tensors; others are refused, because with an infinite step all else would be
+zero.
 
 Sources: top-k with error feedback, Deep Gradient Compression (Lin et al., 2018); stochastic rounding to few
 bits, QSGD (Alistarh et al., 2017).
@@ -24,18 +24,18 @@ from torch import Tensor
 from pipetrain.boundary import TensorSpec
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-LEVELS = 127  # of int8 on either side of zero
+LEVELS = 127  # int8 values on either side of zero
 
 
 class NotFinite(ValueError):
-    """A tensor with an infinity or NaN, which no lossy codec can carry."""
+    """A tensor with an infinity or NaN, which no lossy codec can encode."""
 
 
 class Codec(ABC):
-    """How floating-point tensors of one direction travel; all others travel as they are.
+    """Encodes the floating-point tensors of one direction; others are sent unchanged.
 
-    With `error_feedback` what a message lost is added to the next one of its edge. `name`: what the records
-    call it, if not by its class.
+    `error_feedback`: the error of a message is added to the next one of its edge. `name`: its name in the
+    records, if not that of its class.
     """
 
     name = ""
@@ -52,19 +52,19 @@ class Codec(ABC):
 
     @abstractmethod
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Return what `encode` makes of a tensor of this spec."""
+        """Return the specs of the encoded tensors."""
 
     @abstractmethod
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return what travels; the tensor is left as it is. Raises NotFinite."""
+        """Return the tensors to send; `tensor` is not changed. Raises NotFinite."""
 
     @abstractmethod
     def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        """Return a tensor of `spec` from what `encode` made of one."""
+        """Return a tensor of `spec` from its encoded form."""
 
 
 class Identity(Codec):
-    """As it is."""
+    """Sends tensors unchanged."""
 
     name = "identity"
 
@@ -79,7 +79,7 @@ class Identity(Codec):
 
 
 class Cast(Codec):
-    """Rounded to a dtype, and clamped to its range; what has no more bits than that keeps its own dtype."""
+    """Rounds to a dtype, clamped to its range; a tensor of no more bits keeps its own dtype."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype = DTYPES[dtype]
@@ -102,10 +102,10 @@ class Cast(Codec):
 
 
 class Half(Cast):
-    """Rounded to `dtype`, fp16 or bf16; what has no more bits than that already keeps its own dtype.
+    """Rounds to `dtype`, fp16 or bf16; a tensor of no more bits keeps its own dtype.
 
-    |x - decoded| <= 2^-11 |x| + 2^-25 for fp16 and 2^-8 |x| + 2^-134 for bf16. What is larger than the
-    dtype's largest number (65504 for fp16) is clamped to it. Raises ValueError.
+    |x - decoded| <= 2^-11 |x| + 2^-25 for fp16 and 2^-8 |x| + 2^-134 for bf16. Numbers above the dtype's
+    largest one (65504 for fp16) are clamped to it. Raises ValueError.
     """
 
     name = "half"
@@ -115,13 +115,13 @@ class Half(Cast):
 
 
 class Int8(Codec):
-    """Whole numbers from -127 to 127 of a step: the largest absolute number of a tensor or channel over 127.
+    """Integers from -127 to 127 times a step: the largest absolute number of a tensor or channel over 127.
 
     A channel is an index of dimension 1; with fewer dimensions there is one step. |x - decoded| <= step / 2,
-    and < step with `stochastic` rounding, which is right on average; besides that, the rounding of the
-    tensor's own dtype. Steps travel in float32, of a float64 tensor in float64; none is smaller than that
-    dtype's smallest normal number, so a tensor of zeros decodes to zeros. Stochastic rounding draws from
-    torch's global generator. Raises ValueError.
+    and < step with `stochastic` rounding, which is unbiased and draws from torch's global generator; in
+    addition, the rounding of the tensor's own dtype. Steps are sent in float32, for a float64 tensor in
+    float64, and are at least that dtype's smallest normal number, so zeros decode to zeros. Raises
+    ValueError.
     """
 
     name = "int8"
@@ -138,7 +138,7 @@ class Int8(Codec):
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
         x = tensor.to(_at_least_float32(tensor.dtype))
         finfo = torch.finfo(x.dtype)
-        # Below the largest number over 127, so that 127 steps do not overflow.
+        # At most the largest number over 127, so that 127 steps do not overflow.
         most = finfo.max * (1 - 2 * finfo.eps) / LEVELS
         step = (_largest(x, self._by_channel and x.dim() > 1) / LEVELS).clamp(finfo.tiny, most)
         steps = x / _spread(step, x.dim())
@@ -151,12 +151,11 @@ class Int8(Codec):
 
 
 class TopK(Codec):
-    """The `fraction` of numbers that are largest in absolute value, with their places; the others are zeros.
+    """Sends the `fraction` of numbers largest in absolute value, with positions; the others become zeros.
 
-    Of n numbers ceil(fraction n) travel, and one at least. No number that is left out is larger than one that
-    travels, so |x - decoded|^2 <= (1 - fraction) |x|^2 over the tensor; those that travel are rounded to
-    `values`, fp16 (clamped to 65504, see Half) or fp32. Places are int32 in the tensor's plain order, int64
-    where there are more than 2^31 - 1. Raises ValueError.
+    Of n numbers ceil(fraction n) are sent, at least one, so |x - decoded|^2 <= (1 - fraction) |x|^2 over the
+    tensor, apart from rounding to `values`, fp16 (clamped to 65504, see Half) or fp32. Positions in the
+    flattened tensor are int32, or int64 where there are more than 2^31 - 1. Raises ValueError.
     """
 
     name = "topk"
@@ -186,7 +185,7 @@ class TopK(Codec):
 
 
 class TopKInt8(TopK):
-    """As TopK, but the values that travel are those of Int8, with one step for all of them."""
+    """As TopK, with values encoded as by Int8, with one step for all."""
 
     name = "topk_int8"
 
@@ -196,7 +195,7 @@ class TopKInt8(TopK):
 
 
 def _places_of_largest(flat: Tensor, k: int) -> Tensor:
-    """Return where the k largest absolute numbers are, in no order. NaN counts as the largest of all."""
+    """Return the positions of the k largest absolute numbers, in no order. NaN counts as the largest."""
     if flat.device.type != "cpu" or not 0 < k < len(flat):
         return torch.topk(flat.abs(), k, sorted=False).indices
     sizes = flat.abs().to(_at_least_float32(flat.dtype)).numpy()
@@ -215,7 +214,7 @@ def _largest(x: Tensor, by_channel: bool = False) -> Tensor:
 
 
 def _spread(step: Tensor, dimensions: int) -> Tensor:
-    """Shape steps so that they multiply a tensor of so many dimensions, channel by channel."""
+    """Reshape steps to multiply a tensor of `dimensions` dimensions, channel by channel."""
     return step.reshape([1] * dimensions if dimensions < 2 else [1, -1, *[1] * (dimensions - 2)])
 
 
@@ -230,7 +229,7 @@ def _one_of(name: str, value: str, choices: Collection[str]) -> str:
 
 
 def _exactly(fraction: float) -> Fraction:
-    """Return a fraction exactly as it is written: 0.07 of 100 is 7, and not a little more."""
+    """Return a fraction exactly as written: 0.07 of 100 is 7."""
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction} must be a number above 0 and at most 1")
     return Fraction(repr(fraction))
@@ -244,14 +243,14 @@ def _yes_or_no(name: str, value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Codecs:
-    """The codec of each direction: of activations, forward, and of gradients, backward."""
+    """The codecs of activations (forward) and of gradients (backward)."""
 
     forward: Codec = field(default_factory=Identity)
     backward: Codec = field(default_factory=Identity)
 
     @property
     def plain(self) -> bool:
-        """Whether every message travels as it is."""
+        """Whether every message is sent unchanged."""
         return isinstance(self.forward, Identity) and isinstance(self.backward, Identity)
 
     def wire_bytes(self, specs: Sequence[TensorSpec], forward: bool) -> int:
@@ -261,5 +260,5 @@ class Codecs:
 
 
 def on_wire(codec: Codec, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-    """Return what a tensor of a boundary becomes: whole numbers and truth values travel as they are."""
+    """Return the specs on the wire of a tensor; integers and booleans are not encoded."""
     return codec.wire_specs(spec) if spec.dtype.is_floating_point else (spec,)

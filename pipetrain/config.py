@@ -1,7 +1,7 @@
-"""The settings of a run: what each value of the configuration must be.
+"""The settings of a run, and the rules for their values.
 
-Each field of `Settings` is declared with the rule that its value must keep. A value that does not keep it is
-refused in one sentence. Values are checked here, once, and the rest of the program trusts them.
+Each field of `Settings` is declared with a rule for its value. Values are checked here, once; an invalid one
+is refused in one sentence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def share_of_cores(local_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What a value must be: in words, as a test, and how it is read once it has passed."""
+    """A rule for a value: in words, as a test, and a conversion of valid values."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -91,15 +91,15 @@ PARTITION = _Rule(
 )
 PROFILE_FILE = replace(PARTITION, read=lambda value: value[PROFILE] if isinstance(value, dict) else None)
 TRACE = _Rule("true or false; trace.windows=4 traces the first 4 windows", _is_trace, _traced_windows)
-MOST_THREADS = max(64, 8 * cores())  # more are unlikely to be meant
+MOST_THREADS = max(64, 8 * cores())  # more are probably a mistake
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The scalar settings of one run, validated.
 
-    The value of an Annotated field keeps the rule. It is read from the key of the field's name, or from the
-    key after the rule, and may be null where the type has None.
+    The value of an Annotated field obeys its rule. It is read from the key with the field's name, or the key
+    after the rule, and may be null if the type includes None.
     """
 
     model: str
@@ -137,14 +137,14 @@ class Settings:
     resume: Annotated[str | None, SOURCE]
 
     def rate(self, updates: int) -> Rate:
-        """Return the learning rate over a run of so many updates."""
+        """Return the learning rate over a run of `updates` updates."""
         return learning_rate(self.lr_schedule, self.lr, self.warmup, updates)
 
 
 def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings:
-    """Read and validate the scalars. `ranks`: how many processes there are, None where none are started.
+    """Read and validate the settings. `ranks`: the number of processes, None if none are started.
 
-    Raises ConfigError for the first value that cannot be.
+    Raises ConfigError for the first invalid value.
     """
     stages = _read(cfg, "stages", COUNT, null=True)
     if ranks is not None and stages not in (None, ranks):
@@ -180,13 +180,13 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
 
 
 def whole_number(cfg: DictConfig, key: str, low: int, optional: bool = False) -> int | None:
-    """Return a whole number of at least `low`, or null where `optional`. Raises ConfigError."""
+    """Return an integer of at least `low`, or None where `optional`. Raises ConfigError."""
     number: int | None = _read(cfg, key, _whole(low), null=optional)
     return number
 
 
 def _read(cfg: DictConfig, key: str, rule: _Rule, null: bool) -> Any:
-    """Return the value of a key if it keeps a rule, or is null and may be. Raises ConfigError."""
+    """Return a key's value if it obeys a rule, or None where `null`. Raises ConfigError."""
     value = OmegaConf.select(cfg, key)
     if value is None and null:
         return None

@@ -1,6 +1,6 @@
-"""How a command ends: each error that a person can meet is one sentence and an exit status.
+"""How a command ends: each expected error is one sentence and an exit status.
 
-The statuses: 0 finished, or stopped and saved; 1 failed; 2 refused before anything was trained; 130 Ctrl-C.
+The statuses: 0 finished, or stopped and saved; 1 failed; 2 refused before training; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes its status, fo
 
 
 def guarded(action: Callable[[], int]) -> int:
-    """Run `action` and return its status; an error that a person can meet is said, and has a status too."""
+    """Run `action` and return its status; print an expected error, and return its status."""
     try:
         return action()
     except KeyboardInterrupt as stop:
@@ -31,17 +31,17 @@ def guarded(action: Callable[[], int]) -> int:
         return _say(error, REFUSED)
     except (ChannelError, NotRecorded, TrainingStopped) as error:
         if isinstance(error, ActionFailed) and error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)  # most likely of the user's own model
+            traceback.print_exception(error.__cause__)  # most likely an error in the user's model
         return _say(error, FAILED)
 
 
 def leave(status: int) -> None:
-    """Exit at once: destructors of a broken process group may hang, and those of a whole one take long."""
+    """Exit at once: destructors of process groups may hang or take long."""
     if (folder := os.environ.get(ENDED)) is not None:
         with suppress(OSError):
             Path(folder, str(_rank())).write_text(str(status))
     if status == 0:
-        atexit._run_exitfuncs()  # those of a model's own libraries too
+        atexit._run_exitfuncs()  # includes those of the libraries of a user's model
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -53,7 +53,7 @@ def _rank() -> int:
 
 
 def _say(error: object, status: int) -> int:
-    """Say a sentence on standard error and in the run's log."""
+    """Print a message on standard error and write it to the run's log."""
     text = "pipetrain: " + " ".join(str(error).split())
     print(text, file=sys.stderr, flush=True)
     record = logging.LogRecord("pipetrain", logging.ERROR, __file__, 0, text, None, None)

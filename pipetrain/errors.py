@@ -1,4 +1,4 @@
-"""The errors that a person who runs pipetrain sees: one sentence each, printed before a command exits.
+"""The errors that users see: one sentence each, printed before a command exits.
 
 Every module may raise them, so this one imports none. The schedules have their own `ScheduleError`.
 """
@@ -7,20 +7,20 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A wrong configuration or input, refused in one sentence that says what, where and what to do."""
+    """An invalid configuration or input; the message says what is wrong, where, and what to do."""
 
 
 class TrainingStopped(RuntimeError):
-    """A run that had to stop; the sentence says where it was and why."""
+    """A run that had to stop; the message says where and why."""
 
 
 class ActionFailed(TrainingStopped):
-    """An action whose layers failed or ran out of memory; its cause is the error that they raised."""
+    """An action whose layers failed or ran out of memory; its cause is the original error."""
 
 
 class NotRecorded(RuntimeError):
-    """A run that came to its end, or was stopped, but whose records or weights could not be written."""
+    """A run that finished or was stopped, but whose records or weights could not be written."""
 
 
 class ChannelError(RuntimeError):
-    """A message that did not come or could not go; says which, and between whom."""
+    """A message that was not received or sent; the message says which, and between which ranks."""

@@ -42,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export(checkpoint: str, of_best: bool, out: Path) -> int:
-    """Write a checkpoint's weights to `out`.safetensors and `out`.pt, complex ones to that alone.
+    """Write a checkpoint's weights to `out`.safetensors and `out`.pt, complex ones to the latter only.
 
-    Nothing of the model is built or run. Raises ConfigError.
+    The model is neither built nor run. Raises ConfigError.
     """
     source = find_source(checkpoint, Path(checkpoint))
-    if source is None:  # the word auto, in a folder that has none
+    if source is None:  # "auto" in a folder without checkpoints
         raise ConfigError(
             f"{checkpoint} is no checkpoint: give the folder of a run or of one of its checkpoints"
         )
@@ -58,14 +58,14 @@ def export(checkpoint: str, of_best: bool, out: Path) -> int:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         written = list(_written(state, out, {"run": source.manifest.run, "update": str(update)}))
-    except (OSError, RuntimeError, SafetensorError) as error:  # of the disk, in three libraries' words
+    except (OSError, RuntimeError, SafetensorError) as error:  # three libraries' errors of the disk
         raise ConfigError(f"--out {out} cannot be written: {one_line(error)}; choose another") from error
     print(f"{len(state)} tensors of update {update} in {' and '.join(written)}")
     return 0
 
 
 def _written(state: dict[str, Tensor], out: Path, metadata: dict[str, str]) -> Iterator[str]:
-    """Write the files, and give their names. Not every safetensors holds complex numbers."""
+    """Write the files, and yield their names. Not every version of safetensors supports complex numbers."""
     if not any(tensor.is_complex() for tensor in state.values()):
         save_file({name: tensor.clone() for name, tensor in state.items()}, f"{out}.safetensors", metadata)
         yield f"{out}.safetensors"
@@ -74,9 +74,9 @@ def _written(state: dict[str, Tensor], out: Path, metadata: dict[str, str]) -> I
 
 
 def _best(run_dir: Path, newest: Source) -> Source:
-    """Return the checkpoint of the epoch that a run's newest checkpoint calls the best.
+    """Return the checkpoint of the best epoch in the history of a run's newest checkpoint.
 
-    Raises ConfigError where it is not there: the newest one knows of epochs that were saved elsewhere.
+    Raises ConfigError if it is not there, for example in the folder of the run that this one resumed.
     """
     history = read_progress(newest.manifest).history
     if not history:
@@ -99,7 +99,7 @@ def _best(run_dir: Path, newest: Source) -> Source:
 
 
 def merged(source: Source) -> dict[str, Tensor]:
-    """Return the state_dict of the whole model that a checkpoint holds. Raises ConfigError."""
+    """Return the state_dict of the whole model of a checkpoint. Raises ConfigError."""
     terms, where = source.manifest.conditions, str(source.folder)
     names = read_as(dict[str, str], terms.get("state_dict"), f"{where}: state_dict")
     said = read_as(dict[str, list[Any]], terms.get("tensors"), f"{where}: tensors")

@@ -1,18 +1,17 @@
-"""How the processes of one run agree on what to do: rank 0 decides, the others follow.
+"""How the processes of a run start: rank 0 decides what to run, and the other ranks follow.
 
-Only rank 0 composes a configuration with Hydra. It refuses what is wrong, once and in one sentence, or tells
-the others through torchrun's key-value store what to run. So there is one run folder and one opinion about
-every value, and all this happens before a process group exists.
+Only rank 0 composes the configuration with Hydra. It refuses an invalid one with one message, or sends the
+others a job through torchrun's key-value store, before any process group exists.
 
-Whoever reaches that store could speak in rank 0's place, so what rank 0 says is sealed (see pipetrain.seal).
-Without a proof one can only make a run fail. In the store:
+Anyone who can reach the store could pose as rank 0, so its messages are sealed (see pipetrain.seal); without
+the key one can only make a run fail. The keys of the store:
 
-    phase            what rank 0 is doing, and how many seconds the others shall wait for it
-    met/RANK         the random number of each other rank; all of them name this start of the run
-    word/N           rank 0's N-th word, sealed: a job, or that the run has ended well
-    proof/N          by what it can be proved
-    answer/N/RANK    whether a rank is ready for the job of word N
-    ended            the status of a run that rank 0 has given up
+    phase            what rank 0 is doing, and how many seconds the others wait for it
+    met/RANK         a random number of each other rank; together they identify this start of the run
+    word/N           rank 0's N-th message, sealed: a job, or that the run has ended well
+    proof/N          what is needed to verify it
+    answer/N/RANK    whether a rank is ready for job N
+    ended            the exit status of a run that rank 0 has given up
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ from pipetrain.training.folder import LOCK, read_key
 _RUN_DIR = "pipetrain/run_dir"
 _ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 _READY, _REFUSED = "ready", "refused"
-START_S, MOST_S = 300.0, 3600.0  # how long the others wait for rank 0 to start, and for anything at most
-LATE_S = 15.0  # how long a file may take to be seen on another machine
-SILENCE_S = 10.0  # a phase that takes longer says so this often
+START_S, MOST_S = 300.0, 3600.0  # the others' waits for rank 0 to start, and for any phase at most
+LATE_S = 15.0  # until a file is visible on another machine
+SILENCE_S = 10.0  # between log lines during a long phase
 POLL_S = 0.02
 
 log = logging.getLogger("pipetrain")
@@ -58,62 +57,62 @@ log = logging.getLogger("pipetrain")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all ranks do next, as rank 0 has decided it: one training run, or the profiling before it."""
+    """One training run, or the profiling before it, as decided by rank 0."""
 
     config: dict[str, Any]  # resolved; `data` is the data set really used
     schedule: str
     run_dir: str
     fingerprint: str  # of the data set
     task: Literal["train", "profile"] = "train"
-    profile: dict[str, Any] | None = None  # what to cut by: other machines cannot read rank 0's file
-    run: str = ""  # its own name
+    profile: dict[str, Any] | None = None  # the profile itself: other machines cannot read rank 0's file
+    run: str = ""  # the run's unique name
     resume: str | None = None  # the folder of the checkpoint to go on from
     saves: bool = True  # whether all ranks need the run's folder
 
 
 Part = Callable[[SealedStore | None], object]
-"""What a rank does in a job, once all ranks are ready for it; they talk through that store."""
+"""A rank's part of a job, called once all ranks are ready; they communicate through the store."""
 Join = Callable[[Job, World], Part]
-"""Gets a rank ready for a job. Raises ConfigError where it cannot take part."""
+"""Prepares a rank for a job. Raises ConfigError if it cannot take part."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Proof:
-    """What is needed to prove a word of rank 0's."""
+    """What is needed to verify a message of rank 0."""
 
-    folder: str  # the run's, which holds the key
-    key: str  # the key's digest: whoever sees another key does not see the same folder
+    folder: str  # the run's folder, which holds the key
+    key: str  # the key's digest: a rank that finds another key does not see the same folder
     met: list[str]  # the random number of each rank
 
 
 class Leader:
-    """Rank 0's side: tells the others what to run. Without others it tells nobody."""
+    """Rank 0's side: sends the other ranks their jobs."""
 
     def __init__(self, world: World) -> None:
-        self._own = _store(world)  # torchrun's, also of one process alone
+        self._own = _store(world)  # torchrun's store, also with a single process
         self._store = self._own if world.size > 1 else None
         self._others = range(1, world.size)
         self._met = [_nonce()]
         self._words = 0
-        self._arguments = sys.argv[1:]  # as typed
+        self._arguments = sys.argv[1:]  # before run_dir= is appended
         self._folder, self._key = "", ""
         self.trains = Event()
-        """Set when the training begins, which says itself how far it is, and at the end."""
+        """Set when training begins, which logs its own progress, and at the end."""
         self.phase("start", START_S)
 
     def phase(self, doing: str, limit_s: float) -> None:
-        """Say what rank 0 does now, for which the others shall wait so many seconds."""
+        """Tell the others what rank 0 is doing, and for how many seconds to wait for it."""
         if self._store is not None:
             self._store.set("phase", json.dumps([doing, limit_s]))
         self._doing = doing
 
     def remind(self) -> None:
-        """Say every ten seconds what takes so long, until the training begins; for a thread of its own."""
+        """Log the current phase every SILENCE_S seconds until training begins; for a thread of its own."""
         while not self.trains.wait(SILENCE_S):
             log.info("pipetrain: it takes time to %s", self._doing)
 
     def trust(self, folder: Path, key: str) -> None:
-        """Seal with the key of the run's folder from now on. Raises ConfigError where there is none."""
+        """Seal with the key of the run's folder from now on. Raises ConfigError if there is no key."""
         if self._store is not None and not (key or os.environ.get(SECRET)):
             raise ConfigError(
                 f"run_dir={folder} is on a file system that keeps no file from others, so ranks cannot prove "
@@ -122,7 +121,7 @@ class Leader:
         self._folder, self._key = str(folder), key
 
     def announce(self, job: Job) -> SealedStore | None:
-        """Let all ranks get ready for a job; return what they talk through. Raises ChannelError."""
+        """Send all ranks a job; return the store for it. Raises ChannelError."""
         if self._store is None:
             return None
         number = self._words
@@ -130,35 +129,32 @@ class Leader:
         return store.under(f"job/{number}")
 
     def await_ready(self, limit_s: float) -> None:
-        """Wait until all ranks are ready for the job that was announced last.
-
-        Raises ChannelError where a rank does not answer, and ConfigError where one refuses.
-        """
+        """Wait until all ranks are ready; raises ChannelError if one is silent, ConfigError if it refuses."""
         for rank in self._others:
             key = f"answer/{self._words - 1}/{rank}"
             if self._heard(key, f"rank {rank} to get ready", max(START_S, limit_s)) != _READY:
                 raise ConfigError(f"rank {rank} refuses this run; look at what it says")
 
     def end(self, status: int) -> None:
-        """Let the others exit with a status."""
+        """Let the other ranks exit with a status."""
         self.trains.set()
         if self._store is None:
             return
         if status == 0 and self._folder:
             self._say({"ended": True})
-        else:  # to give up needs no proof
+        else:  # a failure needs no proof
             self._store.set("ended", str(status))
 
     def remember(self, run_dir: Path) -> None:
-        """Keep the run's folder for whoever leads after a restart by the same torchrun."""
+        """Store the run's folder for rank 0 after a restart by the same torchrun."""
         if self._own is not None and (self._key or os.environ.get(SECRET)):
             sealed = Seal(self._key, _agent()).close(_RUN_DIR, str(run_dir).encode())
             _across_restarts(self._own).set(_RUN_DIR, sealed)  # type: ignore[arg-type]
 
     def remembered(self) -> str | None:
-        """Return the folder of the run that torchrun has restarted, if it has.
+        """Return the folder of the run that torchrun has restarted, if any.
 
-        Raises TrainingStopped where another torchrun, or somebody else, has said it, and none was typed.
+        Raises TrainingStopped if the stored folder is not from this torchrun and the command line names none.
         """
         if self._own is None or not restarts():
             return None
@@ -175,7 +171,7 @@ class Leader:
             raise
 
     def _say(self, word: dict[str, Any]) -> SealedStore:
-        """Say a word to all ranks, once each has drawn its number; return where. Raises ChannelError."""
+        """Send a message to all ranks that have started; return the store. Raises ChannelError."""
         assert self._store is not None
         for rank in self._others[len(self._met) - 1 :]:
             self._met.append(self._heard(f"met/{rank}", f"rank {rank} to start", START_S))
@@ -197,16 +193,16 @@ class Leader:
 
 
 def follow(world: World, join: Join) -> int:
-    """Do what rank 0 says until it ends; return the exit status."""
+    """Do the jobs that rank 0 announces until it ends; return the exit status."""
     follower = _Follower(world)
-    importlib.import_module("torch._dynamo")  # planning will, and takes a second, while rank 0 has work to do
+    importlib.import_module("torch._dynamo")  # needed for planning; takes a second while rank 0 works
     while follower.takes_part(join):
         pass
     return follower.status
 
 
 class _Follower:
-    """Another rank's side: hears rank 0, and believes what is proved."""
+    """The side of the other ranks: receives and verifies rank 0's messages."""
 
     def __init__(self, world: World) -> None:
         store = _store(world)
@@ -214,16 +210,15 @@ class _Follower:
         self._store = store
         self._world = world
         self._nonce = _nonce()
-        self._keys: dict[str, str] = {}  # of the folders that were read
+        self._keys: dict[str, str] = {}  # folder -> key
         self._words = 0
         self.status = 0
         store.set(f"met/{world.rank}", self._nonce)
 
     def takes_part(self, join: Join) -> bool:
-        """Wait for a job and do it; False where the run has ended, with `status`.
+        """Wait for a job and do it; return False when the run has ended, with `status` set.
 
-        Raises ChannelError, ConfigError where this rank cannot take part, and TrainingStopped where rank 0
-        has not said what came.
+        Raises ChannelError, ConfigError if this rank cannot take part, TrainingStopped for a forged message.
         """
         number = self._words
         name, answer = f"word/{number}", f"answer/{number}/{self._world.rank}"
@@ -244,7 +239,7 @@ class _Follower:
         return True
 
     def _gave_up(self, key: str) -> bool:
-        """Wait for a word of rank 0's, looking at what it is doing; say whether it gave up instead."""
+        """Wait for a message, within the limit of rank 0's phase; return whether rank 0 gave up instead."""
         rank = self._world.rank
         doing: list[Any] = ["start", START_S]
         since = time.monotonic()
@@ -264,19 +259,19 @@ class _Follower:
                 time.sleep(min(POLL_S, limit / 4))
         except (ChannelError, TrainingStopped):
             raise
-        except Exception as error:  # of the connection, or of words that are none
+        except Exception as error:  # a lost connection, or a value that cannot be parsed
             cause = str(error).strip().splitlines()[:1]
             raise ChannelError(f"rank {rank} lost rank 0 in its start: {' '.join(cause)}") from error
         return False
 
     def _proved(self, number: int) -> tuple[SealedStore, str]:
-        """Return where words of a rank 0 are believed that has the folder's key and has met this rank.
+        """Return the store for messages of a rank 0 that has the folder's key and has met this rank.
 
-        With the key, which is empty where this rank does not see the folder. Raises ConfigError.
+        Also returns the key, empty if this rank does not see the folder. Raises ConfigError, TrainingStopped.
         """
         try:
             proof: _Proof = read_as(_Proof, json.loads(self._store.get(f"proof/{number}")), "the proof")
-        except ValueError:  # not rank 0's
+        except ValueError:  # not written by rank 0
             raise forged(f"word/{number}") from None
         if proof.folder not in self._keys:
             self._keys[proof.folder] = _key_of(Path(proof.folder), proof.key) if proof.folder else ""
@@ -285,12 +280,12 @@ class _Follower:
             key = ""
         if proof.folder and not (key or os.environ.get(SECRET)):
             raise self._not_shared(proof.folder)
-        if proof.met[self._world.rank : self._world.rank + 1] != [self._nonce]:  # it is of another start
+        if proof.met[self._world.rank : self._world.rank + 1] != [self._nonce]:  # from another start
             raise forged(f"word/{number}")
         return SealedStore(self._store, Seal(key, _scope(proof.met))), key
 
     def _accepted(self, word: dict[str, Any], key: str) -> Job:
-        """Return a job that this rank can take part in as it was started. Raises ConfigError."""
+        """Return a job after checking this rank's code and command line. Raises ConfigError."""
         rank = self._world.rank
         if (theirs := word["code"]) != code_fingerprint():
             raise ConfigError(
@@ -316,9 +311,9 @@ class _Follower:
 
 
 def _status(said: bytes) -> int:
-    """Return the status of a run that rank 0 has given up. Raises TrainingStopped for what is none.
+    """Return the exit status of a run that rank 0 has given up. Raises TrainingStopped for an invalid one.
 
-    Nobody has to be believed in order to fail; to end well, only where the command line runs nothing.
+    A failure needs no proof; success is accepted only where the command line runs nothing, as with --help.
     """
     known = {str(status).encode(): status for status in (FAILED, REFUSED, INTERRUPTED)}
     if not _ASKING.isdisjoint(sys.argv[1:]):
@@ -329,7 +324,7 @@ def _status(said: bytes) -> int:
 
 
 def _key_of(folder: Path, digest: str) -> str:
-    """Read the key in the run's folder. Network file systems show what others write some seconds late."""
+    """Read the key in the run's folder; network file systems show other machines' files some seconds late."""
     end = time.monotonic() + LATE_S
     while _digest(key := read_key(folder)) != digest and time.monotonic() < end:
         time.sleep(POLL_S)
@@ -341,7 +336,7 @@ def _digest(key: str) -> str:
 
 
 def _scope(met: list[str]) -> str:
-    """Name this start of the run, by a random number of each rank: nothing sealed before has this name."""
+    """Name this start of the run by a random number of each rank, so that no earlier message is valid."""
     return f"attempt {restarts()} of {' '.join(met)}"
 
 
@@ -350,7 +345,7 @@ def _nonce() -> str:
 
 
 def _agent() -> str:
-    """Name the torchrun that has started this process: its process, and when that began."""
+    """Identify the torchrun that started this process by its process id and start time."""
     with suppress(OSError, IndexError):
         began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
         return f"{os.getppid()} since {began}"
@@ -358,14 +353,14 @@ def _agent() -> str:
 
 
 def _difference(theirs: list[str], mine: list[str]) -> str:
-    """Say in which words rank 0's command line and this rank's differ."""
+    """Return the words in which rank 0's command line and this rank's differ."""
     only = [("here", Counter(mine) - Counter(theirs)), ("at rank 0", Counter(theirs) - Counter(mine))]
     said = [f"{' '.join(words.elements())} only {where}" for where, words in only if words]
     return ", ".join(said) or f"{' '.join(mine)} here, {' '.join(theirs)} at rank 0"
 
 
 def code_fingerprint() -> str:
-    """Return what tells one version of this package's code from another."""
+    """Return a digest of this package's source code."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -374,7 +369,7 @@ def code_fingerprint() -> str:
 
 
 def names_folder() -> bool:
-    """Whether the command line names the run's folder."""
+    """Return whether the command line names the run's folder."""
     return any(word.startswith("run_dir=") for word in sys.argv)
 
 
@@ -390,10 +385,10 @@ def _store(world: World) -> Store | None:
     if world.size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     store: Store = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
-    # torchrun's store lives on when it restarts the ranks: what they said before must not be heard again.
+    # torchrun's store survives a restart of the ranks: a new prefix hides their earlier messages.
     return PrefixStore(f"attempt/{restarts()}", store)
 
 
 def restarts() -> int:
-    """How often torchrun has restarted the ranks."""
+    """Return how often torchrun has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -1,18 +1,17 @@
-"""The command `pipetrain`: starts the processes of a run by torchrun's own means, and ends as they end.
+"""The command `pipetrain`: starts the processes of a run with torchrun, and returns their exit status.
 
     pipetrain                                              the quickstart: a few minutes, no download
     pipetrain model=resnet18 schedule=pipedream epochs=3   any override of the configuration
     pipetrain --max-restarts=3 model=vgg16 resume=auto     torchrun's options, as --OPTION=VALUE
     pipetrain --nproc_per_node=2 -m pipetrain model=vgg16  torchrun's whole command line
 
-Processes of this machine: NPROC, or stages= among the overrides, or one per GPU; two where there is no GPU,
-and two for the quickstart. They share the machine's cores between them; threads= says otherwise.
+The number of processes on this machine is NPROC, or stages= among the overrides, or one per GPU; two without
+a GPU and for the quickstart. They share the machine's cores, unless threads= is set.
 
-torchrun reports every failure by a traceback of its own, after what the ranks have said, and ends with 1 when
-it is stopped by a signal, however well its ranks ended. This says only what they cannot say themselves, and
-ends with 0 where all went well, a stop that was saved too; with 128 and the signal's number (143 for SIGTERM,
-130 for Ctrl-C) where a signal ended it before all was saved; otherwise with the status of the rank that
-failed first.
+torchrun prints a traceback for every failure and exits with 1 after a signal, however well its ranks ended.
+This command exits with 0 where all went well, a saved stop included; with 128 plus the signal's number (143
+for SIGTERM, 130 for Ctrl-C) where a signal ended it before all was saved; otherwise with the status of the
+rank that failed first.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from pipetrain.config import cores, share_of_cores
 from pipetrain.ending import ENDED, FAILED, guarded
 from pipetrain.errors import ConfigError
 
-SHUTDOWN_S = "120"  # for ranks to save after a signal, where torchrun gives 30
-MANY = 8  # processes, above which the plan is tried first where there are not as many cores
+SHUTDOWN_S = "120"  # for ranks to save after a signal; torchrun's default is 30
+MANY = 8  # with more processes than this and than cores, the plan is checked first
 QUICKSTART = ["experiment=quickstart"]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start and wait; return the status."""
+    """Run the command; return its exit status."""
     return guarded(lambda: _main(sys.argv[1:] if words is None else words))
 
 
@@ -52,7 +51,7 @@ def _main(words: Sequence[str]) -> int:
         return start(words)
     theirs, ours = split(words)
     count = processes(ours)
-    if count > MANY and count > cores():  # ask on paper before so many processes are started in vain
+    if count > MANY and count > cores():  # check the plan before so many processes are started
         plan = [sys.executable, "-m", "pipetrain.plan", *ours, f"stages={count}"]
         if status := subprocess.run(plan, stdout=subprocess.DEVNULL, check=False).returncode:
             return status
@@ -65,7 +64,7 @@ def _main(words: Sequence[str]) -> int:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Tell torchrun's options from the words that are the ranks' own."""
+    """Separate torchrun's options from the ranks' own arguments."""
     options = get_args_parser()._option_string_actions.keys() - {"-h", "--help"}
     theirs = [word for word in words if word.partition("=")[0] in options]
     return theirs, [word for word in words if word not in theirs] or QUICKSTART
@@ -87,8 +86,8 @@ def processes(words: Sequence[str]) -> int:
 
 
 def start(arguments: Sequence[str]) -> int:
-    """Start what torchrun would start by these arguments, and wait; return the status."""
-    logging.disable()  # torch's: the ranks speak for themselves
+    """Run torchrun with these arguments; return the exit status."""
+    logging.disable()  # torchrun's own: the ranks report their errors
     with TemporaryDirectory() as folder:
         os.environ[ENDED] = folder
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S)
@@ -112,7 +111,7 @@ def start(arguments: Sequence[str]) -> int:
 
 
 def _end_children() -> None:
-    """End what is left: torchrun forgets a process that it is just starting when a signal comes."""
+    """Kill remaining children: torchrun forgets a process that it is just starting when a signal comes."""
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in path.read_text().split():
             with suppress(ProcessLookupError):

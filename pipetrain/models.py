@@ -1,10 +1,9 @@
-"""The models: each a function that returns an `nn.Sequential` of the finest layers that can be cut.
+"""The models: functions that return an `nn.Sequential` of the smallest layers between possible cuts.
 
 They are built whole on every rank, under a seed that the caller sets, and draw their weights in the order of
-their layers: the initial weights depend on the seed and the layer alone, never on the partition. No layer
-works in place, so what crosses a cut can never be changed behind its owner's back; that costs no time (0.63 s
-a training step of VGG16 either way, batch 64 on two cores). A model of one's own is a factory of the same
-kind: `model._target_=my_package.my_factory`.
+their layers, so the initial weights do not depend on the partition. No layer works in place, so the tensors
+at a cut never change; this costs no time (0.63 s a training step of VGG16 either way, batch 64 on two cores).
+A user's model is a factory of the same kind: `model._target_=my_package.my_factory`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ __all__ = ["mlp", "resnet18", "resnet34", "resnet50", "vgg11", "vgg13", "vgg16",
 def mlp(num_classes: int = 10, depth: int = 6, width: int = 128) -> nn.Sequential:
     """Perceptron: images (n, 3, 32, 32) to logits (n, num_classes), `depth` linear layers of `width` units.
 
-    Without BatchNorm nothing depends on how a batch is cut, so every flush schedule must give the same
-    weights. Raises ConfigError where depth is under 2 or width under 1.
+    Without BatchNorm the result does not depend on the microbatches, so every flush schedule must give the
+    same weights. Raises ConfigError if depth is under 2 or width under 1.
     """
     if depth < 2 or width < 1:
         raise ConfigError(
@@ -67,9 +66,9 @@ def vgg19(num_classes: int = 10, width: int = 64) -> nn.Sequential:
 def _vgg(depths: tuple[int, ...], num_classes: int, width: int) -> nn.Sequential:
     """Stack `depths[i]` convolutions in block i, then the head; `width`: channels of the first block.
 
-    A layer is a convolution with its BatchNorm, its ReLU and, at the end of a block, the max-pool, which has
-    no weights and makes the boundary four times smaller: no cut before it is ever better than the one after.
-    `conv3_2` is the second convolution of the third block. Raises ValueError.
+    A layer is a convolution with BatchNorm, ReLU and, at the end of a block, the max-pool, which has no
+    weights and makes the boundary four times smaller, so a cut before it would never be better. `conv3_2` is
+    the second convolution of the third block. Raises ValueError.
 
     Source: Simonyan and Zisserman, "Very deep convolutional networks", 2015, table 1, with BatchNorm and the
     one linear layer that is usual for CIFAR-10.
@@ -98,7 +97,7 @@ def _vgg(depths: tuple[int, ...], num_classes: int, width: int) -> nn.Sequential
 class Residual(nn.Module):
     """A residual block: `relu(body(x) + shortcut(x))`, from (n, c, h, w) to (n, c', h / stride, w / stride).
 
-    One layer, as a cut inside it would send two tensors where one does. Source: He et al., "Deep residual
+    It is one layer, because two tensors would cross a cut inside it. Source: He et al., "Deep residual
     learning", 2016, with a projection (option B) where the shape changes.
     """
 
@@ -111,7 +110,6 @@ class Residual(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the block."""
         out: Tensor = self.relu(self.body(x) + self.shortcut(x))
         return out
 
@@ -171,7 +169,7 @@ def _bottleneck(channels: int, width: int, stride: int) -> nn.Sequential:
     )
 
 
-# Of both
+# Shared
 
 
 def _stack(**layers: nn.Module) -> nn.Sequential:
@@ -181,13 +179,13 @@ def _stack(**layers: nn.Module) -> nn.Sequential:
 def _convolution(
     channels: int, width: int, kernel: int = 3, stride: int = 1, bias: bool = False
 ) -> nn.Sequential:
-    """Return a convolution that keeps the resolution but for its stride, and its BatchNorm."""
+    """Return a convolution with padding, and its BatchNorm."""
     conv = nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=bias)
     return _stack(conv=conv, norm=nn.BatchNorm2d(width))
 
 
 def _initialise(model: nn.Sequential) -> None:
-    """Draw the convolutions in the order of the layers; linear layers keep PyTorch's own draw.
+    """Draw the convolutions in the order of the layers; linear layers keep PyTorch's initialisation.
 
     Source: He et al., "Delving deep into rectifiers", 2015, fan-out.
     """

@@ -1,11 +1,11 @@
-"""How layers compute: in which precision, and in which memory layout.
+"""The precision and the memory layout of the layers' computation.
 
-The estimate, the profile and the running stage all call layers this way, so what was planned is what runs.
+The estimate, the profile and the running stage all use it, so the plan matches the run.
 
-Under bf16 each forward has an autocast context of its own: a context caches its casts of weights until it
-ends, and the storage of one weight version is used again by a later one. Whatever leaves a stage in float32
-is cast to bf16, so that the dtype at a cut depends neither on which operations autocast keeps in float32 nor
-on what the layers before it returned.
+Under bf16 each forward has its own autocast context, because a context caches its casts of weights until it
+ends, and the storage of one weight version is reused by a later one. Float32 outputs of a stage are cast to
+bf16, so that the dtype at a cut depends neither on which operations autocast keeps in float32 nor on earlier
+layers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pipetrain.boundary import Value
 class Numerics:
     """Precision and layout of a run.
 
-    `dtype` is that of weights, inputs and updates. With `autocast` layers compute in bf16 where it is safe.
-    With `channels_last` the channels of images and of the weights of convolutions lie innermost in memory.
+    `dtype`: of weights, inputs and updates. `autocast`: layers compute in bf16 where it is safe.
+    `channels_last`: the channels of images and of convolution weights are innermost in memory.
     """
 
     dtype: torch.dtype = torch.float32
@@ -41,18 +41,18 @@ class Numerics:
         return torch.autocast(device, torch.bfloat16) if self.autocast else nullcontext()
 
     def arrange(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in the run's layout, without a copy where it already has it."""
+        """Return a tensor in the run's layout, without a copy if it already has it."""
         if self.channels_last and tensor.dim() == 4:
             return tensor.contiguous(memory_format=torch.channels_last)
         return tensor
 
     def arrange_weights(self, module: nn.Module) -> None:
-        """Put a module's weights into the run's layout."""
+        """Convert a module's weights to the run's layout."""
         for parameter in module.parameters():
             parameter.data = self.arrange(parameter.data)
 
     def narrow(self, value: Value) -> Value:
-        """Return what leaves a stage as it travels: under autocast float32 becomes bf16."""
+        """Return a stage's output as it is sent: under autocast float32 becomes bf16."""
         if not self.autocast:
             return value
         return _narrow(value) if isinstance(value, Tensor) else tuple(_narrow(tensor) for tensor in value)

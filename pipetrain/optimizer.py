@@ -1,8 +1,8 @@
-"""The optimizer that a configuration names, tried out before anything starts.
+"""The configured optimizer, tried before the start.
 
-Each stage has an optimizer of its own over its own parameters. That equals one optimizer over all of them
-only if it treats each parameter by itself, so it is tried on small parameters of the model's kinds, together
-and one by one. What it keeps in its state must fit into a checkpoint.
+Each stage has its own optimizer over its own parameters. This equals one optimizer over all of them only if
+each parameter is treated separately, so it is tried on small parameters of the model's kinds, together and
+one by one. Its state must fit into a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,20 +21,16 @@ from pipetrain.errors import ConfigError
 from pipetrain.runtime.memory import Memory
 from pipetrain.runtime.weights import OptimizerFactory
 
-SIZES = (
-    1.0,
-    1e4,
-    1e-2,
-)  # of the gradients that are tried: an optimizer that clips them together is found out
+SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, which reveal clipping by a common norm
 
 _Sample = tuple[nn.Parameter, list[Tensor]]
 """A small parameter, and the gradients of its steps."""
 
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> OptimizerFactory:
-    """Return what builds a stage's optimizer from `cfg.optim`, for a model cut into so many stages.
+    """Return the factory of a stage's optimizer from `cfg.optim`, for a model cut into `stages` stages.
 
-    Where `fused` is null, the fused form is taken if the optimizer has one that takes such parameters. Raises
+    If `fused` is null, the fused form is used where the optimizer has one for these parameters. Raises
     ConfigError.
     """
     fused = cfg.optim.get("fused", True) if isinstance(cfg.optim, DictConfig) else True
@@ -51,14 +47,14 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> Optimi
 
 
 def _tried(cfg: DictConfig, factory: OptimizerFactory, model: nn.Module, stages: int) -> OptimizerFactory:
-    """Return the factory, or refuse an optimizer that fails, or that no stage or no checkpoint can use."""
+    """Return the factory; refuse an optimizer that fails, or that stages or checkpoints cannot use."""
     target = cfg.optim._target_
     together, apart = _samples(model), _samples(model)
     try:
         memory = _stepped(factory, together)
         for sample in apart:
             _stepped(factory, [sample])
-    except Exception as error:  # whatever that class raises for its arguments
+    except Exception as error:  # a user's class may raise anything
         if "unexpected keyword argument" in str(error):
             raise not_built("optim", cfg.optim, error) from error
         raise ConfigError(f"optim cannot be built by {target}: {one_line(error)}") from error
@@ -100,7 +96,7 @@ def _samples(model: nn.Module) -> list[_Sample]:
 
 
 def _stepped(factory: OptimizerFactory, samples: Sequence[_Sample]) -> Memory:
-    """Let a new optimizer take some steps; return what it remembers."""
+    """Make some steps with a new optimizer; return its state."""
     optimizer = factory([weight for weight, _ in samples])
     memory = Memory(optimizer)
     for step in range(len(SIZES)):

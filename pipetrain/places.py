@@ -1,9 +1,9 @@
-"""Where a module's code finds its tensors, and how others are put there for a while.
+"""Finds the places of a module's tensors, and replaces them temporarily.
 
-A weight version, and a pass that computes nothing, both let a module run over other tensors than its own.
-Its code may find a tensor not in the registries alone: nn.LSTM keeps a list of its weights beside them, and
-people keep one of another layer's to share it. So each entry of a module's registries, of its attributes, and
-of the lists and dicts among them that holds a tensor is a place.
+Weight versions and estimates let a module run with other tensors than its own. Its code may use a tensor not
+only through the registries: nn.LSTM keeps a list of its weights, and users keep another layer's weight to
+share it. So each entry of a module's registries, of its attributes, and of the lists and dicts among them
+that holds a tensor is a place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHILDREN = "_modules"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One entry of a dict or list that holds a tensor. `name`: how a person would call it."""
+    """One entry of a dict or list that holds a tensor. `name`: for messages."""
 
     container: Any
     key: Any
@@ -28,14 +28,15 @@ class Place:
 
     @property
     def tensor(self) -> Tensor:
-        """What stands there now."""
+        """The present tensor."""
         tensor: Tensor = self.container[self.key]
         return tensor
 
 
 def places(module: nn.Module) -> list[Place]:
-    """List where the tensors of a module and of its children stand; one that stands in two, twice."""
-    return [place for name, owner in module.named_modules() for place in _of(owner, f"{name}." * bool(name))]
+    """Return the places of all tensors of a module and of its children; a tensor may have several."""
+    modules = module.named_modules()
+    return [place for name, owner in modules for place in _of(owner, f"{name}." if name else "")]
 
 
 def _of(owner: nn.Module, prefix: str) -> Iterator[Place]:
@@ -52,9 +53,9 @@ def _of(owner: nn.Module, prefix: str) -> Iterator[Place]:
 
 @contextmanager
 def standing_in(module: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
-    """Let a module run over other tensors: `others[id(tensor)]` in each place of `tensor`.
+    """Let a module run with other tensors: `others[id(tensor)]` in each place of `tensor`.
 
-    Afterwards all is as before: what it has put into its attributes meanwhile is taken out again.
+    Afterwards all attributes are as before, also those that the module has set meanwhile.
     """
     attributes = [vars(owner) for owner in module.modules()]
     inner = (value for held in attributes for value in held.values())

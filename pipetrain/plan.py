@@ -1,8 +1,8 @@
 """`python -m pipetrain.plan`: the same configuration, on paper.
 
-Prints where the model is cut, what crosses each cut, the timeline, and what the schedule holds and wastes,
-beside the formulas. With `cost=` a run's trace.json, in real time: what this plan would take by the durations
-measured there. Starts no process and reads no data set.
+Prints the cuts, the tensors that cross them, the timeline, and the schedule's memory and bubble beside the
+formulas. With `cost=` a run's trace.json, predicts real times from the durations measured there. Starts no
+process and reads no data set.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
 
-BATCHES = 16  # what is played through of a window that is an epoch
-WITHOUT_FOLDER = ["hydra.run.dir=.", "hydra.output_subdir=null"]
-WITHOUT_FOLDER += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+BATCHES = 16  # of a window that is an epoch, the part that is simulated
+WITHOUT_FOLDER = [
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+]
 
 
 def main() -> None:
     """Print the plan of the command line's configuration; exit with its status."""
-    # Beside the other overrides: Hydra's command line takes them in one place only.
+    # Insert among the other overrides, which Hydra needs to be adjacent.
     first = next((i for i, word in enumerate(sys.argv) if re.match(r"[+~\w]\S*=", word)), len(sys.argv))
     sys.argv[first:first] = WITHOUT_FOLDER
     sys.exit(guarded(lambda: compose("plan", show)))
@@ -50,7 +54,7 @@ def show(cfg: DictConfig) -> None:
     """Print the plan of a configuration and, with `out`, draw its timeline."""
     settings = read_settings(cfg, str(HydraConfig.get().runtime.choices["schedule"]), None)
     traced = read_trace(Path(str(cfg.cost))) if cfg.cost is not None else None
-    # A window that is an epoch: as long as the traced one, or as much of it as can be looked at.
+    # A window that is an epoch is as long as the traced one, or BATCHES.
     epoch = traced.about["epoch_batches"] if traced else BATCHES
     batches = whole_number(cfg, "batches", 1, optional=True) or min(settings.window or epoch, epoch)
     if cfg.batches is not None:
@@ -59,7 +63,7 @@ def show(cfg: DictConfig) -> None:
     model = make_model(cfg, settings.seed, settings.dtype)
     plan = draft_plan(cfg, settings, model, samples)
     if cfg.partition == PROFILE:
-        from pipetrain.profiling import measure_alone  # here, as it alone needs the runtime
+        from pipetrain.profiling import measure_alone  # imports the runtime, not needed otherwise
 
         print(f"profiling {len(plan.layers)} layers in this process", file=sys.stderr)
         profile = measure_alone(cfg, plan)
@@ -81,7 +85,7 @@ def show(cfg: DictConfig) -> None:
 
 
 def _span(cfg: DictConfig) -> tuple[int, int]:
-    """Return from which cell of the timeline to which it is to be drawn."""
+    """Return the first and last cell of the timeline to draw."""
     value = str(cfg.span)
     if value == "all":
         return 0, sys.maxsize
@@ -98,8 +102,8 @@ def _unit_of_time(plan: Plan) -> str:
 def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) -> str:
     """Return the plan as text: partition, timeline of the longest window, and figures beside the formulas.
 
-    The timeline goes by the stages' times, or their work where no times are known; see as_text for `width`
-    and `span`. With a profile, the partition has the predicted times, and what they come to stands below it.
+    The timeline uses the stages' times, or their work if no times are known; see as_text for `width` and
+    `span`. With a profile, the partition has the predicted times.
     """
     settings = plan.settings
     batches = max(plan.windows)
@@ -140,7 +144,7 @@ def _partition(plan: Plan) -> str:
 
 
 def _predicted(run: Timeline, prediction: Prediction, batches: int) -> str:
-    """Return what the schedule comes to at the profile's times, beside what other cuts would."""
+    """Return the predicted times of the schedule, beside those of other cuts."""
     profile = prediction.profile
     messages = f"messages {1e3 * profile.latency_s:.3f} ms + {1e3 * 2**20 * profile.s_per_byte:.3f} ms/MiB"
     if profile.latency_s == profile.s_per_byte == 0:
@@ -179,10 +183,10 @@ def _figures(plan: Plan, batches: int) -> str:
 
 
 def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
-    """Refuse a plan that a trace says nothing of. Raises ConfigError."""
+    """Refuse a plan for which a trace has no times. Raises ConfigError."""
     settings, about = plan.settings, traced.about
     traced_microbatch = about["batch_size"] // about["microbatches"]
-    # What it is called, what it was in the trace, and what it is here.
+    # Key, value in the trace, value here.
     both = [
         ("model", about["model"], settings.model),
         ("stages", about["ranks"], settings.ranks),
@@ -216,7 +220,7 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
 
 
 def compare(plan: Plan, traced: Replay, path: str) -> str:
-    """Return what the traced schedule took, what it takes on paper, and what this plan takes, as text."""
+    """Return the times of the traced schedule, measured and simulated, and of this plan, as text."""
     settings, about = plan.settings, traced.about
     size = settings.batch_size // settings.microbatches
     mine = traced.figures(

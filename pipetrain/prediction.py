@@ -1,7 +1,7 @@
-"""What the plan says that each stage's time goes to, to hold the measured run against.
+"""The plan's prediction of each stage's time, to compare with the measured run.
 
-From `plan.costs` where what the actions cost is known. Otherwise from the estimated work of each stage, its
-backward twice its forward: that has no unit of time, so only shares of time are then predicted.
+It is based on `plan.costs` if known, otherwise on the estimated work of each stage, with a backward twice its
+forward; then only fractions of time are predicted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pipetrain.schedule.timeline import Costs, Timeline
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Where a stage's time goes, measured or predicted.
+    """The time of a stage, measured or predicted.
 
-    `bubble`: the share of training in which its rank does not compute, `wait`: in which its rank is blocked.
-    `stage_time_s`: seconds that the stage computes for a batch; None where seconds are not known.
+    `bubble`: the fraction of training in which its rank does not compute, `wait`: in which its rank is
+    blocked. `stage_time_s`: seconds of computing per batch; None if unknown.
     """
 
     bubble: float
@@ -28,17 +28,14 @@ class StageTimes:
 
 
 def played(plan: Plan) -> Timeline:
-    """Return the longest window at what its stages cost: in seconds where `plan.costs` says them.
-
-    Otherwise by their estimated work, where a forward of the mean stage takes 1.
-    """
+    """Return the longest window, simulated with `plan.costs` in seconds, or else with the estimated work."""
     m, buffer_size = plan.settings.microbatches, plan.settings.buffer_size
     cost = plan.costs or estimated_costs(plan)
     return simulate(plan.window.program, m, buffer_size=buffer_size, cost=cost)
 
 
 def predict(plan: Plan, run: Timeline) -> list[StageTimes]:
-    """Predict the times of each stage, by the plan's longest window as it was `played`."""
+    """Predict the times of each stage, by the plan's longest window as `played`."""
     waited = run.waits(repeated=plan.settings.window is not None)
     return [
         StageTimes(
@@ -51,7 +48,7 @@ def predict(plan: Plan, run: Timeline) -> list[StageTimes]:
 
 
 def estimated_costs(plan: Plan) -> Costs:
-    """Price each stage's actions by its work beside that of the mean stage; updates and messages are free."""
+    """Return each stage's costs by its work, relative to the mean stage; updates and messages are free."""
     flops = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in range(plan.stages)]
     mean = sum(flops) / len(flops)
     times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}

@@ -1,7 +1,6 @@
 """Profiling before a run: all ranks measure the same model at the same time.
 
-So they compete for memory and caches as they will when they train. Rank 0 makes one profile of what all of
-them found, and every rank cuts by that.
+They compete for memory and caches as in training. Rank 0 makes one profile of the results.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ def measure(
     store: SealedStore | None,
     models: Models | None = None,
 ) -> Profile:
-    """Profile a run's model together with the other ranks, which `take_part`.
+    """Profile a run's model on all ranks; the others call `take_part`.
 
-    Raises ConfigError where a layer fails on any of them, and ChannelError.
+    Raises ConfigError if a layer fails on any rank, and ChannelError.
     """
     size = draft.settings.batch_size // draft.settings.microbatches
     log.info("pipetrain: profiling %d layers, %d samples at a time", len(draft.layers), size)
@@ -51,13 +50,13 @@ def measure(
 
 
 def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
-    """Profile a run's model in this process alone: without messages. Raises ConfigError."""
+    """Profile a run's model in this process, without messages. Raises ConfigError."""
     return measure(cfg, draft, World(), choose_device(World(), draft.settings.device), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The slowest link, and of each rank its list of LayerTime or, where a layer failed, what says so."""
+    """The slowest link, and each rank's list of LayerTime or, if a layer failed, error message."""
 
     link: Link
     by_rank: list[object]
@@ -71,10 +70,7 @@ def take_part(
     store: SealedStore | None,
     models: Models | None = None,
 ) -> Found:
-    """Join the other ranks and measure with them. `draft` is the run's plan but for the cuts.
-
-    Raises ChannelError.
-    """
+    """Measure together with the other ranks. `draft`: the run's plan, cuts apart. Raises ChannelError."""
     settings = draft.settings
     local_size = world.local_size if world.size > 1 else settings.ranks
     torch.set_num_threads(settings.threads or share_of_cores(local_size))
@@ -87,7 +83,7 @@ def take_part(
 def measure_together(mesh: Mesh, cfg: DictConfig, draft: Plan, models: Models | None = None) -> Found:
     """Measure messages, then layers on all ranks at once. Raises ChannelError.
 
-    It runs a copy of the model, and puts the random generators back: a run does as it would without.
+    Uses a copy of the model and restores the random generators, so the run is not affected.
     """
     link = slowest_link(mesh, draft.settings.buffer_size)
     layers = _layers(cfg, draft, mesh.device, models or Models())
@@ -95,7 +91,7 @@ def measure_together(mesh: Mesh, cfg: DictConfig, draft: Plan, models: Models | 
 
 
 def make_profile(cfg: DictConfig, draft: Plan, device: torch.device, found: Found) -> Profile:
-    """Make one profile of what all ranks found. Raises ConfigError where a layer failed on any of them."""
+    """Make one profile of all ranks' measurements. Raises ConfigError if a layer failed on any."""
     for failure in found.by_rank:
         if isinstance(failure, str):
             raise ConfigError(failure)
@@ -124,7 +120,7 @@ def _layers(cfg: DictConfig, draft: Plan, device: torch.device, models: Models) 
             model = models.copy(cfg, settings.seed, settings.dtype).to(device)
             x = torch.randn(size, *IMAGE, dtype=settings.dtype, device=device)
             return measure_layers(model, x, draft.layers, make_optimizer(cfg, model), draft.numerics)
-    except (ConfigError, RuntimeError) as error:  # a layer's, or no memory for the model
+    except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
         return " ".join(str(error).split())
     finally:
         if cuda:
@@ -132,7 +128,7 @@ def _layers(cfg: DictConfig, draft: Plan, device: torch.device, models: Models) 
 
 
 def verdict(prediction: Prediction) -> str:
-    """Say in one line how the cuts of a profile compare with those of the other strategies."""
+    """Return one line that compares the cuts of a profile with those of the other strategies."""
     choices, ours = prediction.choices, prediction.slowest_s
     listed = ", ".join(f"{name} {cuts} {1e3 * slowest_s:.1f}" for name, (cuts, slowest_s) in choices.items())
     beaten = [name for name in STRATEGIES if choices[name][1] > ours]

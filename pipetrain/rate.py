@@ -1,7 +1,6 @@
 """The learning rate as a function of the update number.
 
-Every stage computes it for itself at its own STEP, so that no barrier is needed to change it, and a resumed
-run needs no state for it.
+Every stage computes it at its own STEP, so changing it needs no barrier, and resuming needs no state.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ def cosine(progress: float, warmup: float) -> float:
 def one_cycle(progress: float, warmup: float) -> float:
     """Rise from 1/25 of the peak to it and fall to nearly 0, both along half a cosine.
 
-    Smith & Topin, "Super-Convergence" (2018), with the divisors of torch.optim.lr_scheduler.OneCycleLR; the
-    warm-up's share is its `pct_start`. Momentum stays as it is.
+    Smith & Topin, "Super-Convergence" (2018), with the divisors of torch.optim.lr_scheduler.OneCycleLR;
+    `warmup` is its `pct_start`. Momentum is constant.
     """
     start, end = 1 / 25, 1e-4 / 25
     if progress < warmup:
@@ -46,7 +45,7 @@ SHAPES: dict[str, Shape] = {"constant": constant, "cosine": cosine, "one_cycle":
 
 
 def learning_rate(name: str, peak: float, warmup: float, updates: int) -> Rate:
-    """Return the rate of update 0 ... `updates` - 1. Raises ConfigError where it cannot be."""
+    """Return the rate of update 0 ... `updates` - 1. Raises ConfigError for invalid values."""
     if name not in SHAPES:
         raise ConfigError(f"lr_schedule={name} is unknown; choose one of {', '.join(SHAPES)}")
     if not 0 <= warmup < 1:
@@ -54,5 +53,5 @@ def learning_rate(name: str, peak: float, warmup: float, updates: int) -> Rate:
     if peak <= 0:
         raise ConfigError(f"optim.lr={peak:g} must be above 0")
     shape = SHAPES[name]
-    # Progress is taken at the middle of an update, so that neither the first nor the last rate is 0.
+    # Progress is that of the middle of an update, so that neither the first nor the last rate is 0.
     return lambda update: peak * shape((update + 0.5) / updates, warmup)

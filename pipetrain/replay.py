@@ -1,16 +1,17 @@
-"""A traced run read back: what its actions cost, so that `simulate` can say what another schedule takes.
+"""The costs of a traced run's actions, with which `simulate` predicts the time of another schedule.
 
-The costs, from what was measured of whole microbatches alone:
+The costs, from whole microbatches only:
 
-- an action takes its stage's typical time, and F, B, I and W also their share of their rank's own time: what
-  is neither computing nor waiting (posting messages, the loop itself, the way from one window to the next);
-- a message travels for the typical time from its send to its arrival, of those that their receiver already
-  waited for: of the others nobody saw the arrival. Where no receiver ever waited, it takes no time.
+- an action takes its stage's typical time; F, B, I and W also their share of their rank's overhead, that is,
+of
+  the time neither computing nor waiting (posting messages, the loop itself, between windows);
+- a message travels for the typical time from its send to its arrival, over those that their receiver waited
+for,
+  as the arrival of others is unknown. If no receiver ever waited, it takes no time.
 
-Typical is the mean, because the times along a path through the pipeline add up and those of many actions are
-skewed: by medians, traced runs were replayed 1 to 4 % too short. A time above three medians counts as three:
-a hiccup of the machine is no schedule's fault. What ranks do to each other by computing at once is in the
-durations as far as the traced schedule let them, and no further.
+The typical time is the mean, because times along a path add up and their distribution is skewed: with
+medians, replays of traced runs were 1 to 4 % too short. Outliers above three medians count as three. The
+durations include the interference between ranks that compute at once, as it was in the traced schedule.
 """
 
 from __future__ import annotations
@@ -28,32 +29,34 @@ from pipetrain.schedule.actions import COMMUNICATION, COMPUTE, RECEIVES, UPDATE,
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Row, TracedWindow
 
-CONDITIONS = {"model", "parameters", "schedule", "ranks", "placement", "partition", "dtype", "precision"}
-CONDITIONS |= {"memory_format", "epoch_batches", "batch_size", "microbatches", "window", "buffer_size"}
-"""What a trace must say of its run."""
+CONDITIONS = {
+    "model", "parameters", "schedule", "ranks", "placement", "partition", "dtype", "precision",
+    "memory_format", "epoch_batches", "batch_size", "microbatches", "window", "buffer_size",
+}  # fmt: skip
+"""The keys that a trace must have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a schedule takes, measured or simulated. Lists are by rank."""
+    """The time of a schedule, measured or simulated. Lists are by rank."""
 
-    batch_s: float  # seconds a batch
-    bubble: list[float]  # share of time without computing
-    wait: list[float]  # share of time blocked
+    batch_s: float  # seconds per batch
+    bubble: list[float]  # fraction of time without computing
+    wait: list[float]  # fraction of time blocked
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A traced run: its conditions, what was measured of it, and what its actions cost."""
+    """A traced run: its conditions, its windows, and the costs of its actions."""
 
     about: Mapping[str, Any]
     windows: Sequence[TracedWindow]
     costs: Costs
-    own_s: Sequence[float]  # by rank: what of the cost of each F, B, I and W is the rank's own time
+    own_s: Sequence[float]  # by rank: the overhead in the cost of each F, B, I and W
 
     @property
     def measured(self) -> Figures:
-        """Return what is typical of the traced windows."""
+        """The typical figures of the traced windows."""
         began = [min(row.began for row in window.timeline.rows) for window in self.windows]
         ended = [max(row.ended for row in window.timeline.rows) for window in self.windows]
         lasted = _lasted(self.windows, began, ended)
@@ -74,7 +77,7 @@ class Replay:
 
     @property
     def again(self) -> Figures:
-        """Return the traced schedule by its own costs: from `measured` it differs by the replay's error."""
+        """The simulated figures of the traced schedule; they differ from `measured` by the replay's error."""
         longest = max(self.windows, key=lambda window: sum(window.samples))
         return self.figures(
             [row.actions for row in longest.timeline.rows],
@@ -87,17 +90,17 @@ class Replay:
     def figures(
         self, program: Program, samples: Sequence[int], *, batch_size: int, buffer_size: int, repeated: bool
     ) -> Figures:
-        """Say what a lowered program takes, its microbatches of so many samples each.
+        """Simulate a lowered program whose microbatches have these numbers of samples.
 
-        A smaller microbatch than the traced ones costs its share of theirs. `repeated`: windows follow each
-        other, so that a rank that is done waits for the next one.
+        The cost of a microbatch is proportional to its samples. `repeated`: windows follow each other, so
+        that a rank that is done waits for the next one.
         """
         whole = self.about["batch_size"] / self.about["microbatches"]
 
         def cost(action: Action) -> float:
             return self.costs(action) * (1.0 if action.op in UPDATE else samples[action.mb] / whole)
 
-        # No figure here depends on how many microbatches a batch has.
+        # These figures do not depend on the number of microbatches in a batch.
         run = simulate(program, 1, buffer_size=buffer_size, cost=cost)
         own = [
             own * sum(action.op in COMPUTE for action in actions)
@@ -119,7 +122,7 @@ def typical(times: Iterable[float]) -> float:
 
 
 def read_trace(path: Path) -> Replay:
-    """Read a run's trace.json. Raises ConfigError for a file that is none."""
+    """Read a run's trace.json. Raises ConfigError."""
     try:
         return replay(*chrome.read(path))
     except OSError as error:
@@ -132,7 +135,7 @@ def read_trace(path: Path) -> Replay:
 
 
 def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
-    """Find what the actions of a traced run cost. Raises KeyError for what `about` does not say."""
+    """Find the costs of a traced run's actions. Raises KeyError for keys missing in `about`."""
     if missing := CONDITIONS - about.keys():
         raise KeyError(", ".join(sorted(missing)))
     own = [_own_time(windows, rank) for rank in range(about["ranks"])]
@@ -152,7 +155,7 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
 
 
 def _own_time(windows: Sequence[TracedWindow], rank: int) -> float:
-    """Say how much of its own time a rank takes for each F, B, I and W."""
+    """Return a rank's overhead per F, B, I or W."""
     rows = [window.timeline.rows[rank] for window in windows]
     lasted = _lasted(windows, [row.began for row in rows], [row.ended for row in rows])
     own = [
@@ -163,14 +166,14 @@ def _own_time(windows: Sequence[TracedWindow], rank: int) -> float:
 
 
 def _lasted(windows: Sequence[TracedWindow], began: Sequence[float], ended: Sequence[float]) -> list[float]:
-    """Say how long each window took: from the end of the one before, if that was of the same epoch."""
+    """Return each window's duration, from the end of the one before if that is of the same epoch."""
     epochs = [window.epoch for window in windows]
     starts = [ended[n - 1] if n and epochs[n - 1] == epoch else began[n] for n, epoch in enumerate(epochs)]
     return [end - start for start, end in zip(starts, ended, strict=True)]
 
 
 def _travels(windows: Sequence[TracedWindow]) -> dict[tuple[int, Op], float]:
-    """Say how long messages travel, by the stage and op of their SEND."""
+    """Return the messages' travel times, by the stage and op of their SEND."""
     times: dict[tuple[int, Op], list[float]] = defaultdict(list)
     for window in windows:
         sent = chrome.sent(window.timeline)

@@ -1,10 +1,9 @@
-"""What a rank believes of what others seem to say.
+"""Authentication of the messages between ranks.
 
-torchrun's store listens on every address and asks nobody who they are, and ranks find each other's addresses
-there. So whoever reaches it could tell a rank what to run, or answer in another's place. What one rank tells
-another is therefore sealed (HMAC-SHA256) with a key that only the run's own user can know: a random number in
-the run's folder, in a file that nobody else may read, or, where PIPETRAIN_SECRET is set on every machine,
-that. Nothing is unpickled, built or run before its seal is proved.
+torchrun's store listens on every address and has no authentication, and ranks find each other's addresses
+in it: anyone who reaches it could tell a rank what to run. Messages are therefore authenticated (HMAC-SHA256)
+with a key that only the run's user knows: a random number in a file of the run's folder that others cannot
+read, or PIPETRAIN_SECRET where that is set on every machine. Nothing is unpickled, built or run unverified.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAC_BYTES = hashlib.sha256().digest_size
 
 
 def forged(name: str) -> TrainingStopped:
-    """Return the error for what came under a name without a proof."""
+    """Return the error for a message that failed verification."""
     return TrainingStopped(
         f"what came as {name} was not said by this run: somebody else has written into torchrun's store, or "
         f"answers in a rank's place; keep its port from others, and start again"
@@ -30,9 +29,9 @@ def forged(name: str) -> TrainingStopped:
 
 
 class Seal:
-    """Seals what is said in one attempt of one run, with a `key` or, where it is set, PIPETRAIN_SECRET.
+    """Authenticates the messages of one attempt of one run, by `key` or, where it is set, PIPETRAIN_SECRET.
 
-    `scope` keeps what was said elsewhere under the same key from being said again here.
+    `scope` is part of each code, so a message sealed elsewhere under the same key is not valid here.
     """
 
     def __init__(self, key: str, scope: str) -> None:
@@ -40,15 +39,15 @@ class Seal:
         self._scope = scope
 
     def within(self, scope: str) -> Seal:
-        """Return one for a part of its scope."""
+        """Return a seal for a narrower scope."""
         return Seal(self._key.decode(), f"{self._scope} {scope}")
 
     def close(self, name: str, content: bytes) -> bytes:
-        """Seal what is said under a name."""
+        """Return `content` with its authentication code, which depends on `name`."""
         return self._mac(name, content) + content
 
     def open(self, name: str, sealed: bytes) -> bytes:
-        """Return what was sealed. Raises TrainingStopped where it was not sealed by this run's user."""
+        """Return the content of a sealed message. Raises TrainingStopped if its code is wrong."""
         mac, content = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
         if not self._key or not hmac.compare_digest(mac, self._mac(name, content)):
             raise forged(name)
@@ -60,28 +59,26 @@ class Seal:
 
 
 class SealedStore:
-    """What the ranks of one job tell each other through torchrun's store. `raw` is for torch's own use."""
+    """torchrun's store with authenticated values. `raw` is the store itself, for torch's own use."""
 
     def __init__(self, raw: Store, seal: Seal) -> None:
         self.raw = raw
         self.seal = seal
 
     def set(self, key: str, text: str) -> None:
-        """Say something under a key, once."""
         self.raw.set(key, self.seal.close(key, text.encode()))  # type: ignore[arg-type]
 
     def get(self, key: str) -> str:
-        """Return what was said under a key; waits until it is. Raises TrainingStopped as Seal.open does."""
+        """Wait for a key and return its value. Raises TrainingStopped as Seal.open does."""
         return self.seal.open(key, self.raw.get(key)).decode()
 
     def check(self, key: str) -> bool:
-        """Whether something was said under a key."""
         return bool(self.raw.check([key]))
 
     def under(self, prefix: str) -> SealedStore:
-        """Return one for a part of it, in which nothing that was said elsewhere is believed."""
+        """Return a store for the keys under a prefix, with a scope of its own."""
         return SealedStore(PrefixStore(prefix, self.raw), self.seal.within(prefix))
 
     def clone(self) -> SealedStore:
-        """Return one with a connection of its own, for another thread."""
+        """Return a store with a connection of its own, for another thread."""
         return SealedStore(self.raw.clone(), self.seal)  # type: ignore[attr-defined]

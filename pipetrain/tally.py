@@ -1,8 +1,7 @@
-"""What the last stage counts: loss and hits, summed on the device.
+"""Loss and accuracy counts of the last stage, summed on the device.
 
-A number that is read from a GPU makes the host wait until all that was launched before it has run; read at
-every microbatch, that alone keeps the host from launching ahead. So sums stay on the device until an epoch
-ends.
+Reading a number from a GPU makes the host wait for all launched work, so sums stay on the device until an
+epoch ends.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ class Tally:
 
     @property
     def mean_loss(self) -> float:
-        """The loss over a sample; NaN where none was counted, as where each one's was not finite."""
+        """The mean loss per sample; NaN without samples."""
         return self.loss / self.samples if self.samples else math.nan
 
     @property
     def accuracy(self) -> float:
-        """The share of samples whose highest score is their label; likewise."""
+        """The fraction of samples whose highest score is their label; NaN without samples."""
         return self.correct / self.samples if self.samples else math.nan
 
 
 class Counter:
-    """Adds up a tally on the device."""
+    """Accumulates a tally on the device."""
 
     def __init__(self) -> None:
-        self._sums: list[Tensor] = []  # loss, float64, and hits, int64
+        self._sums: list[Tensor] = []  # loss (float64) and correct predictions (int64)
         self._samples = 0
 
     def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
@@ -53,18 +52,16 @@ class Counter:
         self._samples += len(labels)
 
     def peek(self) -> Tally:
-        """Return what was counted so far."""
         loss, correct = (total.item() for total in self._sums) if self._sums else (0.0, 0)
         return Tally(loss, int(correct), self._samples)
 
     def take(self) -> Tally:
-        """Return what was counted, and count from 0 again."""
+        """Return the tally, and reset it."""
         tally = self.peek()
         self._sums, self._samples = [], 0
         return tally
 
     def restore(self, tally: Tally, device: str) -> None:
-        """Go on counting from there."""
         values = zip((tally.loss, tally.correct), KINDS, strict=True)
         self._sums = [torch.tensor(value, dtype=kind, device=device) for value, kind in values]
         self._samples = tally.samples

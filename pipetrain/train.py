@@ -1,7 +1,7 @@
-"""The command `python -m pipetrain`: train by the configuration. Wiring only.
+"""The command `python -m pipetrain`: trains as configured.
 
-Rank 0 leads: it composes the configuration, refuses it or turns it into a job, and records the run. The other
-ranks join in the jobs that it announces.
+Rank 0 composes and checks the configuration, makes jobs of it, and records the run. The other ranks join in
+the jobs that it announces.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pipetrain")
 
-RELEASE_S = 10.0  # how long processes that a killed run has left may hold its folder
+RELEASE_S = 10.0  # for the remaining processes of a killed run to release its folder
 
 
 def main() -> None:
-    """Lead the run on rank 0, follow it on the others; exit with its status."""
-    # A kernel that is loaded while a receive waits on the GPU would wait for it, and it for us.
+    """Lead the run on rank 0, follow on the others; exit with the run's status."""
+    # With lazy loading, loading a kernel while a receive waits on the GPU would deadlock.
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     keep_freed_memory()
     world = World.from_environment()
@@ -76,19 +76,19 @@ def main() -> None:
 
 
 def collect_garbage() -> None:
-    """Turn the collector on, which __main__ has turned off; it need not look at what is imported by now."""
+    """Turn the garbage collector on, which __main__ has turned off, without scanning imported modules."""
     gc.freeze()
     gc.enable()
 
 
 def lead(world: World) -> int:
-    """Compose the configuration, refuse it or start it on all ranks, and return the exit status."""
+    """Compose the configuration, check it and start it on all ranks; return the exit status."""
     leader = Leader(world)
     Thread(target=leader.remind, daemon=True).start()
     status = FAILED
     try:
         run_dir = leader.remembered()
-        if run_dir is not None and not names_folder():  # or each restart would have a folder of its own
+        if run_dir is not None and not names_folder():  # otherwise each restart would create a new folder
             sys.argv.append(f"run_dir={quoted(run_dir)}")
         status = guarded(lambda: compose("config", lambda cfg: start(cfg, world, leader)))
     finally:
@@ -97,7 +97,7 @@ def lead(world: World) -> int:
 
 
 def start(cfg: DictConfig, world: World, leader: Leader) -> None:
-    """Refuse the configuration, and leave no folder then, or run it on all ranks."""
+    """Run the configuration on all ranks; if it is refused, remove the run's folder."""
     hydra = HydraConfig.get()
     run_dir = Path(hydra.runtime.output_dir)
     try:
@@ -108,7 +108,7 @@ def start(cfg: DictConfig, world: World, leader: Leader) -> None:
 
 
 def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> None:
-    """Take the run's folder, and decide, announce and record one job."""
+    """Claim the run's folder, and decide, announce and record one job."""
     run_dir = Path(cfg.run_dir)
     leader.phase("build and check the model", max(START_S, _seconds(cfg, "timeout")))
     models = Models()
@@ -130,7 +130,7 @@ def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> No
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A job that rank 0 has decided, what it comes to, and the files of the run's folder."""
+    """A job that rank 0 has decided, with its run and the files of the run's folder."""
 
     job: Job
     run: Run
@@ -143,7 +143,7 @@ class Decided:
 def decide(
     cfg: DictConfig, schedule: str, draft: Plan, models: Models, key: str, world: World, leader: Leader
 ) -> Decided:
-    """Find the checkpoint to go on from, read the data, and plan the run. Raises ConfigError."""
+    """Find the checkpoint to resume from, read the data, and plan the run. Raises ConfigError."""
     run_dir, asked, timeout = Path(cfg.run_dir), cfg.data.name, draft.settings.timeout
     leader.phase("look for a checkpoint", timeout)
     source = find_source(cfg.resume, run_dir) if cfg.resume is not None else None
@@ -160,7 +160,7 @@ def decide(
         run_dir = folder.rename_after(run_dir, asked, cfg.data.name)
         cfg.run_dir = str(run_dir)
     leader.trust(run_dir, key)
-    if hydra.mode == RunMode.RUN:  # the runs of a sweep have a folder each
+    if hydra.mode == RunMode.RUN:  # not in a sweep, whose runs have a folder each
         leader.remember(run_dir)
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     job = Job(
@@ -178,7 +178,7 @@ def decide(
     run = prepare(cfg, schedule, world.size, data, profile, resume.done_batches(source), models)
     mine = resume.conditions(cfg, run)
     if source is not None:
-        # The newest checkpoint of a rank that was killed at its very end may have all epochs done.
+        # A run that was killed just before its end may have a checkpoint with all epochs done.
         ending = cfg.resume == AUTO and source.manifest.pipeline == run.plan.pipeline
         resume.refuse_other(source, mine, run.settings.epochs, ending)
         over = source.manifest.position.epoch == run.settings.epochs
@@ -195,7 +195,7 @@ def decide(
 
 
 def _seconds(cfg: DictConfig, key: str) -> float:
-    """Return a value that nobody has checked yet; 0 where it is no number."""
+    """Return a number of seconds from an unchecked configuration; 0 if it is not a number."""
     try:
         value = OmegaConf.select(cfg, key)
     except OmegaConfBaseException:
@@ -206,10 +206,7 @@ def _seconds(cfg: DictConfig, key: str) -> float:
 def obtain_profile(
     cfg: DictConfig, job: Job, draft: Plan, models: Models, world: World, leader: Leader, files: Files
 ) -> Profile | None:
-    """Return what the model is to be cut by, if it is by times: measured now by all ranks, or read before.
-
-    It is left in the run's folder.
-    """
+    """Measure or read the profile that decides the cuts, if any, and write it to the run's folder."""
     if cfg.partition == PROFILE:
         device = choose_device(world, cfg.device)
         store = leader.announce(replace(job, task="profile"))
@@ -227,7 +224,7 @@ def obtain_profile(
 def record(decided: Decided, world: World, leader: Leader) -> None:
     """Announce the job, train as rank 0, and write the records."""
     store = leader.announce(decided.job)
-    from pipetrain.training.recorder import Recorder  # with TensorBoard and Matplotlib, for this rank alone
+    from pipetrain.training.recorder import Recorder  # imports TensorBoard and Matplotlib: only on rank 0
 
     run, cfg, run_dir = decided.run, decided.cfg, Path(decided.job.run_dir)
     device = choose_device(world, cfg.device)
@@ -241,7 +238,7 @@ def record(decided: Decided, world: World, leader: Leader) -> None:
 
 
 def join(models: Models, job: Job, world: World) -> Part:
-    """Get ready for a job that rank 0 has decided; return what this rank does in it. Raises ConfigError."""
+    """Prepare a job of rank 0; return this rank's part of it. Raises ConfigError."""
     collect_garbage()
     cfg = OmegaConf.create(job.config)
     if job.task == "profile":
@@ -260,7 +257,7 @@ def join(models: Models, job: Job, world: World) -> Part:
 
 
 def threads(run: Run, world: World) -> int:
-    """Return how many threads each process computes with."""
+    """Return the number of threads of each process."""
     return run.settings.threads or share_of_cores(world.local_size)
 
 
@@ -274,7 +271,7 @@ def train(
     recorder: Recorder | None = None,
     conditions: Mapping[str, Any] | None = None,
 ) -> None:
-    """Connect this rank to the others and train its stages, to the end or to a stop."""
+    """Connect this rank to the others and train its stages, to the end or until stopped."""
     settings, plan, run_dir = run.settings, run.plan, Path(job.run_dir)
     torch.set_num_threads(threads(run, world))
     if shares_gpu(world, device) and world.rank == 0:
@@ -305,7 +302,7 @@ def train(
 
 
 def saved_so_far(run_dir: Path) -> str:
-    """Say what is left of a run that is interrupted."""
+    """Return the message for an interrupted run: which checkpoint remains."""
     saved = folders(run_dir / CHECKPOINTS)
     if not saved:
         return "interrupted before there was a checkpoint"

@@ -1,1 +1,1 @@
-"""Checkpoints: saved between windows, proved whole, loaded into any partition."""
+"""Checkpoints: saved between windows, verified, and loaded into any partition."""

@@ -1,13 +1,13 @@
-"""SIGTERM and SIGUSR1: save at the end of this window, and stop or go on.
+"""SIGTERM and SIGUSR1: save at the end of a window, then stop or go on.
 
-All ranks have to act at the same window, and none may wait for another to find out. A rank that was asked
-says so in the run's store. The rank of the first stage looks there after each window, and decides for the end
-of the next one; every other rank looks for its decision after each window, too. It finds it in time: it
-cannot finish a window that the first stage has not begun, and that begins only after it has decided.
+All ranks must act at the same window, without waiting for each other. A rank that gets a signal writes it to
+the run's store. After each window, the rank of the first stage reads the store and decides for the end of the
+next window; the other ranks read its decision after each window. They see it in time, because they cannot
+finish a window before the first stage has begun it, and the first stage decides before that.
 
-torchrun kills its ranks 30 seconds after it has passed SIGTERM on. A window that would go on for longer ends
-early, then, with a batch that no rank has begun: see Engine. Its end is decided in the same way, batch by
-batch; once it is known how long a batch takes, they look about twice a second.
+torchrun kills its ranks 30 seconds after it has forwarded SIGTERM. A window with more than MOST_LEFT_S left
+therefore ends early, at a batch that no rank has begun (see Engine). This is decided in the same way, batch
+by batch; once the time of a batch is known, the ranks check about every LOOK_S seconds.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Literal
 from pipetrain.seal import SealedStore
 
 Asked = Literal["", "save", "stop"]
-ORDER: list[Asked] = ["", "save", "stop"]  # each is more than those before it
+ORDER: list[Asked] = ["", "save", "stop"]  # by rising priority
 SIGNALS: dict[int, Asked] = {signal.SIGTERM: "stop", signal.SIGUSR1: "save"}
 _SENTENCES = {
     "stop": "saving when the pipeline is drained, then stopping",
     "save": "saving at the end of this window, then going on",
 }
-LOOK_S = 0.5  # between two looks within a window
-MOST_LEFT_S = 10.0  # of a window that is still run to its end before a stop
+LOOK_S = 0.5  # between two checks within a window
+MOST_LEFT_S = 10.0  # a window with less time left runs to its end before a stop
 
 
 class Asking:
-    """What signals ask of a run, agreed on by all of its ranks. `first`: the rank of the first stage."""
+    """The signals' requests, agreed on by all ranks. `first`: the rank of the first stage."""
 
     def __init__(self, store: SealedStore | None, rank: int, first: int) -> None:
         self._store = store
@@ -49,11 +49,11 @@ class Asking:
         self._batches = 0
         self._began = 0.0
         self.ended = False
-        """Whether a window was ended early: nothing but the save comes after it."""
+        """Whether a window was ended early: the run then saves and stops."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals while the block runs."""
+        """Handle the signals while the block runs."""
         before = {number: signal.signal(number, self._take) for number in SIGNALS}
         try:
             yield
@@ -67,15 +67,12 @@ class Asking:
         os.write(2, said.encode())
 
     def begin_window(self, batches: int, batch_s: float | None = None) -> None:
-        """Start a window of so many batches, which take about `batch_s` seconds each, if that is known.
-
-        All ranks must give the same numbers.
-        """
+        """Start a window of `batches` batches of about `batch_s` seconds; the same numbers on all ranks."""
         self._batches, self._began = batches, time.monotonic()
         self._every = 1 if batch_s is None else max(1, int(LOOK_S / max(batch_s, 1e-6)))
 
     def ends_window(self, batches: int, begun: int) -> bool:
-        """Say whether the window ends after so many batches; see runtime.engine.Ends."""
+        """Return whether the window ends after `batches` batches; see runtime.engine.Ends."""
         if batches % self._every or not self._decides_end(batches, begun):
             return False
         self.ended = True
@@ -94,12 +91,12 @@ class Asking:
         return True
 
     def _goes_on_for_long(self, batches: int, begun: int) -> bool:
-        """Whether a window of which `begun` batches have begun lasts for long after so many batches."""
+        """Return whether over MOST_LEFT_S remain after `batches` batches, `begun` of which have begun."""
         batch_s = (time.monotonic() - self._began) / begun
         return batch_s * (self._batches - batches) > MOST_LEFT_S
 
     def after_window(self) -> Asked:
-        """Say what all ranks do now. To be called by every rank after each window."""
+        """Return what all ranks do now; every rank must call it after each window."""
         self._windows += 1
         if self.ended:
             return "stop"
@@ -117,7 +114,7 @@ class Asking:
         done, self._decided = self._decided[1], None
         self._served += 1
         if ORDER.index(done) >= ORDER.index(self._asked):
-            self._asked = ""  # otherwise what was asked meanwhile is asked again
+            self._asked = ""  # a higher request made meanwhile is kept, and told again
         return done
 
     def _tell(self, store: SealedStore) -> None:
@@ -141,4 +138,4 @@ def _asked(word: str) -> Asked:
 
 def _say(store: SealedStore, key: str, text: str) -> None:
     store.set(key, text)
-    store.get(key)  # answered only when it is there, for whoever looks after us
+    store.get(key)  # returns only when the store has the value, so later checks of other ranks see it

@@ -1,11 +1,11 @@
-"""A checkpoint on disk: a safetensors file a stage, and a manifest with all else and a checksum of each file.
+"""A checkpoint on disk: one safetensors file per stage, and a manifest with everything else.
 
-It is written beside its place, flushed to the disk and renamed: a folder that has its name was whole. What
-has happened to it since is found by reading, which proves the checksums again. Nothing is unpickled.
+The manifest holds a SHA-256 checksum of each file. A checkpoint is written under a temporary name, flushed
+and renamed, so a folder with its final name was complete; reading checks the sums again. No pickle is used.
 
     checkpoints/update-00000046/manifest.json
                                 stage-0.safetensors ...
-    checkpoints/best            the name of the one with the best validation accuracy
+    checkpoints/best            the name of the checkpoint with the best validation accuracy
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipetrain.checkpoint.untrusted import DamagedCheckpoint, opened, read_as, r
 
 CHECKPOINTS, MANIFEST, BEST, PARTIAL, DAMAGED = "checkpoints", "manifest.json", "best", ".partial", ".damaged"
 VERSION = 3
-MOST_BYTES = 2**24  # of a manifest: thousands of epochs
+MOST_BYTES = 2**24  # of a manifest: enough for thousands of epochs
 _NAME = re.compile("update-[0-9]+")
 
 
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run stands: whole epochs done, batches done of the next one, and updates in all."""
+    """A point in a run: complete epochs, complete batches of the next epoch, and updates in all."""
 
     epoch: int = 0
     batch: int = 0
@@ -53,10 +53,10 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All of a checkpoint but its tensors.
+    """Everything in a checkpoint except its tensors.
 
-    `run`: the name that its run gave itself. `conditions`: what a run must agree in to go on from it.
-    `pipeline`: how it was cut and placed. `progress`: what the records need (training.figures.Progress).
+    `run`: the run's unique name. `conditions`: what a resumed run must match. `pipeline`: cuts and placement.
+    `progress`: the metrics so far (training.figures.Progress).
     """
 
     run: str
@@ -69,22 +69,21 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """What its folder is called."""
         return folder_name(self.position.update)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `read_manifest` reads, its own checksum included."""
+        """Return JSON data for `read_manifest`, with its checksum."""
         content = json.loads(json.dumps({"pipetrain_checkpoint": VERSION, **asdict(self)}))
         return {**content, "sha256": _digest(content)}
 
 
 def folder_name(update: int) -> str:
-    """Return what the checkpoint of an update is called: in the order of the updates."""
+    """Return the folder name of an update's checkpoint; names sort by update."""
     return f"update-{update:08d}"
 
 
 def stage_file(stage: int) -> str:
-    """Return what the file of a stage is called."""
+    """Return the file name of a stage."""
     return f"stage-{stage}.safetensors"
 
 
@@ -92,25 +91,19 @@ def stage_file(stage: int) -> str:
 
 
 def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Part:
-    """Write tensors (contiguous, on the host) into a file of an unfinished checkpoint, and flush it.
-
-    Raises OSError.
-    """
+    """Write contiguous CPU tensors into a file of an unfinished checkpoint, and flush it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     try:
         save_file(dict(tensors), path, dict(metadata))
-    except SafetensorError as error:  # of the disk, by its own words
+    except SafetensorError as error:  # its message contains the operating system's error
         raise OSError(str(error)) from error
     _flush(path)
     return Part(_checksum(path), path.stat().st_size)
 
 
 def publish(partial: Path, manifest: Manifest) -> Path:
-    """Finish a checkpoint whose parts are all written: give it its name. Returns its folder.
-
-    Raises OSError.
-    """
+    """Write the manifest, give the checkpoint its final name, and return its folder. Raises OSError."""
     text = json.dumps(manifest.to_json(), indent=1) + "\n"
     if len(text) > MOST_BYTES:
         raise OSError(f"its manifest has {len(text)} bytes, and {MOST_BYTES} at most are read again")
@@ -120,7 +113,7 @@ def publish(partial: Path, manifest: Manifest) -> Path:
     _flush(partial)
     final = partial.with_name(manifest.name)
     aside = final.with_name(final.name + DAMAGED)
-    if os.path.lexists(final):  # a damaged one, which this run passed again
+    if os.path.lexists(final):  # a damaged checkpoint of an update that was trained again
         os.replace(final, aside)
     os.replace(partial, final)
     _flush(final.parent)
@@ -129,7 +122,7 @@ def publish(partial: Path, manifest: Manifest) -> Path:
 
 
 def mark_best(final: Path) -> None:
-    """Remember a checkpoint as the best of its run. Raises OSError."""
+    """Record a checkpoint as the best of its run. Raises OSError."""
     path = final.parent / BEST
     beside = path.with_name(BEST + PARTIAL)
     beside.write_text(final.name + "\n")
@@ -141,7 +134,7 @@ def mark_best(final: Path) -> None:
 def prune(checkpoints: Path, keep: int, last: Path | None = None) -> None:
     """Remove all but the newest `keep` checkpoints and the best one.
 
-    Those newer than `last` do not count, and stay: they were damaged, and this run has not come to them yet.
+    Checkpoints newer than `last` are damaged and will be overwritten: they are neither counted nor removed.
     """
     found = [path for path in folders(checkpoints) if last is None or _update(path) <= _update(last)]
     spared = {path.name for path in found[:keep]}
@@ -149,22 +142,22 @@ def prune(checkpoints: Path, keep: int, last: Path | None = None) -> None:
         spared.add(best(checkpoints) or "")
     for path in found:
         if path.name not in spared:
-            with suppress(OSError):  # half removed is not to be taken for one
+            with suppress(OSError):  # renamed first: a partly removed folder must not look like a checkpoint
                 _remove(path.rename(path.with_name(path.name + PARTIAL)))
 
 
 def remove_unfinished(checkpoints: Path) -> None:
-    """Remove what a run that died while it saved has left."""
+    """Remove the temporary folders of a run that died while saving."""
     for ending in (PARTIAL, DAMAGED):
         for path in checkpoints.glob(f"*{ending}"):
             _remove(path)
 
 
-# Reading. What raises DamagedCheckpoint reads in bounded time and memory, whatever lies there.
+# Reading. Functions that raise DamagedCheckpoint need bounded time and memory, whatever the files contain.
 
 
 def best(checkpoints: Path) -> str | None:
-    """Return the name of the best checkpoint, None where none is known. Raises DamagedCheckpoint."""
+    """Return the name of the best checkpoint, None if none is recorded. Raises DamagedCheckpoint."""
     path = checkpoints / BEST
     if not os.path.lexists(path):
         return None
@@ -176,13 +169,13 @@ def best(checkpoints: Path) -> str | None:
 
 
 def folders(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints of a run, whole or not, the newest first."""
+    """Return the folders of a run's checkpoints, damaged ones included, newest first."""
     found = [path for path in checkpoints.glob("update-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_update, reverse=True)
 
 
 def newest_first(checkpoints: Path) -> Iterator[tuple[Path, Manifest | DamagedCheckpoint]]:
-    """Give each checkpoint of a run with its manifest, proved whole, or with what is wrong with it."""
+    """Yield each checkpoint folder with its verified manifest, or with the error that its damage raised."""
     for path in folders(checkpoints):
         try:
             yield path, read_whole(path)
@@ -191,7 +184,7 @@ def newest_first(checkpoints: Path) -> Iterator[tuple[Path, Manifest | DamagedCh
 
 
 def read_whole(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest and prove all of its files. Raises DamagedCheckpoint."""
+    """Read a checkpoint's manifest and verify all of its files. Raises DamagedCheckpoint."""
     manifest = read_manifest(folder)
     for name, part in manifest.parts.items():
         prove_size(folder / name, part)
@@ -201,7 +194,7 @@ def read_whole(folder: Path) -> Manifest:
 
 
 def prove_size(path: Path, part: Part) -> None:
-    """Prove that a file is there, with all of its bytes. Raises DamagedCheckpoint."""
+    """Verify that a file exists and has its full size. Raises DamagedCheckpoint."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
     if size != part.nbytes:
@@ -209,7 +202,7 @@ def prove_size(path: Path, part: Part) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a manifest. Raises DamagedCheckpoint where there is none, or one that no run has written."""
+    """Read and validate a manifest. Raises DamagedCheckpoint."""
     path = folder / MANIFEST
     data = read_json(path, MOST_BYTES)
     if not isinstance(data, dict) or "pipetrain_checkpoint" not in data:
@@ -234,16 +227,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class Tensors:
-    """The tensors of a checkpoint, by name, read as they are asked for.
+    """The tensors of a checkpoint by name, read on access.
 
-    Raises DamagedCheckpoint for files that are none of safetensors, and for tensors that are not there.
+    Raises DamagedCheckpoint for files that are not safetensors, and for missing tensors.
     """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
         for path in (folder / name for name in names):
-            with opened(path):  # or the library would wait for a FIFO
+            with opened(path):  # refuses a FIFO, for which the library would wait
                 pass
             try:
                 file = safe_open(path, framework="pt")
@@ -264,11 +257,11 @@ class Tensors:
         return tensor
 
     def names(self, prefix: str) -> list[str]:
-        """Return all names that begin so, without that beginning."""
+        """Return all names that start with `prefix`, without it."""
         return [name.removeprefix(prefix) for name in self._files if name.startswith(prefix)]
 
     def prove(self, wanted: Mapping[str, Tensor]) -> None:
-        """Prove that all of these are there, with these shapes and dtypes. Raises DamagedCheckpoint."""
+        """Verify that the `wanted` tensors exist with their shapes and dtypes. Raises DamagedCheckpoint."""
         for name, like in wanted.items():
             mine, theirs = described(like), described(self[name])
             if mine != theirs:
@@ -285,7 +278,7 @@ def _update(folder: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Remove what lies there, as far as that can be."""
+    """Remove a file or folder, ignoring errors."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -303,7 +296,7 @@ def _checksum(path: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file's contents, or a folder's entries, are on disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

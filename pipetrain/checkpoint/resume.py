@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint, and what it keeps of it."""
+"""Whether a run may resume from a checkpoint, and which settings it takes from it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pipetrain.training.run import Run
 
 
 def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
-    """Whether a folder holds a finished run of this configuration that is to go on for more epochs.
+    """Return whether `run_dir` holds a finished run of this configuration that more epochs would continue.
 
-    Raises ConfigError where that would be another run: where its rates would have been others.
+    Raises ConfigError if the learning rates of its finished updates would have been different.
     """
     if not (folders(run_dir / CHECKPOINTS) and is_of(run_dir, cfg, {"resume", "epochs"})):
         return False
@@ -44,12 +44,12 @@ def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
 
 
 def done_batches(source: Source | None) -> int:
-    """Return how many batches are done of the epoch that a run goes on with."""
+    """Return the number of batches already done in the epoch that the run resumes."""
     return source.manifest.position.batch if source else 0
 
 
 def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
-    """Return the configuration, cut as the checkpoint is where it would be profiled anew otherwise."""
+    """Return the configuration with the checkpoint's cuts where it would otherwise be profiled again."""
     pipeline = source.manifest.pipeline
     if cfg.partition != PROFILE or ranks != len(set(pipeline["placement"])) or "cuts" not in pipeline:
         return cfg
@@ -60,7 +60,7 @@ def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
 
 
 def conditions(cfg: DictConfig, run: Run) -> dict[str, Any]:
-    """Return what a run and the checkpoint that it goes on from must agree in."""
+    """Return the settings in which a run and its checkpoint must agree."""
     return {
         "model": OmegaConf.to_container(cfg.model, resolve=True),
         **tensors_of(run.see_model()),
@@ -88,7 +88,7 @@ def tensors_of(model: nn.Module) -> dict[str, Any]:
 def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int, ending: bool = False) -> None:
     """Refuse a checkpoint of another model, data set or order of samples. Raises ConfigError.
 
-    One with all `epochs` done is refused too, unless this run is `ending` that one, which lacks its records.
+    With all `epochs` done it is refused too, unless this run is `ending`: only its records are missing.
     """
     theirs = source.manifest.conditions
     for key in {**theirs, **mine}:

@@ -1,10 +1,9 @@
-"""Saving between two windows: when, what, and beside training.
+"""Saves checkpoints between two windows, in the background.
 
-Each rank writes its stages' files, and rank 0 makes a checkpoint of them. Training waits for the copy to the
-host alone. What was written, or why it was not, goes through a clone of the run's store, so a rank that
-cannot write is named and the others need not see its disk; what became of it comes back, so that each rank
-removes what it wrote for nothing. A save that fails leaves the checkpoints before it as they are, and
-training goes on.
+Each rank writes the files of its stages; rank 0 adds the manifest. Training waits only for the copy to host
+memory. The ranks report through a clone of the run's store whether their parts were written, so an error
+names its rank, and rank 0 reports the outcome, so that each rank removes its part of a failed checkpoint. A
+failed save leaves earlier checkpoints as they are, and training goes on.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ from pipetrain.training.figures import Progress, most_accurate
 log = logging.getLogger("pipetrain")
 
 POLL_S = 0.05
-SEEN_S = 5.0  # how late a shared file system may show what another machine has written
+SEEN_S = 5.0  # seconds until a shared file system shows another machine's files
 _SAVED, _NOT_SAVED = "saved", "not saved"
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank saves: the tensors of its files, copied, and what is written beside them; or why not."""
+    """One rank's part of a checkpoint: copies of each file's tensors, and metadata; or why there is none."""
 
     files: Mapping[str, Mapping[str, Tensor]]
     metadata: Mapping[str, str]
@@ -63,14 +62,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What one rank has written of a checkpoint, or why it has not."""
+    """One rank's report: the parts it wrote, or why it failed."""
 
     failure: str
     parts: Mapping[str, Part]
 
 
 class _SaveFailed(Exception):
-    """A rank's part was not written, or not where it is looked for; says which, and why."""
+    """A rank's part was not written, or is not visible here; the message says which, and why."""
 
 
 class Saver:
@@ -81,26 +80,23 @@ class Saver:
     ) -> None:
         self._folder = run_dir / CHECKPOINTS
         self._rank = rank
-        # Its own connection: a wait of the background's would hold up the engine's thread otherwise.
+        # A connection of its own: otherwise a wait in the background would block the engine's thread.
         self._store = None if store is None else store.clone()
         self._keep = keep
         self._timeout = timeout
         self._writer = ThreadPoolExecutor(1, "pipetrain-save")
         self._writing: Future[None] | None = None
         self.not_saved: int | None = None
-        """The update of the newest save, where that has failed; rank 0 knows."""
-        remove_unfinished(self._folder)  # on every rank: there may be one folder a machine, by mistake
+        """The update of the last save if it failed, else None; known on rank 0."""
+        remove_unfinished(self._folder)  # on every rank, in case run_dir is not shared
 
     def save(self, update: int, snapshot: Snapshot, manifest: Manifest | None, best: bool) -> None:
-        """Start to save; waits for the save before, if that still goes on.
-
-        Rank 0 gives the manifest, whose parts are still to come: it names all files that there will be.
-        """
+        """Start a save, after waiting for the previous one; rank 0 gives the manifest, yet without parts."""
         self.wait()
         self._writing = self._writer.submit(self._save, update, snapshot, manifest, best)
 
     def mark(self, folder: Path) -> None:
-        """Remember a checkpoint as the best, if it is one of this run's folder."""
+        """Record a checkpoint as the best, if it lies in this run's folder."""
         if self._rank == 0 and folder.parent.resolve() == self._folder.resolve():
             try:
                 mark_best(folder)
@@ -108,13 +104,12 @@ class Saver:
                 log.warning("pipetrain: %s cannot be marked as the best checkpoint: %s", folder.name, error)
 
     def wait(self) -> None:
-        """Wait until what was saved last is on the disk, or has failed to get there."""
+        """Wait until the last save has finished or failed."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
 
     def close(self) -> None:
-        """Wait for the last save, and end."""
         self.wait()
         self._writer.shutdown()
 
@@ -154,7 +149,7 @@ class Saver:
         return _Written(snapshot.failure, parts)
 
     def _gathered(self, update: int, manifest: Manifest, mine: _Written) -> dict[str, Part]:
-        """Wait for what the other ranks wrote; return the parts of all. Raises _SaveFailed."""
+        """Wait for the other ranks' reports; return the parts of all. Raises _SaveFailed."""
         written = [mine]
         end = time.monotonic() + self._timeout
         for rank in sorted(set(manifest.pipeline["placement"]) - {self._rank}):
@@ -167,7 +162,7 @@ class Saver:
         return {name: part for one in written for name, part in one.parts.items()}
 
     def _prove(self, partial: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
-        """Prove that each stage's file, and no other, is where this rank looks for it. Raises _SaveFailed."""
+        """Verify that exactly the stages' files were written and are visible here. Raises _SaveFailed."""
         owners = {stage_file(stage): rank for stage, rank in enumerate(manifest.pipeline["placement"])}
         if parts.keys() != owners.keys():
             raise _SaveFailed(f"the ranks wrote {', '.join(sorted(parts))} instead of {', '.join(owners)}")
@@ -186,7 +181,7 @@ class Saver:
             self._store.set(f"saved/{update}/{self._rank}", word)
 
     def _heard(self, update: int, rank: int, seconds: float) -> str | None:
-        """Wait for another rank's word about a save; None where it says none for so long."""
+        """Wait for another rank's message about a save; return None after `seconds` without one."""
         assert self._store is not None
         key = f"saved/{update}/{rank}"
         end = time.monotonic() + seconds
@@ -207,9 +202,9 @@ def _unseen(path: Path, part: Part) -> DamagedCheckpoint | None:
 
 @dataclass(slots=True)
 class Keeper:
-    """Saves every so many epochs or updates, if not None, and then the best epoch too; or asked by a signal.
+    """Decides when to save: every `every` epochs or updates (None: never), at the best epoch, or on a signal.
 
-    `run`, `conditions`, `config`: what Manifest says. `seen`: the update at the last window's end.
+    `run`, `conditions`, `config`: fields of the Manifest. `seen`: the update at the end of the last window.
     """
 
     saver: Saver
@@ -222,9 +217,9 @@ class Keeper:
     seen: int = 0
 
     def due(self, position: Position, over: bool = False, best: bool = False) -> bool:
-        """Say whether to save here; to be asked once at every window's end.
+        """Return whether to save here; call it once at the end of every window.
 
-        `over`: it is the end of the run. `best`: it is the end of the most accurate epoch so far.
+        `over`: the run is complete. `best`: this is the end of the most accurate epoch so far.
         """
         before, self.seen = self.seen, position.update
         if self.every is None or over or best:
@@ -234,7 +229,7 @@ class Keeper:
         return position.batch == 0 and position.epoch % self.every == 0
 
     def go_on(self, folder: Path, position: Position, progress: Progress) -> None:
-        """Start from a checkpoint, which its run may have left before it could mark it as the best."""
+        """Start from a checkpoint; mark it as the best if its run died before it could."""
         self.seen = position.update
         if is_best(position, progress):
             self.saver.mark(folder)
@@ -248,14 +243,14 @@ class Keeper:
         progress: Progress,
         residuals: Mapping[Slot, Tensor],
     ) -> None:
-        """Start to save; all ranks must call it, with the same values but their own stages and residuals."""
+        """Start a save; all ranks must call it with equal values, except for their stages and residuals."""
         rank = mesh.world.rank
         metadata = {"run": self.run, "update": str(position.update)}
         try:
             files = {stage_file(index): stage.state() for index, stage in stages.items()}
             files[stage_file(min(stages))] |= random_state(rank, mesh.device) | residual_state(residuals)
             snapshot = Snapshot(files, metadata)
-        except TypeError as error:  # where checkpoint.every=null let it start, and a signal asks for one
+        except TypeError as error:  # possible with checkpoint.every=null, where only a signal makes it save
             snapshot = Snapshot({}, metadata, f"the optimizer of rank {rank} remembers {error}")
         manifest = None
         if rank == 0:
@@ -265,11 +260,10 @@ class Keeper:
         self.saver.save(position.update, snapshot, manifest, is_best(position, progress))
 
     def close(self) -> None:
-        """Wait until all is on the disk."""
         self.saver.close()
 
 
 def is_best(position: Position, progress: Progress) -> bool:
-    """Whether a run stands at the end of its most accurate epoch so far."""
+    """Return whether a run is at the end of its most accurate epoch so far."""
     history = progress.history
     return bool(history) and not position.batch and most_accurate(history) is history[-1]

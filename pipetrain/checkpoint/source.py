@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run goes on from, or that is exported, and proves it whole."""
+"""Finds and verifies the checkpoint from which a run resumes, or which is exported."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ log = logging.getLogger("pipetrain")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A whole checkpoint to go on from."""
+    """A verified checkpoint."""
 
     folder: Path
     manifest: Manifest
 
 
 def find_source(resume: str, run_dir: Path) -> Source | None:
-    """Find the checkpoint that `resume=` asks for, and prove it whole.
+    """Find and verify the checkpoint that `resume=` names. Raises ConfigError.
 
-    Damaged ones are named and the one before is taken, unless one is asked for by name. Returns None for auto
-    where the run's folder has none yet. Raises ConfigError.
+    Damaged checkpoints are logged and the one before is taken, unless `resume` names one directly. Returns
+    None for auto where the run has saved none yet.
     """
     if resume == AUTO:
         return _newest(run_dir)
@@ -50,7 +50,7 @@ def find_source(resume: str, run_dir: Path) -> Source | None:
 
 
 def refuse_older(source: Source, run_dir: Path) -> None:
-    """Refuse to leave newer checkpoints of the same folder behind. Raises ConfigError."""
+    """Refuse a checkpoint if the same run has newer ones. Raises ConfigError."""
     if source.folder.parent.resolve() != (run_dir / CHECKPOINTS).resolve():
         return
     newest = _newest(run_dir)
@@ -84,7 +84,7 @@ def _whole(folder: Path) -> Source:
 
 
 def read_source(folder: Path, rank: int) -> Source:
-    """Read a checkpoint that rank 0 has proved whole. Raises ConfigError where this rank cannot."""
+    """Read a checkpoint that rank 0 has verified. Raises ConfigError if this rank cannot."""
     try:
         return Source(folder, read_manifest(folder))
     except DamagedCheckpoint as damage:

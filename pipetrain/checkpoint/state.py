@@ -1,4 +1,4 @@
-"""What one rank goes on from: its stages, its random numbers, and what its codecs still owe."""
+"""The state of one rank in a checkpoint: its stages, its random numbers and its codecs' residuals."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pipetrain.runtime.weights import OptimizerFactory
 
 
 def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFactory) -> None:
-    """Let a stage go on from a checkpoint, which must hold what it needs. Raises DamagedCheckpoint.
+    """Load a stage's state from a checkpoint. Raises DamagedCheckpoint.
 
-    What is remembered of a parameter is held against what `optimizer` remembers after one update.
+    The optimizer state of each parameter must have the form that `optimizer` gives it after one update.
     """
     tensors.prove({name: tensor for name, tensor in stage.state().items() if name.startswith("model/")})
     try:
         stage.load_state(tensors, updates)
-    except Exception as error:  # whatever the optimizer says of what it is to remember
+    except Exception as error:  # an optimizer may raise anything for a state that it cannot load
         said = f"{type(error).__name__}: {one_line(error)}"
         raise DamagedCheckpoint(f"stage {stage.index} cannot go on from the checkpoint: {said}") from error
     made = stage.weights.optimizer
@@ -39,7 +39,7 @@ def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFacto
 
 
 def _remembered(optimizer: Optimizer, parameter: Tensor) -> dict[str, str]:
-    """Return what an optimizer remembers of a parameter: a description of each value."""
+    """Return a description of each value in the optimizer state of a parameter."""
     return {
         key: described(value) if isinstance(value, Tensor) else type(value).__name__
         for key, value in optimizer.state.get(parameter, {}).items()
@@ -48,19 +48,19 @@ def _remembered(optimizer: Optimizer, parameter: Tensor) -> dict[str, str]:
 
 
 def _fresh(optimizer: OptimizerFactory, parameter: Tensor) -> dict[str, str]:
-    """Return what a new optimizer remembers of a parameter after one update, as far as that can be tried."""
+    """Describe a new optimizer's state of a parameter after one update; empty if the update fails."""
     twin = nn.Parameter(torch.zeros_like(parameter))
     twin.grad = torch.zeros_like(parameter)
     try:
         made = optimizer([twin])
         made.step()
-    except Exception:  # one that takes other gradients than these
+    except Exception:  # an optimizer that needs other gradients, such as sparse ones
         return {}
     return _remembered(made, twin)
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Return what a rank's random numbers go on from."""
+    """Return the states of a rank's random number generators."""
     state = {f"random/{rank}/cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state[f"random/{rank}/cuda"] = torch.cuda.get_rng_state(device)
@@ -68,17 +68,17 @@ def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(tensors: Tensors, rank: int, device: torch.device) -> None:
-    """Go on from what `random_state` returned. Raises DamagedCheckpoint."""
+    """Restore the states that `random_state` returned. Raises DamagedCheckpoint."""
     try:
         torch.set_rng_state(tensors[f"random/{rank}/cpu"])
         if device.type == "cuda" and f"random/{rank}/cuda" in tensors:
             torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], device)
-    except (RuntimeError, TypeError) as error:  # of a tensor that is no such state
+    except (RuntimeError, TypeError) as error:  # the tensor is not a generator's state
         raise DamagedCheckpoint(f"the random state of rank {rank} cannot be set: {error}") from error
 
 
 def residual_state(residuals: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
-    """Return a copy, on the host, of what a rank's codecs still owe."""
+    """Return copies, in host memory, of the residuals of a rank's codecs."""
     return {
         _name(slot): torch.empty(residual.shape, dtype=residual.dtype).copy_(residual)
         for slot, residual in residuals.items()
@@ -88,10 +88,7 @@ def residual_state(residuals: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
 def saved_residuals(
     tensors: Tensors, slots: Mapping[Slot, torch.dtype], device: torch.device
 ) -> dict[Slot, Tensor]:
-    """Return what `residual_state` saved for these slots; what fits none of them is left out.
-
-    Raises DamagedCheckpoint.
-    """
+    """Return the residuals saved for these slots; others are left out. Raises DamagedCheckpoint."""
     found = {slot: dtype for slot, dtype in slots.items() if _name(slot) in tensors}
     tensors.prove({_name(s): torch.empty(s[2], dtype=dtype, device="meta") for s, dtype in found.items()})
     return {slot: tensors[_name(slot)].to(device) for slot in found}

@@ -1,8 +1,7 @@
-"""Reading what nobody vouches for: a file that may be anything, and JSON that may say anything.
+"""Reading untrusted files: the file may be of any kind, and its JSON may have any content.
 
-A checksum tells what was damaged, not who wrote it. So a file is opened only if it is a regular one, and each
-value is held against its type and its bounds before anything trusts it: whoever reads on meets no other
-surprise than DamagedCheckpoint.
+A checksum shows damage, but not who wrote the file. Only regular files are opened, and each value is checked
+against its type and bounds before use; the only error that leaves this module is DamagedCheckpoint.
 """
 
 from __future__ import annotations
@@ -22,19 +21,16 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pipetrain.errors import ConfigError
 
 MOST_NESTED = 50
-_END = 2**63  # of numbers
+_END = 2**63  # numbers must be below it
 
 
 class DamagedCheckpoint(ConfigError):
-    """A checkpoint that cannot be trusted; says which file, and what is wrong with it."""
+    """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """Open a regular file: nothing that never ends, and nothing that waits for its writer.
-
-    Raises DamagedCheckpoint, for what fails while it is read too.
-    """
+    """Open a regular file only. Raises DamagedCheckpoint, also for errors while it is read."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -45,10 +41,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def read_json(path: Path, most: int) -> Any:
-    """Read JSON of at most so many bytes, not nested deeper than what follows can bear.
-
-    Raises DamagedCheckpoint.
-    """
+    """Read JSON of at most `most` bytes and MOST_NESTED levels. Raises DamagedCheckpoint."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -56,7 +49,7 @@ def read_json(path: Path, most: int) -> Any:
         text = file.read(size)
     try:
         data = json.loads(text.decode())
-        json.dumps(data, ensure_ascii=False).encode()  # fails where a string holds half of a character
+        json.dumps(data, ensure_ascii=False).encode()  # fails for a string with a lone surrogate
         if _depth(data) > MOST_NESTED:
             raise ValueError(f"nested more than {MOST_NESTED} deep")
     except (ValueError, RecursionError) as error:
@@ -70,10 +63,11 @@ def _depth(data: object) -> int:
 
 
 def read_as(kind: Any, data: Any, where: str) -> Any:
-    """Make `kind` of what JSON made of one: a dataclass, a list, a mapping, a number, a string, or Any.
+    """Build a value of type `kind` (dataclass, list, mapping, int, float, str, Any) from JSON data.
 
-    Dataclasses have all of their fields and no other. Whole numbers are from 0 to below 2**63, and floats
-    below it; one that is Annotated may be infinite or NaN. Raises DamagedCheckpoint, which says `where`.
+    A dataclass needs exactly its fields. Integers are in [0, 2**63), floats are finite and of size below
+    2**63; an Annotated float may be infinite or NaN. Raises DamagedCheckpoint, whose message starts with
+    `where`.
     """
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if is_dataclass(kind):

@@ -35,9 +35,9 @@ Made = TypeVar("Made")
 def load_data(data: DictConfig) -> ImageData:
     """Read the data set of a config of the group `data`, cut to its `train_limit` and `test_limit`.
 
-    It never takes another data set in its place: that is the caller's choice, as a recipe goes with each.
-    Raises DataMissing where it can't be had; with `fallback: null` the message names the ways out. Raises
-    ConfigError for a limit under 1, a damaged file, or a `source` that gives no sound data set.
+    Raises DataMissing if it is not available (with `fallback: null` the message names solutions), and
+    ConfigError for a limit under 1, a damaged file, or an invalid data set. The caller decides on a fallback,
+    because each data set has a recipe of its own.
     """
     limits = {split: data.get(f"{split}_limit") for split in ("train", "test")}
     for split, limit in limits.items():
@@ -58,20 +58,17 @@ def load_data(data: DictConfig) -> ImageData:
 
 
 def load_augment(data: DictConfig) -> Augment | None:
-    """Make the augmentation of a config of the group `data`, where null stands for none.
-
-    Raises ConfigError where `augment` is something else.
-    """
+    """Build the augmentation of a config of the group `data`, None for null. Raises ConfigError."""
     return None if data.get("augment") is None else _make(data, "augment", Augment)
 
 
 def fallback_message(error: DataMissing, name: str) -> str:
-    """Say in one line that the data set `name` is used instead, and why."""
+    """Return the message that the data set `name` is used instead, and why."""
     return f"{error}; using {name} instead"
 
 
 def _make(data: DictConfig, part: str, kind: type[Made]) -> Made:
-    """Return what a part's `_target_` makes. Raises its errors, and ConfigError for what it cannot make."""
+    """Build a part's `_target_`. Raises its errors, and ConfigError if it cannot be built."""
     try:
         call = instantiate(data[part], _partial_=True)
     except InstantiationException as error:

@@ -1,8 +1,7 @@
 """From bytes to the model's input: random crop and flip, then normalisation, of a whole microbatch at once.
 
-Random numbers are a hash of (seed, epoch, sample id), not the next ones of a generator. So an image looks the
-same in whatever batch, worker process, schedule or resumed run it is made. For the same reason the arithmetic
-is per element.
+Random numbers are a hash of (seed, epoch, sample id), and the arithmetic is per element, so an image is the
+same in any batch, worker process, schedule or resumed run.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ Words = NDArray[np.uint64]
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_DRAWS = 3  # numbers that a sample takes from the stream: row, column, flip
+_DRAWS = 3  # random numbers per sample: row, column, flip
 
 
 def mix(words: Words) -> Words:
-    """Mix each 64-bit word: a bijection in which every bit of the input moves half of the output's.
+    """Mix each 64-bit word: a bijection in which each input bit changes half of the output bits.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (SplitMix64), 2014, with
     the constants of Stafford's variant 13, as in java.util.SplittableRandom.
@@ -36,7 +35,7 @@ def mix(words: Words) -> Words:
 
 
 def key(*numbers: int) -> int:
-    """Hash integers, in their order, to a 64-bit key; negative ones count modulo 2**64."""
+    """Hash integers, in order, to a 64-bit key; negative ones count modulo 2**64."""
     state = 0
     for number in numbers:
         word = np.array([(state ^ (number & _MASK)) + _GAMMA & _MASK], dtype=np.uint64)
@@ -89,7 +88,8 @@ def _shift(images: Tensor, offsets: Tensor, crop: int) -> Tensor:
 class Transform:
     """Turns bytes into the model's input; without `augment` it only normalises, as for evaluation.
 
-    It is plain data, so a worker process can be given it. The next epoch's is `replace(transform, epoch=1)`.
+    It is plain data, so it can be sent to a worker process. For another epoch use `replace(transform,
+    epoch=1)`.
     """
 
     mean: tuple[float, float, float]

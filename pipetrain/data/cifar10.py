@@ -1,7 +1,7 @@
-"""CIFAR-10 from its official python files, downloaded when they are not there, and proved by their MD5.
+"""CIFAR-10 from its official Python files, downloaded if necessary, and verified by their MD5.
 
-The finished folder is renamed into place in one step: a run that is killed, or two that download at once,
-leave no half of one behind. Nothing is unpacked or unpickled before it is proved to be the official file.
+The complete folder is renamed into place in one step, so an interrupted or a concurrent download leaves no
+partial one. Nothing is unpacked or unpickled before it is verified.
 
 Source: A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009,
 https://www.cs.toronto.edu/~kriz/cifar.html
@@ -44,18 +44,18 @@ TRAIN_MD5 = {
 }
 TEST_MD5 = {"test_batch": "40351d587109b95175f43aff81a1287e"}
 
-_SAID_EVERY_S = 10.0  # where stderr is not a terminal
+_SAID_EVERY_S = 10.0  # between lines of progress, without a terminal
 
 
 def load(
     root: str, url: str = URL, timeout: float = 20.0, total_timeout: float = 3000.0, max_bytes: int = 1 << 30
 ) -> ImageData:
-    """Read CIFAR-10 from `<root>/cifar-10-batches-py`, after downloading it there if there is no such folder.
+    """Read CIFAR-10 from `<root>/cifar-10-batches-py`, after downloading it if there is no such folder.
 
-    `timeout` is how many seconds the server may be silent, `total_timeout` how many the whole download may
-    take, and `max_bytes` how much may come. Mean and deviation are those of the usual recipe, whose deviation
-    is the mean of the images' own. Raises DataMissing where the data can't be had, and ConfigError for a time
-    that is none or, with its name, for a file that is not there or not the official one.
+    `timeout`: seconds that the server may be silent; `total_timeout`: seconds of the whole download;
+    `max_bytes`: its largest size. Mean and deviation are those of the usual recipe, whose deviation is the
+    mean of the images' deviations. Raises DataMissing if the data is not available, and ConfigError for an
+    invalid time or for a file, named in the message, that is missing or not the official one.
     """
     for name, seconds in (("timeout", timeout), ("total_timeout", total_timeout)):
         if not 0 < seconds <= TIMEOUT_MAX:
@@ -83,16 +83,16 @@ def load(
 
 
 class _Download(Thread):
-    """Receives what `url` gives, as `content`; `fault` says what went wrong.
+    """Receives `content` from `url` in a thread; `fault` says what went wrong.
 
-    urllib bounds how long the server is silent, but it would listen for ever to one that sends a byte now and
-    then. So a thread listens, and ends with the next block once it is given up.
+    urllib limits only the server's silence, not the total time. When given up, the thread ends with the next
+    block.
     """
 
     def __init__(self, url: str, timeout: float, max_bytes: int) -> None:
         super().__init__(daemon=True, name="download")
         self.content = bytearray()
-        self.total: int | None = None  # bytes, where the server says so
+        self.total: int | None = None  # bytes, if the server tells
         self.fault = ""
         self.given_up = False
         self._url, self._timeout, self._most = url, timeout, max_bytes
@@ -109,12 +109,12 @@ class _Download(Thread):
             self.fault = str(reason) or repr(reason)
 
     def _receive(self, response: Any) -> str:
-        """Read the body; return what is wrong with it, if anything is."""
+        """Read the body; return what is wrong with it, or ""."""
         length = response.headers.get("Content-Length")
         self.total = int(length) if length is not None else None
         if self.total is not None and self.total > self._most:
             return f"the server offers {self.total:,} bytes, and {self._most:,} may come"
-        # read1 gives what is there; it is not asked again once all is, as it may wait for more.
+        # read1 returns what has arrived; after the last byte another call might block.
         while len(self.content) != self.total and not self.given_up and (block := response.read1(1 << 18)):
             self.content += block
             if len(self.content) > self._most:
@@ -125,11 +125,11 @@ class _Download(Thread):
 
 
 def _downloaded(url: str, timeout: float, total_timeout: float, max_bytes: int) -> bytes:
-    """Return the archive that `url` gives, with signs of progress. Raises OSError, which says why not."""
+    """Download the archive from `url`, with signs of progress. Raises OSError, with the reason."""
     name, end = url.rpartition("/")[2], time.monotonic() + total_timeout
     download = _Download(url, timeout, max_bytes)
     try:
-        with tqdm(unit="B", unit_scale=True, desc=name, disable=None) as bar:  # on a terminal alone
+        with tqdm(unit="B", unit_scale=True, desc=name, disable=None) as bar:  # only on a terminal
             if bar.disable:
                 print(f"downloading {url}, for {total_timeout:g} s at most", file=sys.stderr, flush=True)
             download.start()
@@ -154,7 +154,7 @@ def _downloaded(url: str, timeout: float, total_timeout: float, max_bytes: int) 
 
 
 def _unpack(archive: bytes, folder: Path) -> None:
-    """Put the files of a proved archive at `folder`, all of them or none."""
+    """Extract the files of a verified archive to `folder`, all of them or none."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         TemporaryDirectory(prefix=".cifar-10-", dir=folder.parent, ignore_cleanup_errors=True) as temporary,
@@ -169,7 +169,7 @@ def _unpack(archive: bytes, folder: Path) -> None:
         try:
             os.replace(unpacked, folder)
         except OSError:
-            if not folder.is_dir():  # else another process was first: its folder is as good
+            if not folder.is_dir():  # otherwise another process was first
                 raise
 
 
@@ -178,15 +178,15 @@ def _md5(content: bytes | bytearray) -> str:
 
 
 def _split(folder: Path, sums: Mapping[str, str]) -> Split:
-    """Join what the files of a split hold."""
+    """Join the contents of the files of a split."""
     batches = [_batch(folder / name, md5) for name, md5 in sums.items()]
     return Split(torch.cat([b.images for b in batches]), torch.cat([b.labels for b in batches]))
 
 
 def _batch(path: Path, md5: str) -> Split:
-    """Read what a file holds: `data`, uint8 [n, 3072], by channel and row, and `labels`.
+    """Read one file: `data`, uint8 [n, 3072], by channel and row, and `labels`.
 
-    Raises ConfigError where it is not the official one, before anything of it is unpickled.
+    Raises ConfigError for any other than the official file, before it is unpickled.
     """
     again = f"delete the folder {path.parent} to download it again"
     try:
@@ -202,10 +202,10 @@ def _batch(path: Path, md5: str) -> Split:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """An unpickler that can make numpy arrays and plain values, and call nothing else."""
+    """An unpickler limited to numpy arrays and plain values."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # The function has moved within numpy, and old pickles name its old place.
+        # The function has moved within numpy; old pickles have its old module.
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
             return np.empty(0).__reduce__()[0]
         if module == "numpy" and name in ("ndarray", "dtype"):

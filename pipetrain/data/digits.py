@@ -1,8 +1,8 @@
-"""The data set that is always there: scikit-learn's 1,797 handwritten digits, as 32x32 colour images.
+"""The data set that is always available: scikit-learn's 1,797 handwritten digits, as 32x32 colour images.
 
-They let everything run on a machine with no network, in minutes, to an accuracy that says whether the
-training works. The split is fixed by a hash of the sample's number, not by the run's seed, so accuracies of
-different runs compare. Writers are in both splits, as in the usual random split of this set.
+With them everything runs without a network, in minutes, to an accuracy that shows whether training works. The
+split is fixed by a hash of the sample's number, not by the run's seed, so accuracies of different runs are
+comparable. Writers are in both splits, as in the usual random split of this set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional
 from pipetrain.data.augment import draw
 from pipetrain.data.sets import ImageData, Split
 
-TEST_EVERY = 5  # one sample in five of each class is for testing: 360 of the 1,797
+TEST_EVERY = 5  # one sample in five of each class is a test sample: 360 of the 1,797
 
 
 def load() -> ImageData:
@@ -44,14 +44,14 @@ def load() -> ImageData:
 
 
 def _mean_and_std(pixels: Tensor) -> tuple[float, float]:
-    """Return both of pixels from 0 to 255, as shares of 255: by whole sums, the same for any threads."""
+    """Return both of pixels from 0 to 255, as fractions of 255; integer sums do not depend on threads."""
     whole = pixels.long()
     n, sum_, squares = whole.numel(), int(whole.sum()), int((whole * whole).sum())
     return sum_ / n / 255, math.sqrt((n * squares - sum_ * sum_) / (n * (n - 1))) / 255
 
 
 def _table() -> npt.NDArray[np.float64]:
-    """Read a row a sample, 64 pixels and the label: from scikit-learn's file, where it is found.
+    """Return a row per sample, 64 pixels and the label; reads scikit-learn's file if it is found.
 
     Importing the package takes most of a second.
     """
@@ -67,9 +67,9 @@ def _table() -> npt.NDArray[np.float64]:
 
 
 def _enlarge(images: Tensor) -> Tensor:
-    """Make 8x8 images of 0 to 16 [n, 8, 8] into uint8 [n, 3, 32, 32], grey, bilinear.
+    """Turn 8x8 images of 0 to 16 [n, 8, 8] into uint8 [n, 3, 32, 32], grey, bilinear.
 
-    The weights are eighths and the pixels whole, so float32 is exact and no machine rounds differently.
+    The weights are eighths and the pixels integers, so float32 is exact and no machine rounds differently.
     """
     large = functional.interpolate(images[:, None], size=32, mode="bilinear", align_corners=False)
     return (large * (255 / 16)).round().to(torch.uint8).repeat(1, 3, 1, 1)

@@ -1,8 +1,8 @@
-"""Which samples make up each update, and how their images get to the first stage.
+"""The samples of each update, and the loading of their images at the first stage.
 
-A batch is one update; `microbatches` says into how many pieces it is cut. The order depends on the seed and
-the epoch alone, so every schedule sees the same updates, and each rank that needs samples (the first stage
-the images, the last the labels) makes the same lists for itself: nothing is sent.
+A batch is one update; it is divided into `microbatches` pieces. The order depends only on the seed and the
+epoch, so every schedule has the same updates, and each rank that needs samples (the first stage images, the
+last labels) computes the same lists without communication.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pipetrain.errors import ConfigError, TrainingStopped
 
 
 def pieces(samples: int, microbatches: int) -> list[int]:
-    """Cut a batch evenly: the sizes of its microbatches, the first ones one larger, as torch.tensor_split."""
+    """Return the even sizes of a batch's microbatches, the first ones one larger, as torch.tensor_split."""
     size, more = divmod(samples, microbatches)
     return [size + (index < more) for index in range(microbatches)]
 
 
 class Sampler:
-    """The samples of each update of each epoch, cut into microbatches.
+    """The samples of each update of each epoch, divided into microbatches.
 
-    `batch_sizes` says how many samples each update of an epoch has, `microbatch_sizes` how many each of its
-    microbatches. Without `shuffle` the samples come in their own order. Raises ConfigError for a last batch
-    with fewer samples than microbatches, and where `drop_last` leaves nothing.
+    `batch_sizes`: the samples of each update of an epoch; `microbatch_sizes`: those of its microbatches.
+    Without `shuffle` the samples keep their order. Raises ConfigError for a last batch with fewer samples
+    than microbatches, and if `drop_last` leaves nothing.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Sampler:
         self._shuffle = shuffle
 
     def epoch(self, epoch: int) -> list[list[Tensor]]:
-        """List each update of an epoch, counted from 0: its microbatches' sample ids, int64 [n] each."""
+        """Return for each update of an epoch (from 0) its microbatches' sample ids, int64 [n] each."""
         if self._shuffle:
             generator = torch.Generator().manual_seed(key(self._seed, epoch) >> 1)
             order = torch.randperm(self._samples, generator=generator)
@@ -73,7 +73,7 @@ class Sampler:
 
 
 class _Microbatches(Dataset[Tensor]):
-    """A data set that is asked for whole microbatches, so that nothing is done one image at a time."""
+    """A data set indexed by whole microbatches, so that no work is done image by image."""
 
     def __init__(self, split: Split, transform: Transform) -> None:
         self._split = split
@@ -91,19 +91,19 @@ def inputs(
     workers: int = 0,
     timeout: float = 60.0,
 ) -> Iterator[Tensor]:
-    """Give the input of each microbatch, in the order of `ids` (int64 [n] each).
+    """Yield the input of each microbatch, in the order of `ids` (int64 [n] each).
 
-    With `workers`, so many processes make them ahead; they start with the first microbatch and end with the
-    last, or when the iterator is closed. PyTorch's own random state is not touched. Raises TrainingStopped
-    where a worker dies, fails, or takes over `timeout` seconds; without workers an error comes as it is.
+    `workers`: processes that prepare them ahead, from the first microbatch to the last, or until the iterator
+    is closed. PyTorch's global random state is not used. Raises TrainingStopped if a worker dies, fails, or
+    takes over `timeout` seconds; without workers errors are raised unchanged.
     """
     loader: DataLoader[Tensor] = DataLoader(
         _Microbatches(split, transform),
         batch_sampler=[microbatch.tolist() for microbatch in ids],
         num_workers=workers,
-        collate_fn=torch.as_tensor,  # what comes is a whole microbatch
+        collate_fn=torch.as_tensor,  # a no-op: an item is a whole microbatch
         timeout=timeout if workers else 0,
-        # It draws a seed for its workers, which from PyTorch's own generator would change the run's dropout.
+        # The loader draws a seed for its workers; from the global generator, this would change dropout.
         generator=torch.Generator(),
     )
     given = 0
@@ -114,7 +114,7 @@ def inputs(
     except Exception as error:
         if not workers:
             raise
-        traceback.clear_frames(error.__traceback__)  # they hold the iterator, and so keep the workers alive
+        traceback.clear_frames(error.__traceback__)  # they reference the iterator, which keeps workers alive
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise TrainingStopped(
             f"the data workers ({workers}) failed at microbatch {given} of {len(ids)}: {reason[-1]}; "

@@ -1,7 +1,7 @@
-"""What a data set is, once it is in memory: images as bytes and labels, in two splits.
+"""A data set in memory: images as bytes and labels, in two splits.
 
-Images stay uint8 until a microbatch is made of them: CIFAR-10 is 184 MB this way and 737 MB as floats, and
-every process holds it.
+Images stay uint8 until a microbatch is made: CIFAR-10 takes 184 MB this way, and 737 MB as floats, in every
+process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ IMAGE = (3, 32, 32)  # channels, height and width of every image
 
 
 class DataMissing(ConfigError):
-    """A data set that is not there and cannot be downloaded: what `data.fallback` is for.
+    """A data set that is neither there nor can be downloaded; `data.fallback` replaces it.
 
-    A file that is there and damaged is a plain ConfigError, and no reason for a fallback.
+    A damaged file is a plain ConfigError, without a fallback.
     """
 
 
@@ -39,16 +39,16 @@ class Split:
         return len(self.labels)
 
     def first(self, n: int) -> Split:
-        """Keep the first n samples, or all of them where there are fewer."""
+        """Return the first n samples, or all if there are fewer."""
         return Split(self.images[:n], self.labels[:n])
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """A data set of images: what to train on, what to test on, and how to normalise them.
+    """A data set of images: training and test samples, and their normalisation.
 
-    `mean` and `std` are those of each channel of the training images, where white is 1. `note` says why it is
-    not the data set that was asked for, if it is not.
+    `mean` and `std` are those of each channel of the training images, where white is 1. `note`: why it
+    replaces the configured data set, if it does.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ImageData:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return what tells it from another one: name, sizes, and a sum over pixels, labels and numbers."""
+        """Name, sizes, and a checksum of pixels, labels and numbers."""
         numbers = [self.classes, *map(float, self.mean), *map(float, self.std)]
         checksum = zlib.crc32(repr(numbers).encode())
         for split in (self.train, self.test):
@@ -71,10 +71,10 @@ class ImageData:
 
 
 def prove(data: ImageData) -> None:
-    """Refuse a data set that is not what its fields promise: a ConfigError that names the first fault.
+    """Refuse a data set with invalid fields. Raises ConfigError for the first one.
 
-    It may be anybody's own. What is wrong with it would otherwise show after minutes, as an index error in a
-    loss, or never: cross entropy ignores a label of -100.
+    A user's data set may be wrong, which would show late, as an index error in a loss, or never: cross
+    entropy ignores a label of -100.
     """
     if fault := _fault(data):
         fault = " ".join(fault.split())
@@ -82,7 +82,7 @@ def prove(data: ImageData) -> None:
 
 
 def _fault(data: ImageData) -> str | None:
-    """Say what is wrong with a data set, if anything is."""
+    """Return what is wrong with a data set, None if nothing is."""
     if type(data.classes) is not int or data.classes < 1:
         return f"classes must be a whole number, 1 or more; got {data.classes!r}"
     for name, numbers, above in (("mean", data.mean, -math.inf), ("std", data.std, 0)):
@@ -101,7 +101,7 @@ def _are_three(numbers: Any, above: float) -> bool:
 
 
 def _split_fault(split: Any, classes: int) -> str | None:
-    """Say what is wrong with a split, if anything is."""
+    """Return what is wrong with a split, None if nothing is."""
     if not isinstance(split, Split):
         return f"must be a pipetrain.data.Split; got {type(split).__name__}"
     for name, tensor, form in (
@@ -123,7 +123,7 @@ def _split_fault(split: Any, classes: int) -> str | None:
 
 
 def _form(tensor: Any) -> str:
-    """Say of which dtype, shape and device a tensor of n samples is, or of which type something else is."""
+    """Describe the dtype, shape and device of a tensor, or the type of anything else."""
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
     sizes = ["n", *map(str, tensor.shape[1:])] if tensor.dim() else []

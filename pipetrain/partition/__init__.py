@@ -1,1 +1,1 @@
-"""What each layer costs, and where the model is cut."""
+"""The costs of layers, and the choice of cuts."""

@@ -1,7 +1,7 @@
-"""Where the model is cut: the first layer of each stage but the first.
+"""Chooses the cuts: the first layer of each stage but the first.
 
-A pipeline goes at the pace of its slowest stage, so the automatic cuts minimise the largest stage, exactly,
-by dynamic programming over contiguous slices (the linear partition problem).
+The slowest stage limits a pipeline, so automatic cuts minimise the largest stage, exactly, by dynamic
+programming over contiguous slices (the linear partition problem).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ STRATEGIES = ("even", "params", "flops")
 def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], stages: int) -> list[int]:
     """Return the first layers of stages 1, 2, ...: as given, or by one of STRATEGIES.
 
-    Raises ConfigError, with the list of layers, where there are too few of them, a stage would be empty or a
-    cut lies outside the model.
+    Raises ConfigError, with the list of layers, if there are too few layers, a stage would be empty or a cut
+    is outside the model.
     """
     listed = ", ".join(f"{i} {layer.name}" for i, layer in enumerate(layers))
     if stages > len(layers):
@@ -55,14 +55,14 @@ def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], stages:
 
 
 def balance(weights: Sequence[float], stages: int) -> list[int]:
-    """Cut `weights` into `stages` runs, none empty, whose largest sum is as small as it can be."""
+    """Cut `weights` into `stages` non-empty slices whose largest sum is as small as possible."""
     return best_cuts(len(weights), stages, lambda stage, start, end: sum(weights[start:end]))[0]
 
 
 def balance_times(predictor: Predictor, allowed: Collection[int], limit: float | None = None) -> list[int]:
-    """Cut before some of the layers `allowed` so that the slowest stage, messages included, is fastest.
+    """Return the cuts, from the `allowed` ones, that make the slowest stage, with its messages, fastest.
 
-    `limit`: bytes that no stage may exceed. Raises ConfigError where no cuts are left.
+    `limit`: the most bytes of a stage. Raises ConfigError if no cuts are possible.
     """
     layers, stages = len(predictor.layers), predictor.stages
     within = {0, layers, *allowed}
@@ -92,13 +92,13 @@ def balance_times(predictor: Predictor, allowed: Collection[int], limit: float |
 
 
 def best_cuts(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[list[int], float]:
-    """Cut `layers` layers into `stages` runs, none empty, so that the largest cost of one is smallest.
+    """Cut `layers` layers into `stages` non-empty slices so that the largest cost of a slice is smallest.
 
-    Returns the cuts and that cost. `cost(stage, start, end)` prices the layers from `start` to before `end`
-    as that stage. Among equals the later runs are the smaller ones where one choice decides it.
-    O(stages layers^2) prices.
+    Returns the cuts and that cost. `cost(stage, start, end)` is the cost of layers `start` to `end`
+    (exclusive) as that stage. Among equal cuts the later slices are smaller where one choice decides it. It
+    calls `cost` O(stages layers^2) times.
     """
-    # best[k][i]: the smallest possible largest cost of the first i layers in k runs; cut[k][i]: its last cut.
+    # best[k][i]: the smallest largest cost of the first i layers in k slices; cut[k][i]: its last cut.
     best = [[math.inf] * (layers + 1) for _ in range(stages + 1)]
     cut = [[stage - 1] * (layers + 1) for stage in range(stages + 1)]
     best[0][0] = 0.0

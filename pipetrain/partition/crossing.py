@@ -1,4 +1,4 @@
-"""What may cross a cut, and how the layers on both sides treat it."""
+"""Which cuts are possible, and how the layers on both sides treat the tensors that cross."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pipetrain.places import places
 
 
 def writes_input(layers: Sequence[Layer]) -> bool:
-    """Whether layers work in place on what enters them."""
+    """Return whether these layers modify their input in place."""
     return _comes_first(layers, lambda layer: layer.writes_input)
 
 
 def keeps_output(layers: Sequence[Layer]) -> bool:
-    """Whether what leaves layers may change later, because they keep it."""
+    """Return whether the output of these layers may change later, because they keep it."""
     return _comes_first(reversed(layers), lambda layer: layer.keeps_output)
 
 
 def _comes_first(layers: Iterable[Layer], wanted: Callable[[Layer], bool]) -> bool:
-    """Whether there is a layer that is `wanted`, maybe behind some that only hand through."""
+    """Return whether a layer is `wanted`, perhaps after layers that only return views of their input."""
     for layer in layers:
         if wanted(layer):
             return True
@@ -34,7 +34,7 @@ def _comes_first(layers: Iterable[Layer], wanted: Callable[[Layer], bool]) -> bo
 
 
 def refuse_cuts(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
-    """Refuse a cut over which layers would not do as they do in one process. Raises ConfigError."""
+    """Refuse a cut across which layers would behave otherwise than in one process. Raises ConfigError."""
     for cut in cuts:
         output, where = layers[cut - 1].output, f"layer {cut - 1} ({layers[cut - 1].name})"
         elsewhere = f"choose a partition that does not cut before layer {cut}"
@@ -48,7 +48,7 @@ def refuse_cuts(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[in
 
 
 def cuts_that_may_be(model: nn.Sequential, layers: Sequence[Layer]) -> list[int]:
-    """Return before which layers the model may be cut."""
+    """Return the possible cuts, as the first layers behind them."""
     allowed = []
     for cut in range(1, len(layers)):
         try:
@@ -60,7 +60,7 @@ def cuts_that_may_be(model: nn.Sequential, layers: Sequence[Layer]) -> list[int]
 
 
 def _refuse_sharing(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
-    """Refuse a parameter or a buffer that two stages use: each would have a copy of its own."""
+    """Refuse a parameter or buffer that two stages use, as each would have a copy of its own."""
     registered = {_address(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     user: dict[str, int] = {}
     for index, (name, layer) in enumerate(named_layers(model)):
@@ -76,14 +76,14 @@ def _refuse_sharing(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequenc
 
 
 def _address(tensor: Tensor) -> tuple[str, int]:
-    """Return what tells a tensor's memory from others'."""
+    """Return a key that identifies a tensor's memory."""
     if tensor.layout is not torch.strided or not tensor.data_ptr():
         return "object", id(tensor)
     return "memory", tensor.data_ptr()
 
 
 def refuse_changing(sizes: Sequence[Sequence[Layer]], cuts: Sequence[int]) -> None:
-    """Refuse a cut over which other things go for another microbatch size, or in an evaluation.
+    """Refuse a cut whose tensors differ in kind between microbatch sizes, or in evaluation.
 
     `sizes`: the layers as estimated for each size, in training and in evaluation. Raises ConfigError.
     """
@@ -100,7 +100,7 @@ def refuse_changing(sizes: Sequence[Sequence[Layer]], cuts: Sequence[int]) -> No
 
 
 def refuse_output(layers: Sequence[Layer], size: int, classes: int) -> None:
-    """Refuse a model that does not return a score for each class of `size` samples. Raises ConfigError."""
+    """Refuse a model without a score per class for each of `size` samples. Raises ConfigError."""
     output = layers[-1].output
     shape = output.specs[0].shape
     if not output.single or len(shape) != 2 or shape[0] != size or shape[1] < classes:

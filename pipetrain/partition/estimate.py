@@ -1,9 +1,9 @@
-"""What each layer costs, what it returns, and which gradients are needed: found by running it once.
+"""Estimates each layer's cost and output, and which gradients are needed, by running it once.
 
-A layer runs on copies of its tensors, so that BatchNorm's running statistics, the weights and the random
-generators stay as they are. A cheap layer runs on real numbers. A dear one runs under FakeTensorMode, on
-tensors that have a shape and no data: that costs nothing however large they are, but loads torch's compiler,
-which takes a second. A layer that reads numbers (`if torch.rand(()) < p`) always needs real ones.
+A layer runs on copies of its tensors, so that weights, BatchNorm's statistics and the random generators do
+not change. A cheap layer runs on real numbers. An expensive one runs under FakeTensorMode, on tensors without
+data, which is fast for any size but loads torch's compiler, which takes a second. A layer that branches on
+values (`if torch.rand(()) < p`) always needs real numbers.
 """
 
 from __future__ import annotations
@@ -28,30 +28,29 @@ from pipetrain.errors import ConfigError
 from pipetrain.numerics import Numerics
 from pipetrain.places import places, standing_in
 
-CHEAP = 2.5e9  # multiplications of a layer's weights, about a tenth of a second
-MOST_REAL = 2**30  # bytes of input that a layer is run on for real
+CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
+MOST_REAL = 2**30  # most bytes of a real input
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One cuttable layer, as estimated for one microbatch size."""
+    """One layer between possible cuts, as estimated for one microbatch size."""
 
     name: str
     params: int  # elements, each shared parameter once
     flops: int  # of one forward, plus one per output element
     output: Boundary
-    writes_input: bool = False  # it works in place on what it is given
-    hands_through: bool = False  # what it returns shares memory with what it is given
-    keeps_output: bool = False  # what it returns may change later: the layer keeps it, or returns it twice
-    borrows: tuple[str, ...] = ()  # tensors of other layers that it uses without having them registered
+    writes_input: bool = False  # modifies its input in place
+    hands_through: bool = False  # its output shares memory with its input
+    keeps_output: bool = False  # its output may change later: the layer keeps it, or returns it twice
+    borrows: tuple[str, ...] = ()  # tensors of other layers that it uses, not registered in it
 
 
 def estimate(model: nn.Sequential, example: TensorSpec, numerics: Numerics | None = None) -> list[Layer]:
     """Estimate every layer of `model` for one microbatch of the shape and dtype of `example`.
 
-    Where the model is in training mode, the boundaries say which gradients are needed. Raises ConfigError
-    with the layer's name where a layer cannot take what the one before it returns, or trains weights that
-    nobody would see.
+    If the model is in training mode, the boundaries tell which gradients are needed. Raises ConfigError with
+    the name of a layer that cannot process the output of the one before, or trains unregistered weights.
     """
     trial = _Trial(model, numerics or Numerics(example.dtype))
     runs: list[_Run] = []
@@ -71,8 +70,7 @@ def estimate(model: nn.Sequential, example: TensorSpec, numerics: Numerics | Non
                 ) from error
             if run.wrong:
                 raise ConfigError(f"layer {index} ({name}) of the model {run.wrong}")
-            # What the next layer gets has no graph.
-            handed = tuple(t.detach().requires_grad_(t.requires_grad) for t in run.outputs)
+            handed = tuple(t.detach().requires_grad_(t.requires_grad) for t in run.outputs)  # without graph
             value = handed[0] if run.layer.output.single else handed
             runs.append(run)
         return _with_gradients(runs) if model.training else [run.layer for run in runs]
@@ -80,18 +78,16 @@ def estimate(model: nn.Sequential, example: TensorSpec, numerics: Numerics | Non
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one layer did."""
+    """One layer's run."""
 
     layer: Layer
     inputs: tuple[Tensor, ...]  # leaves of its graph
     outputs: tuple[Tensor, ...]
-    wrong: str  # what it does that would not be trained as in one process
-    on_copies: Callable[[], AbstractContextManager[object]]  # puts the copies of its tensors in their place
+    wrong: str  # a reason why a pipeline would train it differently than one process, or ""
+    on_copies: Callable[[], AbstractContextManager[object]]  # installs the copies of its tensors
 
 
 class _Trial:
-    """Runs the layers of a model one by one."""
-
     def __init__(self, model: nn.Sequential, numerics: Numerics) -> None:
         self._numerics = numerics
         self._train = model.training
@@ -100,7 +96,7 @@ class _Trial:
         self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
 
     def run(self, name: str, module: nn.Module, value: Value) -> _Run:
-        """Run a layer for real or, where it is dear, without numbers; where one fails, in the other way."""
+        """Run a layer on real or, if it is expensive, fake tensors; if that fails, the other way."""
         given = as_tuple(value)
         # Each weight is multiplied at every position of an image.
         positions = max(t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in given)
@@ -112,13 +108,13 @@ class _Trial:
             if nbytes > MOST_REAL:
                 raise
             if not dear:
-                with suppress(Exception):  # a layer that only a GPU can run, for one
+                with suppress(Exception):  # such as a layer that only a GPU can run
                     return self._run(name, module, value, _fake_mode())
                 raise
         return self._run(name, module, value, None)
 
     def _run(self, name: str, module: nn.Module, value: Value, mode: FakeTensorMode | None) -> _Run:
-        """Run a layer without numbers, by `mode`, or with some."""
+        """Run a layer on fake tensors of `mode`, or on real ones."""
         others = {
             id(place.tensor): self._stand_in(place.tensor, mode)
             for place in places(module)
@@ -131,12 +127,12 @@ class _Trial:
                 yield
 
         with torch.set_grad_enabled(self._train), on_copies():
-            # In the order that they have where they come over a cut.
+            # In the memory format in which they arrive over a cut.
             leaves = tuple(
                 self._numerics.arrange(_copied(t, mode)).detach().requires_grad_(t.requires_grad)
                 for t in as_tuple(value)
             )
-            inputs = tuple(leaf.clone() for leaf in leaves)  # a leaf must not be worked on in place
+            inputs = tuple(leaf.clone() for leaf in leaves)  # a leaf must not be modified in place
             versions = [t._version for t in inputs]
             known = [*others.values(), *inputs]
             storages, registered = [storage_of(t) for t in known], _registered(module)
@@ -170,7 +166,7 @@ class _Trial:
 
 
 def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
-    """Return an input as a run needs it: without numbers, or with some."""
+    """Return an input as a fake or as a real tensor."""
     if mode is not None:
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
     if not isinstance(tensor, FakeTensor):
@@ -180,7 +176,7 @@ def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
 
 
 def _with_gradients(runs: Sequence[_Run]) -> list[Layer]:
-    """Go from the last layer to the first, as a backward would, and find what has a gradient."""
+    """Find which tensors have a gradient, from the last layer to the first as in a backward."""
     layers: list[Layer] = []
     needed = tuple(t.requires_grad for t in runs[-1].outputs)
     for run in reversed(runs):
@@ -192,7 +188,7 @@ def _with_gradients(runs: Sequence[_Run]) -> list[Layer]:
 
 
 def _reached(run: _Run, needed: Sequence[bool]) -> tuple[bool, ...]:
-    """Return which inputs of a layer have a gradient where these outputs have one."""
+    """Return which inputs of a layer have a gradient if these outputs have one."""
     outputs = [t for t, need in zip(run.outputs, needed, strict=True) if need and t.requires_grad]
     nodes, todo = set(), [t.grad_fn for t in outputs]
     while todo:
@@ -203,19 +199,19 @@ def _reached(run: _Run, needed: Sequence[bool]) -> tuple[bool, ...]:
     if not any(isinstance(node, BackwardCFunction) for node in nodes):
         ends = {id(getattr(node, "variable", None)) for node in nodes}
         return tuple(id(leaf) in ends for leaf in run.inputs)
-    # A Function of somebody's own may give no gradient for what it was given: only a backward tells.
+    # A custom autograd Function may return no gradient for an input: only a backward tells.
     try:
         with run.on_copies():  # a layer that recomputes runs forward once more
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-    except Exception:  # a fake one that needs numbers: then every input that could have a gradient has one
+    except Exception:  # a Function that needs real numbers: assume that every possible gradient exists
         return tuple(leaf.requires_grad for leaf in run.inputs)
     return tuple(leaf.grad is not None for leaf in run.inputs)
 
 
 class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts a layer's work, and sees which tensors it uses beside those that it is known to use.
+    """Counts a layer's work, and finds tensors that it uses apart from the `known` ones.
 
-    `names`: of the whole model's tensors by their storage, and whether they are trained.
+    `names`: the name of each tensor of the model by its storage, and whether it is trained.
     """
 
     def __init__(self, names: Mapping[int, tuple[str, bool]], known: Sequence[Tensor]) -> None:
@@ -228,7 +224,7 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch would load its compiler to keep it away from this class
+        return False  # avoids loading torch's compiler
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -260,7 +256,7 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def strided(*values: Any) -> list[Tensor]:
-    """Return the tensors in any tree of values, but for sparse ones."""
+    """Return all tensors in a tree of values, except sparse ones."""
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout is torch.strided]
 
 
@@ -269,7 +265,7 @@ def _registered(module: nn.Module) -> set[str]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the address of what a tensor shares with its views."""
+    """Return the address of the storage that a tensor shares with its views."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -284,7 +280,7 @@ def _fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging a traceback of a failure that is told in a sentence."""
+    """Keep torch from logging a traceback of an error that is reported otherwise."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True
     try:

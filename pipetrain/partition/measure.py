@@ -1,9 +1,9 @@
-"""Runs a model layer by layer, a few times, and measures what each layer takes.
+"""Measures the time and memory of each layer.
 
-Each layer gets a graph of its own: its input is cut off from the layer before, as it is at a cut, and its
-backward starts from its own output taken for a gradient, which has the right shape and ordinary numbers. All
-layers run forward, then all backward from the last to the first, so that each meets a cache that the others
-have used, as in training. Times and bytes are taken in passes apart.
+Each layer has a graph of its own: its input is detached, as at a cut, and its backward starts from its own
+output used as the gradient, which has the right shape and ordinary numbers. All layers run forward, then all
+backward in reverse order, so that the caches are in the same state as in training. Times and bytes are
+measured in separate passes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def measure_layers(
 ) -> list[LayerTime]:
     """Measure every layer for the microbatch `x`, in training mode, on the device of both.
 
-    The model is spoilt and must not train; the caller keeps the random generators. `layers`: what is
-    estimated of them. Raises ConfigError with the layer's name where one fails.
+    This changes the model, which must not be trained afterwards, and the random generators. `layers`: its
+    estimates. Raises ConfigError with the name of a layer that fails.
     """
     bench = _Bench(model, layers, optimizer, numerics or Numerics(), Clock(x.device))
     for _ in range(WARM_UP):
@@ -70,7 +70,7 @@ def measure_layers(
 
 
 class _Bench:
-    """The layers of a model, each to be run by itself."""
+    """The layers of a model, to be run one by one."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _Bench:
         self._numerics = numerics
         self._clock = clock
         self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (forward, backward or step; layer)
-        self._held: list[list[Tensor]] = []  # by each layer: a shared one by the first
+        self._held: list[list[Tensor]] = []  # the tensors of each layer; shared ones at the first
         met: set[int] = set()
         for _, module in self._layers:
             held = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in met]
@@ -99,10 +99,10 @@ class _Bench:
         self._optimizers = [optimizer(params) if params else None for params in trained]
         for made in filter(None, self._optimizers):
             for group in made.param_groups:
-                group["lr"] = 0.0  # as much work, and the numbers stay ordinary
+                group["lr"] = 0.0  # the same work, but the weights stay as they are
 
     def run(self, x: Tensor) -> None:
-        """Run a batch of one microbatch. Gradients add up, as they do over a batch's microbatches."""
+        """Run a batch of one microbatch. Gradients accumulate, as over a batch's microbatches."""
         value: Value = x
         graphs: list[tuple[Tensor, ...]] = []
         for index in range(len(self._layers)):
@@ -116,7 +116,7 @@ class _Bench:
                     optimizer.step()
 
     def _forward(self, index: int, value: Value) -> tuple[tuple[Tensor, ...], Value]:
-        """Return a layer's outputs with their graph, and what to hand on."""
+        """Return a layer's outputs with their graph, and the next layer's input."""
         given = tuple(self._numerics.arrange(t.detach()) for t in as_tuple(value))
         if index > 0:
             needs = self._estimated[index - 1].output.needs_grad or (False,) * len(given)
@@ -139,7 +139,7 @@ class _Bench:
 
     @contextmanager
     def _timed(self, part: str, index: int) -> Iterator[None]:
-        """Time what a layer does, and name the layer where it fails."""
+        """Time a part of a layer; errors name the layer."""
         start = self._clock.mark()
         try:
             yield
@@ -151,7 +151,7 @@ class _Bench:
         self.spans.append(((part, index), start, self._clock.mark()))
 
     def median_seconds(self) -> dict[tuple[str, int], float]:
-        """Return the median seconds of each part of each layer; 0 for what it never does."""
+        """Return the median seconds of each part of each layer; 0 for parts that a layer lacks."""
         seconds = defaultdict(list)
         spans = ((number, start, end) for number, (_, start, end) in enumerate(self.spans))
         for number, taken in self._clock.durations(spans):
@@ -159,11 +159,11 @@ class _Bench:
         return defaultdict(float, {part: median(taken) for part, taken in seconds.items()})
 
     def saved_bytes(self, x: Tensor) -> list[int]:
-        """Count what autograd saves in a forward, each storage once, at the layer that made it."""
+        """Count the bytes that autograd saves in a forward, each storage once, at the layer that made it."""
         sizes = [0] * len(self._layers)
         held = {storage_of(t) for t in (*self._model.parameters(), *self._model.buffers(), x)}
         value: Value = x
-        alive = []  # so that no two storages have one address
+        alive = []  # kept alive, so that no address is used twice
         for index in range(len(self._layers)):
             saved: list[Tensor] = []
             given = {storage_of(t) for t in as_tuple(value)}
@@ -183,7 +183,7 @@ class _Bench:
         return sizes
 
     def peak_bytes(self, x: Tensor) -> list[int]:
-        """Find what is alive at most as each layer runs forward and backward."""
+        """Return the peak memory of each layer in forward and backward."""
         peaks = []
         value: Value = x
         for index in range(len(self._layers)):
@@ -194,7 +194,7 @@ class _Bench:
         return peaks
 
     def weight_bytes(self, index: int) -> dict[str, int]:
-        """Return the sizes of what a layer trains, what the optimizer remembers, and all else it holds."""
+        """Return the bytes of a layer's trained parameters, optimizer state, and other tensors."""
         optimizer, held = self._optimizers[index], self._held[index]
         state = tree_leaves(list(optimizer.state.values())) if optimizer is not None else []
         return {
@@ -205,7 +205,7 @@ class _Bench:
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors that are made and still alive, whatever the device."""
+    """Counts the bytes of the tensors that are created and still alive, on any device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""What each layer of a model was measured to take: the figures, and their form as a file.
+"""The measured times and sizes of each layer, and their file format.
 
-A profile says under which conditions it was taken. Those that change what is measured must be those of the
-run that reads it; the machine it was taken on is only told.
+A profile records its conditions. Those that affect the measurement must match the run that reads it; the
+machine is recorded for information only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipetrain.partition.estimate import Layer
 if TYPE_CHECKING:
     from pipetrain.config import Settings
 
-PROFILE = "profile"  # what the strategy is called
+PROFILE = "profile"  # the strategy's name
 VERSION = 1
 Facts = Mapping[str, Any]
 
@@ -31,41 +31,40 @@ Facts = Mapping[str, Any]
 class LayerTime:
     """One layer, as measured for one microbatch; times in seconds.
 
-    A parameter that layers share counts at the first of them. Bytes that autograd saves count once in the
-    whole model, at the layer that made them.
+    A shared parameter counts at the first layer that has it. Bytes saved by autograd count once, at the layer
+    that created them.
     """
 
     name: str
     forward_s: float
-    backward_s: float  # of its inputs' and its parameters' gradients
-    step_s: float  # of the optimizer's step over its parameters, once a batch
-    saved_bytes: int  # kept between forward and backward; parameters and what it was given not counted
-    peak_bytes: int  # alive at most while it runs forward and backward, beyond what was alive before
-    output_bytes: int  # of the message forward where a cut comes behind it
-    gradient_bytes: int  # of the message back
-    param_bytes: int  # of what it trains
-    state_bytes: int  # of what the optimizer remembers for that
-    fixed_bytes: int  # of frozen parameters and buffers
+    backward_s: float  # for the gradients of inputs and parameters
+    step_s: float  # the optimizer's step, once a batch
+    saved_bytes: int  # saved for the backward, without parameters and inputs
+    peak_bytes: int  # additional peak in forward and backward
+    output_bytes: int  # the forward message of a cut behind it
+    gradient_bytes: int  # the backward message
+    param_bytes: int  # trained parameters
+    state_bytes: int  # their optimizer state
+    fixed_bytes: int  # frozen parameters and buffers
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A whole model, as measured on all ranks at once; and what a message takes."""
+    """A whole model, as measured on all ranks at the same time, and the time of a message."""
 
-    conditions: Facts  # must be those of the run
-    machine: Facts  # where it was measured
-    input_bytes: int  # of what enters the model
-    latency_s: float  # of any message; 0 where none was measured
+    conditions: Facts  # must match the run's
+    machine: Facts
+    input_bytes: int  # of the model's input
+    latency_s: float  # per message; 0 if not measured
     s_per_byte: float
     layers: list[LayerTime]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
         return {"pipetrain_profile": VERSION, **asdict(self)}
 
     @classmethod
     def from_json(cls, data: Any) -> Profile:
-        """Read what `to_json` made. Raises ValueError that says what is wrong with it."""
+        """Build one from JSON data. Raises ValueError."""
         if not isinstance(data, dict) or data.get("pipetrain_profile") != VERSION:
             raise ValueError(f"it is no profile of version {VERSION}")
         values = {key: value for key, value in data.items() if key != "pipetrain_profile"}
@@ -79,8 +78,8 @@ class Profile:
 
 
 def conditions(cfg: DictConfig, settings: Settings) -> Facts:
-    """Return what a profile must agree in with the run that reads it."""
-    no_work = ("_target_", "_partial_", "lr")  # of an optimizer's options: what changes no work
+    """Return the conditions that a profile and the run that reads it must share."""
+    no_work = ("_target_", "_partial_", "lr")  # options that do not affect the optimizer's time
     options = (f" {key}={value}" for key, value in cfg.optim.items() if key not in no_work)
     return {
         "model": settings.model,
@@ -93,10 +92,7 @@ def conditions(cfg: DictConfig, settings: Settings) -> Facts:
 
 
 def read_profile(path: str, conditions: Facts) -> Profile:
-    """Read a profile that was taken under `conditions`.
-
-    Raises ConfigError where the file cannot be read or is something else, or was taken under others.
-    """
+    """Read a profile measured under `conditions`. Raises ConfigError."""
     file = Path(path).expanduser()
     try:
         profile = Profile.from_json(json.loads(file.read_text()))
@@ -120,7 +116,7 @@ def read_profile(path: str, conditions: Facts) -> Profile:
 
 
 def refuse_other_layers(profile: Profile, layers: Sequence[Layer]) -> None:
-    """Refuse a profile of a model whose layers have other names or return something else."""
+    """Refuse a profile whose layers have other names or outputs than the model's. Raises ConfigError."""
     for index, (theirs, ours) in enumerate(zip(profile.layers, layers, strict=False)):
         if (theirs.name, theirs.output_bytes) != (ours.name, ours.output.nbytes):
             raise ConfigError(
@@ -136,7 +132,7 @@ def refuse_other_layers(profile: Profile, layers: Sequence[Layer]) -> None:
 
 
 def average(ranks: Sequence[Sequence[LayerTime]]) -> list[LayerTime]:
-    """Return each layer with the medians of the times that all ranks measured."""
+    """Return each layer with the medians of the times over all ranks."""
     return [
         replace(
             layers[0],

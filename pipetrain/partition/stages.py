@@ -1,9 +1,9 @@
-"""What a run of profiled layers takes as a stage: seconds of a batch, and bytes.
+"""Predicts the time per batch and the memory of a stage from profiled layers.
 
-A stage's time is what its layers compute and its optimizer steps, and every message that enters or leaves it
-on another rank, in full, at both ends: the processor that copies a message does not compute meanwhile.
-PipeDream's partitioner (Narayanan et al., "PipeDream", 2019, section 3.1), else the same, takes the messages
-over a cut for a stage of their own that overlaps with all others.
+A stage's time is that of its layers, its optimizer step, and every message to or from another rank, in full
+at both ends, because the processor that copies a message does not compute meanwhile. PipeDream's partitioner
+(Narayanan et al., "PipeDream", 2019, section 3.1), which this follows otherwise, treats the messages over a
+cut as a stage that overlaps with all others.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from pipetrain.schedule.timeline import Costs
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What a schedule makes of its stages, whichever layers they get. Lists are by stage."""
+    """The schedule's part in the cost of a stage, independent of its layers. Lists are by stage."""
 
     microbatches: int
     buffer_size: int
     placement: Sequence[int]  # ranks
-    activations: Sequence[int]  # peaks of what is held
+    activations: Sequence[int]  # peaks
     versions: Sequence[int]
-    # Bytes on the wire over a cut behind each layer, forward and back, where codecs make them others than the
-    # profiled ones. What a codec computes is not priced.
+    # With codecs: bytes on the wire over a cut behind each layer, forward and back; coding is free.
     wire_bytes: Sequence[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """What one stage is predicted to take: F, B and messages of a microbatch, STEP and all of a batch."""
+    """The predicted times of a stage: F, B and messages per microbatch, STEP and the sum per batch."""
 
     forward_s: float
     backward_s: float
@@ -45,9 +44,9 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a profile says of a plan.
+    """The predictions of a profile for a plan.
 
-    `choices`: the cuts of each strategy, and the seconds a batch of the slowest stage that they make.
+    `choices`: each strategy's cuts, and the time per batch, in seconds, of their slowest stage.
     """
 
     profile: Profile
@@ -56,12 +55,12 @@ class Prediction:
 
     @property
     def slowest_s(self) -> float:
-        """Seconds a batch of the slowest stage."""
+        """Seconds per batch of the slowest stage."""
         return self.choices[PROFILE][1]
 
 
 class Predictor:
-    """Prices the layers `start` to `end` (exclusive) as stage number `stage` of a pipeline."""
+    """Predicts layers `start` to `end` (exclusive) as stage number `stage` of a pipeline."""
 
     def __init__(self, profile: Profile, pipeline: Pipeline) -> None:
         self.layers = profile.layers
@@ -70,7 +69,6 @@ class Predictor:
         self._pipeline = pipeline
 
     def stage_time(self, stage: int, start: int, end: int) -> StageTime:
-        """Return all that is predicted of a stage."""
         held, crossed = self.layers[start:end], self._crossed(stage, start, end)
         forward_s = sum(layer.forward_s for layer in held)
         backward_s = sum(layer.backward_s for layer in held)
@@ -86,11 +84,11 @@ class Predictor:
         )
 
     def held_bytes(self, stage: int, start: int, end: int) -> int:
-        """Return the bytes that a stage needs: weights, activations, messages, and its layers' work.
+        """Return the memory of a stage in bytes: weights, activations, messages and working memory.
 
-        Weights: a gradient, every version, and the optimizer's state. Activations: of every microbatch in
-        flight, what entered and what autograd saves. Messages: as many as may be under way on each edge.
-        Work: the largest peak of one layer, which counts a little of the activations twice.
+        Weights: a gradient, all versions, and the optimizer's state. Activations: the input and the saved
+        tensors of every open microbatch. Messages: `buffer_size` on each edge. Working memory: the largest
+        peak of a layer, which counts some activations twice.
         """
         held, pipeline = self.layers[start:end], self._pipeline
         weights = sum(
@@ -104,16 +102,16 @@ class Predictor:
         return weights + pipeline.activations[stage] * saved + pipeline.buffer_size * crossing + work
 
     def stage_times(self, cuts: Sequence[int]) -> list[StageTime]:
-        """Return what each stage takes if the model is cut so."""
+        """Return the times of all stages for these cuts."""
         ends = pairwise([0, *cuts, len(self.layers)])
         return [self.stage_time(stage, start, end) for stage, (start, end) in enumerate(ends)]
 
     def slowest_s(self, cuts: Sequence[int]) -> float:
-        """Return the seconds a batch of the slowest stage if the model is cut so."""
+        """Return the seconds per batch of the slowest stage for these cuts."""
         return max(stage.batch_s for stage in self.stage_times(cuts))
 
     def costs(self, cuts: Sequence[int]) -> Costs:
-        """Return the seconds of each action for `simulate`; a split backward's halves take half of it."""
+        """Return the costs for `simulate`, in seconds; each half of a split backward costs half of it."""
         seconds: dict[tuple[int, Op], float] = {}
         for stage, taken in enumerate(self.stage_times(cuts)):
             seconds[stage, Op.F] = taken.forward_s
@@ -127,12 +125,12 @@ class Predictor:
         return Costs(seconds)
 
     def _crossed(self, stage: int, start: int, end: int) -> list[int]:
-        """Return the cuts at a stage's ends that lie between two ranks."""
+        """Return the cuts at a stage's ends that are between two ranks."""
         ranks, neighbours = self._pipeline.placement, ((stage - 1, start), (stage + 1, end))
         return [cut for other, cut in neighbours if 0 <= other < self.stages and ranks[other] != ranks[stage]]
 
     def _messages(self, cut: int) -> tuple[int, int]:
-        """Return the bytes that go over a cut forward and back."""
+        """Return the bytes sent over a cut, forward and back."""
         if self._pipeline.wire_bytes is not None:
             return self._pipeline.wire_bytes[cut - 1]
         before = self.layers[cut - 1]

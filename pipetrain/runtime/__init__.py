@@ -1,1 +1,1 @@
-"""Runs the list of actions of one rank."""
+"""Runs the actions of one rank."""

@@ -1,9 +1,8 @@
-"""How the C library gets memory from the system, on CPUs.
+"""Settings of glibc's allocator, for CPUs.
 
-glibc gives large blocks back when they are freed, and the next allocation of the same size is faulted in
-again page by page. A training step frees and allocates the same blocks over and over: VGG16 with a batch of
-64 takes 35,000 to 50,000 page faults a step, a tenth of its time. Kept, the memory is used again; what a
-process holds is its peak either way.
+By default glibc returns large blocks to the system when they are freed, and the next allocation of the same
+size is page-faulted in again. Every training step frees and allocates the same blocks: VGG16 with a batch of
+64 has 35,000 to 50,000 page faults a step, a tenth of its time. Keeping the blocks leaves the peak unchanged.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ _VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLE
 
 
 def keep_freed_memory() -> str:
-    """Let glibc keep blocks of up to 32 MiB instead of giving them back; return what was done, as one phrase.
+    """Let glibc keep freed blocks of up to 32 MiB in this process; return a phrase that says what was done.
 
-    For this process, and best before it has allocated much. Does nothing with another C library, or where the
-    environment has settings of its own.
+    Call it early. Does nothing with another C library, or where the environment has settings of its own.
     """
     chosen = [name for name in _VARIABLES if os.environ.get(name)]
     if chosen:

@@ -1,9 +1,9 @@
 """Messages between stages: bounded, ordered, asynchronous.
 
-An edge is an ordered pair of stages on different ranks; activations go up it, gradients down the reverse one.
-On each edge the receiver posts at most `buffer_size` receives ahead and the sender leaves at most
-`buffer_size` sends unfinished: the bound under which `simulate` proved the program free of deadlock. Order is
-the program's, sizes are the plan's, so no header travels. Every wait has a deadline that names the message.
+An edge is an ordered pair of stages on different ranks; activations go up, gradients down. On each edge the
+receiver posts at most `buffer_size` receives ahead and the sender leaves at most `buffer_size` sends
+unfinished, the bound for which `simulate` proved the program free of deadlock. The program fixes the order
+and the plan the sizes, so there are no headers. Every wait has a deadline; its error names the message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What travels on one edge for one microbatch. `ranks`: source and destination rank."""
+    """The tensors of one microbatch on one edge. `ranks`: source and destination rank."""
 
     src: int
     dst: int
@@ -40,7 +40,6 @@ class Message:
 
     @property
     def edge(self) -> Edge:
-        """The edge that it travels on."""
         return (self.src, self.dst)
 
     @property
@@ -50,7 +49,7 @@ class Message:
 
     @property
     def name(self) -> str:
-        """What it is, without its ends."""
+        """What it is, without source and destination."""
         return f"the {'activation' if self.src < self.dst else 'gradient'} of microbatch {self.mb}"
 
 
@@ -59,50 +58,50 @@ class Channel(Protocol):
 
     @property
     def bound(self) -> int:
-        """How many receives it posts ahead on an edge, and how many sends it leaves unfinished."""
+        """The most receives posted ahead, and the most unfinished sends, per edge."""
 
     @property
     def waited(self) -> float:
-        """Seconds that it has been blocked so far, waiting for other ranks."""
+        """Seconds blocked so far, waiting for other ranks."""
 
     @property
     def coded(self) -> float:
-        """Seconds that it has encoded and decoded so far."""
+        """Seconds of encoding and decoding so far."""
 
     @property
     def carried(self) -> int:
-        """Bytes that it has sent and received so far, as they were on the wire."""
+        """Bytes sent and received so far, as on the wire."""
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
-        """Announce all that will be received until the next drain, in order, and post ahead to the bound.
+        """Announce all receives until the next drain, in order, and post the first ones.
 
-        `watched`: until then it will be asked what has arrived, and where there is room.
+        `watched`: `arrived`, `room` and `wait` will be called until then.
         """
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Start a send; wait only where `buffer_size` earlier ones on the edge are unfinished."""
+        """Start a send; waits only while `buffer_size` earlier ones on the edge are unfinished."""
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """Wait for the next message of its edge, which must be this one."""
 
     def forget(self, mb: int) -> None:
-        """Expect nothing of microbatches from `mb` on; no receive of theirs may have been posted."""
+        """Cancel the receives of microbatches from `mb` on, none of which may have been posted."""
 
     def drain(self) -> None:
-        """Wait for all sends, and prove that all that was expected has been received."""
+        """Wait for all sends, and assert that every announced message has been received."""
 
     def arrived(self, message: Message) -> bool:
-        """Whether `recv` of the next message of its edge, which must be this one, would not wait."""
+        """Return whether `recv` of this message, the next one of its edge, would not wait."""
 
     def room(self, message: Message) -> bool:
-        """Whether `send` of a message would not wait."""
+        """Return whether `send` would not wait."""
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        """Wait until one of the first has arrived, or there is room for one of the others."""
+        """Wait until one of `receives` has arrived, or there is room for one of `sends`."""
 
 
 def expired(receives: Sequence[Message], sends: Sequence[Message], timeout: float) -> ChannelError:
-    """Make the error for a wait for any of some messages that reached its deadline (seconds)."""
+    """Return the error for a wait for any of these messages that took `timeout` seconds."""
     rank = receives[0].ranks[1] if receives else sends[0].ranks[0]
     awaited = [f"{message.name} from rank {message.ranks[0]}" for message in receives]
     awaited += [f"rank {message.ranks[1]} to take {message.name}" for message in sends]
@@ -111,21 +110,21 @@ def expired(receives: Sequence[Message], sends: Sequence[Message], timeout: floa
 
 @dataclass(slots=True)
 class _Transfer:
-    """Tensors on their way: they and the works must live untouched until all is waited for."""
+    """Tensors in transfer; they and the works must be kept unchanged until the transfer is finished."""
 
     message: Message
     tensors: list[Tensor]
     works: list[dist.Work]
-    finished: bool = False  # where it is watched
+    finished: bool = False  # set if it is watched
     failure: BaseException | None = None
 
 
 class DistChannel:
-    """A channel over torch.distributed, one process group an edge.
+    """A channel over torch.distributed, with one process group per edge.
 
-    Tensors come from and go to `device`. With `staged` they travel through pinned host memory: gloo cannot
-    send CUDA tensors. With `channels_last` four-dimensional tensors travel with their channels innermost, and
-    arrive so, without a copy where they lie so at the sender.
+    Tensors come from and go to `device`. `staged`: they go through pinned host memory, because gloo cannot
+    send CUDA tensors. `channels_last`: four-dimensional tensors are sent and received with their channels
+    innermost, without a copy if they already are.
     """
 
     def __init__(
@@ -226,11 +225,11 @@ class DistChannel:
         return transfer
 
     def _finished(self, transfer: _Transfer) -> bool:
-        """Whether waiting for it would end at once, well or not."""
+        """Return whether waiting for it would return at once, with or without an error."""
         return transfer.finished if self._watch else all(work.is_completed() for work in transfer.works)
 
     def _until(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Wait on the host; return whether `ready` in time."""
+        """Wait on the host until `ready()`; return False after `timeout` seconds."""
         if self._watch:
             return self._watch.wait(ready, timeout)
         deadline = time.monotonic() + timeout
@@ -252,8 +251,7 @@ class DistChannel:
             works = [self._start(dist.irecv, tensor, message.ranks[0], message) for tensor in tensors]
             posted.append(self._watched(_Transfer(message, tensors, works)))
 
-    # Both backends take tensors in their plain order only: one that lies otherwise travels as the view of it
-    # whose order is plain.
+    # Both backends need contiguous tensors: a channels-last tensor is sent as its contiguous NHWC view.
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
@@ -262,7 +260,7 @@ class DistChannel:
         if not self._staged:
             return tensor.contiguous()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor)  # waits for the device: gloo reads at once
+        return host.copy_(tensor)  # synchronous, because gloo reads it at once
 
     def _wire_shape(self, spec: TensorSpec) -> tuple[int, ...]:
         if self._channels_last and len(spec.shape) == 4:
@@ -285,7 +283,7 @@ class DistChannel:
     def _wait(self, transfer: _Transfer, sending: bool) -> None:
         message, start = transfer.message, time.monotonic()
         ends = ([], [message]) if sending else ([message], [])
-        looks = self._watch or self._polled  # NCCL's own wait only orders the stream, and names no message
+        looks = self._watch or self._polled  # NCCL's own wait only orders the stream
         try:
             if looks and not self._until(lambda: self._finished(transfer), self._timeout):
                 raise expired(*ends, self._timeout)

@@ -1,8 +1,8 @@
-"""When each action began and ended, on the device that ran it, told in seconds of the host's clock.
+"""The times of the actions, measured on the device that ran them, in seconds of the host's clock.
 
-A GPU runs behind the host, so its marks are CUDA events, read once at the end of a window: timing must not
-synchronise what it times. An event only knows its distance to another one, so one is recorded, waited for and
-put down with the host's time at the start of each window, when the device has nothing to do anyhow.
+On a GPU, moments are CUDA events, read once at the end of a window, because timing must not synchronise. An
+event only knows its distance to another one, so one is recorded and waited for at the start of each window,
+when the device is idle, and its host time is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipetrain.schedule.actions import COMMUNICATION, Action
 from pipetrain.schedule.timeline import Row, Span
 
 Mark = Any
-"""A moment: seconds of the host's clock (float), or an event in the device's stream (torch.cuda.Event)."""
+"""A moment: seconds of the host's clock (float), or an event on the device's stream (torch.cuda.Event)."""
 
 
 class Clock:
@@ -37,7 +37,6 @@ class Clock:
         return self._anchored
 
     def mark(self) -> Mark:
-        """Mark the present moment."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -45,17 +44,17 @@ class Clock:
         return event
 
     def durations(self, spans: Iterable[tuple[int, Mark, Mark]]) -> Iterator[tuple[int, float]]:
-        """Turn (key, start, end) into (key, seconds); waits for the device once."""
+        """Convert (key, start, end) into (key, seconds); waits for the device once."""
         if self._cuda:
             torch.cuda.synchronize()
         for key, start, end in spans:
             yield key, start.elapsed_time(end) / 1000 if self._cuda else end - start
 
     def resolve(self, row: Row) -> Row:
-        """Turn a window's marks into seconds of the host's clock; waits for the device once.
+        """Convert a window's marks into seconds of the host's clock; waits for the device once.
 
-        On a GPU the host often waits for a message while the device still computes. What counts as waiting is
-        what is left when the device has done: a message's span starts there, and so does the drain's.
+        On a GPU the host may wait for a message while the device still computes. Only the wait after the
+        device is idle counts: the spans of messages and of the drain start there.
         """
         if not self._cuda:
             return row
@@ -77,38 +76,38 @@ class Clock:
 
 
 class Counts(Protocol):
-    """What a channel has counted so far."""
+    """A channel's totals so far."""
 
     @property
     def waited(self) -> float:
-        """Seconds that it has been blocked by other ranks."""
+        """Seconds blocked by other ranks."""
 
     @property
     def coded(self) -> float:
-        """Seconds that it has encoded and decoded."""
+        """Seconds of encoding and decoding."""
 
     @property
     def carried(self) -> int:
-        """Bytes that it has sent and received, on the wire."""
+        """Bytes sent and received, on the wire."""
 
 
 class Stopwatch:
-    """Takes the spans of one window of one rank: `start` before each action, `stop` after it.
+    """Measures the spans of one window of one rank: `start` before each action, `stop` after it.
 
-    A policy's wait for one of several messages belongs to the message that is exchanged next, if one is.
+    A policy's wait for one of several messages is added to the next message, if one follows.
     """
 
     def __init__(self, clock: Clock, channel: Counts) -> None:
         self._clock, self._channel = clock, channel
         self._began = clock.begin()
         self._spans: list[Span] = []
-        self._wait: tuple[float, float] | None = None  # when one began, and what the channel had waited
+        self._wait: tuple[float, float] | None = None  # its start, and the channel's waited seconds then
         self._action: Action | None = None
         self._start: Mark = None
         self._before = (0.0, 0, 0.0)
 
     def start(self, action: Action | None) -> None:
-        """Begin an action; or, with None, a wait that belongs to none."""
+        """Begin an action, or with None a wait outside of actions."""
         channel, self._action = self._channel, action
         if action is None or action.op in COMMUNICATION:
             now, waited = self._wait or (time.perf_counter(), channel.waited)
@@ -119,7 +118,6 @@ class Stopwatch:
         self._start = self._clock.mark()
 
     def stop(self) -> None:
-        """End the action."""
         action, channel = self._action, self._channel
         if action is None:
             return
@@ -139,7 +137,7 @@ class Stopwatch:
             self._spans.append(Span(action, self._start, self._clock.mark()))
 
     def row(self) -> Row:
-        """End the window."""
+        """End the window and return its spans."""
         self._end_wait()
         return self._clock.resolve(Row(self._began, time.perf_counter(), self._spans))
 

@@ -1,9 +1,8 @@
-"""Channels around another channel, and the one that encodes: it maps each message to what travels.
+"""Channels that wrap another channel, and the one that encodes messages.
 
 Error feedback (Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback
-Fixes SignSGD", 2019): what a message lost is kept by its sender and added to the next one of the same edge
-and shape, so that what arrives adds up to what was meant, but for the last residual: sum(decoded) = sum(x) -
-residual. An evaluation is not encoded: it judges the weights, not the wire.
+Fixes SignSGD", 2019): the sender keeps the error of each message and adds it to the next one of the same edge
+and shape, so that sum(decoded) = sum(x) - residual. Evaluations are not encoded: they measure the weights.
 """
 
 from __future__ import annotations
@@ -21,20 +20,17 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.channel import Channel, Edge, Message
 
 Slot = tuple[Edge, int, tuple[int, ...]]
-"""Whose residual: the edge, the number of the tensor in the message, its shape."""
+"""The key of a residual: the edge, the tensor's number in the message, and its shape."""
 
 
 class WrappedChannel:
-    """A channel that passes everything on to another one; a subclass changes what it needs to.
-
-    Each message travels as `travels` says.
-    """
+    """A channel that forwards to another one the messages that `travels` returns; a base class."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def travels(self, message: Message) -> Message:
-        """Return the message that travels in place of another."""
+        """Return the message that is sent in place of another."""
         return message
 
     @property
@@ -79,31 +75,28 @@ class WrappedChannel:
 
 
 class Feedback:
-    """The residuals of one rank's edges: what their receivers have not been told yet.
-
-    In the tensor's dtype, of 16-bit tensors in float32.
-    """
+    """The residuals of one rank's edges, in the tensor's dtype, or float32 for 16-bit tensors."""
 
     def __init__(self) -> None:
         self.residuals: dict[Slot, Tensor] = {}
 
     def owed(self, slot: Slot, tensor: Tensor) -> Tensor:
-        """Return a tensor with the residual added, in the residual's dtype."""
+        """Return a tensor plus its residual, in the residual's dtype."""
         tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         residual = self.residuals.get(slot)
         return tensor if residual is None else tensor + residual
 
     def keep(self, slot: Slot, owed: Tensor, decoded: Tensor) -> None:
-        """Keep what the receiver of `decoded` was not told of what it was owed."""
+        """Keep the error `owed` - `decoded` as the residual."""
         self.residuals[slot] = owed - decoded
 
 
 class CodedChannel(WrappedChannel):
-    """Encodes what `channel` sends and decodes what it receives, by the codec of each direction.
+    """Encodes and decodes the messages of `channel` with the codec of each direction.
 
-    With `channels_last` four-dimensional tensors arrive with their channels innermost. Codecs look for
-    infinities, so on a GPU each message makes the host wait for the device. What is decoded there is only
-    launched, and its time is not in `coded`.
+    `channels_last`: four-dimensional tensors arrive with their channels innermost. Codecs check for
+    infinities, so on a GPU each message makes the host wait for the device; `coded` has only the launch of
+    decoding there.
     """
 
     def __init__(
@@ -128,10 +121,10 @@ class CodedChannel(WrappedChannel):
         return replace(message, specs=self._wire[key])
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Encode and send. Raises TrainingStopped for a tensor that its codec cannot carry."""
+        """Encode and send. Raises TrainingStopped for a tensor that its codec cannot encode."""
         codec = self._codec(message)
         if not isinstance(codec, Identity):
-            if any(t.is_cuda for t in tensors):  # encoding waits for it anyhow, and is not to be charged
+            if any(t.is_cuda for t in tensors):  # do not count earlier work of the device as encoding
                 torch.cuda.current_stream().synchronize()
             start = time.perf_counter()
             try:

@@ -1,8 +1,7 @@
-"""The loop over one rank's actions; the only interpreter.
+"""The interpreter: the loop over one rank's actions.
 
-A dumb machine: each operation is one method, looked up in a table. What to do, in which order and over which
-weights stands in the program, so there is no synchronous or asynchronous mode here, and a new schedule needs
-no change.
+Each operation is one method, looked up in a table. The order of the actions and their weight versions come
+from the program, so there is no synchronous or asynchronous mode here, and a new schedule needs no change.
 """
 
 from __future__ import annotations
@@ -28,34 +27,33 @@ from pipetrain.schedule.timeline import Row, StageStats, stage_stats, total
 Tensors = tuple[Tensor, ...]
 Boundaries = Mapping[int, Sequence[Boundary]]
 Progress = Callable[[int], None]
-"""Told of a stage that has done one more of what is counted."""
+"""Called with a stage after each counted action (an update, or a microbatch of an evaluation)."""
 Ends = Callable[[int, int], bool]
-"""(batches, begun) -> whether a window, of which so many batches have begun, ends after so many.
+"""(batches, begun) -> whether the window, `begun` of whose batches have begun, ends after `batches`.
 
-Asked by every rank, of the same numbers of batches, in order."""
+Every rank calls it with the same numbers of batches, in order."""
 Observer = Callable[[Row], None]
-"""Given what was measured of a window, after its end."""
+"""Called with the measured spans of a window, after its end."""
 
 
 class Feed(Protocol):
     """The microbatches of one window, numbered from 0."""
 
     def size(self, mb: int) -> int:
-        """How many samples microbatch `mb` has."""
+        """Return the number of samples of a microbatch."""
 
     def input(self, mb: int) -> Tensor:
-        """Return the first stage's input [n, ...]; asked for in ascending order."""
+        """Return the first stage's input [n, ...]; called in ascending order."""
 
-    def target(self, mb: int) -> Target:
-        """Return what the last stage needs."""
+    def target(self, mb: int) -> Target: ...
 
     def prepare(self) -> None:
-        """Make the next input ahead: called before the engine waits for a message."""
+        """Make the next input in advance; called before the engine waits for a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What `simulate` said that a stage holds at most."""
+    """The simulated peaks of a stage: open microbatches, and weight versions."""
 
     activations: int
     versions: int
@@ -63,7 +61,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Window:
-    """The state of one run of a program."""
+    """The state of one window."""
 
     order: Order
     feed: Feed
@@ -71,10 +69,10 @@ class _Window:
     boundaries: Boundaries
     channel: Channel
     ends: Ends | None = None
-    inputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # of (stage, microbatch)
-    grads: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # of its outputs
+    inputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # (stage, microbatch) -> inputs
+    grads: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # -> gradients of its outputs
     to_send: dict[tuple[int, int, int], Tensors] = field(default_factory=dict)  # (stage, mb, to stage)
-    raw_bytes: Counter[int] = field(default_factory=Counter)  # of what each stage sent, before encoding
+    raw_bytes: Counter[int] = field(default_factory=Counter)  # stage -> bytes sent, before encoding
 
 
 _Method = Callable[[Action, _Window], None]
@@ -82,7 +80,7 @@ _Method = Callable[[Action, _Window], None]
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What a policy sees of the channel in a window."""
+    """A policy's view of the channel in a window."""
 
     channel: Channel
     message: Callable[[Action], Message]
@@ -97,9 +95,9 @@ class _View:
 class Engine:
     """Runs programs over the stages of one rank.
 
-    `placement[stage]` is a stage's rank; `boundaries[size][stage]` is what enters a stage for a microbatch
-    of `size` samples, `evaluated` likewise in an evaluation; `limits[stage]` is asserted as the program runs.
-    An evaluation goes over `plain`, where what training sends is encoded.
+    `placement[stage]` is a stage's rank; `boundaries[size][stage]` describes a stage's input for a microbatch
+    of `size` samples, `evaluated` likewise in an evaluation; `limits[stage]` is asserted while the program
+    runs. `plain` is the channel of evaluations, whose messages are not encoded.
     """
 
     def __init__(
@@ -122,7 +120,7 @@ class Engine:
         self._limits = limits
         self._clock = clock
         self.stats = {stage: StageStats() for stage in stages}
-        """What each stage has done in training since `take_stats`."""
+        """The statistics of each stage's training since `take_stats`."""
         self._train: dict[Op, _Method] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -146,11 +144,10 @@ class Engine:
         observe: Observer | None = None,
         ends: Ends | None = None,
     ) -> None:
-        """Run this rank's actions of one window of batches of `microbatches` each, and drain.
+        """Run this rank's actions of one window, with batches of `microbatches` each, and drain.
 
-        `progress` is told of each update, `observe` of when each action ran. `ends` may let the window end
-        earlier than planned: `order` then says after how many batches. Raises ChannelError and
-        TrainingStopped.
+        `progress` is called at each update, `observe` with the measured spans. `ends` may shorten the window:
+        `order` then has the number of batches. Raises ChannelError and TrainingStopped.
         """
         for stage in self._stages.values():
             stage.begin_window()
@@ -165,7 +162,7 @@ class Engine:
             observe(row)
 
     def take_stats(self) -> dict[int, StageStats]:
-        """Return what each stage has done, and count from 0 again."""
+        """Return the statistics of each stage, and reset them."""
         stats, self.stats = self.stats, {stage: StageStats() for stage in self._stages}
         return stats
 
@@ -176,9 +173,9 @@ class Engine:
         progress: Progress = lambda stage: None,
         ends: Ends | None = None,
     ) -> None:
-        """Run an order of forwards alone: each predicts with the newest weights, saves and counts nothing.
+        """Run an order of forwards with the newest weights, saving nothing for a backward.
 
-        `progress` is told of each microbatch; each is a batch to `ends`, see `train`.
+        `progress` is called at each microbatch; each is a batch to `ends`, see `train`.
         """
         window = _Window(order, feed, 1, self._evaluated, self._plain, ends)
         self._run(window, self._evaluate, Op.F, progress)
@@ -209,7 +206,7 @@ class Engine:
         return watch.row()
 
     def _actions(self, window: _Window) -> Iterator[Action | Wait]:
-        """Give the order's actions. Before the rank may be blocked, the feed makes the next input ahead."""
+        """Yield the order's actions. Before one that may block, the feed makes the next input."""
         view = _View(window.channel, lambda action: self._message(action, window))
         for action in self._asking(window, view):
             if isinstance(action, Wait) or action.op in RECEIVES:
@@ -223,11 +220,11 @@ class Engine:
         window.channel.wait(receives, sends)
 
     def _explained(self, error: Exception, action: Action | Wait | None) -> Exception:
-        """Return the error to raise for one that an action ended with."""
+        """Return the exception to raise for one that an action raised."""
         if isinstance(error, ChannelError):
             where = f"stage {action.stage} was at {action}" if action else "nothing was done yet"
             return ChannelError(f"{error}; {where}")
-        stage = action.stage if action else min(self._stages)  # of a layer, or for want of memory
+        stage = action.stage if action else min(self._stages)  # an error of a layer, or out of memory
         return ActionFailed(
             f"rank {self._placement[stage]}, stage {stage}, action {action}: {type(error).__name__}: {error}"
         )
@@ -235,11 +232,11 @@ class Engine:
     # The end of a window
 
     def _asking(self, window: _Window, view: _View) -> Iterator[Action | Wait]:
-        """Give the order's actions, and ask on the way whether the window ends earlier.
+        """Yield the order's actions, checking on the way whether the window ends early.
 
         It may end before a batch of which no rank has posted a receive. Receives are posted `bound` ahead, so
-        the rank of the first stage decides before its forward of the microbatch that is one more ahead. The
-        others ask when they have received that one, and so after the decision.
+        the first stage's rank decides `bound` + 1 microbatches before that batch, before its forward; the
+        others check after they have received that microbatch, and so after the decision.
         """
         if window.ends is None:
             yield from window.order.actions(view)
@@ -309,12 +306,12 @@ class Engine:
         assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"
 
     def _release(self, action: Action, window: _Window) -> None:
-        """Give up a version after its last use, unless it is the newest."""
+        """Release a version after its last use, unless it is the newest."""
         weights = self._stages[action.stage].weights
         if action.version < weights.newest and not window.order.needed(action.stage, action.version):
             weights.release(action.version)
 
-    # Hand-over: to a neighbour on this rank at once, to another rank by the program's SEND
+    # Outputs and gradients: passed directly to a stage on this rank, or kept for the program's SEND
 
     def _inputs(self, action: Action, window: _Window) -> Tensors:
         if action.stage == 0:
@@ -356,7 +353,7 @@ class Engine:
     def _send(self, action: Action, window: _Window) -> None:
         message = self._message(action, window)
         tensors = window.to_send.pop((action.stage, action.mb, message.dst))
-        if specs_of(tensors) != message.specs:  # the receiver would take it for what was planned, in silence
+        if specs_of(tensors) != message.specs:  # the receiver would not notice
             made, planned = (" + ".join(map(str, specs)) for specs in (specs_of(tensors), message.specs))
             raise TrainingStopped(
                 f"stage {action.stage} made {made} for {message.name}, and the plan says {planned}: what a "

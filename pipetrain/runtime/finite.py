@@ -1,9 +1,9 @@
-"""Numbers that are not finite: they stop the training, and the layer where they began is named.
+"""Detects non-finite numbers, which stop the training, and names the layer where they began.
 
-They are looked for without waiting for the device: on a CPU at once, on a GPU when they have arrived on the
-host, some microbatches later, at the latest when the window ends. For the sentence that the run ends with, a
-stage's pass of the microbatch is then run again, layer by layer, over the same weights, but with other random
-numbers: a layer that drew the culprit, dropout's scale for one, may not be found.
+Checks do not wait for the device: on a CPU they are immediate, on a GPU they follow when the numbers have
+arrived on the host, at the latest at the end of the window. To find the layer, the stage's pass of the
+microbatch is run again layer by layer with the same weights but other random numbers, so a layer whose random
+numbers were the cause (dropout's scale, say) may not be found.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipetrain.boundary import Value, as_tuple
 from pipetrain.errors import TrainingStopped
 
 Blame = Callable[[list[float]], str]
-"""(numbers) -> what they are, and which of them is not finite."""
+"""(numbers) -> a description of them and of the non-finite ones."""
 Layers = Sequence[tuple[str, nn.Module]]
 Tensors = tuple[Tensor, ...]
 Loss = Callable[[Tensors], Tensor]
@@ -29,18 +29,17 @@ LOSS = "the loss"
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's numbers as a dense tensor of real ones."""
+    """Return a tensor's values as a dense real tensor."""
     values = tensor._values() if tensor.is_sparse else tensor
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def witness(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a number a tensor: finite exactly where all of its own are.
+    """Return one number per tensor, finite exactly if all of the tensor's numbers are.
 
-    They are dense, real, detached, and of one device.
-
-    On a CPU their sum, for it takes a fiftieth of the time of the largest absolute number, which stands in
-    for it where finite numbers have a sum that is not.
+    The tensors are dense, real, detached, and on one device. On a CPU the number is the sum, which takes a
+    fiftieth of the time of the largest absolute value; that one is used where finite numbers overflow in the
+    sum.
     """
     if not tensors[0].is_cuda:
         sums = torch.stack([t.sum() for t in tensors])
@@ -50,21 +49,20 @@ def witness(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def sums_are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether `witness` need not be asked, on a CPU: without the microseconds that it takes to ask."""
+    """Return whether all sums are finite: on a CPU, a faster test that makes `witness` unnecessary."""
     return all(math.isfinite(t.sum().item()) for t in tensors)
 
 
 class FiniteWatch:
-    """Stops the training at numbers that are not finite. `stage` is for its sentence."""
+    """Stops the training at non-finite numbers. `stage` is named in the error."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
-        # What says which they are, their update, they on the host, and the torch.cuda.Event of their arrival
-        # there, or None.
+        # Description, update, the numbers on the host, and the torch.cuda.Event of their arrival or None.
         self._coming: deque[tuple[Blame, int, Tensor, Any]] = deque()
 
     def add(self, blame: Blame, update: int, numbers: Tensor) -> None:
-        """Watch numbers that `update` is to be made of. Raises TrainingStopped."""
+        """Watch numbers that are used for `update`. Raises TrainingStopped."""
         numbers, arrived = numbers.detach(), None
         if numbers.is_cuda:
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -75,7 +73,7 @@ class FiniteWatch:
         self.check(update)
 
     def check(self, update: int, wait: bool = False) -> None:
-        """Look at what has arrived by update `update`; with `wait`, at all. Raises TrainingStopped."""
+        """Check the numbers that have arrived (with `wait`, all of them). Raises TrainingStopped."""
         while self._coming:
             blame, made_for, numbers, arrived = self._coming[0]
             if arrived is not None and wait:
@@ -94,25 +92,26 @@ class FiniteWatch:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether every number is; integers are."""
+    """Return whether all numbers are finite; integers are."""
     return all(bool(numbers_of(t).isfinite().all()) for t in tensors)
 
 
 def blame(said: str, origin: Callable[[], str], numbers: list[float]) -> str:
-    """Say what of a microbatch is not finite, and where that began, if it can be found."""
+    """Describe a non-finite number of a microbatch, and the layer where it began, if that is found."""
     where = origin()
-    return said.format(numbers[0]) + f" (first in {where})" * bool(where)
+    return said.format(numbers[0]) + (f" (first in {where})" if where else "")
 
 
 def blame_weights(names: list[str], mbs: list[int], numbers: list[float]) -> str:
-    """Say whose gradient is not finite: of several the last one's, where the backward met it first."""
+    """Describe the weights with non-finite gradients: the last one, where the backward began, and a count."""
     bad = [name for name, number in zip(names, numbers, strict=True) if not math.isfinite(number)]
     of = f"microbatch {mbs[0]}" if len(mbs) == 1 else f"microbatches {min(mbs)} to {max(mbs)}"
-    return f"the gradient of {bad[-1]}{f' and {len(bad) - 1} more' * (len(bad) > 1)}, {of}, is not finite"
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    return f"the gradient of {bad[-1]}{more}, {of}, is not finite"
 
 
 def smallest_of_first_layer(module: nn.Module) -> str:
-    """Name the smallest weight that is trained in the first layer with any: a bias, or a norm's."""
+    """Return the name of the smallest trained weight in the first layer that has any, such as a bias."""
     sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
     first = next(iter(sizes), "").partition(".")[0]
     return min((name for name in sizes if name.partition(".")[0] == first), key=sizes.__getitem__, default="")
@@ -120,7 +119,7 @@ def smallest_of_first_layer(module: nn.Module) -> str:
 
 @torch.no_grad()
 def forward_origin(layers: Layers, value: Value) -> str:
-    """Name the first layer whose output is not finite for this input; nothing where none is found."""
+    """Return the first layer whose output is not finite for this input; "" if none is."""
     for name, layer in layers:
         value = layer(value)
         if not all_finite(as_tuple(value)):
@@ -132,9 +131,9 @@ def forward_origin(layers: Layers, value: Value) -> str:
 def backward_origin(
     layers: Layers, value: Value, grads: Tensors, needs: Sequence[bool], loss: Loss | None
 ) -> str:
-    """Name the first layer, from the end, whose gradients are not finite; nothing where none is found.
+    """Return the first layer, from the end, whose gradients are not finite; "" if none is.
 
-    `grads`: of the outputs that `needs` says; without them where there is a `loss` to begin with.
+    `grads`: the gradients of the outputs selected by `needs`; unused with a `loss`.
     """
     passes: list[tuple[str, list[Tensor], list[Tensor], list[Tensor]]] = []
     for name, layer in layers:
@@ -165,7 +164,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _gradients(outputs: Sequence[Tensor], grads: Tensors, wanted: Sequence[Tensor]) -> Tensors:
-    """Differentiate; zeros where no gradient arrives."""
+    """Return the gradients of `wanted`, zeros where none arrives."""
     pairs = [(t, g.to(t.dtype)) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
     if not pairs or not wanted:
         return tuple(torch.zeros_like(t) for t in wanted)

@@ -1,7 +1,4 @@
-"""Messages between threads of one process, with the bounds of a real channel.
-
-For tests, and for trying a schedule without processes.
-"""
+"""Messages between threads of one process, with the bounds of a real channel, for tests and trials."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from pipetrain.runtime.channel import Edge, Message, expired
 
 
 class LocalChannel:
-    """One rank's end: see Channel. Make one `Wire` and give it to the channel of every rank."""
+    """One rank's Channel; the channels of all ranks share one `Wire`."""
 
     def __init__(self, wire: Wire, buffer_size: int, timeout: float) -> None:
         self._wire = wire
@@ -38,7 +35,7 @@ class LocalChannel:
         wire, edge = self._wire, message.edge
         with wire.changed:
             self._await(lambda: self.room(message), [], [message])
-            wire.queues[edge].append((message, tuple(tensors)))  # read later, as a real wire does
+            wire.queues[edge].append((message, tuple(tensors)))  # copied later, as by a real channel
             wire.sent[edge] += 1
             wire.changed.notify_all()
         self.carried += message.nbytes
@@ -71,7 +68,7 @@ class LocalChannel:
         return bool(self._wire.queues[message.edge])
 
     def room(self, message: Message) -> bool:
-        # Sent but not yet matched by a posted receive: at most the bound, this one included.
+        # Sends without a posted receive: at most the bound, this one included.
         return self._wire.sent[message.edge] - self._wire.posted[message.edge] < self.bound
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
@@ -90,7 +87,7 @@ class LocalChannel:
 
 
 class Wire:
-    """What the local channels of one process share: a queue and its counts for each edge."""
+    """The queues and counts of each edge, shared by the local channels of one process."""
 
     def __init__(self) -> None:
         self.changed = Condition()

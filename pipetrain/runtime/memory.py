@@ -1,11 +1,10 @@
-"""What an optimizer remembers of each parameter, as tensors that a checkpoint can hold.
+"""An optimizer's state of each parameter, as tensors for a checkpoint.
 
-That may be any tree of tensors, numbers, words, lists, tuples and dicts. The tree becomes JSON in a tensor of
-bytes, where each tensor has the number under which it follows; nothing of it is ever run.
+The state may be any tree of tensors, numbers, strings, lists, tuples and dicts. The tree is stored as JSON in
+a tensor of bytes, in which each tensor is replaced by its index in the list that follows.
 
-Some optimizers (schedule-free ones, for one) remember in the options of a parameter's group, too. What they
-have changed there belongs to what is remembered. What a person has set does not: it may be another when a run
-goes on.
+Some optimizers (such as schedule-free ones) also keep state in the options of a parameter group. Options that
+the optimizer has changed are saved; options set by the user are not, so they may differ in a resumed run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SET_BY_US = ("params", "lr")
 
 
 class Memory:
-    """What `optimizer`, a new one, will remember."""
+    """The state that `optimizer`, a new one, will have."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -31,9 +30,9 @@ class Memory:
         self._began_with = {key: copy.deepcopy(_options(group)) for key, group in self._groups.items()}
 
     def of(self, parameter: Tensor) -> list[Tensor]:
-        """Return what is remembered of a parameter; complex tensors as pairs of real numbers.
+        """Return the state of a parameter; complex tensors as pairs of real numbers.
 
-        Raises TypeError, which says what it is, for what cannot be told so.
+        Raises TypeError, naming the value, for state that cannot be stored.
         """
         if others := [key for key in self._optimizer.state if not isinstance(key, Tensor)]:
             raise TypeError(f"{others[0]!r} of no parameter")
@@ -44,11 +43,11 @@ class Memory:
         return [torch.frombuffer(bytearray(json.dumps(tree), "utf-8"), dtype=torch.uint8), *tensors]
 
     def restore(self, parameter: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Go on from what was remembered of a parameter."""
+        """Set the state of a parameter from the tensors of `of`."""
         state, changed = _unpacked(json.loads(bytes(tensors[0].tolist())), tensors[1:])
         group = self._groups[id(parameter)]
         group.update(changed)
-        # As torch.optim does: a count of steps stays on the host, unless a kernel reads it.
+        # As in torch.optim, the step count stays on the host, unless a kernel reads it.
         host = () if group.get("capturable") or group.get("fused") else ("step",)
         self._optimizer.state[parameter] = {
             key: value if key in host else _placed(value, parameter) for key, value in state.items()
@@ -66,7 +65,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _packed(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a tree as JSON has it; its tensors are put into `tensors`."""
+    """Return a tree as JSON data, and append its tensors to `tensors`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -93,7 +92,7 @@ def _unpacked(tree: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:
-    """Put what is remembered where the parameter is, and where it has its shape in its order of numbers."""
+    """Move state to the parameter's device, and into its memory format if it has its shape."""
     if isinstance(value, dict):
         return {key: _placed(item, parameter) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Which rank holds which stage, on which device, and the process groups between them.
+"""The ranks' devices, and the process groups between them.
 
-One process group per directed edge: two directions on one communicator deadlock when both ends send first.
-Every rank creates and warms up all of them in the same order. A gloo group over all ranks carries the few
-collectives (an epoch's figures), so that they never meet the messages.
+There is one process group per directed edge, because two directions on one communicator deadlock when both
+ends send first. Every rank creates and warms up all groups in the same order. A separate gloo group over all
+ranks carries the collectives (an epoch's figures).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from pipetrain.runtime.channel import ChannelError, DistChannel, Edge
 from pipetrain.seal import SealedStore
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-LOOPBACK = 127  # its addresses begin so
-ELSEWHERE = "192.0.2.1"  # of RFC 5737: of no network, so what leads there leads everywhere
-ROUNDS = 32  # of question and answer, to compare two clocks
+LOOPBACK = 127  # first byte of its addresses
+ELSEWHERE = "192.0.2.1"  # from RFC 5737, in no network: reached by the default route
+ROUNDS = 32  # messages to and fro to compare two clocks
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Where this process stands among the others, as torchrun numbers them; alone without torchrun."""
+    """The rank of a process among the others, as set by torchrun; a single process without it."""
 
     rank: int = 0
     size: int = 1
@@ -51,7 +51,7 @@ class World:
 
 
 def choose_device(world: World, device: str) -> torch.device:
-    """Return the device for `device` = auto, cpu or cuda. Raises ConfigError where there is no GPU."""
+    """Return the device for `device` = auto, cpu or cuda. Raises ConfigError if there is no GPU."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -60,16 +60,16 @@ def choose_device(world: World, device: str) -> torch.device:
 
 
 def shares_gpu(world: World, device: torch.device) -> bool:
-    """Whether ranks of this machine have to share a GPU: NCCL refuses that, so messages go through gloo."""
+    """Return whether ranks of this machine share a GPU: NCCL refuses that, so they use gloo."""
     return device.type == "cuda" and world.local_size > torch.cuda.device_count()
 
 
 def choose_interface(world: World) -> None:
-    """Let gloo and NCCL listen on the network that torchrun's address is of, and on no other.
+    """Let gloo and NCCL listen only on the network of torchrun's address.
 
-    That is the loopback where all ranks are on this machine. By themselves they take what this machine's name
-    stands for, which may be a network that nothing here needs, or a loopback that the others cannot reach.
-    An interface that was chosen by hand is left as it is.
+    That is the loopback if all ranks are on this machine. The default is the network of this machine's host
+    name, which may be an unneeded one, or a loopback that other machines cannot reach. Existing settings are
+    kept.
     """
     master = os.environ.get("MASTER_ADDR", "")
     if world.size == world.local_size or master == "localhost" or master.startswith("127."):
@@ -78,14 +78,13 @@ def choose_interface(world: World) -> None:
         name = _interface_towards(master) if master else None
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without that, a prefix
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # = for an exact match
 
 
 def _interface_towards(host: str) -> str | None:
-    """Name the interface from which a host is reached; None where that is not known.
+    """Return the name of the interface that leads to a host, None if unknown.
 
-    A machine's own name often stands for its loopback there, and says nothing of the others' way to it: the
-    interface is then that of the way to everybody else.
+    If the host's name stands for the loopback here, take the interface of the default route.
     """
     if sys.platform != "linux":
         return None
@@ -102,7 +101,7 @@ def _interface_towards(host: str) -> str | None:
 
 
 def _own_address(host: str) -> bytes:
-    """Return this machine's address on the way to a host. Raises OSError. Sends nothing."""
+    """Return this machine's address on the route to a host, without sending anything. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return socket.inet_aton(probe.getsockname()[0])
@@ -122,8 +121,8 @@ def _all_gather(content: bytes, ranks: int) -> list[bytes]:
 class Mesh:
     """The process groups of one run. `placement[stage]` is the stage's rank.
 
-    `staged`: whether messages go through host memory, over gloo; None where ranks have to share a GPU. What
-    ranks gather is sealed as the store is; messages are not.
+    `staged`: whether messages go through host memory, over gloo; None: if ranks share a GPU. What `gather`
+    exchanges is sealed as the store is; messages are not.
     """
 
     def __init__(
@@ -162,13 +161,13 @@ class Mesh:
         )
         for edge in self._edges:
             ends = [self.placement[stage] for stage in edge]
-            # Twice the limit: the channel's own deadline must come first, because it names the message.
+            # Twice the limit, so that the channel's own deadline, which names the message, comes first.
             group = dist.new_group(ends, timeout=2 * limit, backend=self.backend)
             if self.world.rank in ends:
                 assert isinstance(group, dist.ProcessGroup)
                 self._groups[edge] = group
         place = torch.device("cpu") if self.staged else self.device
-        for edge in self._edges:  # connections are made by the first message: make them now, one by one
+        for edge in self._edges:  # the first message makes a connection: send one now, edge by edge
             src, dst = (self.placement[stage] for stage in edge)
             token = torch.zeros(1, device=place)
             if self.world.rank == src:
@@ -177,13 +176,13 @@ class Mesh:
                 dist.recv(token, src, group=self._groups[edge])
 
     def channel(self, buffer_size: int, channels_last: bool = False) -> DistChannel:
-        """Return this rank's channel over its edges; it has none in a world of one."""
+        """Return this rank's channel over its edges."""
         return DistChannel(self._groups, buffer_size, self._timeout, self.device, self.staged, channels_last)
 
     def gather(self, what: str, item: object) -> list[object]:
-        """Collect `what`, one picklable object from every rank, by rank.
+        """Return one picklable object from every rank, by rank; `what` names it in errors.
 
-        Raises ChannelError, and TrainingStopped where it came from somebody else.
+        Raises ChannelError, and TrainingStopped for a forged object.
         """
         if self.world.size == 1:
             return [item]
@@ -200,10 +199,10 @@ class Mesh:
         return [pickle.loads(said) for said in gathered]
 
     def clock_offset(self, now: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
-        """Return what to add to this rank's `now()` to have rank 0's, and by how much that may be wrong.
+        """Return what to add to this rank's `now()` to get rank 0's, and the bound of its error, in seconds.
 
-        All ranks must call it. In seconds. NTP's way: rank 0's answer is taken to be of the middle between
-        question and answer, and the round that took the shortest time is believed; half of it is the error.
+        All ranks must call it. As in NTP, rank 0's answer is assumed to be midway between question and
+        answer; the round with the shortest round trip counts, and half of that is the error.
         """
         offset, error = 0.0, 0.0
         try:
@@ -246,6 +245,6 @@ class Mesh:
         )
 
     def close(self) -> None:
-        """Leave the process groups; for the end of a run that went well."""
+        """Destroy the process groups, after a successful run."""
         if self.world.size > 1:
             dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""What a rank does next in one window: off a list that was written before, or as a policy decides.
+"""The actions of one rank in one window: a list made in advance, or the decisions of a policy.
 
-The engine sees no difference: it takes one action after the other, and asks whether a weight version is still
-needed. A list knows that of the actions to come; a policy lets a forward read the newest weights only, so a
-version is needed as long as a microbatch that read it is open.
+The engine takes one action after the other, and asks whether a weight version is still needed. A list knows
+its later actions; under a policy, forwards read only the newest weights, so an older version is needed while
+a microbatch that read it is open.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from pipetrain.schedule.policy import Policy, View, Wait
 
 
 class Order(Protocol):
-    """The actions of one rank in one window. For use once."""
+    """The actions of one rank in one window. For single use."""
 
     decided: bool
-    """Whether it looks at the channel to decide: its messages must then be watched."""
+    """Whether it looks at the channel to decide, so that messages must be watched."""
     batches: int
-    """How many batches the window has."""
+    """The number of batches in the window."""
 
     def receives(self) -> list[Action]:
-        """Return all RECVs, of each edge in order."""
+        """Return all RECVs, in order on each edge."""
 
     def actions(self, view: View) -> Iterator[Action | Wait]:
-        """Give the actions one by one: an action is done when the next one is asked for."""
+        """Yield the actions; each is done when the next one is requested."""
 
     def needed(self, stage: int, version: int) -> bool:
-        """Whether an action after the one being done reads a version of a stage's weights."""
+        """Return whether an action after the current one reads a version of a stage's weights."""
 
     def shorten(self, batches: int) -> None:
-        """End the window after so many batches: none may have begun one after them."""
+        """End the window after `batches` batches; no later one may have begun."""
 
 
 class Listed:
-    """A program's list, of so many batches of so many microbatches each."""
+    """A program's list of actions, for `batches` batches of `microbatches` microbatches each."""
 
     decided = False
 
@@ -75,7 +75,7 @@ class Decided:
     batches: int
     microbatches: int
     decided: bool = True
-    _reads: dict[int, int] = field(default_factory=dict)  # of the open microbatches
+    _reads: dict[int, int] = field(default_factory=dict)  # open microbatch -> weight version
 
     def receives(self) -> list[Action]:
         ops = [Op.RECV_F] if self.stage > 0 else []

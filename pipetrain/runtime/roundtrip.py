@@ -1,7 +1,4 @@
-"""How long a message takes: a round trip on the channel that a run will use.
-
-Between each pair of ranks that hold neighbouring stages, one pair after the other, so that no two compete.
-"""
+"""Measures the time of a message: round trips on the run's channel, between one pair of ranks at a time."""
 
 from __future__ import annotations
 
@@ -22,20 +19,19 @@ WARM_UP, REPEATS = 3, 11
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a message of n bytes takes one way: `latency_s` + n `s_per_byte`, in seconds."""
+    """The time of a message of n bytes one way: `latency_s` + n `s_per_byte`, in seconds."""
 
     latency_s: float = 0.0
     s_per_byte: float = 0.0
 
     def seconds(self, nbytes: int) -> float:
-        """Return what a message of `nbytes` takes."""
         return self.latency_s + nbytes * self.s_per_byte
 
 
 def slowest_link(mesh: Mesh, buffer_size: int) -> Link:
-    """Measure all pairs of neighbours; return the slowest, on every rank. Raises ChannelError.
+    """Measure all pairs of neighbours; return the slowest link, on every rank. Raises ChannelError.
 
-    A world of one, whatever it plans for, has no messages to measure: they take no time.
+    With a single rank there are no messages, and their time is 0.
     """
     if mesh.world.size == 1:
         return Link()
@@ -52,14 +48,14 @@ def slowest_link(mesh: Mesh, buffer_size: int) -> Link:
 
 
 def _measure(channel: Channel, mesh: Mesh, stage: int) -> Link:
-    """Fit a line through the times of a small and of a large message between a stage and the next."""
+    """Fit a line through the times of a small and of a large message to the next stage."""
     small, large = (_one_way(channel, mesh, stage, nbytes) for nbytes in (SMALL, LARGE))
     s_per_byte = max(0.0, (large - small) / (LARGE - SMALL))
     return Link(max(0.0, small - SMALL * s_per_byte), s_per_byte)
 
 
 def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
-    """Return half the median of some round trips; the other end, which only answers, sees about as much."""
+    """Return half the median round trip; the other end, which only answers, measures about the same."""
     here, there = mesh.placement[stage], mesh.placement[stage + 1]
     specs = (TensorSpec((nbytes,), torch.uint8),)
     forth = [Message(stage, stage + 1, i, specs, (here, there)) for i in range(WARM_UP + REPEATS)]

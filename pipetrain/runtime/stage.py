@@ -1,7 +1,7 @@
-"""One slice of the model: its weights, and what its open microbatches have saved for their backward.
+"""One stage: a slice of the model, its weights, and the tensors saved for the backward of open microbatches.
 
-A stage knows nothing of ranks or messages: tensors come in and go out. What it saves is bounded by the
-program: the peak of `in_flight` is what `simulate` calls its activations.
+A stage has no notion of ranks or messages. Its memory is bounded by the program: the peak of `in_flight` is
+the number of activations that `simulate` predicts.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 class StateReader(Protocol):
     """Tensors by name."""
 
-    def __getitem__(self, name: str) -> Tensor:
-        """Return one."""
+    def __getitem__(self, name: str) -> Tensor: ...
 
     def names(self, prefix: str) -> list[str]:
-        """Return all names that begin so, without that beginning."""
+        """Return all names that start with `prefix`, without it."""
 
 
 _CHANGES = (
@@ -61,15 +60,15 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the last stage needs of a microbatch: its labels [n], and its share of its batch's samples."""
+    """The last stage's targets of a microbatch: labels [n], and its share of the samples of its batch."""
 
     labels: Tensor
     share: float
 
 
 def compiled(module: nn.Module) -> Callable[..., Value]:
-    """Return a module's call through torch.compile, for the exact shapes that it meets."""
-    # Halves of a backward walk one graph twice, which buffers given away by the first walk would not allow.
+    """Return a module's call through torch.compile, specialised to the shapes that occur."""
+    # A backward in two halves traverses the graph twice, so the first must not donate its buffers.
     torch._functorch.config.donated_buffer = False
     return torch.compile(module, dynamic=False)
 
@@ -84,13 +83,13 @@ class _Saved:
 
 
 class Stage:
-    """Slice `index` of a model. The last one has a loss; the others hand their outputs on.
+    """Slice `index` of a model. The last stage has a loss; the others pass their outputs on.
 
-    `entry` and `exit` say what comes in and goes out, whatever the size of the microbatch, and which of it
-    needs a gradient; without them one tensor comes in, and all that can have a gradient but the data does.
-    `copy_input`: the first layer works in place; `copy_output`: the last one keeps what it returns.
-    `compile`: the layers go through torch.compile, when they are first called. `skip_not_finite`: a gradient
-    that is not finite makes no update, instead of stopping the training, and leaves no trace in the buffers.
+    `entry` and `exit` describe the input and output tensors, for any microbatch size, and which of them need
+    a gradient; by default one tensor enters, and every tensor but the data that can have a gradient does.
+    `copy_input`: the first layer works in place; `copy_output`: the last one keeps its output. `compile`: use
+    torch.compile. `skip_not_finite`: a non-finite gradient skips the update, with its changes of the buffers,
+    instead of stopping the training.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Stage:
         self._skips = skip_not_finite
         self._skip = False
         self.skipped = 0
-        """Updates that were left out, because their gradient was not finite."""
+        """Number of updates skipped because of a non-finite gradient."""
         self._loss = loss
         self._single_input = entry is None or entry.single
         self._entry = entry
@@ -130,24 +129,24 @@ class Stage:
         self._copy_input = copy_input
         self._copy_output = copy_output
         self._saved: dict[int, _Saved] = {}
-        self._before: dict[int, Buffers] = {}  # what forwards began with, where updates may be skipped
+        self._before: dict[int, Buffers] = {}  # before each forward, where updates may be skipped
         self._batch: list[int] = []  # the microbatches in the gradient so far
-        self._batch_losses: list[Tensor] = []  # of these, each times its share
-        self._losses: list[Tensor] = []  # of the updates since `take_losses`
+        self._batch_losses: list[Tensor] = []  # their losses, each times its share
+        self._losses: list[Tensor] = []  # the losses of the updates since `take_losses`
         self._front = smallest_of_first_layer(module)
 
     @property
     def in_flight(self) -> int:
-        """How many microbatches are between their forward and the end of their backward."""
+        """The number of microbatches between their forward and the end of their backward."""
         return len(self._saved)
 
     def forward(
         self, mb: int, x: tuple[Tensor, ...], version: int, target: Target | None = None
     ) -> tuple[Tensor, ...]:
-        """Run microbatch `mb` over a weight version, and save what its backward needs.
+        """Run microbatch `mb` with a weight version, and save what its backward needs.
 
-        Returns the outputs, detached, to hand on; nothing where this is the last stage, which takes the
-        target and the loss instead. Raises TrainingStopped where outputs or loss are not finite.
+        Returns the detached outputs; nothing at the last stage, which computes the loss of the target
+        instead. Raises TrainingStopped if outputs or loss are not finite.
         """
         x = tuple(self._numerics.arrange(t.detach()) for t in x)
         requires = self._requires(self._entry, x) if self.index else [False] * len(x)
@@ -168,7 +167,7 @@ class Stage:
                 self._trained.add(loss, scores, target.labels)
             outputs = (loss * target.share,)
         else:
-            made = tuple(t for t in outputs if t.requires_grad)  # others, as a mask of -inf, are not trained
+            made = tuple(t for t in outputs if t.requires_grad)  # not, for example, a mask of -inf
             self._check(f"the activation of microbatch {mb} is not finite", made, forward)
             planned = self._requires(self._exit, outputs)
             for number, (t, require) in enumerate(zip(outputs, planned, strict=True)):
@@ -183,9 +182,8 @@ class Stage:
     def backward(self, mb: int, grads: tuple[Tensor, ...], version: int) -> tuple[Tensor, ...]:
         """Run the whole backward of a microbatch and add to its version's gradients.
 
-        `grads` has one gradient for each output that needs one, nothing at the last stage; what is returned
-        has one for each input that needs one, nothing at the first. Raises TrainingStopped where they are
-        not finite.
+        `grads`: one gradient per output that needs one (none at the last stage); returns one per input that
+        needs one (none at the first). Raises TrainingStopped if they are not finite.
         """
         saved = self._take(mb, version)
         self._differentiate(saved, grads)
@@ -194,7 +192,7 @@ class Stage:
         return back
 
     def backward_input(self, mb: int, grads: tuple[Tensor, ...], version: int) -> tuple[Tensor, ...]:
-        """Run the half of a backward that the stage before waits for: the gradients of the inputs."""
+        """Run the first half of a backward: the gradients of the inputs, for which the stage before waits."""
         saved = self._saved[mb]
         assert saved.version == version
         saved.grads = list(grads)
@@ -206,7 +204,7 @@ class Stage:
         return back
 
     def backward_weight(self, mb: int, version: int) -> None:
-        """Run the other half: add to the version's gradients. The chain through the layers is run again."""
+        """Run the second half: the gradients of the weights, going through the layers' graph again."""
         saved = self._take(mb, version)
         grads = tuple(saved.grads)
         self._differentiate(saved, grads, self.weights.leaves(version))
@@ -214,7 +212,7 @@ class Stage:
             self._check_gradient(mb, saved, grads, self._front_gradient(version))
 
     def reduce(self) -> None:
-        """Hand the batch's gradient to the optimizer. Raises TrainingStopped where it is not finite."""
+        """Give the batch's gradient to the optimizer. Raises TrainingStopped if it is not finite."""
         self.weights.reduce()
         gradients, mbs, self._batch = self.weights.gradients(), self._batch, []
         if self._loss is not None:
@@ -228,15 +226,15 @@ class Stage:
             self._watch.add(partial(blame_weights, list(gradients), mbs), self.weights.updates, numbers)
 
     def step(self, keep: bool) -> None:
-        """Update the weights; `keep` the version before for actions to come."""
+        """Update the weights; `keep` the previous version for later actions."""
         self.weights.step(keep, self._skip)
         self.skipped += self._skip
         self._skip = False
 
     def _forget_buffers(self, mbs: list[int]) -> None:
-        """Put the buffers back to where they were before a batch that is skipped, or that has spoilt them.
+        """Restore the buffers from before a batch that is skipped, or that made them non-finite.
 
-        Forwards after it have already gone on from what it left: what they added is given up too.
+        Forwards of later microbatches have used them already; their changes are dropped too.
         """
         first = self._before[mbs[0]]
         if self._skip or self.weights.spoilt(first):
@@ -246,23 +244,20 @@ class Stage:
             del self._before[mb]
 
     def take_tallies(self) -> tuple[Tally, Tally]:
-        """Return what was counted in training and in evaluation, and count from 0 again.
-
-        Raises TrainingStopped where a loss was not finite.
-        """
+        """Return and reset the training and evaluation tallies. Raises TrainingStopped for a bad loss."""
         self._watch.check(self.weights.updates, wait=True)
         return self._trained.take(), self._evaluated.take()
 
     def take_losses(self) -> list[float]:
-        """Return the mean loss of each update's batch since the last time; the last stage knows it."""
+        """Return the mean loss of each update since the last call; empty except at the last stage."""
         losses, self._losses = self._losses, []
         return torch.stack(losses).tolist() if losses else []
 
     def state(self) -> dict[str, Tensor]:
-        """Return a copy, on the host, of all that training goes on from between two windows.
+        """Return copies, in host memory, of the state between two windows.
 
-        By the names that layers have in the whole model: `model/NAME` for weights and statistics, complex
-        ones as pairs of real numbers, `optimizer/NAME/NUMBER` for what the optimizer remembers.
+        Keys use the layer names of the whole model: `model/NAME` for parameters and buffers (complex ones as
+        pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state.
         """
         model = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
         tensors = {f"model/{name}": numbers_of(tensor.detach()) for name, tensor in model}
@@ -271,7 +266,7 @@ class Stage:
 
     @torch.no_grad()
     def load_state(self, tensors: StateReader, updates: int) -> None:
-        """Go on from what `state` returned, here or of other stages that these layers were part of."""
+        """Restore from `state`, of this stage or of other stages that held these layers."""
         for name, tensor in itertools.chain(self.module.named_parameters(), self.module.named_buffers()):
             numbers_of(tensor.data).copy_(tensors[f"model/{name}"])
         mine = {name for name, p in self.module.named_parameters() if p.requires_grad}
@@ -279,23 +274,22 @@ class Stage:
         self.weights.load_optimizer_state({path: tensors[f"optimizer/{path}"] for path in paths}, updates)
 
     def restore_tally(self, trained: Tally) -> None:
-        """Go on counting the training from there."""
         self._trained.restore(trained, self._device)
 
     @property
     def trained_so_far(self) -> Tally:
-        """What was counted in training since the last `take_tallies`."""
+        """The training tally since the last `take_tallies`."""
         return self._trained.peek()
 
     def begin_window(self) -> None:
-        """Start counting versions from 0 again. Nothing may be open."""
+        """Start counting versions from 0. No microbatch may be open."""
         assert not self._saved, f"microbatches {sorted(self._saved)} outlived their window"
         self._watch.check(self.weights.updates, wait=True)
         self.weights.begin_window()
 
     @torch.no_grad()
     def predict(self, x: tuple[Tensor, ...], labels: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Evaluate over the newest weights and the running statistics; the last stage counts its hits."""
+        """Evaluate with the newest weights and the running statistics; the last stage updates its tally."""
         self.module.eval()
         try:
             outputs = as_tuple(self._call(tuple(self._numerics.arrange(t) for t in x)))
@@ -316,7 +310,7 @@ class Stage:
         return self._numerics.narrow(result) if self._loss is None else result
 
     def _handed_on(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return what is sent: copies of what the layers may keep and change meanwhile."""
+        """Return the outputs to send, copied where the layers may keep or change them."""
         requires = self._requires(self._exit, outputs)
         return tuple(
             t.detach() if require and not self._copy_output else t.detach().clone()
@@ -324,11 +318,11 @@ class Stage:
         )
 
     def _check(self, said: str, tensors: tuple[Tensor, ...], origin: Callable[[], str]) -> None:
-        """Stop where what was made of a microbatch is not finite; `origin` then tells where that began."""
+        """Stop the training if these tensors are not finite; `origin` then finds the layer that began it."""
         floating = [numbers_of(t.detach()) for t in tensors if differentiable(t)]
         if self._skips or not floating:
             return
-        late = floating[0].is_cuda  # its news: the weights may be others by then
+        late = floating[0].is_cuda  # checked later, when the weights may have changed
         if late or not sums_are_finite(floating):
             told = partial(blame, said, str if late else origin)
             self._watch.add(told, self.weights.updates, witness(floating))
@@ -340,7 +334,7 @@ class Stage:
         self._check(f"the gradient of microbatch {mb} is not finite", made, origin)
 
     def _front_gradient(self, version: int) -> tuple[Tensor, ...]:
-        """Return what to look at where no gradient leaves the stage: a small one that the others end in."""
+        """Return a small gradient to check where none leaves the stage: non-finite values propagate to it."""
         grad = self._front and self.weights.leaf(version, self._front).grad
         return () if not isinstance(grad, Tensor) else (grad,)
 
@@ -403,18 +397,18 @@ class Stage:
                 torch.autograd.backward(made, given, retain_graph=retain_graph, inputs=inputs)
 
     def _needs(self, boundary: Boundary | None, tensors: tuple[Tensor, ...]) -> Sequence[bool]:
-        """Say which tensors of a boundary need a gradient."""
+        """Return which tensors of a boundary need a gradient."""
         return (boundary and boundary.needs_grad) or self._requires(boundary, tensors)
 
     def _requires(self, boundary: Boundary | None, tensors: tuple[Tensor, ...]) -> Sequence[bool]:
-        """Say which tensors of a boundary depend on weights before it."""
+        """Return which tensors of a boundary depend on weights before it."""
         known = boundary.requires_grad if boundary else None
-        if known is None or len(known) != len(tensors):  # in an evaluation there may be fewer or more
+        if known is None or len(known) != len(tensors):  # in an evaluation their number may differ
             return [differentiable(t) for t in tensors]
         return known
 
     def _input_gradients(self, mb: int, saved: _Saved) -> tuple[Tensor, ...]:
-        """Return the gradients that the stage before needs. Raises TrainingStopped where these are others."""
+        """Return the gradients that the stage before needs. Raises TrainingStopped for any others."""
         if not self.index:
             return ()
         needs = self._needs(self._entry, saved.inputs)

@@ -1,9 +1,8 @@
-"""Tells whether a transfer is finished, without waiting for it.
+"""Detects that a transfer is finished, without blocking.
 
-gloo cannot say so: a receive that has arrived is not complete until somebody waits for it. So somebody does,
-in a thread an edge, which takes the transfers in their order, does nothing but wait, and hands on whatever
-that ends with: no thread can fail in silence. All is still posted from the one thread that asks. NCCL can be
-asked itself, and has no threads.
+With gloo a receive that has arrived is not complete until a thread waits for it. So one thread per edge waits
+for its transfers in order, and records any exception; all transfers are posted from the engine's thread. NCCL
+can be polled and needs no threads.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
-LONG = timedelta(
-    days=30
-)  # the deadline is the asking thread's: a receive may be posted long before it is due
+LONG = timedelta(days=30)  # the engine's thread keeps the deadline
 
 
 class Watched(Protocol):
-    """A transfer: its works, and what waiting for them ended with."""
+    """A transfer: its works, and the outcome of waiting for them."""
 
     works: list[dist.Work]
     finished: bool
@@ -33,7 +30,7 @@ E_ = TypeVar("E_", bound=Hashable)
 
 
 class Watch(Generic[E_]):
-    """Watches the transfers of some edges, from its making until `close`."""
+    """Watches the transfers of some edges until `close`."""
 
     def __init__(self, edges: Iterable[E_]) -> None:
         self._changed = Condition()
@@ -46,16 +43,15 @@ class Watch(Generic[E_]):
             thread.start()
 
     def add(self, edge: E_, transfer: Watched) -> None:
-        """Watch one more transfer of an edge."""
         self._queues[edge].put(transfer)
 
     def wait(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Wait until `ready` of what transfers say, at most `timeout` seconds; return whether it is."""
+        """Wait until `ready()`, for at most `timeout` seconds; return whether it is."""
         with self._changed:
             return self._changed.wait_for(ready, timeout)
 
     def close(self) -> None:
-        """End the threads. All that was added must be finished."""
+        """End the threads. All added transfers must be finished."""
         for queue in self._queues.values():
             queue.put(None)
         for thread in self._threads:
@@ -67,7 +63,7 @@ class Watch(Generic[E_]):
             try:
                 for work in transfer.works:
                     work.wait(LONG)
-            except BaseException as error:  # for the other thread to raise
+            except BaseException as error:  # raised by the engine's thread
                 failure = error
             with self._changed:
                 transfer.finished, transfer.failure = True, failure

@@ -1,16 +1,16 @@
 """The weight versions of one stage, and the optimizer that makes the next one.
 
-A version is a set of autograd leaves, not a copy kept aside. Forwards compute over the leaves of the version
-that their action names; a backward finds its own version in its graph. A step updates in place where nobody
-still needs what it overwrites, and moves the live parameters to other storage where somebody does. Storage
-goes round in a ring: a fresh allocation of every version would be page-faulted in at every step.
+A version is a set of autograd leaves. A forward computes with the leaves of the version that its action
+names; a backward finds its version in its graph. A step updates in place if no later action needs the old
+values, and otherwise moves the live parameters to other storage. Released storage is used again in a ring,
+because fresh allocations would be page-faulted in at every step.
 
-Leaves are made from `p.data`, so that they share storage with the parameter but not its version counter: the
-counter moves exactly when their storage is overwritten, and autograd raises if a graph still wanted it.
+Leaves are made from `p.data`, so they share storage with the parameter but not its version counter. The
+counter of a leaf moves exactly when its storage is overwritten, so autograd raises if a graph still needs it.
 
-A version is put into the module by writing it to the places where its parameters stand, as
-`torch.func.functional_call` does for registries, in 0.26 ms for VGG16's 52 tensors where this takes 0.01:
-twice a microbatch, that is more than all else the engine does.
+A version is installed by writing its leaves to the places where the module's parameters are. For VGG16's 52
+tensors this takes 0.01 ms, and `torch.func.functional_call`, which does the same, 0.26 ms: twice a
+microbatch, that would be more than the rest of the engine's overhead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Rate = Callable[[int], float]
 """Learning rate of update 0, 1, 2, ..."""
 
 Buffers = list[tuple[Tensor, Tensor]]
-"""Each buffer, and a copy of it as it was at a moment."""
+"""Pairs of a buffer and a copy of its earlier values."""
 
 
 def _finite(tensor: Tensor) -> Tensor:
@@ -44,17 +44,17 @@ def _finite(tensor: Tensor) -> Tensor:
 
 def _leaf(parameter: nn.Parameter) -> Tensor:
     leaf = nn.Parameter(parameter.data)
-    vars(leaf).update(vars(parameter))  # what a layer has noted on it
+    vars(leaf).update(vars(parameter))  # attributes set by a layer
     return leaf
 
 
 class Weights:
-    """Versions 0, 1, 2, ... of a module's trainable parameters, counted from the window's start."""
+    """Versions 0, 1, 2, ... of a module's trainable parameters, counted from the start of a window."""
 
     def __init__(self, module: nn.Module, optimizer: OptimizerFactory, rate: Rate) -> None:
         self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
         names = {id(p): name for name, p in self._live.items()}
-        # Where each parameter stands: more than one place where layers share it.
+        # The places of each parameter: several if layers share it.
         everywhere = places(module)
         self._places: list[tuple[Any, Any, Tensor, str]] = [
             (place.container, place.key, place.tensor, names[id(place.tensor)])
@@ -64,7 +64,7 @@ class Weights:
         buffers = {id(buffer) for buffer in module.buffers()}
         self._buffers = [place for place in everywhere if id(place.tensor) in buffers]
         self._optimizer = optimizer(self._live.values()) if self._live else None
-        self._unmoved = set(self._live)  # weights that have had no gradient yet
+        self._unmoved = set(self._live)  # weights that have had no gradient so far
         self._memory = Memory(self._optimizer) if self._optimizer else None
         self._rate = rate
         self._spare: list[list[Tensor]] = []
@@ -75,12 +75,12 @@ class Weights:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """What makes the next version; None where nothing is trained."""
+        """The optimizer; None where nothing is trained."""
         return self._optimizer
 
     @property
     def held(self) -> int:
-        """How many versions are held, the newest included."""
+        """The number of versions held, the newest included."""
         return len(self._versions)
 
     def leaves(self, version: int) -> list[Tensor]:
@@ -88,15 +88,14 @@ class Weights:
         return list(self._versions[version].values())
 
     def leaf(self, version: int, name: str) -> Tensor:
-        """Return one of them."""
         return self._versions[version][name]
 
     @contextmanager
     def installed(self, version: int, backward: bool = False) -> Iterator[None]:
-        """Let the module compute over a version. Raises KeyError for one that is not held.
+        """Let the module compute with a version. Raises KeyError for one that is not held.
 
-        In a backward, too: a layer that recomputes itself there must find its version. What it then writes
-        into its buffers is thrown away, so that batch statistics are counted once.
+        Also needed in a backward, for layers that recompute. Their changes of buffers are dropped then, so
+        that batch statistics are counted once.
         """
         leaves = self._versions[version]
         buffers = self.buffers() if backward else []
@@ -115,30 +114,30 @@ class Weights:
                 place.container[place.key] = buffer
 
     def buffers(self) -> Buffers:
-        """Return a copy of the module's buffers as they are now."""
+        """Return the module's buffers with copies of their present values."""
         now = [place.tensor for place in self._buffers]
         copies = {id(buffer): buffer.clone() for buffer in now}
         return [(buffer, copies[id(buffer)]) for buffer in now]
 
     def spoilt(self, before: Buffers) -> bool:
-        """Whether a number in the buffers is no longer finite that was so before."""
+        """Return whether a number in the buffers that was finite before no longer is."""
         pairs = zip(self.buffers(), before, strict=True)
         return any(bool((_finite(old) & ~_finite(new)).any()) for (_, new), (_, old) in pairs)
 
     def restore(self, before: Buffers) -> None:
-        """Go on from copies, which are used up; graphs may have saved what has changed, so it stays."""
+        """Restore the buffers; a changed buffer is replaced, not overwritten, as graphs may have saved it."""
         for place, (buffer, old) in zip(self._buffers, before, strict=True):
             place.container[place.key] = buffer if torch.equal(buffer, old) else old
 
     def _accumulate_on(self, leaves: dict[str, Tensor]) -> None:
-        """Go on with the batch's gradient on these leaves: one sum, in the order of the microbatches."""
+        """Move the batch's gradient to these leaves: one sum, in the order of the microbatches."""
         if leaves is not self._accumulating:
             for name, leaf in self._accumulating.items():
                 leaves[name].grad, leaf.grad = leaf.grad, None
             self._accumulating = leaves
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return what the optimizer remembers, by `PARAMETER/NUMBER`. Raises TypeError: see Memory."""
+        """Return the optimizer's state, by `PARAMETER/NUMBER`. Raises TypeError: see Memory."""
         if self._memory is None:
             return {}
         return {
@@ -148,7 +147,7 @@ class Weights:
         }
 
     def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
-        """Go on from what `optimizer_state` returned, for parameters of this stage, after so many updates."""
+        """Restore from `optimizer_state`, for parameters of this stage, after `updates` updates."""
         self.updates = updates
         if self._memory is not None:
             for name, p in self._live.items():
@@ -157,24 +156,24 @@ class Weights:
                     self._memory.restore(p, [state[f"{name}/{number}"] for number in range(count)])
 
     def begin_window(self) -> None:
-        """Count from 0 again: version 0 is what the last window ended with."""
+        """Count versions from 0 again: version 0 is the newest one."""
         assert self.held == 1, f"versions {sorted(self._versions)} outlived their window"
         self._versions = {0: self._versions.pop(self.newest)}
         self.newest = 0
 
     def reduce(self) -> None:
-        """Hand the batch's gradient to the optimizer."""
+        """Give the batch's gradient to the optimizer."""
         for name, leaf in self._accumulating.items():
             self._live[name].grad, leaf.grad = leaf.grad, None
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gathered gradient of each parameter that has one."""
+        """Return the batch's gradient of each parameter that has one."""
         return {name: p.grad for name, p in self._live.items() if p.grad is not None}
 
     def step(self, keep: bool, skip: bool = False) -> None:
-        """Make the next version from the gathered gradient; `keep` the one before it for actions to come.
+        """Make the next version from the batch's gradient; `keep` the previous one for later actions.
 
-        With `skip` the gradient is thrown away, and the next version is as the one before.
+        With `skip` the gradient is dropped and the next version equals the previous one.
         """
         if keep:
             self._move()
@@ -195,7 +194,7 @@ class Weights:
             self._versions[self.newest] = leaves
 
     def _step(self, optimizer: Optimizer) -> None:
-        """Step; first over weights with their first gradient where torch's fused SGD takes no mixture."""
+        """Step; first without the first gradients, as torch's fused SGD cannot mix momenta new and old."""
         given = {name: p.grad for name, p in self._live.items() if p.grad is not None}
         first = self._unmoved & given.keys()
         self._unmoved -= first
@@ -208,11 +207,11 @@ class Weights:
         optimizer.step()
 
     def older(self) -> list[int]:
-        """Return the versions that are held beside the newest."""
+        """Return the versions held besides the newest."""
         return [version for version in self._versions if version != self.newest]
 
     def release(self, version: int) -> None:
-        """Give up an older version: nothing to come reads it."""
+        """Release an older version, which no later action reads."""
         leaves = self._versions.pop(version).values()
         increment_version(leaves)  # their storage will be overwritten
         self._spare.append([leaf.data for leaf in leaves])
@@ -221,7 +220,7 @@ class Weights:
         return {name: _leaf(p) for name, p in self._live.items()}
 
     def _move(self) -> None:
-        """Put the live parameters on other storage, with the same values."""
+        """Move the live parameters, with their values, to other storage."""
         if not self._live:
             return
         old = [p.data for p in self._live.values()]

@@ -1,1 +1,1 @@
-"""What runs when: pure functions over lists of actions, without torch."""
+"""Schedules: pure functions over lists of actions, without torch."""

@@ -1,12 +1,11 @@
-"""The words of a schedule: what one rank does, one action at a time.
+"""The instructions of a schedule: the actions of one rank, in order.
 
-A schedule is data. Everything else (check, simulate, draw, the engine) reads the same lists, so what was
-proved on paper is what runs. An action reads as text, `1F3@2`: stage 1, forward, microbatch 3, weights
-version 2, so that a test and an error message read like the schedule.
+A schedule is data, and check, simulate, draw and the engine all read the same lists. As text an action is,
+for example, `1F3@2`: stage 1, forward, microbatch 3, weight version 2.
 
-Microbatches are numbered through a window (what runs between two drains): microbatch `k` belongs to batch
-`k // microbatches`. Versions count from the window's start: version 0 is what the window began with, and the
-STEP of batch `n` makes version `n + 1`.
+Microbatches are numbered through a window (from one drain to the next): microbatch `k` belongs to batch `k //
+microbatches`. Versions are counted from the window's start: version 0 is the initial one, and the STEP of
+batch `n` makes version `n + 1`.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from enum import StrEnum
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be made, or a program that is not sound. The message says where and why."""
+    """A schedule that cannot be made, or an invalid program. The message says where and why."""
 
 
 class Op(StrEnum):
-    """What an action does. B is a whole backward; I and W are its two halves, for schedules that split it."""
+    """The operation of an action. B is a whole backward; I and W are its two halves."""
 
     F = "F"
     B = "B"
-    I = "I"  # noqa: E741 - the field's letter for the input gradient
+    I = "I"  # noqa: E741 - the usual letter for the input gradient
     W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
@@ -37,7 +36,7 @@ class Op(StrEnum):
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})  # uses a microbatch and a weight version
-UPDATE = frozenset({Op.REDUCE, Op.STEP})  # `version` is the one that it makes; no microbatch
+UPDATE = frozenset({Op.REDUCE, Op.STEP})  # `version` is the new one; no microbatch
 COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})  # a microbatch, no version
 
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
@@ -50,10 +49,10 @@ _TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|F|B|I|W)(\d+)
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One instruction of one rank. `stage` is the slice of the model that it concerns.
+    """One instruction of one rank, for one stage.
 
-    `peer` is the other stage of a message; the neighbour, where none is given. As text the neighbour is left
-    out: `0SEND_F3` goes to stage 1, `0SEND_F3>2` to stage 2.
+    `peer` is the other stage of a message, by default the neighbour, which the text leaves out: `0SEND_F3`
+    goes to stage 1, `0SEND_F3>2` to stage 2.
     """
 
     stage: int
@@ -100,13 +99,13 @@ def parse_action(text: str) -> Action:
 
 
 def parse_program(text: str) -> Program:
-    """Read a program: a line a rank, actions apart by white space, empty lines and `#` comments skipped."""
+    """Read a program: a line per rank, actions separated by white space; `#` starts a comment."""
     lines = (line.split("#", 1)[0].split() for line in text.splitlines())
     return [[parse_action(word) for word in line] for line in lines if line]
 
 
 def format_program(program: Program) -> str:
-    """Write a program as text: a line a rank. The inverse of `parse_program`."""
+    """Write a program as text, a line per rank. The inverse of `parse_program`."""
     return "".join(" ".join(map(str, actions)) + "\n" for actions in program)
 
 
@@ -115,7 +114,7 @@ Placement = list[tuple[int, ...]]
 
 
 def ranks_of(program: Program) -> Placement:
-    """Say which ranks hold each stage. Raises ScheduleError where stages are missing."""
+    """Return the ranks of each stage. Raises ScheduleError if stages are missing."""
     holders: dict[int, list[int]] = {}
     for rank, actions in enumerate(program):
         for stage in {action.stage for action in actions}:
@@ -126,7 +125,7 @@ def ranks_of(program: Program) -> Placement:
 
 
 def placement(program: Program) -> list[int]:
-    """Say which rank holds each stage, of a program that has no replicas: raises ScheduleError of another."""
+    """Return the rank of each stage. Raises ScheduleError if a stage has several (replicas)."""
     ranks = ranks_of(program)
     for stage, (first, *others) in enumerate(ranks):
         if others:
@@ -136,17 +135,14 @@ def placement(program: Program) -> list[int]:
 
 
 def shortened(actions: Sequence[Action], batches: int, microbatches: int) -> list[Action]:
-    """Leave out all that a window does for batches from number `batches` on: it then ends before them.
+    """Leave out the actions of batch number `batches` and later, so that the window ends before.
 
-    What is left waits for no more than before, so an order that cannot deadlock still cannot.
+    The rest waits for no more than before, so a program without deadlock stays so.
     """
     total = batches * microbatches
     return [a for a in actions if (a.version <= batches if a.op in UPDATE else a.mb < total)]
 
 
 def last_uses(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
-    """Map (stage, version) to the position of the last compute action of this rank that reads it.
-
-    This is what tells a STEP whether the weights that it replaces are still needed, ahead of time.
-    """
+    """Map (stage, version) to the position of the last compute action that reads that version."""
     return {(a.stage, a.version): i for i, a in enumerate(actions) if a.op in COMPUTE}

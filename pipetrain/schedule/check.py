@@ -1,12 +1,10 @@
-"""Soundness of a lowered program, proved before a process group exists.
+"""Checks the soundness of a lowered program, before a process group exists.
 
-One rule does most of the work: forwards, input gradients and weight gradients of a stage each come as 0, 1,
-2, ... to the last microbatch (on a replica, those that are its own). Nothing can then be missing or twice. It
-is asked of every schedule because running statistics (BatchNorm) and sums of gradients depend on their order:
-where it is one, runs of one seed agree to the last bit, and equal the plain loop that they are tested
-against. It also makes both ends of every edge speak of the same microbatches in the same order.
-
-Rules about time across ranks (who waits for whom) are not here: `simulate` finds deadlock.
+One rule covers most of it: forwards, input gradients and weight gradients of a stage each come in ascending
+order 0, 1, 2, ..., so nothing is missing or done twice (a replica has every k-th). It holds for every
+schedule, because running statistics (BatchNorm) and sums of gradients depend on the order: with one order,
+runs of one seed agree to the last bit, and equal the plain training loop. It also makes both ends of every
+edge agree on the order of messages. Deadlock is found by `simulate`.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _NEEDS = {Op.B: "forwards", Op.I: "forwards", Op.W: "input gradients"}
 
 
 def check(program: Program, batches: int, microbatches: int, routes: Sequence[Route] | None = None) -> None:
-    """Refuse a lowered program that is not sound: ScheduleError, naming rank and action.
+    """Refuse an unsound lowered program: raises ScheduleError, naming rank and action.
 
     Every stage has each microbatch's F once, then its B (or I, then W) once, each kind ascending; a backward
     reads its forward's version; a version is read only after the STEP that makes it, so never one newer than
@@ -76,7 +74,7 @@ def _check_communication(program: Program, routes: Sequence[Route] | None) -> No
 
 @dataclass(slots=True)
 class _Stage:
-    """What one stage has done so far on one rank, which runs its microbatches `mine` of the window."""
+    """The state of one stage on one rank, which runs the microbatches `mine` of the window."""
 
     microbatches: int
     mine: range
@@ -87,7 +85,7 @@ class _Stage:
     reads: dict[int, int] = field(default_factory=dict)  # the version that each forward read
 
     def take(self, action: Action) -> str:
-        """Do an action; say what is wrong with it, or nothing."""
+        """Do an action; return what is wrong with it, or ""."""
         if action.op in COMPUTE:
             return self._compute(action)
         if action.op in UPDATE and action.mb:
@@ -128,7 +126,7 @@ class _Stage:
         return ""
 
     def end(self, batches: int) -> str:
-        """Say what is missing, or too much, at the end of the window."""
+        """Return what is missing or too much at the end of the window, or ""."""
         for kind, done in self.done.items():
             if done != len(self.mine):
                 return f"{done} {kind} of {len(self.mine)}"

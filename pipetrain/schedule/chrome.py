@@ -1,19 +1,17 @@
-"""A traced run as a file for Perfetto and chrome://tracing: the Trace Event Format, one process a rank.
+"""Traces in the Trace Event Format of Perfetto and chrome://tracing, one process per rank.
 
-Four tracks a rank, on one clock:
+Each rank has four tracks, on one clock:
 
-- compute: each F, B, I, W, REDUCE and STEP, while the device ran it;
-- wait: each time in which the rank was blocked, under the name of the message, or `wait` where it is none's,
-  as for the last sends of a window;
-- send: the handing over of each message to the transport, without the wait for room before it;
-- receive: each message from when it was sent, or was next in line, until its rank had it. A rank takes its
-  messages one by one, in the program's order, so these spans do not overlap; one that is long while nothing
-  waits lay ready before it was needed.
+- compute: each F, B, I, W, REDUCE and STEP, while the device ran it; - wait: each time in which the rank was
+blocked, named after the message, or `wait` without one; - send: the handing over of each message to the
+transport, without the wait for room before it; - receive: each message from when it was sent, or was next in
+line, until its rank had it. A rank takes its
+  messages one by one, so these spans do not overlap; in a long one without a wait the message was early.
 
-An arrow goes from each send to its receive. Two counters a stage: microbatches in flight, and the staleness,
-in updates, of each forward. A message's `args` say its bytes on the wire and, where a codec had work, the
-milliseconds of that. `otherData` says what ran, and when each window began and ended on each rank; `read`
-makes of the file again what `write` was given, but for the moments after a message was received.
+An arrow goes from each send to its receive. Each stage has two counters: microbatches in flight, and
+staleness in updates. A message's `args` hold its bytes on the wire and the milliseconds of its codec.
+`otherData` has the conditions, and the start and end of each window on each rank. `read` restores what
+`write` was given, except for the moments after a message was received.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ _COMPUTE, _WAIT, _SEND, _RECEIVE = range(len(TRACKS))
 _NOBODYS = "wait"
 Event = dict[str, Any]
 Message = tuple[tuple[int, int], int]
-"""Its edge and its microbatch."""
+"""(edge, microbatch)."""
 
 
 def write(path: Path, about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> None:
-    """Write a trace; `about` says what it is of: `placement`, `microbatches`, and whatever a reader needs."""
+    """Write a trace; `about` has its conditions, at least `placement` and `microbatches`."""
     origin = min(row.began for row in windows[0].timeline.rows)
     times = [
         {
@@ -56,9 +54,9 @@ def write(path: Path, about: Mapping[str, Any], windows: Sequence[TracedWindow])
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[TracedWindow]]:
-    """Read a trace that `write` wrote: what it is about, and its windows.
+    """Read a trace of `write`: its conditions and windows.
 
-    Raises OSError, and LookupError, TypeError or ValueError for a file that is no such trace.
+    Raises OSError, and LookupError, TypeError or ValueError for a file that is not such a trace.
     """
     content = json.loads(path.read_text())
     about = content["otherData"]
@@ -90,9 +88,9 @@ def _span_of(event: Event) -> Span:
 
 
 def events(windows: Sequence[TracedWindow], placement: Sequence[int], origin: float) -> Iterator[Event]:
-    """Give all events: of each track in the order of time.
+    """Yield all events, those of each track in order of time.
 
-    `placement[stage]` is a stage's rank, `origin` the trace's first moment.
+    `placement[stage]` is a stage's rank, `origin` the start of the trace.
     """
     ranks = range(len(windows[0].timeline.rows))
     for rank in ranks:
@@ -128,7 +126,7 @@ def events(windows: Sequence[TracedWindow], placement: Sequence[int], origin: fl
 
 
 def sent(timeline: Timeline) -> dict[Message, float]:
-    """Say when each message was on its way: the end of its SEND."""
+    """Return when each message was sent: the end of its SEND."""
     return {
         (span.action.edge, span.action.mb): span.end
         for row in timeline.rows
@@ -196,7 +194,7 @@ def _arrow(rank: int, track: int, at: float, number: int) -> Event:
 def _counters(
     rank: int, action: Action, span: Span, origin: float, microbatches: int, in_flight: list[int]
 ) -> Iterator[Event]:
-    """Count what a forward adds when it starts, and what a backward takes away at its end."""
+    """Yield the counters after a forward starts or a backward ends."""
     stage = action.stage
     where = {"ph": "C", "cat": "counter", "pid": rank, "tid": _COMPUTE}
     start, end = _us(span.start - origin), _us(span.end - origin)
@@ -212,5 +210,5 @@ def _counters(
 
 
 def _us(seconds: float) -> float:
-    """Give a time as the format has it: microseconds, here to the nanosecond."""
+    """Return microseconds, rounded to nanoseconds."""
     return round(seconds * 1e6, 3)

@@ -1,8 +1,7 @@
-"""A timeline as a picture: text for a terminal and a test, SVG or PNG for a page.
+"""Draws a timeline: as text for a terminal, as SVG or PNG.
 
-A schedule's mistakes are seen at once in a drawing and hardly ever in a list, so both forms show the same: a
-row a rank, time to the right, a microbatch's number on each bar. Matplotlib is used through its object
-interface, so that drawing does not touch pyplot's global state, and is imported only when a figure is made.
+Both have a row per rank, time to the right, and a microbatch's number on each bar. Matplotlib is used through
+its object interface, which leaves pyplot's global state alone, and is imported only when needed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SHORT = 48  # cells of a figure that is looked at as a whole
+SHORT = 48  # cells in a short figure
 _MOST_INCHES = 100.0
 _COLOURS = {Op.F: "#4e79a7", Op.B: "#e08a2e", Op.I: "#e08a2e", Op.W: "#59a14f"}
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
@@ -33,18 +32,18 @@ class _Bar(NamedTuple):
     action: Action
     start: float
     end: float
-    depth: int  # place of the stage among its rank's
+    depth: int  # index of the stage on its rank
 
 
 def as_text(
     timeline: Timeline, width: int = 100, unit_of_time: str = "", span: tuple[int, int] | None = None
 ) -> str:
-    """Draw a row a rank, a cell the shortest action's time (one unit, at `unit_cost`), in `width` columns.
+    """Draw a row per rank in `width` columns; a cell is the shortest action's time (1 at `unit_cost`).
 
-    `F3` is the forward of microbatch 3, `B3--` its backward (`I` and `W` its halves), `1F3` says the stage
-    too where a rank holds several; a dot is idle, `|` a step. `span` says from which cell to which to draw,
-    in as many lines a rank as that takes; without it there is one line, as long as it may be. The first line
-    says what is left out. `unit_of_time` is what the costs are in, such as `s`.
+    `F3` is the forward of microbatch 3, `B3--` its backward (`I` and `W` its halves), `1F3` names the stage
+    too, on ranks with several; a dot is idle time, `|` a step. `span`: the first and last cell, drawn in as
+    many lines per rank as needed; without it there is one line, as long as fits. The first line says what is
+    left out. `unit_of_time`: the unit of the costs, such as `s`.
     """
     unit, stages = _unit(timeline), _stages(timeline)
     several = any(len(on_rank) > 1 for on_rank in stages)
@@ -64,7 +63,7 @@ def as_text(
             rows[bar.rank][first * cell : last * cell] = bar_text[: (end - first) * cell]
 
     fits = (width - left) // cell
-    if fits < end - begin or end < total:  # each line then ends in a mark
+    if fits < end - begin or end < total:  # leave room for the mark at the end of a line
         fits = max(1, (width - left - 1) // cell)
     starts = range(begin, end, fits)
     if span is None:
@@ -91,7 +90,7 @@ def as_figure(
 ) -> None:
     """Write the timeline to `path`, by its suffix as SVG or PNG. Raises ScheduleError for another suffix.
 
-    `span` says from which cell to which to draw, as in `as_text`; the title says what is left out.
+    `span`: the first and last cell, as in `as_text`; the title says what is left out.
     """
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
@@ -202,7 +201,7 @@ def _draw_legend(axes: Axes, shown: set[Op]) -> None:
 
 
 def _bars(timeline: Timeline, until: float) -> list[_Bar]:
-    """List what is drawn of each rank up to a time."""
+    """Return the bars of each rank up to a time."""
     bars: list[_Bar] = []
     for rank, (stages, row) in enumerate(zip(_stages(timeline), timeline.rows, strict=True)):
         for action, start, end, *_ in row.spans:
@@ -215,7 +214,7 @@ def _bars(timeline: Timeline, until: float) -> list[_Bar]:
 
 
 def _label(action: Action, several: bool) -> str:
-    """Write `F3`, or `1F3` where a rank holds several stages."""
+    """Return `F3`, or `1F3` on a rank with several stages."""
     stage = str(action.stage) if several else ""
     return f"{stage}{action.op}{action.mb}" if action.op in COMPUTE else ""
 
@@ -234,7 +233,7 @@ def _time(time: float, unit_of_time: str) -> str:
 
 
 def _unit(timeline: Timeline) -> float:
-    """Give the time of the shortest action, or a quarter of the middling one where one is far too short."""
+    """Return the time of the shortest action, but at least a quarter of the median."""
     times = [
         span.end - span.start
         for row in timeline.rows
@@ -245,7 +244,7 @@ def _unit(timeline: Timeline) -> float:
 
 
 def _stages(timeline: Timeline) -> list[list[int]]:
-    """List the stages of each rank."""
+    """Return the stages of each rank."""
     return [sorted({action.stage for action in row.actions}) for row in timeline.rows]
 
 

@@ -1,9 +1,8 @@
-"""From what a rank computes to all that it does: adds REDUCE, SEND and RECV to a compute-only program.
+"""Adds REDUCE, SEND and RECV to a compute-only program.
 
-Each message stands where its data is made or needed, so communication is a function of the compute order: a
-schedule's author cannot forget a message, and `check` can prove the whole of a program's communication by
-lowering it again. Overlap is not lost by this: receives are posted ahead by the channel, and a SEND is not
-waited for.
+Each message is placed where its data is made or needed, so communication is a function of the compute order:
+no schedule can forget a message, and `check` verifies communication by lowering again. This does not prevent
+overlap, as receives are posted ahead by the channel, and sends are asynchronous.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _ADDED = COMMUNICATION | {Op.REDUCE}
 
 
 class Wiring:
-    """Which stages exchange what, and on which ranks they are.
+    """Which stages exchange messages, and on which ranks they are.
 
-    Without `routes` each stage hands on to the next. A route over other stages (a skip connection) goes
-    straight from the stage that makes the tensor to the one that uses it.
+    Without `routes` each stage sends to the next. A route to a later stage (a skip connection) goes directly
+    from the stage that makes the tensor to the one that uses it.
     """
 
     def __init__(self, ranks: Placement, routes: Sequence[Route] | None = None) -> None:
@@ -43,7 +42,7 @@ class Wiring:
         stages = range(len(ranks))
         self.sources = [[source for source, to in self.routes if to == stage] for stage in stages]
         self.targets = [[to for source, to in self.routes if source == stage] for stage in stages]
-        self.cycle = lcm(*map(len, ranks))  # microbatches after which the ranks are the same again
+        self.cycle = lcm(*map(len, ranks))  # the ranks of microbatch k are those of k + cycle
         self._peers = {
             (op, stage, mb): [peer for peer in peers if self.apart(stage, peer, mb)]
             for stage in stages
@@ -61,11 +60,11 @@ class Wiring:
         return self.ranks[stage][mb % len(self.ranks[stage])]
 
     def apart(self, stage: int, other: int, mb: int) -> bool:
-        """Whether a microbatch of the two stages runs on different ranks."""
+        """Return whether two stages run a microbatch on different ranks."""
         return self.rank(stage, mb) != self.rank(other, mb)
 
     def lowered(self, action: Action) -> list[Action]:
-        """Return an action that computes, between the messages that it needs and those that it makes."""
+        """Return a compute action with the messages that it needs and makes."""
         if action.op is Op.F:
             return [*self._messages(Op.RECV_F, action), action, *self._messages(Op.SEND_F, action)]
         if action.op is Op.B or action.op is Op.I:
@@ -82,8 +81,8 @@ class Wiring:
 def lower(program: Program, routes: Sequence[Route] | None = None) -> Program:
     """Add communication to a compute-only program.
 
-    REDUCE stands just before each STEP, RECV just before and SEND just after the F, B or I that uses or makes
-    the message. Stages on one rank exchange nothing. Raises ScheduleError for a program that already
+    REDUCE comes just before each STEP, RECV just before and SEND just after the F, B or I that uses or makes
+    the message. Stages on one rank exchange no messages. Raises ScheduleError for a program that already
     communicates, or that leaves out a stage.
     """
     for rank, actions in enumerate(program):
@@ -95,15 +94,15 @@ def lower(program: Program, routes: Sequence[Route] | None = None) -> Program:
 
 
 def compute_only(program: Program) -> Program:
-    """Take out what `lower` adds."""
+    """Remove what `lower` adds."""
     return [[action for action in actions if action.op not in _ADDED] for actions in program]
 
 
 def edges(program: Program, routes: Sequence[Route] | None = None) -> list[tuple[int, int]]:
-    """List the (source stage, destination stage) pairs that carry messages, in one order for all ranks.
+    """Return the (source stage, destination stage) pairs that carry messages, in one order for all ranks.
 
-    Routes ascend, each with its forward edge before its backward edge; a program of forwards alone has no
-    backward edges. Works on lowered and on compute-only programs.
+    Routes ascend, each with its forward edge before its backward edge; a program of forwards has no backward
+    edges. Works on lowered and on compute-only programs.
     """
     wiring = Wiring(ranks_of(program), routes)
     backward = any(action.op in (Op.B, Op.I) for actions in program for action in actions)
@@ -116,7 +115,7 @@ def edges(program: Program, routes: Sequence[Route] | None = None) -> list[tuple
 
 
 def replicated(program: Program, replicas: Sequence[int]) -> Program:
-    """Spread each stage of a compute-only program, one stage a rank, over `replicas[stage]` ranks of its own.
+    """Spread each stage of a compute-only program with one stage per rank over `replicas[stage]` ranks.
 
     Microbatch k runs on replica k % replicas; every replica makes each update, from a gradient that REDUCE
     sums over all of them.

@@ -1,12 +1,11 @@
 """The schedules: pure functions (ranks, batches, microbatches a batch) -> compute-only Program.
 
-A schedule is two decisions and nothing else: the order of a rank's forwards and backwards, and which weights
-a forward reads. So every schedule here is "some forwards ahead, then one forward, one backward" over some
-list of work, and one reading rule, put together by two helpers. No communication is written here: `lower`
-adds it, the same way for all, so that no schedule can get it wrong.
+A schedule decides two things: the order of a rank's forwards and backwards, and which weights a forward
+reads. Every schedule here consists of some forwards ahead, then one forward and one backward in turn, and a
+rule for the weights, combined by two helpers. `lower` adds the communication.
 
 Forwards and backwards ascend in every stage, each backward reads its own forward's version, and a stage steps
-at once after the last backward of a batch.
+directly after the last backward of a batch.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pipetrain.schedule.actions import Action, Op, Program, ScheduleError
 
-Work = tuple[Op, int, int]  # (F or B, stage, microbatch), before it is known which weights it reads
+Work = tuple[Op, int, int]  # (F or B, stage, microbatch), still without weight version
 Reads = Callable[[int, int], int]  # (batch, newest version of the stage) -> the version that a forward reads
 
 
 def layer_dist(ranks: int, batches: int, microbatches: int) -> Program:
-    """One microbatch in flight: the model is spread over the ranks, and they take turns."""
+    """One microbatch in flight: the model is spread over the ranks, which take turns."""
     _require("layer_dist", ranks=ranks, batches=batches, microbatches=microbatches)
     return _flushed(ranks, batches, microbatches, lambda stage: 0)
 
@@ -29,14 +28,14 @@ def layer_dist(ranks: int, batches: int, microbatches: int) -> Program:
 def gpipe(ranks: int, batches: int, microbatches: int) -> Program:
     """All forwards of a batch, then all its backwards (Huang et al. 2019, figure 2c).
 
-    Backwards ascend too, which costs nothing and lets every schedule sum its gradients in one order.
+    Backwards ascend too, at no cost, so that every schedule sums its gradients in the same order.
     """
     _require("gpipe", ranks=ranks, batches=batches, microbatches=microbatches)
     return _flushed(ranks, batches, microbatches, lambda stage: microbatches)
 
 
 def one_f_one_b(ranks: int, batches: int, microbatches: int) -> Program:
-    """GPipe's time with fewer activations: a backward as early as can be (PipeDream-Flush).
+    """GPipe's time with fewer activations: backwards as early as possible (PipeDream-Flush).
 
     Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.2.
     """
@@ -45,14 +44,13 @@ def one_f_one_b(ranks: int, batches: int, microbatches: int) -> Program:
 
 
 def interleaved_1f1b(ranks: int, batches: int, microbatches: int, virtual: int = 2) -> Program:
-    """1F1B where each rank holds `virtual` stages, rank r the stages r, ranks + r, ...: a smaller bubble.
+    """1F1B where each rank r holds the `virtual` stages r, ranks + r, ...: a smaller bubble.
 
     The order of Megatron-LM (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-    Clusters", section 2.2): microbatches go in groups of `ranks` through each virtual stage in turn. Where
-    the last group is not full, the order is made for a full one and the missing microbatches are then left
-    out: an order that cannot deadlock still cannot with less to wait for. (A smaller last group can, with 5
-    ranks and 7 microbatches.) With virtual=1 this is 1f1b; one rank alone has nobody to overlap with, so
-    there each microbatch goes forward and back before the next.
+    Clusters", section 2.2): microbatches go in groups of `ranks` through each virtual stage in turn. If the
+    last group is not full, the order is made for a full one and the missing microbatches are left out, which
+    cannot introduce a deadlock. (A smaller last group can, with 5 ranks and 7 microbatches.) With virtual=1
+    this is 1f1b; on one rank each microbatch goes forward and back before the next.
     """
     _require("interleaved_1f1b", ranks=ranks, batches=batches, microbatches=microbatches, virtual=virtual)
     flush = microbatches if ranks > 1 else 1
@@ -71,7 +69,7 @@ def interleaved_1f1b(ranks: int, batches: int, microbatches: int, virtual: int =
 
 
 def pipedream(ranks: int, batches: int, microbatches: int) -> Program:
-    """1F1B that never flushes, with weight stashing: a forward reads the newest weights of its stage.
+    """1F1B without flushes, with weight stashing: a forward reads the newest weights of its stage.
 
     Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", sections 3.2-3.3.
     """
@@ -80,10 +78,10 @@ def pipedream(ranks: int, batches: int, microbatches: int) -> Program:
 
 
 def pipedream_2bw(ranks: int, batches: int, microbatches: int) -> Program:
-    """1F1B that never flushes, with two weight versions: batch n reads what batch n - 2 made.
+    """1F1B without flushes, with two weight versions: batch n reads what batch n - 2 made.
 
     Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1. The delay is one
-    update on every stage, which needs a batch to fill the pipeline: microbatches >= ranks.
+    update on every stage, so a batch must fill the pipeline: microbatches >= ranks.
     """
     _require("pipedream_2bw", ranks=ranks, batches=batches, microbatches=microbatches)
     if microbatches < ranks:
@@ -95,10 +93,10 @@ def pipedream_2bw(ranks: int, batches: int, microbatches: int) -> Program:
 
 
 def forward_only(placement: list[int], microbatches: int) -> Program:
-    """Run forwards alone, for evaluation; `placement[stage]` is the stage's rank, as in `actions.placement`.
+    """Return the forwards of an evaluation; `placement[stage]` is the stage's rank.
 
-    Each rank goes along the diagonals stage + microbatch. What an action waits for lies on an earlier
-    diagonal, so no placement can deadlock.
+    Each rank follows the diagonals stage + microbatch. An action waits only for earlier diagonals, so no
+    placement can deadlock.
     """
     _require("forward_only", stages=len(placement), microbatches=microbatches)
     if sorted(set(placement)) != list(range(max(placement) + 1)):
@@ -111,7 +109,7 @@ def forward_only(placement: list[int], microbatches: int) -> Program:
 
 
 def _flushed(ranks: int, batches: int, microbatches: int, ahead: Callable[[int], int]) -> Program:
-    """One stage a rank; every batch ends before the next begins. `ahead(stage)`: forwards of its warmup."""
+    """One stage per rank; every batch ends before the next begins. `ahead(stage)`: warm-up forwards."""
     mbs = range(batches * microbatches)
     return [
         _versioned(
@@ -124,7 +122,7 @@ def _flushed(ranks: int, batches: int, microbatches: int, ahead: Callable[[int],
 
 
 def _unflushed(ranks: int, batches: int, microbatches: int, reads: Reads) -> Program:
-    """One stage a rank, 1F1B through the window's microbatches, whatever batch they are of."""
+    """One stage per rank, 1F1B through the window's microbatches across batches."""
     mbs = range(batches * microbatches)
     return [
         _versioned(_one_stage(stage, mbs, ranks - 1 - stage), microbatches, reads) for stage in range(ranks)
@@ -136,7 +134,7 @@ def _one_stage(stage: int, mbs: range, ahead: int) -> list[Work]:
 
 
 def _alternate(forwards: Sequence[Work], backwards: Sequence[Work], ahead: int) -> list[Work]:
-    """Order the work: `ahead` forwards first, then one forward, one backward, then the backwards left."""
+    """Order the work: `ahead` forwards, then one forward and one backward in turn, then backwards."""
     ahead = min(ahead, len(forwards))
     order = list(forwards[:ahead])
     for pair in zip(forwards[ahead:], backwards, strict=False):
@@ -145,7 +143,7 @@ def _alternate(forwards: Sequence[Work], backwards: Sequence[Work], ahead: int) 
 
 
 def _versioned(order: Iterable[Work], microbatches: int, reads: Reads) -> list[Action]:
-    """Say which weights each action reads, and put a STEP after the last backward of each batch."""
+    """Add to each action the version that it reads, and a STEP after the last backward of each batch."""
     newest: dict[int, int] = defaultdict(int)
     read: dict[tuple[int, int], int] = {}
     actions: list[Action] = []

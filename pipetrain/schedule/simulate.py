@@ -1,10 +1,9 @@
-"""Plays a lowered program on paper, at given costs and buffers: a timeline, or a deadlock.
+"""Simulates a lowered program at given costs and buffer sizes: a timeline, or a deadlock.
 
-The channels here are those that the runtime enforces, bound for bound, so a program that ends here cannot
-hang there for want of buffers. Every start is a maximum of times already known, so ranks may be advanced in
-any order: each runs until it must wait, and only the message it waits for wakes it. That is linear in the
-number of actions, where stepping all ranks through time is not. The one collective is the REDUCE of a stage
-with replicas, which ends on all of them when the last has come.
+The simulated channels have the bounds of the real ones, so a program that ends here cannot deadlock there.
+Every start is a maximum of known times, so ranks may be advanced in any order: each runs until it must wait
+for a message, which then wakes it. This is linear in the number of actions. The only collective is the REDUCE
+of a stage with replicas, which ends on all of them when the last has started it.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _UNITS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
 
 
 class Deadlock(ScheduleError):
-    """Ranks wait for each other for good. The message names each, its action and what it waits for."""
+    """A circular wait between ranks. The message names each rank, its action and what it waits for."""
 
 
 def unit_cost(action: Action) -> float:
-    """Price a forward at 1, a backward at 2 (its halves at 1), all else at nothing."""
+    """Return the cost 1 for a forward, 2 for a backward (1 for each half), and 0 for all else."""
     return _UNITS.get(action.op, 0.0)
 
 
@@ -39,11 +38,11 @@ def simulate(
     cost: Cost = unit_cost,
     routes: Sequence[Route] | None = None,
 ) -> Timeline:
-    """Play a lowered, checked program (or lowered `forward_only`).
+    """Simulate a lowered, checked program (or lowered `forward_only`). Raises Deadlock.
 
-    `buffer_size` bounds each edge at both ends: receives posted ahead, and sends not yet arrived. `cost`
-    gives the time an action takes its rank; of a SEND, the time its message travels while the sender goes on.
-    Raises Deadlock.
+    `buffer_size` bounds each edge at both ends: receives posted ahead, and sends not yet arrived. `cost` is
+    the time of an action on its rank; for a SEND, the travel time of its message, during which the sender
+    goes on.
     """
     if buffer_size < 1:
         raise ScheduleError(f"simulate needs buffer_size >= 1; got buffer_size={buffer_size}")
@@ -54,7 +53,7 @@ def simulate(
 class _Edge:
     """A bounded, ordered channel. Message k leaves when SEND k is issued and receive k is posted.
 
-    Receive k is posted at the start for k < bound, else when RECV k - bound is done. SEND k holds its rank
+    Receive k is posted at the start for k < bound, else when RECV k - bound is done. SEND k blocks its rank
     until message k - bound has arrived.
     """
 
@@ -67,19 +66,19 @@ class _Edge:
     received: list[float] = field(default_factory=list)
 
     def send_free(self, now: float) -> float | None:
-        """Return when the next SEND may be issued; None while that is not known."""
+        """Return when the next SEND may be issued; None if unknown yet."""
         index = len(self.issued) - self.bound
         if index < 0:
             return now
         return max(now, self.arrived[index]) if index < len(self.arrived) else None
 
     def next_arrival(self, now: float) -> float | None:
-        """Return when the next RECV has its message; None while that is not known."""
+        """Return when the next RECV has its message; None if unknown yet."""
         index = len(self.received)
         return max(now, self.arrived[index]) if index < len(self.arrived) else None
 
     def settle(self) -> bool:
-        """Let the next message go if it can; one event frees one message at most."""
+        """Let the next message leave if it can; one event releases at most one message."""
         index = len(self.arrived)
         posted_by = index - self.bound
         if index >= len(self.issued) or posted_by >= len(self.received):
@@ -90,7 +89,7 @@ class _Edge:
 
 
 class _Simulation:
-    """When each action starts and ends."""
+    """The start and end of each action."""
 
     def __init__(
         self, program: Program, buffer_size: int, cost: Cost, routes: Sequence[Route] | None
@@ -102,7 +101,7 @@ class _Simulation:
         self._edges: dict[tuple[int, int, int, int], _Edge] = {}  # by (source, destination) stages and ranks
         self._shares = len(set().union(*self._wiring.ranks)) < sum(map(len, self._wiring.ranks))
         self._done: set[tuple[int, Op, int]] = set()  # (stage, F or B, microbatch), where ranks have several
-        self._reduced: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # when each replica came
+        self._reduced: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # each replica's REDUCE
         self._waiting: list[_Edge | None] = [None] * len(program)
         self._ready = list(range(len(program)))
         self._rows = [Row(0.0, 0.0, []) for _ in program]
@@ -132,7 +131,7 @@ class _Simulation:
             row.spans.append(Span(action, now, end, freed - now))
             row.ended = end
 
-    # Each of these returns until when the rank is blocked: its present where it is not, None if unknown.
+    # These return until when the rank is blocked: `now` if it is not, None if unknown.
 
     def _compute(self, action: Action, now: float) -> float | None:
         if self._shares:
@@ -179,7 +178,7 @@ class _Simulation:
         return self._edges[key]
 
     def _needs(self, action: Action) -> Iterator[tuple[int, Op, int]]:
-        """Give what an action needs of other stages on its own rank."""
+        """Return what an action needs from other stages on its own rank."""
         stage, mb = action.stage, action.mb
         if action.op is Op.F:
             needed = [(source, Op.F, mb) for source in self._wiring.sources[stage]]

@@ -1,8 +1,7 @@
-"""What the papers say a schedule takes, as formulas, to hold simulations and measurements against.
+"""Formulas from the papers, to compare simulations and measurements with.
 
-Nothing here builds or reads a program: a number that comes from the same code as what it should prove proves
-nothing. The formulas are exact for a stage that takes the same time on every rank, F + B, with free messages;
-they hold for short windows too, where the pipeline never fills.
+No program is built or read here, so that the comparison is independent. The formulas are exact for stages of
+equal times F + B with free messages, also for short windows, in which the pipeline never fills.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Theory:
-    """What a window takes, by formula. Lists are by stage; None where no formula is known."""
+    """The formulas' results for a window. Lists are by stage; None where no formula is known."""
 
     activations: list[int]  # peak of microbatches held between their forward and backward
     versions: list[int]  # peak of weight versions held
-    staleness: list[int]  # updates by which the most late gradient is late
+    staleness: list[int]  # the maximum, in updates
     bubble: float | None
     source: str
 
 
 def theory(name: str, ranks: int, batches: int, microbatches: int, virtual: int = 1) -> Theory | None:
-    """Give the formulas of the schedule that its YAML file names; None for a schedule unknown here.
+    """Return the results for a schedule named as its YAML file; None for an unknown schedule.
 
-    `batches` is the window's length. `virtual`: stages a rank, for interleaved_1f1b alone.
+    `batches` is the window's length. `virtual`: stages per rank, for interleaved_1f1b only.
     """
     if name == "interleaved_1f1b" and ranks > 1 and virtual > 1:
         return _interleaved(ranks, microbatches, virtual)
     if name == "interleaved_1f1b":
-        if virtual > 1:  # each microbatch goes through all stages of the one rank, and back, before the next
+        if virtual > 1:  # each microbatch goes through all stages and back before the next
             return _flushing([1] * virtual, 0.0, "one rank alone has no bubble")
         name = "1f1b"
     known = _KNOWN.get(name)
@@ -59,7 +58,7 @@ def _one_f_one_b(ranks: int, batches: int, microbatches: int) -> Theory:
 
 
 def _interleaved(ranks: int, microbatches: int, virtual: int) -> Theory:
-    """Megatron's order. Its bubble is known where the microbatches go in whole groups of `ranks`."""
+    """Megatron's order. The bubble is known if the microbatches form whole groups of `ranks`."""
     whole = microbatches % ranks == 0
     return _flushing(
         [_interleaved_peak(stage, ranks, microbatches, virtual) for stage in range(ranks * virtual)],
@@ -70,11 +69,11 @@ def _interleaved(ranks: int, microbatches: int, virtual: int) -> Theory:
 
 
 def _interleaved_peak(stage: int, ranks: int, microbatches: int, virtual: int) -> int:
-    """Peak of one stage: what its rank's first w + i forwards hold of it, less its first i - 1 backwards.
+    """Peak of one stage: its forwards among its rank's first w + i, less its first i - 1 backwards.
 
-    A rank runs w = 2 (S - 1 - r) + (v - 1) S forwards, then one forward, one backward in turn. Its n-th work
-    lies in a known place, for microbatches go in groups of S, the last one filled up with microbatches that
-    do not exist, through its virtual stages in turn.
+    A rank runs w = 2 (S - 1 - r) + (v - 1) S forwards, then one forward and one backward in turn.
+    Microbatches go through its virtual stages in groups of S, the last one filled up with microbatches that
+    do not exist, so the place of the n-th forward is known.
     """
     position, rank = divmod(stage, ranks)
     total = -(-microbatches // ranks) * ranks * virtual
@@ -127,7 +126,7 @@ def _flushing(activations: list[int], bubble: float | None, source: str) -> Theo
 
 
 def _fill_and_drain(ranks: int, work: int) -> float:
-    """Give the bubble of a pipeline that fills and drains once around `work` units a rank."""
+    """Return the bubble of a pipeline that fills and drains once around `work` units per rank."""
     return (ranks - 1) / (work + ranks - 1)
 
 

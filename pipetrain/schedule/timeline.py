@@ -1,8 +1,8 @@
-"""What ran when: the one record that `simulate` writes on paper and the engine while it runs.
+"""Timelines: when each action ran, simulated or measured.
 
-A timeline is a row a rank, and a row is the rank's spans, one an action. Busy and waiting time, the bubble,
-bytes, staleness and peaks are functions of it, so that what was measured is held against what was simulated
-by the same rules. Times are in seconds, or in units of cost on paper, all on one clock.
+A timeline has a row per rank, and a row a span per action. Busy and waiting time, bubble, bytes, staleness
+and peaks are computed from it, so measurement and simulation follow the same rules. Times are in seconds, or
+in units of cost when simulated, on one clock.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pipetrain.schedule.actions import COMMUNICATION, Action, Op, last_uses
 
 
 class Span(NamedTuple):
-    """One action of one rank. Without an action: a wait that belongs to none, as for the end of all sends.
+    """One action of one rank; without an action, a wait such as that for the last sends of a window.
 
-    A SEND first waits for room, a RECV for its message. With a codec a SEND encodes before it waits, and
-    counts as if it did so afterwards.
+    A SEND first waits for room, a RECV for its message. With a codec a SEND encodes before it waits, but
+    counts as if it encoded afterwards.
     """
 
     action: Action | None
     start: float
     end: float
-    waited: float = 0.0  # of the time from start, blocked by another rank
+    waited: float = 0.0  # part of the time, at its start, blocked by another rank
     nbytes: int = 0  # of a message, on the wire
     codec_s: float = 0.0  # encoding or decoding
 
 
 @dataclass(slots=True)
 class Row:
-    """What one rank did in one window."""
+    """The spans of one rank in one window."""
 
     began: float
     ended: float
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def busy(self) -> float:
-        """The time in actions that are no messages."""
+        """The time of compute actions and updates."""
         return sum(
             span.end - span.start - span.waited
             for span in self.spans
@@ -61,38 +61,36 @@ class Row:
 
 @dataclass(slots=True)
 class StageStats:
-    """What one stage did in some windows: sums, and peaks."""
+    """One stage's sums and peaks over some windows."""
 
     updates: int = 0
     busy_s: float = 0.0
-    wait_s: float = 0.0  # in its messages; a wait without an action counts for the rank's first stage
+    wait_s: float = 0.0  # in its messages; waits without an action count at the rank's first stage
     activations: int = 0  # peak of microbatches between their F and the end of their B or W
     versions: int = 1  # peak of weight versions: the newest, and older ones that are still read
-    staleness: dict[int, int] = field(default_factory=dict)  # forwards, by the updates that they are late by
+    staleness: dict[int, int] = field(default_factory=dict)  # number of forwards by staleness in updates
     bytes_sent: int = 0  # on the wire
     codec_s: float = 0.0  # encoding and decoding
-    raw_bytes: int = 0  # of what was sent, before it was encoded; this and the next the engine knows alone
-    skipped: int = 0  # updates left out: their gradient was not finite
+    raw_bytes: int = 0  # sent, before encoding; this and the next are set by the engine
+    skipped: int = 0  # updates skipped because of a non-finite gradient
 
     @property
     def max_staleness(self) -> int:
-        """By how many updates the most late gradient was late."""
         return max(self.staleness, default=0)
 
     @property
     def mean_staleness(self) -> float:
-        """By how many updates gradients were late on average."""
         forwards = sum(self.staleness.values())
         return sum(late * n for late, n in self.staleness.items()) / forwards if forwards else 0.0
 
     @property
     def ratio(self) -> float | None:
-        """How many times as large what it sent would have been without codecs; None if it sent nothing."""
+        """The compression ratio of the messages sent; None without any."""
         return self.raw_bytes / self.bytes_sent if self.bytes_sent else None
 
 
 def total(parts: Sequence[StageStats]) -> StageStats:
-    """Add up what a stage did in several windows or epochs."""
+    """Add up the statistics of a stage over several windows or epochs."""
     staleness: Counter[int] = Counter()
     for part in parts:
         staleness.update(part.staleness)
@@ -111,7 +109,7 @@ def total(parts: Sequence[StageStats]) -> StageStats:
 
 
 def stage_stats(row: Row, microbatches: int) -> dict[int, StageStats]:
-    """Say what each stage of a rank did in a window of batches of so many microbatches each."""
+    """Return the statistics of each stage of a rank in a window."""
     needed_until = last_uses(row.actions)
     stages: dict[int, StageStats] = defaultdict(StageStats)
     opened: Counter[int] = Counter()
@@ -149,43 +147,42 @@ def stage_stats(row: Row, microbatches: int) -> dict[int, StageStats]:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What all ranks did in one window of batches of `microbatches` each."""
+    """The rows of all ranks in one window, with batches of `microbatches` each."""
 
     rows: list[Row]
     microbatches: int
 
     @property
     def makespan(self) -> float:
-        """The time from the first beginning to the last end."""
+        """The time from the first start to the last end."""
         if not self.rows:
             return 0.0
         return max(row.ended for row in self.rows) - min(row.began for row in self.rows)
 
     @property
     def busy(self) -> list[float]:
-        """The time of each rank in actions that are no messages."""
+        """The time of compute actions and updates of each rank."""
         return [row.busy for row in self.rows]
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they do not compute."""
+        """The fraction of all ranks' time in which they do not compute."""
         makespan = self.makespan
         return 1 - sum(self.busy) / (len(self.rows) * makespan) if makespan else 0.0
 
     @property
     def bubble_per_rank(self) -> list[float]:
-        """The same of each rank."""
         makespan = self.makespan
         return [1 - busy / makespan if makespan else 0.0 for busy in self.busy]
 
     def waits(self, repeated: bool) -> list[float]:
-        """Return the time in which each rank is blocked; in `repeated` windows also until the next one."""
+        """Return each rank's blocked time; in `repeated` windows with the time until the next one."""
         end = max(row.ended for row in self.rows)
         return [row.waited + (end - row.ended if repeated else 0.0) for row in self.rows]
 
     @cached_property
     def stages(self) -> list[StageStats]:
-        """What each stage did; of a stage on several ranks, the sums and peaks over its ranks."""
+        """The statistics of each stage; with replicas, sums and peaks over the ranks."""
         parts: dict[int, list[StageStats]] = defaultdict(list)
         for row in self.rows:
             for stage, stats in stage_stats(row, self.microbatches).items():
@@ -194,37 +191,36 @@ class Timeline:
 
     @property
     def activations(self) -> list[int]:
-        """By stage: the peak of microbatches between their F and the end of their B or W."""
+        """By stage: the peak of open microbatches."""
         return [stats.activations for stats in self.stages]
 
     @property
     def versions(self) -> list[int]:
-        """By stage: the peak of weight versions held."""
+        """By stage: the peak of weight versions."""
         return [stats.versions for stats in self.stages]
 
     @property
     def staleness(self) -> list[int]:
-        """By stage: the updates that the most late gradient is late by."""
+        """By stage: the maximum staleness in updates."""
         return [stats.max_staleness for stats in self.stages]
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of each kind of action at each stage: a `Cost` for `simulate`.
+    """Seconds of each kind of action at each stage: a `Cost` for `simulate`; 0 if not listed.
 
-    Of a SEND, the time that its message travels while the sender goes on. What is not listed costs nothing.
+    For a SEND, the travel time of its message, during which the sender goes on.
     """
 
     seconds: Mapping[tuple[int, Op], float]
 
     def __call__(self, action: Action) -> float:
-        """Price one action."""
         return self.seconds.get((action.stage, action.op), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class TracedWindow:
-    """One window of training as all its ranks ran it."""
+    """One window of training, with the spans of all ranks."""
 
     epoch: int  # from 0
     samples: list[int]  # of each microbatch

@@ -1,4 +1,4 @@
-"""What runs on one rank, put together as a plan says: its stages, and the engine over them."""
+"""Builds the stages and the engine of one rank from a plan."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def make_engine(
     clock: Clock | None = None,
     feedback: Feedback | None = None,
 ) -> Engine:
-    """Make the engine that runs the plan's programs over a rank's stages; over the mesh's channel if none.
+    """Make the engine for a rank's stages, over `channel` or else the mesh's channel.
 
-    In training messages are encoded as the plan's codecs say, with the residuals of `feedback`.
+    Training messages are encoded by the plan's codecs, with the residuals of `feedback`.
     """
     codecs, channels_last = plan.settings.codecs, plan.numerics.channels_last
     plain = coded = channel or mesh.channel(plan.settings.buffer_size, channels_last)
@@ -77,10 +77,7 @@ def make_engine(
 
 
 def slots(plan: Plan, rank: int) -> dict[Slot, torch.dtype]:
-    """Return whose residuals a rank keeps, and in which dtype.
-
-    Each tensor that it sends with error feedback has one, in each shape.
-    """
+    """Return the residuals that a rank keeps, with dtypes: one per sent tensor with feedback, and shape."""
     codecs = plan.settings.codecs
     sent = [
         (edge, boundaries[max(edge)].specs if edge[0] < edge[1] else boundaries[max(edge)].gradients)

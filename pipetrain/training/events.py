@@ -1,7 +1,7 @@
-"""A run as TensorBoard reads it: the records of its event file, as bytes.
+"""TensorBoard's event file of a run, as bytes.
 
-PyTorch's SummaryWriter leaves the writing to a thread, which a full disk ends with a traceback, and what it
-was given is lost. Bytes can be written again.
+PyTorch's SummaryWriter writes in a thread, which a full disk ends with a traceback and a loss of data. Bytes
+can be written again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ RESULTS = ["val_acc", "best_val_acc", "val_loss", "samples_per_s", "epoch_s"]
 
 
 def file_name() -> str:
-    """Return a name by which TensorBoard knows an event file."""
+    """Return a new name for an event file."""
     return f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
 
 
 def introduction(run: Run, config: str, picture: bytes) -> bytes:
-    """Return how a file begins: with what is to run, and its timeline as a PNG."""
+    """Return the beginning of a file: the configuration, the data, and the timeline from a PNG."""
     now, pixels = time.time(), matplotlib.image.imread(BytesIO(picture))[:, :, :3]
     summaries = [
         text("config", f"```yaml\n{config}```"),
@@ -75,14 +75,14 @@ def points(history: History) -> bytes:
 
 
 def outcome(summary: Mapping[str, Any]) -> bytes:
-    """Return how a file ends: with a run's hyper-parameters beside its results."""
+    """Return the end of a file: the run's hyper-parameters and results."""
     results = {f"result/{key}": summary[key] for key in RESULTS}
     parameters = hparams({key: summary[key] for key in HYPER_PARAMETERS}, results)
     return _records([*parameters, *(scalar(name, value) for name, value in results.items())], time.time())
 
 
 def _distribution(name: str, counts: Mapping[int, int]) -> Any:
-    """Return a histogram with a bar for each whole number."""
+    """Return a histogram with a bar for each integer."""
     counts = counts or {0: 1}
     bars = range(max(counts) + 1)
     return histogram_raw(

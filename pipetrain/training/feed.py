@@ -1,6 +1,6 @@
-"""The microbatches of one window, as the engine asks for them.
+"""The microbatches of one window, for the engine.
 
-Only the rank of the first stage makes images, only the last reads labels; both count from the same lists.
+Only the rank of the first stage loads images, only that of the last stage reads labels, by the same ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipetrain.runtime.stage import Target
 class WindowFeed:
     """The batches of one window: each a list of its microbatches' sample ids, int64 [n].
 
-    `images` gives the input of each microbatch in order; None where this rank does not hold the first stage.
+    `images` yields the input of each microbatch in order; None if this rank does not hold the first stage.
     """
 
     def __init__(
@@ -35,7 +35,6 @@ class WindowFeed:
         self._given = 0
 
     def size(self, mb: int) -> int:
-        """How many samples microbatch `mb` has."""
         return len(self._ids[mb])
 
     def input(self, mb: int) -> Tensor:
@@ -46,7 +45,7 @@ class WindowFeed:
         return self._moved(next(self._images)) if images is None else images
 
     def prepare(self) -> None:
-        """Make the images that will be asked for next, and start their copy to the device."""
+        """Load the next images, and start their copy to the device."""
         if self._images is not None and self._ahead is None and self._given < len(self._ids):
             self._ahead = self._moved(next(self._images))
 
@@ -56,7 +55,7 @@ class WindowFeed:
         return Target(self._moved(self._labels[ids]), len(ids) / self._batch_samples[mb])
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """Start the copy to a GPU, which can go on by itself from pinned memory alone."""
+        """Start the copy to the device; to a GPU it is asynchronous from pinned memory only."""
         if self._device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)

@@ -1,6 +1,6 @@
-"""What is known of a run as it goes: of each epoch, and of the one that is not over.
+"""The figures of a run: of its finished epochs, and of the current one.
 
-Apart from trainer and recorder: training needs nothing that draws.
+They are apart from the trainer and the recorder, because training needs no drawing libraries.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pipetrain.tally import Tally
 
 Stats = dict[int, StageStats]
 Loss = Annotated[float, "or infinite, or NaN"]
-_LEAST = 1e-9  # of what is divided by: seconds
+_LEAST = 1e-9  # seconds; a smaller divisor is refused
 
 
 @dataclass(frozen=True, slots=True)
 class EpochFigures:
-    """An epoch (counted from 1) as all ranks together know it. Times in seconds.
+    """The figures of an epoch (counted from 1), gathered from all ranks. Times in seconds.
 
-    `stages` says what each stage did in it: nothing where another pipeline trained it, and less than all its
-    updates where another one began it. `elapsed_s` is the run's time until its end, pauses between a stop and
-    a resume left out; `ended` is when that was, in seconds since 1970.
+    `stages`: each stage's statistics; empty if another pipeline trained the epoch, and of fewer updates if
+    another one began it. `elapsed_s`: the run's time until its end, without pauses between a stop and a
+    resume; `ended`: its end, in seconds since 1970.
     """
 
     epoch: int
     trained: Tally
     evaluated: Tally
-    losses: dict[int, Loss]  # the mean loss of some updates, by the number (from 1) of the last of them
+    losses: dict[int, Loss]  # mean losses of groups of updates, by the number (from 1) of the last one
     lr: float  # of the last update
     train_s: float
     eval_s: float
@@ -43,23 +43,23 @@ class EpochFigures:
 
     @property
     def samples_per_s(self) -> float:
-        """Training samples a second, evaluation not counted."""
+        """Training samples per second, without evaluation."""
         return self.trained.samples / self.train_s
 
     @property
     def updates(self) -> int:
-        """How many updates `stages` tells of."""
+        """The number of updates that `stages` covers."""
         return self.stages[0].updates if self.stages else 0
 
 
 def by_update(losses: Sequence[float], first: int, every: int) -> dict[int, float]:
-    """Return the mean of each `every` losses by the number of its last update; `first` is that of all."""
+    """Return the means of `every` losses each, by the last one's update; `first` is the first loss's."""
     pieces = [losses[start : start + every] for start in range(0, len(losses), every)]
     return {first + every * n + len(piece) - 1: fmean(piece) for n, piece in enumerate(pieces)}
 
 
 def most_accurate(history: Sequence[EpochFigures]) -> EpochFigures:
-    """Return the first of the most accurate epochs; one without an accuracy only where all are without."""
+    """Return the first of the most accurate epochs; NaN counts as the lowest accuracy."""
     accuracies = (figures.evaluated.accuracy for figures in history)
     ranks = [-1.0 if math.isnan(accuracy) else accuracy for accuracy in accuracies]
     return history[ranks.index(max(ranks))]
@@ -67,28 +67,27 @@ def most_accurate(history: Sequence[EpochFigures]) -> EpochFigures:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is: its finished epochs, and what is counted of the one that is not over."""
+    """The finished epochs of a run, and the statistics of the current one."""
 
     history: list[EpochFigures] = field(default_factory=list)
     trained: Tally = field(default_factory=Tally)
     train_s: float = 0.0
     elapsed_s: float = 0.0
     stages: Stats = field(default_factory=dict)
-    losses: list[Loss] = field(default_factory=list)  # of each update
+    losses: list[Loss] = field(default_factory=list)  # per update
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: object) -> Progress:
-        """Read what `to_json` and JSON made of one. Raises DamagedCheckpoint."""
+        """Build one from JSON data. Raises DamagedCheckpoint."""
         progress: Progress = read_as(cls, data, "its progress")
         return progress
 
 
 def read_progress(manifest: Manifest) -> Progress:
-    """Read the progress of a checkpoint, and prove that a run can go on from it. Raises DamagedCheckpoint."""
+    """Read and validate the progress in a checkpoint. Raises DamagedCheckpoint."""
     progress = Progress.from_json(manifest.progress)
     history, position = progress.history, manifest.position
     stages = set(range(len(manifest.pipeline["placement"])))

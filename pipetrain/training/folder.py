@@ -1,7 +1,7 @@
-"""The folder of one run: one run at a time, and a finished one is not written over.
+"""The folder of one run: used by one run at a time, and never overwritten once finished.
 
-The file that is locked also holds the key with which the run's ranks prove themselves to each other (see
-pipetrain.seal). So nobody else may read it, and a rank that can has shown that it sees the same folder.
+The lock file also holds the key that authenticates the run's ranks (see pipetrain.seal). Other users cannot
+read it, and a rank that can has shown that it sees the same folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ METRICS, UPDATES = "metrics.csv", "updates.csv"
 SUMMARY, CONFIG, EVENTS = "summary.json", "config.yaml", "events.out.tfevents.*"
 PROFILE_FILE, TRACE, RAN = "profile.json", "trace.json", "ran.txt"
 LOCK, KEY_BYTES = ".lock", 32
-# Not through a link, nor waiting for whoever is at the other end of a pipe, nor open in what we start.
+# Follow no link, do not block on a FIFO, and close in child processes.
 _ITSELF = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -34,7 +34,7 @@ _LOCKS: set[int] = set()
 
 
 def _let_go() -> None:
-    """In a process that was forked off, such as a data worker, which may outlive us: hold no lock."""
+    """Close the locks in a forked process, such as a data worker, which may outlive its parent."""
     while _LOCKS:
         os.close(_LOCKS.pop())
 
@@ -46,11 +46,10 @@ os.register_at_fork(after_in_child=_let_go)
 def claim(
     folder: Path, resuming: bool = False, finished: bool = False, patience_s: float = 0.0
 ) -> Iterator[str]:
-    """Take a folder for this run; give the key that only this user can read there, if that can be.
+    """Lock a folder for this run; yield its key, empty if other users could read it.
 
-    Waits up to `patience_s` seconds for a run that is about to end. Raises ConfigError where one is going on
-    in the folder, or has finished there, unless it may be `finished`, or has left checkpoints to go on from,
-    unless this one is `resuming`; and where the folder cannot be made.
+    Waits up to `patience_s` seconds for another run to end. Raises ConfigError if the folder cannot be made,
+    is in use, holds a finished run (unless `finished`), or has checkpoints (unless `resuming`).
     """
     with ExitStack() as held:
         try:
@@ -74,7 +73,7 @@ def claim(
 
 
 def _release(lock: int) -> None:
-    if lock in _LOCKS:  # it is not where this process was forked off
+    if lock in _LOCKS:  # not in a forked process
         _LOCKS.remove(lock)
         os.close(lock)
 
@@ -96,7 +95,7 @@ def _locked(lock: int) -> bool:
 
 
 def read_key(folder: Path) -> str:
-    """Return the key that a run of this user has written into a folder; nothing where there is none."""
+    """Return the key in a folder of this user, "" if there is none."""
     with suppress(OSError, ValueError):
         handle = os.open(folder / LOCK, os.O_RDONLY | _ITSELF)
         try:
@@ -107,7 +106,7 @@ def read_key(folder: Path) -> str:
 
 
 def _key(handle: int) -> str:
-    """Read the key in an open file; nothing where others could have written or read it."""
+    """Read the key in an open file, "" if other users could have written or read it."""
     status = os.fstat(handle)
     ours = status.st_uid == os.geteuid() and not status.st_mode & 0o077
     if not stat.S_ISREG(status.st_mode) or not (ours or os.environ.get(SECRET)):
@@ -117,7 +116,7 @@ def _key(handle: int) -> str:
 
 
 def _made_key(lock: int) -> str:
-    """Return the key in our file, a new one where there is none; nothing where others can read it."""
+    """Return the key in the lock file, after making one if there is none; "" if others can read it."""
     if not _key(lock):
         os.ftruncate(lock, 0)
         os.fchmod(lock, 0o600)
@@ -127,17 +126,17 @@ def _made_key(lock: int) -> str:
 
 
 def clear(folder: Path, names: Sequence[str] = (METRICS, UPDATES, TRACE, RAN, PROFILE_FILE)) -> None:
-    """Remove the records that a run which did not finish has left, and TensorBoard's.
+    """Remove the records of an unfinished run, and TensorBoard's files.
 
-    `names`: of those that a resumed one writes again.
+    `names`: the records to remove, those that a resumed run writes again.
     """
     for left in [*(folder / name for name in names), *folder.glob(EVENTS)]:
-        with suppress(OSError):  # it will be written over, or said that it cannot be
+        with suppress(OSError):  # it will be overwritten, or that fails with a warning
             left.unlink()
 
 
 def discard(folder: Path, log: str) -> None:
-    """Remove the folder of a refused run, if it holds nothing but its log and no other run has it."""
+    """Remove the folder of a refused run, if it holds only its log and is not in use."""
     with suppress(OSError):
         if {path.name for path in folder.iterdir()} <= {log, LOCK}:
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _ITSELF, 0o600)
@@ -151,15 +150,15 @@ def discard(folder: Path, log: str) -> None:
 
 
 def is_finished(folder: Path, cfg: DictConfig | None) -> bool:
-    """Whether a folder holds a finished run: of this configuration but for `resume`, unless that is None."""
+    """Return whether a folder holds a finished run, with this configuration (except `resume`) if given."""
     return (folder / SUMMARY).exists() and (cfg is None or is_of(folder, cfg, {"resume"}))
 
 
 def is_of(folder: Path, cfg: DictConfig, apart_from: set[str]) -> bool:
-    """Whether a folder's run has this configuration, some keys left out."""
+    """Return whether a folder's run has this configuration, apart from some keys."""
     try:
         theirs = OmegaConf.to_container(OmegaConf.load(folder / CONFIG))
-    except Exception:  # whatever it is, it is not this configuration
+    except Exception:  # an unreadable file is not this configuration
         return False
     mine = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(mine, dict)
@@ -168,7 +167,7 @@ def is_of(folder: Path, cfg: DictConfig, apart_from: set[str]) -> bool:
 
 
 def rename_after(folder: Path, asked: str, used: str) -> Path:
-    """Let a folder that is called after a data set be called after the one used; return where it is."""
+    """Rename a folder called after the data set that was asked for to the one used; return its path."""
     if asked == used or not folder.name.startswith(f"{asked}-"):
         return folder
     return folder.rename(folder.with_name(used + folder.name.removeprefix(asked)))

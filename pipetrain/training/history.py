@@ -1,4 +1,4 @@
-"""What a run has been so far, epoch by epoch, and what is said of it: tables, rows, summary.json."""
+"""The history of a run, epoch by epoch, and its tables, CSV rows and summary.json."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from pipetrain.schedule.timeline import StageStats, total
 from pipetrain.training.figures import EpochFigures, most_accurate
 from pipetrain.training.run import Run
 
-COLUMNS = ["epoch", "train_loss", "train_acc", "val_loss", "val_acc", "lr"]
-COLUMNS += ["samples_per_s", "epoch_s", "eval_s", "elapsed_s"]
+COLUMNS = [
+    "epoch", "train_loss", "train_acc", "val_loss", "val_acc",
+    "lr", "samples_per_s", "epoch_s", "eval_s", "elapsed_s",
+]  # fmt: skip
 MOST_ROWS = 40  # of the table of epochs
-NOTABLE = 1.15  # times the mean of all ranks, from which on the slowest one is pointed out
+NOTABLE = 1.15  # a rank is a straggler if it takes this many times the mean of all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a run runs on, for its records. `device` names the hardware, such as `2 x cpu`."""
+    """The hardware of a run, for its records. `device` is a description such as `2 x cpu`."""
 
     device: str
     threads: int  # of each process
@@ -30,12 +32,12 @@ class Machine:
 
 
 class History:
-    """The finished epochs of a run. Those that another pipeline trained say nothing of these stages."""
+    """The finished epochs of a run. Epochs that another pipeline trained have no statistics of stages."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._plan = run.plan
-        self._batches = len(run.sampler.batch_sizes)  # of an epoch
+        self._batches = len(run.sampler.batch_sizes)  # per epoch
         self.simulated = played(run.plan)
         self.predicted = predict(run.plan, self.simulated)
         self.epochs: list[EpochFigures] = []
@@ -47,21 +49,21 @@ class History:
 
     @property
     def best(self) -> EpochFigures:
-        """The first of the most accurate ones."""
+        """The first of the most accurate epochs."""
         return most_accurate(self.epochs)
 
     def until(self, epochs: int) -> History:
-        """Return what this was after so many epochs."""
+        """Return the history as it was after `epochs` epochs."""
         earlier = copy(self)
         earlier.epochs = self.epochs[:epochs]
         return earlier
 
     def measured_last(self) -> list[StageTimes]:
-        """Return the stages' times over the newest epoch; nothing where another pipeline trained it."""
+        """Return the stages' times over the newest epoch; empty if another pipeline trained it."""
         return self._measured(self.epochs[-1:])
 
     def measured(self) -> list[StageTimes]:
-        """Return the stages' times over all epochs that tell of them."""
+        """Return the stages' times over all epochs of this pipeline."""
         return self._measured(self.epochs)
 
     def _measured(self, epochs: Sequence[EpochFigures]) -> list[StageTimes]:
@@ -69,26 +71,26 @@ class History:
         return stage_times(self._plan.placement, self._stages(epochs), seconds) if seconds else []
 
     def _stages(self, epochs: Sequence[EpochFigures]) -> list[StageStats]:
-        """Add up what each stage did."""
+        """Return the summed statistics of each stage."""
         told = [figures.stages for figures in epochs if figures.stages]
         return [total([stages[stage] for stages in told]) for stage in range(self._plan.stages)]
 
     def _told_s(self, epochs: Sequence[EpochFigures]) -> float:
-        """Return the seconds of training that the epochs' stages tell of."""
+        """Return the seconds of training that the stages' statistics cover."""
         return sum(figures.train_s * figures.updates / self._batches for figures in epochs)
 
     @property
     def straggler(self) -> Straggler | None:
-        """The rank that holds the others up, if one does."""
+        """The slowest rank, if it is notably slower than the others."""
         updates = sum(figures.updates for figures in self.epochs)
         return find_straggler(self._plan.placement, self.measured(), updates)
 
     def stage_table(self) -> str:
-        """Return a row a stage: its times beside the plan's, and what it sent."""
+        """Return a row per stage: its times beside the plan's, and the bytes sent."""
         return stage_table(self.measured(), self.predicted, self._stages(self.epochs))
 
     def table(self) -> str:
-        """Return the epochs as a table: all of them, or the last ones and the best of many."""
+        """Return the epochs as a table: all, or of many the best and the last ones."""
         best = self.best
         shown = self.epochs if len(self.epochs) <= MOST_ROWS else [best, *self.epochs[-MOST_ROWS // 2 :]]
         lines = ["epoch  train loss  train acc  val loss  val acc  samples/s  seconds"]
@@ -103,7 +105,7 @@ class History:
         return "\n".join(lines)
 
     def row(self, number: int) -> bytes:
-        """Return a line of metrics.csv: the heads of the columns, then an epoch each."""
+        """Return a line of metrics.csv: the header as number 0, then the epochs."""
         if number == 0:
             return _line(COLUMNS)
         figures = self.epochs[number - 1]
@@ -113,18 +115,18 @@ class History:
         return _line([str(figures.epoch), *(f"{number:.6g}" for number in numbers)])
 
     def update_rows(self, number: int) -> bytes:
-        """Return a part of updates.csv: the heads of the columns, then an epoch's rows each."""
+        """Return a part of updates.csv: the header as number 0, then the rows of each epoch."""
         if number == 0:
             return _line(["update", "train_loss"])
         losses = self.epochs[number - 1].losses
         return b"".join(_line([str(update), f"{loss:.6g}"]) for update, loss in losses.items())
 
     def summary(self, machine: Machine) -> dict[str, Any]:
-        """Return what summary.json says."""
+        """Return the content of summary.json."""
         settings, data, last, best = self._run.settings, self._run.data, self.last, self.best
         train_s = sum(figures.train_s for figures in self.epochs)
         straggler, stages, seen = self.straggler, self._stages(self.epochs), self.measured()
-        epochs = sum(figures.updates for figures in self.epochs) / self._batches  # that the stages tell of
+        epochs = sum(figures.updates for figures in self.epochs) / self._batches  # with stage statistics
         return {
             "model": settings.model,
             "data": data.name,
@@ -198,9 +200,9 @@ class History:
 
 
 def stage_times(placement: Sequence[int], stages: Sequence[StageStats], train_s: float) -> list[StageTimes]:
-    """Turn what the stages did in `train_s` seconds of training into shares of it.
+    """Convert the stages' statistics over `train_s` seconds of training into fractions of it.
 
-    Bubble and wait are of a stage's rank, which may hold other stages too.
+    Bubble and wait are those of a stage's rank, which may hold other stages too.
     """
     busy, wait = ([0.0] * len(placement) for _ in range(2))
     for stats, rank in zip(stages, placement, strict=True):
@@ -214,16 +216,15 @@ def stage_times(placement: Sequence[int], stages: Sequence[StageStats], train_s:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The slowest rank: seconds that it computes a batch, the mean of all ranks, and what it costs in all."""
+    """The slowest rank: its seconds of computing per batch, the mean of all ranks, and the total cost."""
 
     rank: int
     batch_s: float
     mean_s: float
-    cost_s: float  # what the run would have saved, had the same work been spread evenly
+    cost_s: float  # the time that an even distribution of the same work would have saved
 
     @property
     def sentence(self) -> str:
-        """Say it on one line."""
         times = self.batch_s / self.mean_s
         return (
             f"rank {self.rank} is the straggler: {self.batch_s:.4f} s a batch, {times:.2f} times the mean of "
@@ -232,7 +233,7 @@ class Straggler:
 
 
 def find_straggler(placement: Sequence[int], run: Sequence[StageTimes], updates: int) -> Straggler | None:
-    """Find the rank that holds the others up, if one is notably slower than their mean."""
+    """Return the slowest rank, if it is notably slower than the mean."""
     by_rank = [0.0] * (max(placement) + 1)
     for rank, stage in zip(placement, run, strict=True):
         by_rank[rank] += stage.stage_time_s or 0.0
@@ -243,7 +244,7 @@ def find_straggler(placement: Sequence[int], run: Sequence[StageTimes], updates:
 
 
 def stage_table(run: Sequence[StageTimes], plan: Sequence[StageTimes], stages: Sequence[StageStats]) -> str:
-    """Return a row a stage: measured, what the plan said, how late its gradients were, and what it sent."""
+    """Return a row per stage: measured and planned times, staleness, and bytes sent."""
     lines = ["stage  bubble  (plan)  seconds a batch  (plan)    wait  (plan)  updates late  (most)"]
     lines[0] += "  MiB sent  ratio  codec s"
     for stage, (seen, said, stats) in enumerate(zip(run, plan, stages, strict=True)):

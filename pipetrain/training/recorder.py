@@ -1,7 +1,7 @@
-"""What a run leaves behind, written by rank 0 as the run goes: a row and a point an epoch, and a summary.
+"""Rank 0's records of a run: CSV rows and TensorBoard points per epoch, a progress bar, and a summary.
 
-Everything is derived from the figures that the trainer hands over once an epoch, so nothing here runs on the
-engine's hot path but the progress bar's tick, and what could not be written can be made again.
+All of it derives from the figures that the trainer hands over once per epoch, so a file that could not be
+written can be made again, and only the progress bar is on the engine's hot path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipetrain.training.tracer import Trace, about_trace
 
 log = logging.getLogger("pipetrain")
 
-SILENCE_S = 10.0  # off a terminal, an epoch that takes longer says how far it is this often
+SILENCE_S = 10.0  # between two lines of progress, without a terminal
 
 
 class Recorder:
@@ -59,7 +59,7 @@ class Recorder:
         self._introduce()
 
     def _introduce(self) -> None:
-        """Say what is about to run, on which data and by which plan."""
+        """Log the run's model, data and plan."""
         settings, data = self._run.settings, self._run.data
         log.info(
             "pipetrain: %s on %s (%d train, %d test samples), schedule %s, %s",
@@ -80,7 +80,8 @@ class Recorder:
         log.info(
             "%s, %s, %d threads a process; %s%s",
             *(settings.precision, self._plan.numerics.memory_format, self._machine.threads),
-            *(self._machine.allocator, "; the first microbatches compile the stages" * settings.compile),
+            self._machine.allocator,
+            "; the first microbatches compile the stages" if settings.compile else "",
         )
         log.info(
             "%d epochs, %d updates, seed %d; records in %s",
@@ -88,13 +89,13 @@ class Recorder:
         )
 
     def begin(self, history: Sequence[EpochFigures] = ()) -> None:
-        """Write the epochs that are done down again, as if this process had trained them, and go on."""
+        """Record the epochs that are already done, and go on."""
         self._history.epochs.extend(history)
         self._write()
         self._spoke = time.perf_counter()
 
     def tick(self, what: str, total: int) -> None:
-        """Count one of `total` steps of `what`, and show how far it is."""
+        """Count one of `total` steps of `what`, and show the progress."""
         self._done += 1
         if sys.stderr.isatty():
             if self._bar is None:
@@ -110,7 +111,7 @@ class Recorder:
             self._bar = None
 
     def epoch(self, figures: EpochFigures) -> None:
-        """Write down a finished epoch, and say a line about it."""
+        """Record a finished epoch, and log a line about it."""
         self._spoke = time.perf_counter()
         self._history.epochs.append(figures)
         self._write()
@@ -128,7 +129,7 @@ class Recorder:
         )
 
     def _write(self) -> None:
-        """Bring all files up to date, those too that could not be written before."""
+        """Update all files, including those that could not be written before."""
         parts = 1 + len(self._history.epochs)
         self._files.due(self._metrics.path, partial(self._metrics.grow, parts))
         self._files.due(self._updates.path, partial(self._updates.grow, parts))
@@ -136,13 +137,13 @@ class Recorder:
         self._files.write()
 
     def _event(self, number: int) -> bytes:
-        """Return a part of TensorBoard's file: what it begins with, an epoch each, what it ends with."""
+        """Return a part of TensorBoard's file: introduction, epochs, outcome."""
         if number > len(self._history.epochs):
             return self._outcome
         return events.points(self._history.until(number)) if number else self._introduction
 
     def trace(self, trace: Trace) -> None:
-        """Write the traced windows down, with what is to be known to replay them."""
+        """Write the traced windows, with the conditions needed to replay them."""
         path, about = self._folder / TRACE, about_trace(self._run, trace, self._machine.device)
         number = f"{len(trace.windows)} window{'s' * (len(trace.windows) > 1)}"
         limit = trace.cut and f"; it ends {trace.cut}"
@@ -151,7 +152,7 @@ class Recorder:
         self._files.write()
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:
-        """Write down what a policy made of an epoch (counted from 1), with its row: a program a window."""
+        """Write the programs that a policy decided in an epoch (counted from 1), one per window."""
         parts = [
             f"# epoch {epoch}, window {number} of {len(programs)}\n{format_program(program)}"
             for number, program in enumerate(programs, 1)
@@ -159,9 +160,9 @@ class Recorder:
         self._files.text(self._folder / RAN, "\n".join(parts))
 
     def close(self) -> None:
-        """Write the summary and the hyper-parameters, and say how the run ended and where it lies.
+        """Write the summary and the hyper-parameters, and log the results.
 
-        Raises NotRecorded where not all of its files can be written.
+        Raises NotRecorded if a file cannot be written.
         """
         summary = self._history.summary(self._machine)
         self._outcome = events.outcome(summary)
@@ -181,7 +182,7 @@ class Recorder:
         log.info("look at it: %s", _tensorboard(self._folder))
         failed = self._files.failed
         if not failed:
-            path = self._folder / SUMMARY  # last: it says that the run is finished
+            path = self._folder / SUMMARY  # last: it marks the run as finished
             try:
                 write_whole(path, lambda new: new.write_text(json.dumps(summary, indent=2) + "\n"))
             except OSError as error:
@@ -194,9 +195,9 @@ class Recorder:
             )
 
     def stop(self, not_saved: int | None) -> None:
-        """End without a summary, for a run that was asked to stop, or could not save what it has come to.
+        """End without a summary: the run was stopped, or its last checkpoint could not be saved.
 
-        Raises NotRecorded where the checkpoint of its last update was `not_saved`.
+        Raises NotRecorded if the checkpoint of its last update was `not_saved`.
         """
         if self._bar is not None:
             self._bar.close()
@@ -211,7 +212,7 @@ class Recorder:
 
 
 def _tensorboard(folder: Path) -> str:
-    """Return the command that shows a run under its name, which TensorBoard takes from below its logdir."""
+    """Return the command that shows a run in TensorBoard under its name."""
     if folder.parent.name == "runs":
         return f"tensorboard --logdir {folder.parent}"
     return f"tensorboard --logdir_spec {folder.name}:{folder}"

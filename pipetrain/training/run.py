@@ -1,7 +1,7 @@
-"""What one run consists of, made from the configuration: data, model, plan.
+"""One run, built from the configuration: data, model, plan.
 
-Every rank makes it for itself from the same values. Only rank 0 decides whether the data set that was asked
-for can be had, and what is taken in its place.
+Every rank builds it from the same values. Only rank 0 decides whether the configured data set is available,
+and which one replaces it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.profile import Profile
 from pipetrain.runtime.weights import OptimizerFactory
 
-CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # to a data set taken instead
+CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # options kept for a fallback data set
 
 log = logging.getLogger("pipetrain")
 
@@ -43,9 +43,9 @@ log = logging.getLogger("pipetrain")
 class Run:
     """One training run before it starts.
 
-    `transform` makes training images; evaluation only normalises. `see_model` shows the whole model.
-    `build_model` hands it over to be trained, so that nothing else holds it then; called again, it builds
-    another one with the same weights.
+    `transform` prepares training images; evaluation only normalises. `see_model` returns the whole model.
+    `build_model` returns it for training without keeping a reference; another call builds it again, with the
+    same weights.
     """
 
     settings: Settings
@@ -59,20 +59,20 @@ class Run:
 
     @property
     def evaluation_sizes(self) -> list[int]:
-        """Samples in each microbatch of an evaluation."""
+        """The number of samples in each microbatch of an evaluation."""
         return _even(len(self.data.test), self.settings.batch_size)
 
     @property
     def updates(self) -> int:
-        """How many updates the whole run makes."""
+        """The number of updates of the whole run."""
         return self.settings.epochs * len(self.sampler.batch_sizes)
 
 
 def obtain_data(cfg: DictConfig) -> tuple[DictConfig, ImageData]:
-    """Load the data set, or the one that `data.fallback` names where it can't be had.
+    """Load the data set, or the one of `data.fallback` if it is not available. Raises ConfigError.
 
-    Returns the configuration with the data set really used, and the data. The recipe goes with the data set:
-    what was not overridden by hand follows it. Raises ConfigError.
+    Returns the configuration with the data set used, whose recipe replaces values not set by hand, and the
+    data.
     """
     names = sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml"))
     fallback = cfg.data.get("fallback")
@@ -94,9 +94,9 @@ def obtain_data(cfg: DictConfig) -> tuple[DictConfig, ImageData]:
 
 
 def check_early(cfg: DictConfig, schedule: str, ranks: int, models: Models | None = None) -> Plan:
-    """Refuse what can be refused without the data set, which may be long in coming. Raises ConfigError.
+    """Refuse what can be refused before the data set is loaded. Raises ConfigError.
 
-    Returns the plan of one batch: a draft, cut by flops where it has to be profiled first.
+    Returns the plan of one batch: a draft, cut by flops if the model has yet to be profiled.
     """
     settings = read_settings(cfg, schedule, ranks)
     load_augment(cfg.data)
@@ -116,10 +116,10 @@ def prepare(
     resumed: int = 0,
     models: Models | None = None,
 ) -> Run:
-    """Make a run from its configuration, its data and, for partition=profile, a profile.
+    """Build a run from its configuration, data and, for partition=profile, profile.
 
-    `resumed`: how many batches are already done of the epoch that it goes on with. `models`: those of
-    `check_early`, so that the model is not built again. Raises ConfigError and ScheduleError.
+    `resumed`: batches already done of the current epoch. `models`: those of `check_early`, which saves
+    building the model again. Raises ConfigError and ScheduleError.
     """
     settings, models = read_settings(cfg, schedule, ranks), models or Models()
     named = cfg, settings.seed, settings.dtype
@@ -149,6 +149,6 @@ def prepare(
 
 
 def _even(samples: int, most: int) -> list[int]:
-    """Cut samples into as few pieces of at most `most` as can be, even ones: at most two sizes."""
+    """Divide samples into the fewest pieces of at most `most`, whose sizes differ by at most 1."""
     size, larger = divmod(samples, math.ceil(samples / most))
     return [size + (i < larger) for i in range(math.ceil(samples / most))]

@@ -1,7 +1,7 @@
-"""What `trace=` asks for: keeps the rows of the traced windows, and brings them together on rank 0.
+"""Traces the first windows (`trace=`): keeps their spans, and gathers them on rank 0.
 
-Every rank sends its rows once, after the epoch in which the last traced window ran. Its clock is compared
-with rank 0's before and after; in between the offset is taken to drift evenly.
+Every rank sends its spans once, after the epoch of the last traced window. Its clock is compared with rank
+0's before and after; a linear drift is assumed in between.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Row, Timeline, TracedWindow
 from pipetrain.training.run import Run
 
-MOST_ACTIONS = 100_000  # of a rank, counted in whole windows, of which one is always traced
+MOST_ACTIONS = 100_000  # per rank, in whole windows; one window is always traced
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What rank 0 writes down. `clock_error_s`: by how much a rank's clock may differ from rank 0's."""
+    """The trace of all ranks. `clock_error_s`: the bound of the difference of the ranks' clocks."""
 
     windows: list[TracedWindow]
-    cut: str  # why windows that were asked for are not there; nothing where all are
+    cut: str  # where the trace ends before the requested windows; empty if it is complete
     clock_error_s: float
 
 
 class Tracer:
-    """One rank's tracing of the first windows from a position on. All ranks make the same calls."""
+    """One rank's trace of the first windows from a position on. All ranks make the same calls."""
 
     def __init__(self, run: Run, mesh: Mesh, position: Position) -> None:
         self._run = run
@@ -55,18 +55,18 @@ class Tracer:
 
     @property
     def over(self) -> bool:
-        """Whether all is traced that is to be traced."""
+        """Whether all windows have been traced."""
         return not self._left
 
     def observer(self, epoch: int, batches: Sequence[Sequence[Tensor]]) -> Observer | None:
-        """Return what takes the times of the next window, of these sample ids; None if it is not traced."""
+        """Return the observer of the next window, of these sample ids; None if it is not traced."""
         if self.over:
             return None
         self._left -= 1
         return partial(self._take, epoch, batches)
 
     def collect(self) -> Trace:
-        """Bring the times of all ranks together, on the clock of rank 0."""
+        """Gather the spans of all ranks, on the clock of rank 0."""
         (began, first, error), (ended, last, other_error) = self._began, self._compare_clocks()
         drift = (last - first) / (ended - began)
         rows = [_shifted(row, lambda moment: moment + first + drift * (moment - began)) for row in self._rows]
@@ -87,12 +87,12 @@ class Tracer:
         self._rows.append(row)
 
     def _compare_clocks(self) -> tuple[float, float, float]:
-        """Return the present, the offset to rank 0's clock, and its error: seconds."""
+        """Return the present, the offset to rank 0's clock, and its error, in seconds."""
         return perf_counter(), *self._mesh.clock_offset()
 
 
 def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
-    """Say under what conditions a trace was made: what one must know to replay it."""
+    """Return the conditions of a trace, needed to replay it."""
     settings, plan = run.settings, run.plan
     return {
         "model": settings.model,
@@ -120,7 +120,7 @@ def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
 
 
 def _lengths(run: Run, position: Position) -> list[int]:
-    """List the windows that a run still has: how many batches each has."""
+    """Return the numbers of batches of the remaining windows."""
     batches, window = len(run.sampler.batch_sizes), run.settings.window
     return [
         length

@@ -1,7 +1,6 @@
-"""The life of a run on one rank: epochs of windows, an evaluation after each.
+"""The training loop of one rank: epochs of windows, with an evaluation after each epoch.
 
-Evaluation happens between windows, when the pipeline is drained, so what is evaluated has a name: the weights
-after the last update.
+Evaluation happens between windows, when the pipeline is drained, with the weights after the last update.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from pipetrain.training.figures import EpochFigures, Progress, Stats, by_update,
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Tracer
 
-if TYPE_CHECKING:  # the recorder draws, and training alone needs no library for that
+if TYPE_CHECKING:  # the recorder imports Matplotlib and TensorBoard, which training does not need
     from pipetrain.training.recorder import Recorder
 
 
 Ran = list[list[Action]]
-"""What a rank did in each window of an epoch, one list a window, where a policy decided that."""
+"""The actions of a rank in each window of an epoch, kept if a policy decided them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RankFigures:
-    """What one rank knows of an epoch. Times in seconds."""
+    """One rank's figures of an epoch. Times in seconds."""
 
-    counted: tuple[Tally, Tally, list[float]] | None  # training, evaluation, losses; of the last stage's rank
+    counted: tuple[Tally, Tally, list[float]] | None  # training, evaluation, losses; on the last stage's rank
     train_s: float
     eval_s: float
     stages: Stats
@@ -60,9 +59,9 @@ class _RankFigures:
 
 
 class Trainer:
-    """Trains one rank's stages. Rank 0 has a recorder; the others send it what they know, once an epoch.
+    """Trains one rank's stages. Rank 0 has a recorder; the others send it their figures after each epoch.
 
-    With a `keeper` it saves checkpoints and listens to signals; `restore` lets it go on from one.
+    With a `keeper` it saves checkpoints and handles signals; `restore` resumes from one.
     """
 
     def __init__(
@@ -73,24 +72,24 @@ class Trainer:
         self._recorder = recorder
         self._keeper = keeper
         self._rate = run.settings.rate(run.updates)
-        model = run.build_model()  # whole, for the weights' sake; what is not ours is forgotten again
+        model = run.build_model()  # the whole model, as its initial weights depend on the order of layers
         self.stages = make_stages(run.plan, model, run.optimizer, self._rate, mesh)
-        # For dropout, on each rank its own; after the model, whose weights take the seed as it is.
+        # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
         torch.manual_seed((run.settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
         self._feedback = Feedback()
         self._engine = make_engine(run.plan, self.stages, mesh, feedback=self._feedback)
         self._position = Position()
-        self._progress = Progress()  # as restored, but for its history, which goes on
+        self._progress = Progress()  # as restored; only its history is extended
         self._elapsed_before = 0.0
         self._started = time.perf_counter()
         self._ran: Ran = []
-        self._losses: list[float] = []  # of the epoch's updates so far, where the last stage is
+        self._losses: list[float] = []  # of the epoch's updates so far, on the last stage's rank
 
     def restore(self, folder: Path, manifest: Manifest) -> None:
-        """Go on from a whole checkpoint, instead of from the start.
+        """Resume from a verified checkpoint. Raises DamagedCheckpoint.
 
-        The random state is a rank's, the records are a stage's and the residuals an edge's: they go on where
-        the pipeline is the same. Raises DamagedCheckpoint.
+        Random states belong to ranks, statistics to stages and residuals to edges: they are restored only for
+        the same pipeline.
         """
         self._progress = read_progress(manifest)
         self._position = manifest.position
@@ -110,7 +109,7 @@ class Trainer:
             rank, device = self._mesh.world.rank, self._mesh.device
             set_random_state(tensors, rank, device)
             self._feedback.residuals = saved_residuals(tensors, slots(self._run.plan, rank), device)
-        else:  # what other stages did is no part of what these do
+        else:  # the statistics are of other stages
             history = [replace(figures, stages={}) for figures in self._progress.history]
             self._progress = replace(self._progress, history=history, stages={})
 
@@ -124,9 +123,9 @@ class Trainer:
             )
 
     def fit(self) -> bool:
-        """Train for all epochs, evaluating after each. Raises ChannelError and TrainingStopped.
+        """Train for all epochs, evaluating after each; return False if a signal stopped it before the end.
 
-        Returns whether it came to the end: a signal may stop it.
+        Raises ChannelError and TrainingStopped.
         """
         self._started = time.perf_counter()
         settings = self._run.settings
@@ -153,7 +152,7 @@ class Trainer:
             self._recorder.trace(trace)
 
     def _epoch(self, epoch: int, tracer: Tracer | None) -> Asked:
-        """Train an epoch, or what is left of it, and evaluate; return what a signal has asked for."""
+        """Train the rest of an epoch and evaluate; return a signal's request."""
         start = time.perf_counter() - self._progress.train_s
         asked = self._train(epoch, tracer, start)
         if asked == "stop":
@@ -171,7 +170,7 @@ class Trainer:
         return asked
 
     def _save(self, train_s: float) -> None:
-        """Start to save a checkpoint. The pipeline is drained, and all ranks do this at the same window."""
+        """Start to save a checkpoint; on all ranks at the same window, with the pipeline drained."""
         assert self._keeper is not None
         last = self.stages.get(self._run.plan.stages - 1)
         counted = last and (last.trained_so_far, self._losses)
@@ -190,13 +189,13 @@ class Trainer:
         self._keeper.save(self.stages, self._mesh, self._position, pipeline, progress, residuals)
 
     def _elapsed(self) -> float:
-        """Seconds of the run, pauses between a stop and a resume left out."""
+        """Return the seconds of the run, without pauses between a stop and a resume."""
         return self._elapsed_before + time.perf_counter() - self._started
 
     def evaluate(self, epoch: int) -> bool:
-        """Predict every test sample with the newest weights; the last stage's tally has the outcome.
+        """Predict every test sample with the newest weights, which updates the last stage's tally.
 
-        Returns whether it came to the end: a signal may stop it.
+        Returns False if a signal stopped it before the end.
         """
         run = self._run
         ids = list(torch.split(torch.arange(len(run.data.test)), run.evaluation_sizes))
@@ -210,7 +209,7 @@ class Trainer:
         return order.batches == len(ids)
 
     def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
-        """Return what may end a window of so many batches; `batch_s`: of each, in the last epoch."""
+        """Return the callback that may end a window early; `batch_s`: seconds per batch in the last epoch."""
         if self._keeper is None:
             return None
         self._keeper.asking.begin_window(batches, batch_s)
@@ -255,7 +254,7 @@ class Trainer:
             self._ran.append(row.actions)
 
     def _prove(self, epoch: int, programs: list[Program]) -> None:
-        """Hold what a policy has decided on against what every program must be. Raises ScheduleError."""
+        """Check the programs that a policy has decided on, and record them. Raises ScheduleError."""
         for program in programs:
             batches = sum(action.op is Op.STEP for action in program[0])
             check(program, batches, self._run.settings.microbatches)
@@ -272,7 +271,7 @@ class Trainer:
         return inputs(split, ids, transform, self._run.settings.workers, self._run.settings.timeout)
 
     def _report(self, epoch: int, train_s: float, eval_s: float) -> None:
-        """Bring an epoch's figures together, whichever rank knows them."""
+        """Gather an epoch's figures from all ranks, and record them."""
         counted = None
         last = self.stages.get(self._run.plan.stages - 1)
         if last is not None:
