@@ -45,8 +45,7 @@ from pipetrain.schedule.timeline import Costs, Timeline
 if TYPE_CHECKING:
     from pipetrain.runtime.order import Order
 
-Estimates = dict[int, list[Layer]]
-"""Number of samples in a microbatch -> the layers as estimated for it."""
+Estimates = dict[int, list[Layer]]  # number of samples in a microbatch -> the layers as estimated for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,6 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
         return len(self.placement)
 
     @property
@@ -92,11 +90,9 @@ class Plan:
 
     @property
     def window(self) -> Window:
-        """The longest window."""
         return self.windows[max(self.windows)]
 
     def slice(self, stage: int) -> slice:
-        """Return the range of layers of a stage."""
         ends = [0, *self.cuts, len(self.layers)]
         return slice(ends[stage], ends[stage + 1])
 
@@ -135,10 +131,9 @@ class Samples:
 
 
 def draft_plan(cfg: DictConfig, settings: Settings, model: nn.Sequential, samples: Samples) -> Plan:
-    """Plan a run without its data set, by the profile that it names, if any.
+    """Plan a run without its data set, by its profile; if it has none yet, by flops.
 
-    If the model has yet to be profiled, the draft is cut by flops, without regard to `memory_limit`. Raises
-    ConfigError and ScheduleError.
+    Raises ConfigError and ScheduleError.
     """
     profile = None
     if settings.profile is not None:
@@ -201,20 +196,14 @@ def make_plan(
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
-    """Return the lengths of the windows of an epoch after its first `done` batches.
-
-    They end where those of the whole epoch end, even if one of these was left early.
-    """
+    """Return the lengths of an epoch's windows after `done` batches; they end where the whole epoch's do."""
     size = window or batches
     ends = [done, *range(done - done % size + size, batches, size), batches]
     return [end - start for start, end in pairwise(ends) if end > start]
 
 
 def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
-    """Make the program of one window, and check it for soundness and deadlock. Raises ScheduleError.
-
-    A policy's program is the one at unit costs; its bounds are those that it states.
-    """
+    """Make the program of one window, and check it for soundness and deadlock. Raises ScheduleError."""
     size = settings.ranks, batches, settings.microbatches
     try:
         compute = compute_program(schedule, *size, buffer_size=settings.buffer_size)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-Value = Tensor | tuple[Tensor, ...]
-"""The output of a layer."""
+Value = Tensor | tuple[Tensor, ...]  # the output of a layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,10 +113,7 @@ class Models:
 
 
 def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
-    """Build the whole model, with weights from the seed only: the same on every rank and for any partition.
-
-    Raises ConfigError if the factory fails, or returns a model that cannot be cut or trained in a pipeline.
-    """
+    """Build the whole model, with the same weights for one seed on every rank. Raises ConfigError."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

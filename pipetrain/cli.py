@@ -63,9 +63,9 @@ class _JobFailed(BaseException):
 
 
 def compose(name: str, task: Callable[[DictConfig], None]) -> int:
-    """Run `task` with the configuration from the command line, once for each job of a sweep.
+    """Run `task` with the command line's configuration, once per job of a sweep; return the exit status.
 
-    Returns the exit status. Raises the errors of `task`, and ConfigError if the configuration is invalid.
+    Raises the errors of `task`, and ConfigError if the configuration is invalid.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     for word in sys.argv[1:]:
@@ -164,7 +164,6 @@ def _known(name: str) -> set[str]:
 
 
 def _keys(content: Any, prefix: str) -> Iterator[str]:
-    """Yield the dotted keys of a configuration, without the arguments of a `_target_`."""
     for name, value in content.items():
         yield f"{prefix}{name}"
         if isinstance(value, dict) and "_target_" not in value:

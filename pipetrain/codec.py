@@ -250,7 +250,6 @@ class Codecs:
 
     @property
     def plain(self) -> bool:
-        """Whether every message is sent unchanged."""
         return isinstance(self.forward, Identity) and isinstance(self.backward, Identity)
 
     def wire_bytes(self, specs: Sequence[TensorSpec], forward: bool) -> int:

@@ -137,15 +137,11 @@ class Settings:
     resume: Annotated[str | None, SOURCE]
 
     def rate(self, updates: int) -> Rate:
-        """Return the learning rate over a run of `updates` updates."""
         return learning_rate(self.lr_schedule, self.lr, self.warmup, updates)
 
 
 def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings:
-    """Read and validate the settings. `ranks`: the number of processes, None if none are started.
-
-    Raises ConfigError for the first invalid value.
-    """
+    """Read and validate the settings; `ranks`: the processes, None if not started. Raises ConfigError."""
     stages = _read(cfg, "stages", COUNT, null=True)
     if ranks is not None and stages not in (None, ranks):
         raise ConfigError(

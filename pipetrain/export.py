@@ -74,10 +74,7 @@ def _written(state: dict[str, Tensor], out: Path, metadata: dict[str, str]) -> I
 
 
 def _best(run_dir: Path, newest: Source) -> Source:
-    """Return the checkpoint of the best epoch in the history of a run's newest checkpoint.
-
-    Raises ConfigError if it is not there, for example in the folder of the run that this one resumed.
-    """
+    """Return the checkpoint of the best epoch in the newest one's history. Raises ConfigError if missing."""
     history = read_progress(newest.manifest).history
     if not history:
         raise ConfigError(f"{run_dir} has no best checkpoint: it has evaluated none")

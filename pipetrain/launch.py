@@ -72,8 +72,7 @@ class Job:
 
 Part = Callable[[SealedStore | None], object]
 """A rank's part of a job, called once all ranks are ready; they communicate through the store."""
-Join = Callable[[Job, World], Part]
-"""Prepares a rank for a job. Raises ConfigError if it cannot take part."""
+Join = Callable[[Job, World], Part]  # prepares a rank for a job; raises ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +95,7 @@ class Leader:
         self._words = 0
         self._arguments = sys.argv[1:]  # before run_dir= is appended
         self._folder, self._key = "", ""
-        self.trains = Event()
-        """Set when training begins, which logs its own progress, and at the end."""
+        self.trains = Event()  # set when training begins, which logs its own progress, and at the end
         self.phase("start", START_S)
 
     def phase(self, doing: str, limit_s: float) -> None:
@@ -136,7 +134,6 @@ class Leader:
                 raise ConfigError(f"rank {rank} refuses this run; look at what it says")
 
     def end(self, status: int) -> None:
-        """Let the other ranks exit with a status."""
         self.trains.set()
         if self._store is None:
             return
@@ -374,7 +371,6 @@ def names_folder() -> bool:
 
 
 def _across_restarts(store: Store) -> Store:
-    """Return the store without torchrun's prefix, which changes with every restart."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

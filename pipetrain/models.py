@@ -132,10 +132,7 @@ def resnet50(num_classes: int = 10) -> nn.Sequential:
 def _resnet(
     body: Callable[[int, int, int], nn.Sequential], expansion: int, depths: tuple[int, ...], num_classes: int
 ) -> nn.Sequential:
-    """Stack `depths[i]` blocks in group i; `layer2_0` is the first block of the second group.
-
-    The stem is the one for CIFAR, a 3x3 convolution that keeps the resolution, without ImageNet's max-pool.
-    """
+    """Stack `depths[i]` blocks in group i after CIFAR's stem, a 3x3 convolution without max-pool."""
     channels = 64
     stem = _convolution(3, channels)
     stem.add_module("relu", nn.ReLU())
@@ -179,16 +176,12 @@ def _stack(**layers: nn.Module) -> nn.Sequential:
 def _convolution(
     channels: int, width: int, kernel: int = 3, stride: int = 1, bias: bool = False
 ) -> nn.Sequential:
-    """Return a convolution with padding, and its BatchNorm."""
     conv = nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=bias)
     return _stack(conv=conv, norm=nn.BatchNorm2d(width))
 
 
 def _initialise(model: nn.Sequential) -> None:
-    """Draw the convolutions in the order of the layers; linear layers keep PyTorch's initialisation.
-
-    Source: He et al., "Delving deep into rectifiers", 2015, fan-out.
-    """
+    """Draw the convolutions in order (He et al., "Delving deep into rectifiers", 2015, fan-out)."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

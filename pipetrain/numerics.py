@@ -33,11 +33,9 @@ class Numerics:
 
     @property
     def memory_format(self) -> str:
-        """The layout's name in the configuration."""
         return "channels_last" if self.channels_last else "contiguous"
 
     def context(self, device: str) -> AbstractContextManager[object]:
-        """Return the context of one forward on a type of device."""
         return torch.autocast(device, torch.bfloat16) if self.autocast else nullcontext()
 
     def arrange(self, tensor: Tensor) -> Tensor:
@@ -47,7 +45,6 @@ class Numerics:
         return tensor
 
     def arrange_weights(self, module: nn.Module) -> None:
-        """Convert a module's weights to the run's layout."""
         for parameter in module.parameters():
             parameter.data = self.arrange(parameter.data)
 

@@ -23,15 +23,13 @@ from pipetrain.runtime.weights import OptimizerFactory
 
 SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, which reveal clipping by a common norm
 
-_Sample = tuple[nn.Parameter, list[Tensor]]
-"""A small parameter, and the gradients of its steps."""
+_Sample = tuple[nn.Parameter, list[Tensor]]  # a small parameter, and the gradients of its steps
 
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> OptimizerFactory:
-    """Return the factory of a stage's optimizer from `cfg.optim`, for a model cut into `stages` stages.
+    """Return the factory of a stage's optimizer; with `fused` null, the fused form if it works.
 
-    If `fused` is null, the fused form is used where the optimizer has one for these parameters. Raises
-    ConfigError.
+    Raises ConfigError.
     """
     fused = cfg.optim.get("fused", True) if isinstance(cfg.optim, DictConfig) else True
     if fused is not None:
@@ -96,7 +94,6 @@ def _samples(model: nn.Module) -> list[_Sample]:
 
 
 def _stepped(factory: OptimizerFactory, samples: Sequence[_Sample]) -> Memory:
-    """Make some steps with a new optimizer; return its state."""
     optimizer = factory([weight for weight, _ in samples])
     memory = Memory(optimizer)
     for step in range(len(SIZES)):

@@ -28,7 +28,6 @@ class Place:
 
     @property
     def tensor(self) -> Tensor:
-        """The present tensor."""
         tensor: Tensor = self.container[self.key]
         return tensor
 
@@ -53,10 +52,7 @@ def _of(owner: nn.Module, prefix: str) -> Iterator[Place]:
 
 @contextmanager
 def standing_in(module: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
-    """Let a module run with other tensors: `others[id(tensor)]` in each place of `tensor`.
-
-    Afterwards all attributes are as before, also those that the module has set meanwhile.
-    """
+    """Let a module run with `others[id(tensor)]` in each place of `tensor`; then restore all attributes."""
     attributes = [vars(owner) for owner in module.modules()]
     inner = (value for held in attributes for value in held.values())
     containers = [*attributes, *(value for value in inner if isinstance(value, dict | list))]

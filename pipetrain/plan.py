@@ -144,7 +144,6 @@ def _partition(plan: Plan) -> str:
 
 
 def _predicted(run: Timeline, prediction: Prediction, batches: int) -> str:
-    """Return the predicted times of the schedule, beside those of other cuts."""
     profile = prediction.profile
     messages = f"messages {1e3 * profile.latency_s:.3f} ms + {1e3 * 2**20 * profile.s_per_byte:.3f} ms/MiB"
     if profile.latency_s == profile.s_per_byte == 0:
@@ -241,7 +240,7 @@ def compare(plan: Plan, traced: Replay, path: str) -> str:
         off = f" ({rate / measured_rate - 1:+.1%})" if rate != measured_rate else ""
         shares = (_shares(figures.bubble), _shares(figures.wait))
         rows.append([name, f"{figures.batch_s:.4f}", f"{rate:.1f}{off}", *shares])
-    windows = f"{len(traced.windows)} window{'s' * (len(traced.windows) > 1)}"
+    windows = "1 window" if len(traced.windows) == 1 else f"{len(traced.windows)} windows"
     return f"by the durations of {windows} in {path}\n" + _aligned(zip(*rows, strict=True))
 
 

@@ -37,10 +37,7 @@ def measure(
     store: SealedStore | None,
     models: Models | None = None,
 ) -> Profile:
-    """Profile a run's model on all ranks; the others call `take_part`.
-
-    Raises ConfigError if a layer fails on any rank, and ChannelError.
-    """
+    """Profile a run's model on all ranks; the others `take_part`. Raises ConfigError and ChannelError."""
     size = draft.settings.batch_size // draft.settings.microbatches
     log.info("pipetrain: profiling %d layers, %d samples at a time", len(draft.layers), size)
     start = time.perf_counter()
@@ -81,10 +78,7 @@ def take_part(
 
 
 def measure_together(mesh: Mesh, cfg: DictConfig, draft: Plan, models: Models | None = None) -> Found:
-    """Measure messages, then layers on all ranks at once. Raises ChannelError.
-
-    Uses a copy of the model and restores the random generators, so the run is not affected.
-    """
+    """Measure messages, then layers (of a copy of the model) on all ranks at once. Raises ChannelError."""
     link = slowest_link(mesh, draft.settings.buffer_size)
     layers = _layers(cfg, draft, mesh.device, models or Models())
     return Found(link, mesh.gather("the times of the layers", layers))

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from pipetrain.errors import ConfigError
 
-Rate = Callable[[int], float]
-"""Learning rate of update 0, 1, 2, ..."""
+Rate = Callable[[int], float]  # learning rate of update 0, 1, 2, ...
 
 Shape = Callable[[float, float], float]
 """(progress, warmup), both fractions of all updates -> fraction of the peak rate."""

@@ -56,7 +56,6 @@ class Replay:
 
     @property
     def measured(self) -> Figures:
-        """The typical figures of the traced windows."""
         began = [min(row.began for row in window.timeline.rows) for window in self.windows]
         ended = [max(row.ended for row in window.timeline.rows) for window in self.windows]
         lasted = _lasted(self.windows, began, ended)

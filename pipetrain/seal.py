@@ -29,17 +29,13 @@ def forged(name: str) -> TrainingStopped:
 
 
 class Seal:
-    """Authenticates the messages of one attempt of one run, by `key` or, where it is set, PIPETRAIN_SECRET.
-
-    `scope` is part of each code, so a message sealed elsewhere under the same key is not valid here.
-    """
+    """Authenticates messages in a `scope` (an attempt of a run) by PIPETRAIN_SECRET, if set, or `key`."""
 
     def __init__(self, key: str, scope: str) -> None:
         self._key = (os.environ.get(SECRET) or key).encode()
         self._scope = scope
 
     def within(self, scope: str) -> Seal:
-        """Return a seal for a narrower scope."""
         return Seal(self._key.decode(), f"{self._scope} {scope}")
 
     def close(self, name: str, content: bytes) -> bytes:

@@ -56,7 +56,6 @@ class Counter:
         return Tally(loss, int(correct), self._samples)
 
     def take(self) -> Tally:
-        """Return the tally, and reset it."""
         tally = self.peek()
         self._sums, self._samples = [], 0
         return tally

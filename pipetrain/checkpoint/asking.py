@@ -48,8 +48,7 @@ class Asking:
         self._every = 1
         self._batches = 0
         self._began = 0.0
-        self.ended = False
-        """Whether a window was ended early: the run then saves and stops."""
+        self.ended = False  # whether a window was ended early: the run then saves and stops
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -132,10 +132,8 @@ def mark_best(final: Path) -> None:
 
 
 def prune(checkpoints: Path, keep: int, last: Path | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints and the best one.
-
-    Checkpoints newer than `last` are damaged and will be overwritten: they are neither counted nor removed.
-    """
+    """Remove all but the newest `keep` checkpoints and the best one; those newer than `last` do not count."""
+    # Those newer than `last` are damaged, and will be overwritten by this run.
     found = [path for path in folders(checkpoints) if last is None or _update(path) <= _update(last)]
     spared = {path.name for path in found[:keep]}
     with suppress(DamagedCheckpoint):
@@ -227,10 +225,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class Tensors:
-    """The tensors of a checkpoint by name, read on access.
-
-    Raises DamagedCheckpoint for files that are not safetensors, and for missing tensors.
-    """
+    """The tensors of a checkpoint by name, read on access. Raises DamagedCheckpoint."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._folder = folder
@@ -278,7 +273,6 @@ def _update(folder: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder, ignoring errors."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -21,7 +21,7 @@ from pipetrain.training.run import Run
 
 
 def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
-    """Return whether `run_dir` holds a finished run of this configuration that more epochs would continue.
+    """Return whether more epochs would continue the finished run in `run_dir`.
 
     Raises ConfigError if the learning rates of its finished updates would have been different.
     """

@@ -104,7 +104,6 @@ class Saver:
                 log.warning("pipetrain: %s cannot be marked as the best checkpoint: %s", folder.name, error)
 
     def wait(self) -> None:
-        """Wait until the last save has finished or failed."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
@@ -217,10 +216,7 @@ class Keeper:
     seen: int = 0
 
     def due(self, position: Position, over: bool = False, best: bool = False) -> bool:
-        """Return whether to save here; call it once at the end of every window.
-
-        `over`: the run is complete. `best`: this is the end of the most accurate epoch so far.
-        """
+        """Return whether to save; called once per window, `over` at the run's end, `best` at a best epoch."""
         before, self.seen = self.seen, position.update
         if self.every is None or over or best:
             return self.every is not None

@@ -39,7 +39,6 @@ def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFacto
 
 
 def _remembered(optimizer: Optimizer, parameter: Tensor) -> dict[str, str]:
-    """Return a description of each value in the optimizer state of a parameter."""
     return {
         key: described(value) if isinstance(value, Tensor) else type(value).__name__
         for key, value in optimizer.state.get(parameter, {}).items()

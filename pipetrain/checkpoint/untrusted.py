@@ -97,8 +97,15 @@ def read_as(kind: Any, data: Any, where: str) -> Any:
     return data
 
 
-_NAMES: dict[Any, str] = {int: "a whole number from 0", float: "a finite number", Annotated: "a number"}
-_NAMES |= {str: "a string", list: "a list", dict: "an object", Mapping: "an object"}
+_NAMES: dict[Any, str] = {
+    int: "a whole number from 0",
+    float: "a finite number",
+    Annotated: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    Mapping: "an object",
+}
 
 
 def _whole(key: str, where: str) -> int:

@@ -68,7 +68,6 @@ def fallback_message(error: DataMissing, name: str) -> str:
 
 
 def _make(data: DictConfig, part: str, kind: type[Made]) -> Made:
-    """Build a part's `_target_`. Raises its errors, and ConfigError if it cannot be built."""
     try:
         call = instantiate(data[part], _partial_=True)
     except InstantiationException as error:

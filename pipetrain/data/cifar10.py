@@ -178,16 +178,12 @@ def _md5(content: bytes | bytearray) -> str:
 
 
 def _split(folder: Path, sums: Mapping[str, str]) -> Split:
-    """Join the contents of the files of a split."""
     batches = [_batch(folder / name, md5) for name, md5 in sums.items()]
     return Split(torch.cat([b.images for b in batches]), torch.cat([b.labels for b in batches]))
 
 
 def _batch(path: Path, md5: str) -> Split:
-    """Read one file: `data`, uint8 [n, 3072], by channel and row, and `labels`.
-
-    Raises ConfigError for any other than the official file, before it is unpickled.
-    """
+    """Read an official file: `data`, uint8 [n, 3072] by channel and row, and `labels`. Raises ConfigError."""
     again = f"delete the folder {path.parent} to download it again"
     try:
         content = path.read_bytes()

@@ -51,10 +51,7 @@ def _mean_and_std(pixels: Tensor) -> tuple[float, float]:
 
 
 def _table() -> npt.NDArray[np.float64]:
-    """Return a row per sample, 64 pixels and the label; reads scikit-learn's file if it is found.
-
-    Importing the package takes most of a second.
-    """
+    """Return a row per sample, 64 pixels and the label; scikit-learn's file is read without importing it."""
     found = importlib.util.find_spec("sklearn")
     for place in (found and found.submodule_search_locations) or ():
         path = Path(place, "datasets", "data", "digits.csv.gz")

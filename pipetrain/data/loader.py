@@ -53,7 +53,9 @@ class Sampler:
                 f"the last batch has {rest} of {samples} samples, fewer than microbatches={microbatches}: "
                 "set data.drop_last=true, another batch_size or fewer microbatches"
             )
-        self.batch_sizes = [batch_size] * whole + [rest] * (rest > 0 and not drop_last)
+        self.batch_sizes = [batch_size] * whole
+        if rest and not drop_last:
+            self.batch_sizes.append(rest)
         self.microbatch_sizes = [pieces(size, microbatches) for size in self.batch_sizes]
         self._samples = samples
         self._seed = seed

@@ -22,10 +22,7 @@ IMAGE = (3, 32, 32)  # channels, height and width of every image
 
 
 class DataMissing(ConfigError):
-    """A data set that is neither there nor can be downloaded; `data.fallback` replaces it.
-
-    A damaged file is a plain ConfigError, without a fallback.
-    """
+    """A data set that is neither there nor can be downloaded; a damaged one raises plain ConfigError."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,6 @@ class Split:
         return len(self.labels)
 
     def first(self, n: int) -> Split:
-        """Return the first n samples, or all if there are fewer."""
         return Split(self.images[:n], self.labels[:n])
 
 
@@ -71,11 +67,7 @@ class ImageData:
 
 
 def prove(data: ImageData) -> None:
-    """Refuse a data set with invalid fields. Raises ConfigError for the first one.
-
-    A user's data set may be wrong, which would show late, as an index error in a loss, or never: cross
-    entropy ignores a label of -100.
-    """
+    """Refuse a data set with invalid fields, whose effect might go unnoticed. Raises ConfigError."""
     if fault := _fault(data):
         fault = " ".join(fault.split())
         raise ConfigError(f"the data set {data.name} cannot be used: {fault}; correct what data.source gives")
@@ -101,7 +93,6 @@ def _are_three(numbers: Any, above: float) -> bool:
 
 
 def _split_fault(split: Any, classes: int) -> str | None:
-    """Return what is wrong with a split, None if nothing is."""
     if not isinstance(split, Split):
         return f"must be a pipetrain.data.Split; got {type(split).__name__}"
     for name, tensor, form in (

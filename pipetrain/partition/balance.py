@@ -60,9 +60,9 @@ def balance(weights: Sequence[float], stages: int) -> list[int]:
 
 
 def balance_times(predictor: Predictor, allowed: Collection[int], limit: float | None = None) -> list[int]:
-    """Return the cuts, from the `allowed` ones, that make the slowest stage, with its messages, fastest.
+    """Return the `allowed` cuts, within `limit` bytes per stage, of the fastest slowest stage.
 
-    `limit`: the most bytes of a stage. Raises ConfigError if no cuts are possible.
+    Raises ConfigError if there are none.
     """
     layers, stages = len(predictor.layers), predictor.stages
     within = {0, layers, *allowed}

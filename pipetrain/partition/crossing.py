@@ -76,7 +76,6 @@ def _refuse_sharing(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequenc
 
 
 def _address(tensor: Tensor) -> tuple[str, int]:
-    """Return a key that identifies a tensor's memory."""
     if tensor.layout is not torch.strided or not tensor.data_ptr():
         return "object", id(tensor)
     return "memory", tensor.data_ptr()

@@ -78,8 +78,6 @@ def estimate(model: nn.Sequential, example: TensorSpec, numerics: Numerics | Non
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One layer's run."""
-
     layer: Layer
     inputs: tuple[Tensor, ...]  # leaves of its graph
     outputs: tuple[Tensor, ...]
@@ -114,7 +112,6 @@ class _Trial:
         return self._run(name, module, value, None)
 
     def _run(self, name: str, module: nn.Module, value: Value, mode: FakeTensorMode | None) -> _Run:
-        """Run a layer on fake tensors of `mode`, or on real ones."""
         others = {
             id(place.tensor): self._stand_in(place.tensor, mode)
             for place in places(module)
@@ -166,7 +163,6 @@ class _Trial:
 
 
 def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
-    """Return an input as a fake or as a real tensor."""
     if mode is not None:
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
     if not isinstance(tensor, FakeTensor):
@@ -211,7 +207,7 @@ def _reached(run: _Run, needed: Sequence[bool]) -> tuple[bool, ...]:
 class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts a layer's work, and finds tensors that it uses apart from the `known` ones.
 
-    `names`: the name of each tensor of the model by its storage, and whether it is trained.
+    `names`: storage -> name of each tensor of the model, and whether it is trained.
     """
 
     def __init__(self, names: Mapping[int, tuple[str, bool]], known: Sequence[Tensor]) -> None:

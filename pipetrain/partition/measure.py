@@ -183,7 +183,6 @@ class _Bench:
         return sizes
 
     def peak_bytes(self, x: Tensor) -> list[int]:
-        """Return the peak memory of each layer in forward and backward."""
         peaks = []
         value: Value = x
         for index in range(len(self._layers)):

@@ -64,7 +64,6 @@ class Profile:
 
     @classmethod
     def from_json(cls, data: Any) -> Profile:
-        """Build one from JSON data. Raises ValueError."""
         if not isinstance(data, dict) or data.get("pipetrain_profile") != VERSION:
             raise ValueError(f"it is no profile of version {VERSION}")
         values = {key: value for key, value in data.items() if key != "pipetrain_profile"}

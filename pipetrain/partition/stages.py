@@ -44,10 +44,7 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predictions of a profile for a plan.
-
-    `choices`: each strategy's cuts, and the time per batch, in seconds, of their slowest stage.
-    """
+    """A profile's predictions; `choices`: each strategy's cuts, and their slowest stage's seconds a batch."""
 
     profile: Profile
     stages: Sequence[StageTime]
@@ -55,7 +52,6 @@ class Prediction:
 
     @property
     def slowest_s(self) -> float:
-        """Seconds per batch of the slowest stage."""
         return self.choices[PROFILE][1]
 
 
@@ -102,12 +98,10 @@ class Predictor:
         return weights + pipeline.activations[stage] * saved + pipeline.buffer_size * crossing + work
 
     def stage_times(self, cuts: Sequence[int]) -> list[StageTime]:
-        """Return the times of all stages for these cuts."""
         ends = pairwise([0, *cuts, len(self.layers)])
         return [self.stage_time(stage, start, end) for stage, (start, end) in enumerate(ends)]
 
     def slowest_s(self, cuts: Sequence[int]) -> float:
-        """Return the seconds per batch of the slowest stage for these cuts."""
         return max(stage.batch_s for stage in self.stage_times(cuts))
 
     def costs(self, cuts: Sequence[int]) -> Costs:
@@ -130,7 +124,6 @@ class Predictor:
         return [cut for other, cut in neighbours if 0 <= other < self.stages and ranks[other] != ranks[stage]]
 
     def _messages(self, cut: int) -> tuple[int, int]:
-        """Return the bytes sent over a cut, forward and back."""
         if self._pipeline.wire_bytes is not None:
             return self._pipeline.wire_bytes[cut - 1]
         before = self.layers[cut - 1]

@@ -24,8 +24,7 @@ from pipetrain.errors import ChannelError as ChannelError
 from pipetrain.runtime.watch import Watch
 
 _Post = Callable[..., "dist.Work | None"]
-Edge = tuple[int, int]
-"""(source stage, destination stage)."""
+Edge = tuple[int, int]  # (source stage, destination stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,6 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Size on the wire in bytes."""
         return sum(spec.nbytes for spec in self.specs)
 
     @property
@@ -73,10 +71,7 @@ class Channel(Protocol):
         """Bytes sent and received so far, as on the wire."""
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
-        """Announce all receives until the next drain, in order, and post the first ones.
-
-        `watched`: `arrived`, `room` and `wait` will be called until then.
-        """
+        """Announce the receives until the next drain, in order; `watched` if `arrived` or `wait` is used."""
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Start a send; waits only while `buffer_size` earlier ones on the edge are unfinished."""

@@ -30,7 +30,6 @@ class WrappedChannel:
         self._channel = channel
 
     def travels(self, message: Message) -> Message:
-        """Return the message that is sent in place of another."""
         return message
 
     @property

@@ -32,8 +32,7 @@ Ends = Callable[[int, int], bool]
 """(batches, begun) -> whether the window, `begun` of whose batches have begun, ends after `batches`.
 
 Every rank calls it with the same numbers of batches, in order."""
-Observer = Callable[[Row], None]
-"""Called with the measured spans of a window, after its end."""
+Observer = Callable[[Row], None]  # called with the measured spans of a window, after its end
 
 
 class Feed(Protocol):

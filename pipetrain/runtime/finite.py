@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from pipetrain.boundary import Value, as_tuple
 from pipetrain.errors import TrainingStopped
 
-Blame = Callable[[list[float]], str]
-"""(numbers) -> a description of them and of the non-finite ones."""
+Blame = Callable[[list[float]], str]  # (numbers) -> a description of them and of the non-finite ones
 Layers = Sequence[tuple[str, nn.Module]]
 Tensors = tuple[Tensor, ...]
-Loss = Callable[[Tensors], Tensor]
-"""(outputs of the last layer) -> a scalar."""
+Loss = Callable[[Tensors], Tensor]  # (outputs of the last layer) -> a scalar
 LOSS = "the loss"
 
 

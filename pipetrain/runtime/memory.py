@@ -30,10 +30,7 @@ class Memory:
         self._began_with = {key: copy.deepcopy(_options(group)) for key, group in self._groups.items()}
 
     def of(self, parameter: Tensor) -> list[Tensor]:
-        """Return the state of a parameter; complex tensors as pairs of real numbers.
-
-        Raises TypeError, naming the value, for state that cannot be stored.
-        """
+        """Return a parameter's state; complex tensors as pairs. Raises TypeError if it cannot be stored."""
         if others := [key for key in self._optimizer.state if not isinstance(key, Tensor)]:
             raise TypeError(f"{others[0]!r} of no parameter")
         options, before = _options(self._groups[id(parameter)]), self._began_with[id(parameter)]

@@ -44,7 +44,6 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read torchrun's variables."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         defaults = (0, 1, 0, 1)
         return cls(*(int(os.environ.get(n, d)) for n, d in zip(names, defaults, strict=True)))
@@ -82,15 +81,12 @@ def choose_interface(world: World) -> None:
 
 
 def _interface_towards(host: str) -> str | None:
-    """Return the name of the interface that leads to a host, None if unknown.
-
-    If the host's name stands for the loopback here, take the interface of the default route.
-    """
+    """Return the name of the interface that leads to a host, None if unknown."""
     if sys.platform != "linux":
         return None
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         mine = _own_address(host)
-        if mine[0] == LOOPBACK:
+        if mine[0] == LOOPBACK:  # a machine's own name often stands for it
             mine = _own_address(ELSEWHERE)
         for _, name in socket.if_nameindex() if mine[0] != LOOPBACK else ():
             with suppress(OSError):  # it has no address
@@ -176,7 +172,6 @@ class Mesh:
                 dist.recv(token, src, group=self._groups[edge])
 
     def channel(self, buffer_size: int, channels_last: bool = False) -> DistChannel:
-        """Return this rank's channel over its edges."""
         return DistChannel(self._groups, buffer_size, self._timeout, self.device, self.staged, channels_last)
 
     def gather(self, what: str, item: object) -> list[object]:

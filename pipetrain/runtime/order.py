@@ -18,10 +18,8 @@ from pipetrain.schedule.policy import Policy, View, Wait
 class Order(Protocol):
     """The actions of one rank in one window. For single use."""
 
-    decided: bool
-    """Whether it looks at the channel to decide, so that messages must be watched."""
-    batches: int
-    """The number of batches in the window."""
+    decided: bool  # whether it looks at the channel to decide, so that messages must be watched
+    batches: int  # the number of batches in the window
 
     def receives(self) -> list[Action]:
         """Return all RECVs, in order on each edge."""

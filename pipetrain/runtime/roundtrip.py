@@ -29,10 +29,7 @@ class Link:
 
 
 def slowest_link(mesh: Mesh, buffer_size: int) -> Link:
-    """Measure all pairs of neighbours; return the slowest link, on every rank. Raises ChannelError.
-
-    With a single rank there are no messages, and their time is 0.
-    """
+    """Measure all pairs of neighbours; return the slowest link, on every rank. Raises ChannelError."""
     if mesh.world.size == 1:
         return Link()
     channel = mesh.channel(buffer_size)

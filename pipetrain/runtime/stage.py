@@ -120,8 +120,7 @@ class Stage:
         self._watch = FiniteWatch(index)
         self._skips = skip_not_finite
         self._skip = False
-        self.skipped = 0
-        """Number of updates skipped because of a non-finite gradient."""
+        self.skipped = 0  # number of updates skipped because of a non-finite gradient
         self._loss = loss
         self._single_input = entry is None or entry.single
         self._entry = entry
@@ -232,10 +231,7 @@ class Stage:
         self._skip = False
 
     def _forget_buffers(self, mbs: list[int]) -> None:
-        """Restore the buffers from before a batch that is skipped, or that made them non-finite.
-
-        Forwards of later microbatches have used them already; their changes are dropped too.
-        """
+        """Restore the buffers from before a batch that is skipped or spoilt them, also for later forwards."""
         first = self._before[mbs[0]]
         if self._skip or self.weights.spoilt(first):
             self.weights.restore(first)

@@ -31,11 +31,9 @@ from pipetrain.runtime.memory import Memory
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Builds an optimizer for one stage's parameters."""
 
-Rate = Callable[[int], float]
-"""Learning rate of update 0, 1, 2, ..."""
+Rate = Callable[[int], float]  # learning rate of update 0, 1, 2, ...
 
-Buffers = list[tuple[Tensor, Tensor]]
-"""Pairs of a buffer and a copy of its earlier values."""
+Buffers = list[tuple[Tensor, Tensor]]  # pairs of a buffer and a copy of its earlier values
 
 
 def _finite(tensor: Tensor) -> Tensor:
@@ -75,16 +73,13 @@ class Weights:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer; None where nothing is trained."""
         return self._optimizer
 
     @property
     def held(self) -> int:
-        """The number of versions held, the newest included."""
         return len(self._versions)
 
     def leaves(self, version: int) -> list[Tensor]:
-        """Return the leaves of a version. Raises KeyError for one that is not held."""
         return list(self._versions[version].values())
 
     def leaf(self, version: int, name: str) -> Tensor:
@@ -162,19 +157,14 @@ class Weights:
         self.newest = 0
 
     def reduce(self) -> None:
-        """Give the batch's gradient to the optimizer."""
         for name, leaf in self._accumulating.items():
             self._live[name].grad, leaf.grad = leaf.grad, None
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the batch's gradient of each parameter that has one."""
         return {name: p.grad for name, p in self._live.items() if p.grad is not None}
 
     def step(self, keep: bool, skip: bool = False) -> None:
-        """Make the next version from the batch's gradient; `keep` the previous one for later actions.
-
-        With `skip` the gradient is dropped and the next version equals the previous one.
-        """
+        """Make the next version, `keep` the previous one for later actions; `skip` drops the gradient."""
         if keep:
             self._move()
         if self._optimizer is not None:
@@ -207,11 +197,9 @@ class Weights:
         optimizer.step()
 
     def older(self) -> list[int]:
-        """Return the versions held besides the newest."""
         return [version for version in self._versions if version != self.newest]
 
     def release(self, version: int) -> None:
-        """Release an older version, which no later action reads."""
         leaves = self._versions.pop(version).values()
         increment_version(leaves)  # their storage will be overwritten
         self._spare.append([leaf.data for leaf in leaves])

@@ -79,8 +79,7 @@ class Action:
         return f"{self.stage}{self.op}{self.mb}@{self.version}"
 
 
-Program = list[list[Action]]
-"""One list of actions per rank."""
+Program = list[list[Action]]  # one list of actions per rank
 
 Schedule = Callable[[int, int, int], Program]
 """(ranks, batches, microbatches a batch) -> a compute-only program: F, B (or I and W) and STEP."""
@@ -135,10 +134,7 @@ def placement(program: Program) -> list[int]:
 
 
 def shortened(actions: Sequence[Action], batches: int, microbatches: int) -> list[Action]:
-    """Leave out the actions of batch number `batches` and later, so that the window ends before.
-
-    The rest waits for no more than before, so a program without deadlock stays so.
-    """
+    """Leave out batches from number `batches` on. The rest waits for no more than before: no new deadlock."""
     total = batches * microbatches
     return [a for a in actions if (a.version <= batches if a.op in UPDATE else a.mb < total)]
 

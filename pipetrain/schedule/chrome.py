@@ -29,8 +29,7 @@ TRACKS = ["compute", "wait", "send", "receive"]
 _COMPUTE, _WAIT, _SEND, _RECEIVE = range(len(TRACKS))
 _NOBODYS = "wait"
 Event = dict[str, Any]
-Message = tuple[tuple[int, int], int]
-"""(edge, microbatch)."""
+Message = tuple[tuple[int, int], int]  # (edge, microbatch)
 
 
 def write(path: Path, about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> None:
@@ -54,10 +53,7 @@ def write(path: Path, about: Mapping[str, Any], windows: Sequence[TracedWindow])
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[TracedWindow]]:
-    """Read a trace of `write`: its conditions and windows.
-
-    Raises OSError, and LookupError, TypeError or ValueError for a file that is not such a trace.
-    """
+    """Read a trace: its conditions and windows. Raises OSError, LookupError, TypeError or ValueError."""
     content = json.loads(path.read_text())
     about = content["otherData"]
     if about["format"] != FORMAT:
@@ -88,10 +84,7 @@ def _span_of(event: Event) -> Span:
 
 
 def events(windows: Sequence[TracedWindow], placement: Sequence[int], origin: float) -> Iterator[Event]:
-    """Yield all events, those of each track in order of time.
-
-    `placement[stage]` is a stage's rank, `origin` the start of the trace.
-    """
+    """Yield the events, each track's in order of time, from `origin`; `placement[stage]`: its rank."""
     ranks = range(len(windows[0].timeline.rows))
     for rank in ranks:
         yield from _names(rank, [stage for stage, on in enumerate(placement) if on == rank])

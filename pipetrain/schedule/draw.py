@@ -26,8 +26,6 @@ _STEP, _IDLE, _INK = "#222222", "#ececec", "#333333"
 
 
 class _Bar(NamedTuple):
-    """A computation, or a step, of one rank."""
-
     rank: int
     action: Action
     start: float
@@ -201,7 +199,6 @@ def _draw_legend(axes: Axes, shown: set[Op]) -> None:
 
 
 def _bars(timeline: Timeline, until: float) -> list[_Bar]:
-    """Return the bars of each rank up to a time."""
     bars: list[_Bar] = []
     for rank, (stages, row) in enumerate(zip(_stages(timeline), timeline.rows, strict=True)):
         for action, start, end, *_ in row.spans:
@@ -244,7 +241,6 @@ def _unit(timeline: Timeline) -> float:
 
 
 def _stages(timeline: Timeline) -> list[list[int]]:
-    """Return the stages of each rank."""
     return [sorted({action.stage for action in row.actions}) for row in timeline.rows]
 
 

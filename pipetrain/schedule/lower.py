@@ -21,8 +21,7 @@ from pipetrain.schedule.actions import (
     ranks_of,
 )
 
-Route = tuple[int, int]
-"""(source stage, destination stage) of an activation; its gradient goes the other way."""
+Route = tuple[int, int]  # (source stage, destination stage) of an activation; its gradient goes the other way
 
 _ADDED = COMMUNICATION | {Op.REDUCE}
 
@@ -56,7 +55,6 @@ class Wiring:
         }
 
     def rank(self, stage: int, mb: int) -> int:
-        """Return the rank that runs a microbatch of a stage."""
         return self.ranks[stage][mb % len(self.ranks[stage])]
 
     def apart(self, stage: int, other: int, mb: int) -> bool:

@@ -83,8 +83,7 @@ class Policy(ABC):
         """Return the bounds of a stage in such a window."""
 
     @abstractmethod
-    def refuse(self, ranks: int, batches: int, microbatches: int) -> None:
-        """Raise ScheduleError for invalid settings."""
+    def refuse(self, ranks: int, batches: int, microbatches: int) -> None: ...
 
     def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
         """Return the compute-only program of a window at unit costs."""
@@ -164,10 +163,7 @@ def play(
     buffer_size: int = 2,
     cost: Cost = unit_cost,
 ) -> Program:
-    """Return the compute-only program that a policy decides with actions of these costs.
-
-    `buffer_size` bounds each edge as in `simulate`; messages take no time. Raises ScheduleError.
-    """
+    """Return a policy's compute-only program at these costs; messages take no time. Raises ScheduleError."""
     policy.refuse(ranks, batches, microbatches)
     return _Play(policy, ranks, batches, microbatches, buffer_size, cost).run()
 
@@ -206,7 +202,6 @@ class _Play:
         return self._sent[send.edge] - self._taken[send.edge] < 2 * self._bound
 
     def run(self) -> Program:
-        """Return each rank's compute actions."""
         while self._clock:
             now, rank = heapq.heappop(self._clock)
             left_over = self._asleep.pop(rank, None)

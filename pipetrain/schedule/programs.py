@@ -26,10 +26,7 @@ def layer_dist(ranks: int, batches: int, microbatches: int) -> Program:
 
 
 def gpipe(ranks: int, batches: int, microbatches: int) -> Program:
-    """All forwards of a batch, then all its backwards (Huang et al. 2019, figure 2c).
-
-    Backwards ascend too, at no cost, so that every schedule sums its gradients in the same order.
-    """
+    """All forwards of a batch, then all its backwards, ascending too (Huang et al. 2019, figure 2c)."""
     _require("gpipe", ranks=ranks, batches=batches, microbatches=microbatches)
     return _flushed(ranks, batches, microbatches, lambda stage: microbatches)
 

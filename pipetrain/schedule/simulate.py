@@ -89,8 +89,6 @@ class _Edge:
 
 
 class _Simulation:
-    """The start and end of each action."""
-
     def __init__(
         self, program: Program, buffer_size: int, cost: Cost, routes: Sequence[Route] | None
     ) -> None:

@@ -41,7 +41,6 @@ class Row:
 
     @property
     def actions(self) -> list[Action]:
-        """The actions, in the order in which they ran."""
         return [span.action for span in self.spans if span.action is not None]
 
     @property
@@ -154,7 +153,6 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """The time from the first start to the last end."""
         if not self.rows:
             return 0.0
         return max(row.ended for row in self.rows) - min(row.began for row in self.rows)
@@ -207,10 +205,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of each kind of action at each stage: a `Cost` for `simulate`; 0 if not listed.
-
-    For a SEND, the travel time of its message, during which the sender goes on.
-    """
+    """Seconds of each kind of action at each stage, by default 0; for a SEND, its message's travel time."""
 
     seconds: Mapping[tuple[int, Op], float]
 

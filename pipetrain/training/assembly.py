@@ -56,10 +56,7 @@ def make_engine(
     clock: Clock | None = None,
     feedback: Feedback | None = None,
 ) -> Engine:
-    """Make the engine for a rank's stages, over `channel` or else the mesh's channel.
-
-    Training messages are encoded by the plan's codecs, with the residuals of `feedback`.
-    """
+    """Make the engine for a rank's stages, over `channel` or else the mesh's, with the plan's codecs."""
     codecs, channels_last = plan.settings.codecs, plan.numerics.channels_last
     plain = coded = channel or mesh.channel(plan.settings.buffer_size, channels_last)
     if not codecs.plain:

@@ -21,8 +21,10 @@ from torch.utils.tensorboard.summary import histogram_raw, hparams, image, scala
 from pipetrain.training.history import History
 from pipetrain.training.run import Run
 
-HYPER_PARAMETERS = ["data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size"]
-HYPER_PARAMETERS += ["lr", "epochs", "seed", "device", "data_workers", "codec_forward", "codec_backward"]
+HYPER_PARAMETERS = [
+    "data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size",
+    "lr", "epochs", "seed", "device", "data_workers", "codec_forward", "codec_backward",
+]  # fmt: skip
 RESULTS = ["val_acc", "best_val_acc", "val_loss", "samples_per_s", "epoch_s"]
 
 

@@ -81,7 +81,6 @@ class Progress:
 
     @classmethod
     def from_json(cls, data: object) -> Progress:
-        """Build one from JSON data. Raises DamagedCheckpoint."""
         progress: Progress = read_as(cls, data, "its progress")
         return progress
 

@@ -25,7 +25,6 @@ class Files:
         self._due[path] = write, said
 
     def whole(self, path: Path, write: Callable[[Path], object], said: str = "") -> None:
-        """Write a file with `write`, which gets the path."""
         self.due(path, partial(write_whole, path, write), said)
 
     def text(self, path: Path, text: str) -> None:
@@ -96,10 +95,7 @@ def warn(path: Path | str, error: OSError) -> None:
 
 
 class LogFile(logging.FileHandler):
-    """A log file that keeps lines which cannot be written, and writes them before the next ones.
-
-    Python's handlers print a traceback for each such line, and may lose it.
-    """
+    """A log file that keeps lines which cannot be written, where Python's would print a traceback."""
 
     def __init__(self, filename: str) -> None:
         super().__init__(filename, delay=True)

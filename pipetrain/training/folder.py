@@ -126,10 +126,7 @@ def _made_key(lock: int) -> str:
 
 
 def clear(folder: Path, names: Sequence[str] = (METRICS, UPDATES, TRACE, RAN, PROFILE_FILE)) -> None:
-    """Remove the records of an unfinished run, and TensorBoard's files.
-
-    `names`: the records to remove, those that a resumed run writes again.
-    """
+    """Remove an unfinished run's records `names`, and TensorBoard's files."""
     for left in [*(folder / name for name in names), *folder.glob(EVENTS)]:
         with suppress(OSError):  # it will be overwritten, or that fails with a warning
             left.unlink()

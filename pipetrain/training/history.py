@@ -44,7 +44,6 @@ class History:
 
     @property
     def last(self) -> EpochFigures:
-        """The newest epoch."""
         return self.epochs[-1]
 
     @property
@@ -81,7 +80,6 @@ class History:
 
     @property
     def straggler(self) -> Straggler | None:
-        """The slowest rank, if it is notably slower than the others."""
         updates = sum(figures.updates for figures in self.epochs)
         return find_straggler(self._plan.placement, self.measured(), updates)
 
@@ -122,7 +120,6 @@ class History:
         return b"".join(_line([str(update), f"{loss:.6g}"]) for update, loss in losses.items())
 
     def summary(self, machine: Machine) -> dict[str, Any]:
-        """Return the content of summary.json."""
         settings, data, last, best = self._run.settings, self._run.data, self.last, self.best
         train_s = sum(figures.train_s for figures in self.epochs)
         straggler, stages, seen = self.straggler, self._stages(self.epochs), self.measured()
@@ -200,10 +197,7 @@ class History:
 
 
 def stage_times(placement: Sequence[int], stages: Sequence[StageStats], train_s: float) -> list[StageTimes]:
-    """Convert the stages' statistics over `train_s` seconds of training into fractions of it.
-
-    Bubble and wait are those of a stage's rank, which may hold other stages too.
-    """
+    """Convert statistics over `train_s` seconds of training into fractions; bubble and wait are by rank."""
     busy, wait = ([0.0] * len(placement) for _ in range(2))
     for stats, rank in zip(stages, placement, strict=True):
         busy[rank] += stats.busy_s

@@ -59,7 +59,6 @@ class Recorder:
         self._introduce()
 
     def _introduce(self) -> None:
-        """Log the run's model, data and plan."""
         settings, data = self._run.settings, self._run.data
         log.info(
             "pipetrain: %s on %s (%d train, %d test samples), schedule %s, %s",
@@ -145,7 +144,7 @@ class Recorder:
     def trace(self, trace: Trace) -> None:
         """Write the traced windows, with the conditions needed to replay them."""
         path, about = self._folder / TRACE, about_trace(self._run, trace, self._machine.device)
-        number = f"{len(trace.windows)} window{'s' * (len(trace.windows) > 1)}"
+        number = "1 window" if len(trace.windows) == 1 else f"{len(trace.windows)} windows"
         limit = trace.cut and f"; it ends {trace.cut}"
         said = f"trace of {number} in {path}{limit}; open it at https://ui.perfetto.dev"
         self._files.whole(path, lambda new: chrome.write(new, about, trace.windows), said)
@@ -160,10 +159,7 @@ class Recorder:
         self._files.text(self._folder / RAN, "\n".join(parts))
 
     def close(self) -> None:
-        """Write the summary and the hyper-parameters, and log the results.
-
-        Raises NotRecorded if a file cannot be written.
-        """
+        """Write the summary and hyper-parameters, and log the results. Raises NotRecorded."""
         summary = self._history.summary(self._machine)
         self._outcome = events.outcome(summary)
         self._write()
@@ -195,10 +191,7 @@ class Recorder:
             )
 
     def stop(self, not_saved: int | None) -> None:
-        """End without a summary: the run was stopped, or its last checkpoint could not be saved.
-
-        Raises NotRecorded if the checkpoint of its last update was `not_saved`.
-        """
+        """End without a summary. Raises NotRecorded if the checkpoint of the last update was `not_saved`."""
         if self._bar is not None:
             self._bar.close()
         self._write()

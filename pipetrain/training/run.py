@@ -59,12 +59,10 @@ class Run:
 
     @property
     def evaluation_sizes(self) -> list[int]:
-        """The number of samples in each microbatch of an evaluation."""
         return _even(len(self.data.test), self.settings.batch_size)
 
     @property
     def updates(self) -> int:
-        """The number of updates of the whole run."""
         return self.settings.epochs * len(self.sampler.batch_sizes)
 
 

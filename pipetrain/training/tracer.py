@@ -55,7 +55,6 @@ class Tracer:
 
     @property
     def over(self) -> bool:
-        """Whether all windows have been traced."""
         return not self._left
 
     def observer(self, epoch: int, batches: Sequence[Sequence[Tensor]]) -> Observer | None:
@@ -120,7 +119,6 @@ def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
 
 
 def _lengths(run: Run, position: Position) -> list[int]:
-    """Return the numbers of batches of the remaining windows."""
     batches, window = len(run.sampler.batch_sizes), run.settings.window
     return [
         length
@@ -130,6 +128,5 @@ def _lengths(run: Run, position: Position) -> list[int]:
 
 
 def _shifted(row: Row, shift: Callable[[float], float]) -> Row:
-    """Return a row on another clock."""
     spans = [span._replace(start=shift(span.start), end=shift(span.end)) for span in row.spans]
     return Row(shift(row.began), shift(row.ended), spans)

@@ -43,8 +43,7 @@ if TYPE_CHECKING:  # the recorder imports Matplotlib and TensorBoard, which trai
     from pipetrain.training.recorder import Recorder
 
 
-Ran = list[list[Action]]
-"""The actions of a rank in each window of an epoch, kept if a policy decided them."""
+Ran = list[list[Action]]  # the actions of a rank in each window of an epoch, kept if a policy decided them
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +122,7 @@ class Trainer:
             )
 
     def fit(self) -> bool:
-        """Train for all epochs, evaluating after each; return False if a signal stopped it before the end.
-
-        Raises ChannelError and TrainingStopped.
-        """
+        """Train and evaluate all epochs; return False if stopped. Raises ChannelError and TrainingStopped."""
         self._started = time.perf_counter()
         settings = self._run.settings
         tracer = Tracer(self._run, self._mesh, self._position) if settings.trace else None
@@ -193,10 +189,7 @@ class Trainer:
         return self._elapsed_before + time.perf_counter() - self._started
 
     def evaluate(self, epoch: int) -> bool:
-        """Predict every test sample with the newest weights, which updates the last stage's tally.
-
-        Returns False if a signal stopped it before the end.
-        """
+        """Predict every test sample, which updates the last stage's tally; return False if stopped early."""
         run = self._run
         ids = list(torch.split(torch.arange(len(run.data.test)), run.evaluation_sizes))
         transform = replace(run.transform, augment=None)
