@@ -230,11 +230,11 @@ def _try_codec(key: str, codec: Codec) -> None:
     (spec,) = specs_of([x])
     try:
         with torch.random.fork_rng([]):
-            said, tensors = tuple(codec.wire_specs(spec)), codec.encode(x)
+            stated, tensors = tuple(codec.wire_specs(spec)), codec.encode(x)
             wire, back = specs_of(tensors), specs_of([codec.decode(tensors, spec)])
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"{key} cannot carry {spec}: {type(error).__name__}: {one_line(error)}") from error
-    for what, specs, wanted in (("encodes", wire, said), ("decodes", back, (spec,))):
+    for what, specs, wanted in (("encodes", wire, stated), ("decodes", back, (spec,))):
         if specs != wanted:
             made, meant = (" + ".join(map(str, some)) for some in (specs, wanted))
             raise ConfigError(f"{key} {what} {spec} to {made}, and should to {meant}; see Codec.wire_specs")

@@ -2,8 +2,7 @@
 
 The sizes of an encoded tensor follow from its shape, so the receiver can post its receives ahead and there
 are no headers. A codec has no state: with error feedback the channel keeps the error (see coded.py). The
-bounds given here hold for finite tensors; others are refused, because with an infinite step all else would be
-zero.
+bounds hold for finite tensors; others are refused, as beside an infinite step all else would be zero.
 
 Sources: top-k with error feedback, Deep Gradient Compression (Lin et al., 2018); stochastic rounding to few
 bits, QSGD (Alistarh et al., 2017).

@@ -26,13 +26,13 @@ def guarded(action: Callable[[], int]) -> int:
     try:
         return action()
     except KeyboardInterrupt as stop:
-        return _say(str(stop) or "interrupted", INTERRUPTED) if _rank() == 0 else INTERRUPTED
+        return _report(str(stop) or "interrupted", INTERRUPTED) if _rank() == 0 else INTERRUPTED
     except (ConfigError, ScheduleError) as error:
-        return _say(error, REFUSED)
+        return _report(error, REFUSED)
     except (ChannelError, NotRecorded, TrainingStopped) as error:
         if isinstance(error, ActionFailed) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)  # most likely an error in the user's model
-        return _say(error, FAILED)
+        return _report(error, FAILED)
 
 
 def leave(status: int) -> None:
@@ -52,7 +52,7 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _say(error: object, status: int) -> int:
+def _report(error: object, status: int) -> int:
     """Print a message on standard error and write it to the run's log."""
     text = "pipetrain: " + " ".join(str(error).split())
     print(text, file=sys.stderr, flush=True)

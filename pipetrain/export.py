@@ -99,11 +99,11 @@ def merged(source: Source) -> dict[str, Tensor]:
     """Return the state_dict of the whole model of a checkpoint. Raises ConfigError."""
     terms, where = source.manifest.conditions, str(source.folder)
     names = read_as(dict[str, str], terms.get("state_dict"), f"{where}: state_dict")
-    said = read_as(dict[str, list[Any]], terms.get("tensors"), f"{where}: tensors")
+    forms = read_as(dict[str, list[Any]], terms.get("tensors"), f"{where}: tensors")
     tensors = Tensors(source.folder, list(source.manifest.parts))
     found: dict[str, Tensor] = {}
     for name in names.values():
-        dtype, *shape = said.get(name) or [None]
+        dtype, *shape = forms.get(name) or [None]
         tensor = tensors[f"model/{name}"]
         if dtype == _COMPLEX.get(tensor.dtype) and tensor.shape[-1:] == (2,):
             tensor = torch.view_as_complex(tensor)

@@ -113,8 +113,8 @@ class Leader:
         """Seal with the key of the run's folder from now on. Raises ConfigError if there is no key."""
         if self._store is not None and not (key or os.environ.get(SECRET)):
             raise ConfigError(
-                f"run_dir={folder} is on a file system that keeps no file from others, so ranks cannot prove "
-                f"who they are: choose another, or set {SECRET} to the same random words for every rank"
+                f"run_dir={folder} is on a file system that hides no file from other users, so ranks cannot "
+                f"authenticate each other: choose another, or set {SECRET} to one random word on all ranks"
             )
         self._folder, self._key = str(folder), key
 
@@ -123,14 +123,14 @@ class Leader:
         if self._store is None:
             return None
         number = self._words
-        store = self._say({"job": asdict(job), "code": code_fingerprint(), "arguments": self._arguments})
+        store = self._send({"job": asdict(job), "code": code_fingerprint(), "arguments": self._arguments})
         return store.under(f"job/{number}")
 
     def await_ready(self, limit_s: float) -> None:
         """Wait until all ranks are ready; raises ChannelError if one is silent, ConfigError if it refuses."""
         for rank in self._others:
             key = f"answer/{self._words - 1}/{rank}"
-            if self._heard(key, f"rank {rank} to get ready", max(START_S, limit_s)) != _READY:
+            if self._await(key, f"rank {rank} to get ready", max(START_S, limit_s)) != _READY:
                 raise ConfigError(f"rank {rank} refuses this run; look at what it says")
 
     def end(self, status: int) -> None:
@@ -138,7 +138,7 @@ class Leader:
         if self._store is None:
             return
         if status == 0 and self._folder:
-            self._say({"ended": True})
+            self._send({"ended": True})
         else:  # a failure needs no proof
             self._store.set("ended", str(status))
 
@@ -167,11 +167,11 @@ class Leader:
                 return None
             raise
 
-    def _say(self, word: dict[str, Any]) -> SealedStore:
+    def _send(self, word: dict[str, Any]) -> SealedStore:
         """Send a message to all ranks that have started; return the store. Raises ChannelError."""
         assert self._store is not None
         for rank in self._others[len(self._met) - 1 :]:
-            self._met.append(self._heard(f"met/{rank}", f"rank {rank} to start", START_S))
+            self._met.append(self._await(f"met/{rank}", f"rank {rank} to start", START_S))
         proof = _Proof(self._folder, _digest(self._key), self._met)
         self._store.set(f"proof/{self._words}", json.dumps(asdict(proof)))
         sealed = SealedStore(self._store, Seal(self._key, _scope(self._met)))
@@ -179,7 +179,7 @@ class Leader:
         self._words += 1
         return sealed
 
-    def _heard(self, key: str, what: str, limit_s: float) -> str:
+    def _await(self, key: str, what: str, limit_s: float) -> str:
         assert self._store is not None
         end = time.monotonic() + limit_s
         while not self._store.check([key]):
@@ -307,7 +307,7 @@ class _Follower:
         )
 
 
-def _status(said: bytes) -> int:
+def _status(ended: bytes) -> int:
     """Return the exit status of a run that rank 0 has given up. Raises TrainingStopped for an invalid one.
 
     A failure needs no proof; success is accepted only where the command line runs nothing, as with --help.
@@ -315,9 +315,9 @@ def _status(said: bytes) -> int:
     known = {str(status).encode(): status for status in (FAILED, REFUSED, INTERRUPTED)}
     if not _ASKING.isdisjoint(sys.argv[1:]):
         known[b"0"] = 0
-    if said not in known:
+    if ended not in known:
         raise forged("ended")
-    return known[said]
+    return known[ended]
 
 
 def _key_of(folder: Path, digest: str) -> str:
@@ -352,8 +352,8 @@ def _agent() -> str:
 def _difference(theirs: list[str], mine: list[str]) -> str:
     """Return the words in which rank 0's command line and this rank's differ."""
     only = [("here", Counter(mine) - Counter(theirs)), ("at rank 0", Counter(theirs) - Counter(mine))]
-    said = [f"{' '.join(words.elements())} only {where}" for where, words in only if words]
-    return ", ".join(said) or f"{' '.join(mine)} here, {' '.join(theirs)} at rank 0"
+    parts = [f"{' '.join(words.elements())} only {where}" for where, words in only if words]
+    return ", ".join(parts) or f"{' '.join(mine)} here, {' '.join(theirs)} at rank 0"
 
 
 def code_fingerprint() -> str:

@@ -148,13 +148,13 @@ def _predicted(run: Timeline, prediction: Prediction, batches: int) -> str:
     messages = f"messages {1e3 * profile.latency_s:.3f} ms + {1e3 * 2**20 * profile.s_per_byte:.3f} ms/MiB"
     if profile.latency_s == profile.s_per_byte == 0:
         messages = "messages free, as none were measured"
-    told = ", ".join(f"{key} {value}" for key, value in profile.machine.items())
+    machine = ", ".join(f"{key} {value}" for key, value in profile.machine.items())
     rows = [("partition", "cut before layers", "slowest stage, ms a batch")]
     rows += [
         (name, str(cuts), f"{1e3 * seconds:.2f}") for name, (cuts, seconds) in prediction.choices.items()
     ]
     return (
-        f"F, B and messages of a microbatch, STEP and all of a batch; profiled on {told}\n"
+        f"F, B and messages of a microbatch, STEP and all of a batch; profiled on {machine}\n"
         f"{messages}; the schedule at these times: {1e3 * run.makespan / batches:.2f} ms a batch, "
         f"bubble {run.bubble:.4f}\n\n" + _aligned(rows)
     )

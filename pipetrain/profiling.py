@@ -126,7 +126,7 @@ def verdict(prediction: Prediction) -> str:
     choices, ours = prediction.choices, prediction.slowest_s
     listed = ", ".join(f"{name} {cuts} {1e3 * slowest_s:.1f}" for name, (cuts, slowest_s) in choices.items())
     beaten = [name for name in STRATEGIES if choices[name][1] > ours]
-    said = [f"profile beats {' and '.join(', '.join(beaten).rsplit(', ', 1))}"] if beaten else []
-    said += [f"{name} is as good" for name in STRATEGIES if choices[name][1] == ours]
-    said += [f"{name} would be faster, but is ruled out" for name in STRATEGIES if choices[name][1] < ours]
-    return f"slowest stage in ms a batch, by cuts: {listed}: {', '.join(said)}"
+    phrases = [f"profile beats {' and '.join(', '.join(beaten).rsplit(', ', 1))}"] if beaten else []
+    phrases += [f"{name} is as good" for name in STRATEGIES if choices[name][1] == ours]
+    phrases += [f"{name} would be faster, but is ruled out" for name in STRATEGIES if choices[name][1] < ours]
+    return f"slowest stage in ms a batch, by cuts: {listed}: {', '.join(phrases)}"

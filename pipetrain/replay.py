@@ -3,11 +3,9 @@
 The costs, from whole microbatches only:
 
 - an action takes its stage's typical time; F, B, I and W also their share of their rank's overhead, that is,
-of
-  the time neither computing nor waiting (posting messages, the loop itself, between windows);
+  of the time neither computing nor waiting (posting messages, the loop itself, between windows);
 - a message travels for the typical time from its send to its arrival, over those that their receiver waited
-for,
-  as the arrival of others is unknown. If no receiver ever waited, it takes no time.
+  for, as the arrival of others is unknown. If no receiver ever waited, it takes no time.
 
 The typical time is the mean, because times along a path add up and their distribution is skewed: with
 medians, replays of traced runs were 1 to 4 % too short. Outliers above three medians count as three. The

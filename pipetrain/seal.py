@@ -50,8 +50,8 @@ class Seal:
         return content
 
     def _mac(self, name: str, content: bytes) -> bytes:
-        said = b"\0".join([self._scope.encode(), name.encode(), content])
-        return hmac.new(self._key, said, hashlib.sha256).digest()
+        message = b"\0".join([self._scope.encode(), name.encode(), content])
+        return hmac.new(self._key, message, hashlib.sha256).digest()
 
 
 class SealedStore:

@@ -41,7 +41,7 @@ class Asking:
         self._leads = rank == first
         self._rank = rank
         self._asked: Asked = ""
-        self._told: tuple[int, Asked] | None = None
+        self._requested: tuple[int, Asked] | None = None
         self._windows = 0
         self._served = 0
         self._decided: tuple[int, Asked] | None = None
@@ -62,8 +62,8 @@ class Asking:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self._asked = max(self._asked, SIGNALS[number], key=ORDER.index)
-        said = f"pipetrain: rank {self._rank} got {signal.Signals(number).name}: {_SENTENCES[self._asked]}\n"
-        os.write(2, said.encode())
+        line = f"pipetrain: rank {self._rank} got {signal.Signals(number).name}: {_SENTENCES[self._asked]}\n"
+        os.write(2, line.encode())
 
     def begin_window(self, batches: int, batch_s: float | None = None) -> None:
         """Start a window of `batches` batches of about `batch_s` seconds; the same numbers on all ranks."""
@@ -81,12 +81,12 @@ class Asking:
         store, key = self._store, f"ended/{self._windows}"
         if store is None:
             return self._asked == "stop" and self._goes_on_for_long(batches, begun)
-        self._tell(store)
+        self._request(store)
         if not self._leads:
             return store.check(key) and store.get(key) == str(batches)
         if self._asked_by_any(store) != "stop" or not self._goes_on_for_long(batches, begun):
             return False
-        _say(store, key, str(batches))
+        _publish(store, key, str(batches))
         return True
 
     def _goes_on_for_long(self, batches: int, begun: int) -> bool:
@@ -102,7 +102,7 @@ class Asking:
         if self._store is None:
             asked, self._asked = self._asked, ""
             return asked
-        self._tell(self._store)
+        self._request(self._store)
         if self._leads and self._decided is None:
             self._decide(self._store)
         elif not self._leads and self._store.check(f"decided/{self._served}"):
@@ -116,9 +116,9 @@ class Asking:
             self._asked = ""  # a higher request made meanwhile is kept, and told again
         return done
 
-    def _tell(self, store: SealedStore) -> None:
-        if self._asked and self._told != (self._served, self._asked):
-            self._told = self._served, self._asked
+    def _request(self, store: SealedStore) -> None:
+        if self._asked and self._requested != (self._served, self._asked):
+            self._requested = self._served, self._asked
             store.set(f"asked/{self._served}", self._asked)
 
     def _asked_by_any(self, store: SealedStore) -> Asked:
@@ -128,13 +128,13 @@ class Asking:
     def _decide(self, store: SealedStore) -> None:
         if asked := self._asked_by_any(store):
             self._decided = self._windows + 1, asked
-            _say(store, f"decided/{self._served}", f"{self._windows + 1} {asked}")
+            _publish(store, f"decided/{self._served}", f"{self._windows + 1} {asked}")
 
 
 def _asked(word: str) -> Asked:
     return ORDER[ORDER.index(word)]  # type: ignore[arg-type]
 
 
-def _say(store: SealedStore, key: str, text: str) -> None:
+def _publish(store: SealedStore, key: str, text: str) -> None:
     store.set(key, text)
     store.get(key)  # returns only when the store has the value, so later checks of other ranks see it

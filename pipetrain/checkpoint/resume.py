@@ -37,7 +37,7 @@ def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
         raise ConfigError(
             f"run_dir={run_dir} holds a run that finished after {epochs} epochs, and with "
             f"lr_schedule={settings.lr_schedule} warmup={cfg.warmup:g} the rates of {settings.epochs} epochs "
-            f"are others from the start: train anew in another run_dir, or go on there from its last weights "
+            f"differ from the start: train anew in another run_dir, or go on there from its last weights "
             f"with resume={run_dir}"
         )
     return settings.epochs > epochs

@@ -116,8 +116,8 @@ class Saver:
         partial = self._folder / (folder_name(update) + PARTIAL)
         written = self._write(partial, snapshot)
         if manifest is None:
-            self._say(update, json.dumps(asdict(written)))
-            if self._heard(update, 0, 2 * self._timeout) == _NOT_SAVED:
+            self._report(update, json.dumps(asdict(written)))
+            if self._await_report(update, 0, 2 * self._timeout) == _NOT_SAVED:
                 shutil.rmtree(partial, ignore_errors=True)
             return
         try:
@@ -128,10 +128,10 @@ class Saver:
                 mark_best(final)
             prune(self._folder, self._keep, final)
             self.not_saved = None
-            self._say(update, _SAVED)
+            self._report(update, _SAVED)
         except (OSError, _SaveFailed) as error:
             self.not_saved = update
-            self._say(update, _NOT_SAVED)
+            self._report(update, _NOT_SAVED)
             shutil.rmtree(partial, ignore_errors=True)
             log.warning(
                 "pipetrain: the checkpoint of update %d was NOT saved: %s; training goes on, and the "
@@ -152,10 +152,10 @@ class Saver:
         written = [mine]
         end = time.monotonic() + self._timeout
         for rank in sorted(set(manifest.pipeline["placement"]) - {self._rank}):
-            said = self._heard(update, rank, end - time.monotonic())
-            if said is None:
+            report = self._await_report(update, rank, end - time.monotonic())
+            if report is None:
                 raise _SaveFailed(f"rank {rank} wrote nothing for {self._timeout:g} s")
-            written.append(read_as(_Written, json.loads(said), f"what rank {rank} wrote"))
+            written.append(read_as(_Written, json.loads(report), f"what rank {rank} wrote"))
         if failures := [one.failure for one in written if one.failure]:
             raise _SaveFailed(failures[0])
         return {name: part for one in written for name, part in one.parts.items()}
@@ -175,11 +175,11 @@ class Saver:
                     f"run_dir must be a folder that all machines share"
                 )
 
-    def _say(self, update: int, word: str) -> None:
+    def _report(self, update: int, word: str) -> None:
         if self._store is not None:
             self._store.set(f"saved/{update}/{self._rank}", word)
 
-    def _heard(self, update: int, rank: int, seconds: float) -> str | None:
+    def _await_report(self, update: int, rank: int, seconds: float) -> str | None:
         """Wait for another rank's message about a save; return None after `seconds` without one."""
         assert self._store is not None
         key = f"saved/{update}/{rank}"

@@ -57,7 +57,7 @@ def refuse_older(source: Source, run_dir: Path) -> None:
     if newest is not None and newest.manifest.position.update > source.manifest.position.update:
         raise ConfigError(
             f"{source.folder} is older than {newest.folder.name} in the same run_dir, from which resume=auto "
-            f"would go on later: choose another run_dir, or remove what is newer"
+            f"would go on later: choose another run_dir, or remove the newer ones"
         )
 
 

@@ -25,8 +25,8 @@ def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFacto
     try:
         stage.load_state(tensors, updates)
     except Exception as error:  # an optimizer may raise anything for a state that it cannot load
-        said = f"{type(error).__name__}: {one_line(error)}"
-        raise DamagedCheckpoint(f"stage {stage.index} cannot go on from the checkpoint: {said}") from error
+        cause = f"{type(error).__name__}: {one_line(error)}"
+        raise DamagedCheckpoint(f"stage {stage.index} cannot go on from the checkpoint: {cause}") from error
     made = stage.weights.optimizer
     for name, parameter in stage.module.named_parameters():
         mine = _remembered(made, parameter) if made else {}

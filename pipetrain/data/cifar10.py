@@ -149,7 +149,7 @@ def _downloaded(url: str, timeout: float, total_timeout: float, max_bytes: int) 
     if download.fault:
         raise OSError(download.fault)
     if (md5 := _md5(download.content)) != ARCHIVE_MD5:
-        raise OSError(f"what came has MD5 {md5}, not {ARCHIVE_MD5}")
+        raise OSError(f"the download has MD5 {md5}, not {ARCHIVE_MD5}")
     return bytes(download.content)
 
 

@@ -1,8 +1,8 @@
 """The data set that is always available: scikit-learn's 1,797 handwritten digits, as 32x32 colour images.
 
 With them everything runs without a network, in minutes, to an accuracy that shows whether training works. The
-split is fixed by a hash of the sample's number, not by the run's seed, so accuracies of different runs are
-comparable. Writers are in both splits, as in the usual random split of this set.
+split is a hash of the sample's number, independent of the run's seed, so accuracies are comparable. Writers
+are in both splits, as in the usual random split of this set.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def refuse_cuts(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[in
                 f"{where} returns {output}, and complex tensors cannot cross a cut; {elsewhere}"
             )
         if writes_input(layers[cut:]) and keeps_output(layers[:cut]):
-            raise ConfigError(f"what {where} returns and keeps is written into behind it; {elsewhere}")
+            raise ConfigError(f"{where} keeps its output, which a later layer modifies; {elsewhere}")
     _refuse_sharing(model, layers, cuts)
 
 
@@ -67,10 +67,10 @@ def _refuse_sharing(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequenc
         stage = sum(cut <= index for cut in cuts)
         used = [(place.name, registered.get(_address(place.tensor), "")) for place in places(layer)]
         used += [(tensor, tensor) for tensor in layers[index].borrows]
-        for said, tensor in used:
+        for label, tensor in used:
             if tensor and user.setdefault(tensor, stage) != stage:
                 raise ConfigError(
-                    f"layer {index} ({name}) of stage {stage} shares its {said} with stage {user[tensor]}; "
+                    f"layer {index} ({name}) of stage {stage} shares its {label} with stage {user[tensor]}; "
                     f"choose a partition that keeps both layers in one stage"
                 )
 

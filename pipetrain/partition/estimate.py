@@ -60,7 +60,7 @@ def estimate(model: nn.Sequential, example: TensorSpec, numerics: Numerics | Non
             with _fake_mode() if example.nbytes > MOST_REAL else nullcontext():
                 value: Value = torch.rand(example.shape, dtype=example.dtype)
         except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"a microbatch of {example} cannot be: {_line(error)}") from error
+            raise ConfigError(f"a microbatch of {example} cannot be made: {_line(error)}") from error
         for index, (name, module) in enumerate(named_layers(model)):
             try:
                 run = trial.run(name, module, value)

@@ -178,7 +178,8 @@ class _Bench:
             for tensor in saved:
                 key = storage_of(tensor)
                 if key not in held:
-                    sizes[index - (key in given)] += tensor.untyped_storage().nbytes()
+                    maker = index - 1 if key in given else index
+                    sizes[maker] += tensor.untyped_storage().nbytes()
                     held.add(key)
         return sizes
 
@@ -225,7 +226,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in strided(values):
             storage = tensor.untyped_storage()
             if id(storage) not in self._met:
-                size = storage.nbytes() * made
+                size = storage.nbytes() if made else 0
                 self._now += size
                 self._met[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage), size))
 

@@ -292,7 +292,7 @@ class DistChannel:
         except RuntimeError as error:
             if time.monotonic() - start >= self._timeout:
                 raise expired(*ends, self._timeout) from error
-            raise self._lost(message, message.ranks[sending], error) from error
+            raise self._lost(message, message.ranks[1 if sending else 0], error) from error
         finally:
             self.waited += time.monotonic() - start
 

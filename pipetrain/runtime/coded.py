@@ -85,9 +85,9 @@ class Feedback:
         residual = self.residuals.get(slot)
         return tensor if residual is None else tensor + residual
 
-    def keep(self, slot: Slot, owed: Tensor, decoded: Tensor) -> None:
-        """Keep the error `owed` - `decoded` as the residual."""
-        self.residuals[slot] = owed - decoded
+    def keep(self, slot: Slot, corrected: Tensor, decoded: Tensor) -> None:
+        """Keep the error `corrected` - `decoded` as the residual."""
+        self.residuals[slot] = corrected - decoded
 
 
 class CodedChannel(WrappedChannel):
@@ -165,9 +165,9 @@ class CodedChannel(WrappedChannel):
                 wire += codec.encode(tensor)
             else:
                 slot = message.edge, number, spec.shape
-                owed = self._feedback.owed(slot, tensor)
-                encoded = codec.encode(owed.to(spec.dtype))
-                self._feedback.keep(slot, owed, codec.decode(encoded, spec))
+                corrected = self._feedback.owed(slot, tensor)
+                encoded = codec.encode(corrected.to(spec.dtype))
+                self._feedback.keep(slot, corrected, codec.decode(encoded, spec))
                 wire += encoded
         return wire
 

@@ -356,7 +356,7 @@ class Engine:
             made, planned = (" + ".join(map(str, specs)) for specs in (specs_of(tensors), message.specs))
             raise TrainingStopped(
                 f"stage {action.stage} made {made} for {message.name}, and the plan says {planned}: what a "
-                f"layer returns must depend on the number of samples alone"
+                f"layer returns must depend only on the number of samples"
             )
         window.channel.send(message, tensors)
         window.raw_bytes[action.stage] += message.nbytes

@@ -94,10 +94,10 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(numbers_of(t).isfinite().all()) for t in tensors)
 
 
-def blame(said: str, origin: Callable[[], str], numbers: list[float]) -> str:
+def blame(template: str, origin: Callable[[], str], numbers: list[float]) -> str:
     """Describe a non-finite number of a microbatch, and the layer where it began, if that is found."""
     where = origin()
-    return said.format(numbers[0]) + (f" (first in {where})" if where else "")
+    return template.format(numbers[0]) + (f" (first in {where})" if where else "")
 
 
 def blame_weights(names: list[str], mbs: list[int], numbers: list[float]) -> str:

@@ -190,8 +190,8 @@ class Mesh:
         except RuntimeError as error:
             raise self._lost(f"gather {what} of all ranks", error) from error
         if self._seal:
-            gathered = [self._seal.open(*said) for said in zip(names, gathered, strict=True)]
-        return [pickle.loads(said) for said in gathered]
+            gathered = [self._seal.open(*sealed) for sealed in zip(names, gathered, strict=True)]
+        return [pickle.loads(content) for content in gathered]
 
     def clock_offset(self, now: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
         """Return what to add to this rank's `now()` to get rank 0's, and the bound of its error, in seconds.

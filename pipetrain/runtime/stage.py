@@ -313,15 +313,15 @@ class Stage:
             for t, require in zip(outputs, requires, strict=True)
         )
 
-    def _check(self, said: str, tensors: tuple[Tensor, ...], origin: Callable[[], str]) -> None:
+    def _check(self, template: str, tensors: tuple[Tensor, ...], origin: Callable[[], str]) -> None:
         """Stop the training if these tensors are not finite; `origin` then finds the layer that began it."""
         floating = [numbers_of(t.detach()) for t in tensors if differentiable(t)]
         if self._skips or not floating:
             return
         late = floating[0].is_cuda  # checked later, when the weights may have changed
         if late or not sums_are_finite(floating):
-            told = partial(blame, said, str if late else origin)
-            self._watch.add(told, self.weights.updates, witness(floating))
+            describe = partial(blame, template, str if late else origin)
+            self._watch.add(describe, self.weights.updates, witness(floating))
 
     def _check_gradient(
         self, mb: int, saved: _Saved, grads: tuple[Tensor, ...], made: tuple[Tensor, ...]

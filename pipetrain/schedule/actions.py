@@ -3,8 +3,8 @@
 A schedule is data, and check, simulate, draw and the engine all read the same lists. As text an action is,
 for example, `1F3@2`: stage 1, forward, microbatch 3, weight version 2.
 
-Microbatches are numbered through a window (from one drain to the next): microbatch `k` belongs to batch `k //
-microbatches`. Versions are counted from the window's start: version 0 is the initial one, and the STEP of
+Microbatches are numbered through a window (from one drain to the next): number `k` is of batch
+`k // microbatches`. Versions count from the window's start: version 0 is the initial one, and the STEP of
 batch `n` makes version `n + 1`.
 """
 

@@ -119,9 +119,9 @@ class _Stage:
         if action.version != self.newest + 1:
             return f"the next STEP makes version {self.newest + 1}"
         done = self.done["weight gradients"]
-        owed = len(range(self.mine.start, action.version * self.microbatches, self.mine.step))
-        if done != owed:
-            return f"it comes after {done} weight gradients, and its batch ends with number {owed}"
+        expected = len(range(self.mine.start, action.version * self.microbatches, self.mine.step))
+        if done != expected:
+            return f"it comes after {done} weight gradients, and its batch ends with number {expected}"
         self.newest += 1
         return ""
 

@@ -2,10 +2,10 @@
 
 Each rank has four tracks, on one clock:
 
-- compute: each F, B, I, W, REDUCE and STEP, while the device ran it; - wait: each time in which the rank was
-blocked, named after the message, or `wait` without one; - send: the handing over of each message to the
-transport, without the wait for room before it; - receive: each message from when it was sent, or was next in
-line, until its rank had it. A rank takes its
+- compute: each F, B, I, W, REDUCE and STEP, while the device ran it;
+- wait: each time in which the rank was blocked, named after the message, or `wait` without one;
+- send: the handing over of each message to the transport, without the wait for room before it;
+- receive: each message from when it was sent, or was next in line, until its rank had it. A rank takes its
   messages one by one, so these spans do not overlap; in a long one without a wait the message was early.
 
 An arrow goes from each send to its receive. Each stage has two counters: microbatches in flight, and

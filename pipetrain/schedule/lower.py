@@ -108,7 +108,7 @@ def edges(program: Program, routes: Sequence[Route] | None = None) -> list[tuple
         edge
         for source, to in wiring.routes
         if any(wiring.apart(source, to, mb) for mb in range(wiring.cycle))
-        for edge in [(source, to), (to, source)][: 1 + backward]
+        for edge in ([(source, to), (to, source)] if backward else [(source, to)])
     ]
 
 

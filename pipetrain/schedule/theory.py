@@ -69,7 +69,7 @@ def _interleaved(ranks: int, microbatches: int, virtual: int) -> Theory:
 
 
 def _interleaved_peak(stage: int, ranks: int, microbatches: int, virtual: int) -> int:
-    """Peak of one stage: its forwards among its rank's first w + i, less its first i - 1 backwards.
+    """Return a stage's peak: its share of its rank's first w + i forwards less the first i - 1 backwards.
 
     A rank runs w = 2 (S - 1 - r) + (v - 1) S forwards, then one forward and one backward in turn.
     Microbatches go through its virtual stages in groups of S, the last one filled up with microbatches that

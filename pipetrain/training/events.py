@@ -56,14 +56,14 @@ def points(history: History) -> bytes:
         "speed/samples_per_s": figures.samples_per_s,
     }
     summaries = []
-    for stage, (seen, said) in enumerate(zip(history.measured_last(), history.predicted, strict=False)):
+    for stage, (actual, planned) in enumerate(zip(history.measured_last(), history.predicted, strict=False)):
         stats = figures.stages[stage]
         scalars[f"staleness/stage{stage}"] = stats.max_staleness
         scalars[f"staleness_mean/stage{stage}"] = stats.mean_staleness
         summaries.append(_distribution(f"distribution/staleness/stage{stage}", stats.staleness))
         scalars[f"sent_mib/stage{stage}"] = stats.bytes_sent / 2**20
         scalars[f"codec_s/stage{stage}"] = stats.codec_s
-        for suffix, times in (("", seen), ("_predicted", said)):
+        for suffix, times in (("", actual), ("_predicted", planned)):
             scalars[f"bubble{suffix}/stage{stage}"] = times.bubble
             scalars[f"wait{suffix}/stage{stage}"] = times.wait
             if times.stage_time_s is not None:

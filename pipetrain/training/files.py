@@ -20,19 +20,19 @@ class Files:
         self._due: dict[Path, tuple[Callable[[], object], str]] = {}
         self.failed: dict[Path, str] = {}
 
-    def due(self, path: Path, write: Callable[[], object], said: str = "") -> None:
-        """Call `write` at each `Files.write` until it raises no OSError; then log `said`."""
-        self._due[path] = write, said
+    def due(self, path: Path, write: Callable[[], object], note: str = "") -> None:
+        """Call `write` at each `Files.write` until it raises no OSError; then log `note`."""
+        self._due[path] = write, note
 
-    def whole(self, path: Path, write: Callable[[Path], object], said: str = "") -> None:
-        self.due(path, partial(write_whole, path, write), said)
+    def whole(self, path: Path, write: Callable[[Path], object], note: str = "") -> None:
+        self.due(path, partial(write_whole, path, write), note)
 
     def text(self, path: Path, text: str) -> None:
         self.whole(path, partial(Path.write_text, data=text))
 
     def write(self) -> None:
         """Write all files that are due; a failure does not affect the others."""
-        for path, (write, said) in list(self._due.items()):
+        for path, (write, note) in list(self._due.items()):
             try:
                 write()
             except OSError as error:
@@ -42,8 +42,8 @@ class Files:
             else:
                 del self._due[path]
                 self.failed.pop(path, None)
-                if said:
-                    log.info("%s", said)
+                if note:
+                    log.info("%s", note)
 
 
 class Growing:

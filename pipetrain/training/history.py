@@ -66,15 +66,15 @@ class History:
         return self._measured(self.epochs)
 
     def _measured(self, epochs: Sequence[EpochFigures]) -> list[StageTimes]:
-        seconds = self._told_s(epochs)
+        seconds = self._seconds_covered(epochs)
         return stage_times(self._plan.placement, self._stages(epochs), seconds) if seconds else []
 
     def _stages(self, epochs: Sequence[EpochFigures]) -> list[StageStats]:
         """Return the summed statistics of each stage."""
-        told = [figures.stages for figures in epochs if figures.stages]
-        return [total([stages[stage] for stages in told]) for stage in range(self._plan.stages)]
+        parts = [figures.stages for figures in epochs if figures.stages]
+        return [total([stages[stage] for stages in parts]) for stage in range(self._plan.stages)]
 
-    def _told_s(self, epochs: Sequence[EpochFigures]) -> float:
+    def _seconds_covered(self, epochs: Sequence[EpochFigures]) -> float:
         """Return the seconds of training that the stages' statistics cover."""
         return sum(figures.train_s * figures.updates / self._batches for figures in epochs)
 
@@ -122,7 +122,7 @@ class History:
     def summary(self, machine: Machine) -> dict[str, Any]:
         settings, data, last, best = self._run.settings, self._run.data, self.last, self.best
         train_s = sum(figures.train_s for figures in self.epochs)
-        straggler, stages, seen = self.straggler, self._stages(self.epochs), self.measured()
+        straggler, stages, actual = self.straggler, self._stages(self.epochs), self.measured()
         epochs = sum(figures.updates for figures in self.epochs) / self._batches  # with stage statistics
         return {
             "model": settings.model,
@@ -165,11 +165,11 @@ class History:
             "updates": self._run.updates,
             "straggler": None if straggler is None else asdict(straggler),
             "simulated_bubble": self.simulated.bubble,
-            "per_stage": [self._stage_summary(*of) for of in zip(count(), stages, seen, strict=False)],
+            "per_stage": [self._stage_summary(*of) for of in zip(count(), stages, actual, strict=False)],
         }
 
-    def _stage_summary(self, stage: int, stats: StageStats, seen: StageTimes) -> dict[str, Any]:
-        said = self.predicted[stage]
+    def _stage_summary(self, stage: int, stats: StageStats, actual: StageTimes) -> dict[str, Any]:
+        planned = self.predicted[stage]
         held = self._plan.layers[self._plan.slice(stage)]
         return {
             "stage": stage,
@@ -181,18 +181,18 @@ class History:
             "max_staleness": stats.max_staleness,
             "mean_staleness": stats.mean_staleness,
             "staleness": {str(late): count for late, count in sorted(stats.staleness.items())},
-            "busy_fraction": stats.busy_s / self._told_s(self.epochs),
+            "busy_fraction": stats.busy_s / self._seconds_covered(self.epochs),
             "bytes_sent": stats.bytes_sent,
             "raw_bytes": stats.raw_bytes,
             "ratio": stats.ratio,
             "codec_s": stats.codec_s,
             "skipped_updates": stats.skipped,
-            "bubble": seen.bubble,
-            "predicted_bubble": said.bubble,
-            "stage_time_s": seen.stage_time_s,
-            "predicted_stage_time_s": said.stage_time_s,
-            "wait": seen.wait,
-            "predicted_wait": said.wait,
+            "bubble": actual.bubble,
+            "predicted_bubble": planned.bubble,
+            "stage_time_s": actual.stage_time_s,
+            "predicted_stage_time_s": planned.stage_time_s,
+            "wait": actual.wait,
+            "predicted_wait": planned.wait,
         }
 
 
@@ -241,11 +241,11 @@ def stage_table(run: Sequence[StageTimes], plan: Sequence[StageTimes], stages: S
     """Return a row per stage: measured and planned times, staleness, and bytes sent."""
     lines = ["stage  bubble  (plan)  seconds a batch  (plan)    wait  (plan)  updates late  (most)"]
     lines[0] += "  MiB sent  ratio  codec s"
-    for stage, (seen, said, stats) in enumerate(zip(run, plan, stages, strict=True)):
+    for stage, (actual, planned, stats) in enumerate(zip(run, plan, stages, strict=True)):
         ratio = "-" if stats.ratio is None else f"{stats.ratio:.1f}"
         lines.append(
-            f"{stage:5d}  {seen.bubble:6.1%}  {said.bubble:6.1%}  {_seconds(seen.stage_time_s):>15}  "
-            f"{_seconds(said.stage_time_s):>6}  {seen.wait:6.1%}  {said.wait:6.1%}  "
+            f"{stage:5d}  {actual.bubble:6.1%}  {planned.bubble:6.1%}  {_seconds(actual.stage_time_s):>15}  "
+            f"{_seconds(planned.stage_time_s):>6}  {actual.wait:6.1%}  {planned.wait:6.1%}  "
             f"{stats.mean_staleness:12.2f}  {stats.max_staleness:6d}  "
             f"{stats.bytes_sent / 2**20:8.1f}  {ratio:>5}  {stats.codec_s:7.2f}"
         )

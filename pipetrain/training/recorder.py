@@ -146,8 +146,8 @@ class Recorder:
         path, about = self._folder / TRACE, about_trace(self._run, trace, self._machine.device)
         number = "1 window" if len(trace.windows) == 1 else f"{len(trace.windows)} windows"
         limit = trace.cut and f"; it ends {trace.cut}"
-        said = f"trace of {number} in {path}{limit}; open it at https://ui.perfetto.dev"
-        self._files.whole(path, lambda new: chrome.write(new, about, trace.windows), said)
+        note = f"trace of {number} in {path}{limit}; open it at https://ui.perfetto.dev"
+        self._files.whole(path, lambda new: chrome.write(new, about, trace.windows), note)
         self._files.write()
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:
@@ -198,7 +198,7 @@ class Recorder:
         if not_saved is not None:
             raise NotRecorded(
                 f"ended, and the checkpoint of update {not_saved} was NOT saved, so what was trained since "
-                f"the one before is lost; see to what was said of it, and go on with: "
+                f"the one before is lost; see the warning above, and go on with: "
                 f"run_dir={self._folder} resume=auto"
             )
         log.info("stopped after a checkpoint; go on with: run_dir=%s resume=auto", self._folder)

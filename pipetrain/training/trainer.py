@@ -279,7 +279,7 @@ class Trainer:
         if self._run.settings.on_nan == "stop" and math.isnan(evaluated.mean_loss):
             raise TrainingStopped(
                 f"the loss of the evaluation after update {self._position.update} is nan: the weights "
-                f"are not finite, or what the model makes of the test samples; lower lr, or see on_nan"
+                f"are not finite, or the model's outputs for the test samples; lower lr, or see on_nan"
             )
         epoch_figures = EpochFigures(
             epoch=epoch + 1,
