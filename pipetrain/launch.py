@@ -113,8 +113,9 @@ class Leader:
         """Seal with the key of the run's folder from now on. Raises ConfigError if there is no key."""
         if self._store is not None and not (key or os.environ.get(SECRET)):
             raise ConfigError(
-                f"run_dir={folder} is on a file system that hides no file from other users, so ranks cannot "
-                f"authenticate each other: choose another, or set {SECRET} to one random word on all ranks"
+                f"run_dir={folder} is on a file system that hides no file from other users, so ranks "
+                f"cannot authenticate each other: choose another, or set {SECRET} to the same random words "
+                f"on every rank"
             )
         self._folder, self._key = str(folder), key
 

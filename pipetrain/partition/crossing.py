@@ -24,7 +24,7 @@ def keeps_output(layers: Sequence[Layer]) -> bool:
 
 
 def _comes_first(layers: Iterable[Layer], wanted: Callable[[Layer], bool]) -> bool:
-    """Return whether a layer is `wanted`, perhaps after layers that only return views of their input."""
+    """Return whether a layer is `wanted`, perhaps after layers whose output shares their input's memory."""
     for layer in layers:
         if wanted(layer):
             return True

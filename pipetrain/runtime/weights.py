@@ -184,7 +184,7 @@ class Weights:
             self._versions[self.newest] = leaves
 
     def _step(self, optimizer: Optimizer) -> None:
-        """Step; first without the first gradients, as torch's fused SGD cannot mix momenta new and old."""
+        """Step; weights with their first gradient separately, as torch's fused SGD takes no mixture."""
         given = {name: p.grad for name, p in self._live.items() if p.grad is not None}
         first = self._unmoved & given.keys()
         self._unmoved -= first
