@@ -131,10 +131,7 @@ class Samples:
 
 
 def draft_plan(cfg: DictConfig, settings: Settings, model: nn.Sequential, samples: Samples) -> Plan:
-    """Plan a run without its data set, by its profile; if it has none yet, by flops.
-
-    Raises ConfigError and ScheduleError.
-    """
+    """Plan a run without its data set, by its profile or else by flops. Raises ConfigError, ScheduleError."""
     profile = None
     if settings.profile is not None:
         profile = read_profile(settings.profile, conditions(cfg, settings))

@@ -166,10 +166,7 @@ def _refuse_unseen(model: nn.Sequential) -> None:
 
 
 def state_names(model: nn.Module) -> dict[str, str]:
-    """Return the parameter or buffer of each entry of a model's state_dict; shared ones have several entries.
-
-    Raises ConfigError for other values in it, which a checkpoint cannot hold.
-    """
+    """Return the parameter or buffer behind each state_dict entry. Raises ConfigError for other values."""
     names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     state = model.state_dict(keep_vars=True)
     for key, value in state.items():

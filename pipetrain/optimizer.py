@@ -27,10 +27,7 @@ _Sample = tuple[nn.Parameter, list[Tensor]]  # a small parameter, and the gradie
 
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> OptimizerFactory:
-    """Return the factory of a stage's optimizer; with `fused` null, the fused form if it works.
-
-    Raises ConfigError.
-    """
+    """Return a stage's optimizer factory; `fused` null: the fused form if it works. Raises ConfigError."""
     fused = cfg.optim.get("fused", True) if isinstance(cfg.optim, DictConfig) else True
     if fused is not None:
         if not isinstance(fused, bool):

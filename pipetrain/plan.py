@@ -100,11 +100,7 @@ def _unit_of_time(plan: Plan) -> str:
 
 
 def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) -> str:
-    """Return the plan as text: partition, timeline of the longest window, and figures beside the formulas.
-
-    The timeline uses the stages' times, or their work if no times are known; see as_text for `width` and
-    `span`. With a profile, the partition has the predicted times.
-    """
+    """Return the plan as text: partition, timeline (for `width`, `span` see as_text), and figures."""
     settings = plan.settings
     batches = max(plan.windows)
     head = (

@@ -86,11 +86,7 @@ def _shift(images: Tensor, offsets: Tensor, crop: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Transform:
-    """Turns bytes into the model's input; without `augment` it only normalises, as for evaluation.
-
-    It is plain data, so it can be sent to a worker process. For another epoch use `replace(transform,
-    epoch=1)`.
-    """
+    """Turns bytes into the model's input; without `augment` it only normalises. Picklable, for workers."""
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]

@@ -60,7 +60,7 @@ def balance(weights: Sequence[float], stages: int) -> list[int]:
 
 
 def balance_times(predictor: Predictor, allowed: Collection[int], limit: float | None = None) -> list[int]:
-    """Return the `allowed` cuts, within `limit` bytes per stage, of the fastest slowest stage.
+    """Return the `allowed` cuts, within `limit` bytes a stage, with the fastest slowest stage.
 
     Raises ConfigError if there are none.
     """

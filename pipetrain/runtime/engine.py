@@ -172,10 +172,7 @@ class Engine:
         progress: Progress = lambda stage: None,
         ends: Ends | None = None,
     ) -> None:
-        """Run an order of forwards with the newest weights, saving nothing for a backward.
-
-        `progress` is called at each microbatch; each is a batch to `ends`, see `train`.
-        """
+        """Run forwards with the newest weights; each microbatch is a batch to `ends`, see `train`."""
         window = _Window(order, feed, 1, self._evaluated, self._plain, ends)
         self._run(window, self._evaluate, Op.F, progress)
 

@@ -175,10 +175,7 @@ class Mesh:
         return DistChannel(self._groups, buffer_size, self._timeout, self.device, self.staged, channels_last)
 
     def gather(self, what: str, item: object) -> list[object]:
-        """Return one picklable object from every rank, by rank; `what` names it in errors.
-
-        Raises ChannelError, and TrainingStopped for a forged object.
-        """
+        """Return one picklable object per rank; `what` names it. Raises ChannelError, TrainingStopped."""
         if self.world.size == 1:
             return [item]
         names = [f"{what} of rank {rank}" for rank in range(self.world.size)]

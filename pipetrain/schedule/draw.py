@@ -86,10 +86,7 @@ def as_figure(
     unit_of_time: str = "",
     span: tuple[int, int] = (0, SHORT),
 ) -> None:
-    """Write the timeline to `path`, by its suffix as SVG or PNG. Raises ScheduleError for another suffix.
-
-    `span`: the first and last cell, as in `as_text`; the title says what is left out.
-    """
+    """Write cells `span` of the timeline to `path`, a .svg or .png file. Raises ScheduleError."""
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
         raise ScheduleError(f"a timeline is written as .svg or .png; got {path.name}")

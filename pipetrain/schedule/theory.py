@@ -22,10 +22,7 @@ class Theory:
 
 
 def theory(name: str, ranks: int, batches: int, microbatches: int, virtual: int = 1) -> Theory | None:
-    """Return the results for a schedule named as its YAML file; None for an unknown schedule.
-
-    `batches` is the window's length. `virtual`: stages per rank, for interleaved_1f1b only.
-    """
+    """Return a schedule's results by its YAML name, None if unknown; `batches` is the window's length."""
     if name == "interleaved_1f1b" and ranks > 1 and virtual > 1:
         return _interleaved(ranks, microbatches, virtual)
     if name == "interleaved_1f1b":

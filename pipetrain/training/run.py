@@ -92,10 +92,7 @@ def obtain_data(cfg: DictConfig) -> tuple[DictConfig, ImageData]:
 
 
 def check_early(cfg: DictConfig, schedule: str, ranks: int, models: Models | None = None) -> Plan:
-    """Refuse what can be refused before the data set is loaded. Raises ConfigError.
-
-    Returns the plan of one batch: a draft, cut by flops if the model has yet to be profiled.
-    """
+    """Plan one batch, as a draft, to refuse errors before the data set is loaded. Raises ConfigError."""
     settings = read_settings(cfg, schedule, ranks)
     load_augment(cfg.data)
     model = (models or Models()).copy(cfg, settings.seed, settings.dtype)

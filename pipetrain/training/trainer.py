@@ -58,10 +58,7 @@ class _RankFigures:
 
 
 class Trainer:
-    """Trains one rank's stages. Rank 0 has a recorder; the others send it their figures after each epoch.
-
-    With a `keeper` it saves checkpoints and handles signals; `restore` resumes from one.
-    """
+    """Trains one rank's stages; rank 0 has the recorder. A `keeper` saves and handles signals."""
 
     def __init__(
         self, run: Run, mesh: Mesh, recorder: Recorder | None = None, keeper: Keeper | None = None
