@@ -103,10 +103,7 @@ def test_a_run_ends_well_and_says_a_line_an_epoch_and_the_table(run):
     assert [line.split()[0] for line in lines[header + 1 : header + 3]] == ["1", "2"]
     assert lines[header + 3] == ""
     folder = the_only_folder(where / "runs")
-    assert lines[-2:] == [
-        f"run folder: {folder}",
-        f"look at it: tensorboard --logdir_spec {folder.name}:{folder}",
-    ]
+    assert lines[-2:] == [f"run folder: {folder}", f"look at it: tensorboard --logdir {folder.parent}"]
     said = [line for line in lines if line]
     assert len(set(said)) == len(said)  # the other rank says nothing: no line comes twice
     assert f"val acc {epochs[-1][3]} %" in ended.out
