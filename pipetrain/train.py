@@ -233,9 +233,9 @@ def record(decided: Decided, world: World, leader: Leader) -> None:
     device = choose_device(world, cfg.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory())
-    leader.await_ready(run.settings.timeout)
     decided.files.text(run_dir / "plan.txt", describe(run.plan))
-    recorder = Recorder(run_dir, cfg, run, machine, decided.files)
+    recorder = Recorder(run_dir, cfg, run, machine, decided.files)  # it draws while the others get ready
+    leader.await_ready(run.settings.timeout)
     leader.trains.set()
     train(run, device, world, store, decided.job, decided.source, recorder, decided.conditions)
 

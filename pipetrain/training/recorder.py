@@ -36,7 +36,10 @@ SILENCE_S = 10.0  # off a terminal, an epoch that takes longer says how far it i
 
 
 class Recorder:
-    """Writes metrics.csv, summary.json, TensorBoard events and the progress of one run into its folder."""
+    """Writes metrics.csv, summary.json, TensorBoard events and the progress of one run into its folder.
+
+    It writes nothing before `begin`.
+    """
 
     def __init__(self, folder: Path, cfg: DictConfig, run: Run, machine: Machine, files: Files) -> None:
         self._folder = folder
@@ -55,8 +58,6 @@ class Recorder:
         self._metrics = Growing(folder / METRICS, self._history.row)
         self._updates = Growing(folder / UPDATES, self._history.update_rows)
         self._events = Growing(folder / events.file_name(), self._event)
-        self._write()
-        self._introduce()
 
     def _introduce(self) -> None:
         """Say what is about to run, on which data and by which plan."""
@@ -88,7 +89,8 @@ class Recorder:
         )
 
     def begin(self, history: Sequence[EpochFigures] = ()) -> None:
-        """Write the epochs that are done down again, as if this process had trained them, and go on."""
+        """Say what is about to run, and write the finished epochs, as if this process had trained them."""
+        self._introduce()
         self._history.epochs.extend(history)
         self._write()
         self._spoke = time.perf_counter()

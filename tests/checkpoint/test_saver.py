@@ -187,6 +187,7 @@ def die_at(step: int, folder: Path) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("passed_again", [False, True], ids=["a new one", "in the place of a damaged one"])
 def test_killed_at_any_step_of_a_save_there_is_a_whole_one(passed_again, tmp_path):
     died = 0
