@@ -23,6 +23,10 @@ from pipetrain.errors import NotRecorded
 from pipetrain.prediction import played, predict
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
+from pipetrain.schedule.draw import as_png
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import one_f_one_b
+from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, StageStats
 from pipetrain.training import recorder as module
 from pipetrain.training.files import Files
@@ -55,6 +59,15 @@ PER_STAGE = {"params", "peak_in_flight", "peak_versions", "max_staleness", "busy
 PER_STAGE |= {"bubble", "stage_time_s", "wait", "skipped_updates"}
 PER_STAGE |= {"raw_bytes", "ratio", "codec_s"}
 PER_STAGE |= {"predicted_bubble", "predicted_stage_time_s", "predicted_wait"}
+
+
+PICTURE = as_png(simulate(lower(one_f_one_b(2, 1, 2)), 2))
+
+
+@pytest.fixture(autouse=True)
+def one_picture(monkeypatch):
+    """Draw once for all tests here: what is drawn is no matter of theirs."""
+    monkeypatch.setattr(module, "as_png", lambda timeline: PICTURE)
 
 
 @pytest.fixture
