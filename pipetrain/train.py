@@ -255,9 +255,10 @@ def join(models: Models, job: Job, world: World) -> Part:
     freeze_imports()
     collect_garbage()
     cfg = OmegaConf.create(job.config)
+    device = choose_device(world, cfg.device)
     if job.task == "profile":
         draft = check_early(cfg, job.schedule, world.size, models)
-        return lambda store: take_part(cfg, draft, world, choose_device(world, cfg.device), store, models)
+        return lambda store: take_part(cfg, draft, world, device, store, models)
     data = load_data(cfg.data)
     if data.fingerprint != job.fingerprint:
         raise ConfigError(
@@ -267,7 +268,7 @@ def join(models: Models, job: Job, world: World) -> Part:
     profile = None if job.profile is None else Profile.from_json(job.profile)
     source = None if job.resume is None else read_source(Path(job.resume), world.rank)
     run = prepare(cfg, job.schedule, world.size, data, profile, resume.done_batches(source), models)
-    return lambda store: train(run, choose_device(world, cfg.device), world, store, job, source)
+    return lambda store: train(run, device, world, store, job, source)
 
 
 def threads(run: Run, world: World) -> int:
