@@ -75,7 +75,7 @@ def make_schedule(cfg: DictConfig) -> Schedule:
 
 
 class Models:
-    """Gives a process the model that a configuration names, and builds it once.
+    """Gives a process the model that a configuration names, and builds it once where it can be copied.
 
     What plans and measures gets a copy, as running a layer may change what it keeps beside its tensors. The
     model itself goes to whoever trains it, and nobody keeps it then.
@@ -101,15 +101,29 @@ class Models:
     def copy(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
         """Return a copy of the whole model. Raises ConfigError."""
         model = self.see(cfg, seed, dtype)
-        try:
-            return deepcopy(model)
-        except Exception:  # a layer that cannot be copied: one that holds a lock, for one
-            return make_model(cfg, seed, dtype)
+        return deepcopy(model) if _is_copied_whole(model) else make_model(cfg, seed, dtype)
 
     def take(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
         """Return the whole model to be trained, and forget it. Raises ConfigError."""
         model, self._model = self.see(cfg, seed, dtype), None
         return model
+
+
+def _is_copied_whole(model: nn.Module) -> bool:
+    """Whether `deepcopy` leaves nothing in common: of layers of known classes, as these have no closures.
+
+    A function in a layer would go on using the layers that it was made for, a weak reference likewise, and
+    tensors that share memory would no longer do so: what the plan must see, it would not see in such a copy.
+    """
+    held = [t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()]
+    if len(held) > len(set(held)):
+        return False
+    return all(
+        type(module).__module__.startswith(("torch.nn.modules.", "pipetrain."))
+        and not any(callable(value) and not isinstance(value, nn.Module) for value in vars(module).values())
+        and not any(value for name, value in vars(module).items() if name.endswith("_hooks"))
+        for module in model.modules()
+    )
 
 
 def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:

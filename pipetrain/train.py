@@ -75,10 +75,19 @@ def main() -> None:
     leave(status)
 
 
+def freeze_imports() -> None:
+    """Spare the collector, which __main__ has turned off, what is imported by now. No model is built yet.
+
+    What is frozen is never collected, and loading torch's compiler leaves its callers' frames in a cycle.
+    """
+    if not gc.isenabled():
+        gc.freeze()
+
+
 def collect_garbage() -> None:
-    """Turn the collector on, which __main__ has turned off; it need not look at what is imported by now."""
-    gc.freeze()
+    """Turn the collector on, and let it take what planning and measuring have left."""
     gc.enable()
+    gc.collect()
 
 
 def lead(world: World) -> int:
@@ -111,6 +120,7 @@ def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> No
     """Take the run's folder, and decide, announce and record one job."""
     run_dir = Path(cfg.run_dir)
     leader.phase("build and check the model", max(START_S, _seconds(cfg, "timeout")))
+    freeze_imports()
     models = Models()
     draft = check_early(cfg, schedule, world.size, models)
     collect_garbage()
@@ -242,11 +252,13 @@ def record(decided: Decided, world: World, leader: Leader) -> None:
 
 def join(models: Models, job: Job, world: World) -> Part:
     """Get ready for a job that rank 0 has decided; return what this rank does in it. Raises ConfigError."""
+    freeze_imports()
     collect_garbage()
     cfg = OmegaConf.create(job.config)
+    device = choose_device(world, cfg.device)
     if job.task == "profile":
         draft = check_early(cfg, job.schedule, world.size, models)
-        return lambda store: take_part(cfg, draft, world, choose_device(world, cfg.device), store, models)
+        return lambda store: take_part(cfg, draft, world, device, store, models)
     data = load_data(cfg.data)
     if data.fingerprint != job.fingerprint:
         raise ConfigError(
@@ -256,7 +268,7 @@ def join(models: Models, job: Job, world: World) -> Part:
     profile = None if job.profile is None else Profile.from_json(job.profile)
     source = None if job.resume is None else read_source(Path(job.resume), world.rank)
     run = prepare(cfg, job.schedule, world.size, data, profile, resume.done_batches(source), models)
-    return lambda store: train(run, choose_device(world, cfg.device), world, store, job, source)
+    return lambda store: train(run, device, world, store, job, source)
 
 
 def threads(run: Run, world: World) -> int:

@@ -1,9 +1,10 @@
 """What each layer costs, what it returns, and which gradients are needed: found by running it once.
 
 A layer runs on copies of its tensors, so that BatchNorm's running statistics, the weights and the random
-generators stay as they are. A cheap layer runs on real numbers. A dear one runs under FakeTensorMode, on
-tensors that have a shape and no data: that costs nothing however large they are, but loads torch's compiler,
-which takes a second. A layer that reads numbers (`if torch.rand(()) < p`) always needs real ones.
+generators stay as they are. A cheap layer runs on real numbers, if few bytes of these are kept. Others run
+under FakeTensorMode, on tensors that have a shape and no data: that costs nothing however large they are, but
+loads torch's compiler, which takes a second. A layer that reads numbers (`if torch.rand(()) < p`) always
+needs real ones.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pipetrain.places import places, standing_in
 
 CHEAP = 2.5e9  # multiplications of a layer's weights, about a tenth of a second
 MOST_REAL = 2**30  # bytes of input that a layer is run on for real
+MOST_KEPT = 2**27  # of all cheap layers, whose graphs are kept until the last one has run
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class _Trial:
     def __init__(self, model: nn.Sequential, numerics: Numerics) -> None:
         self._numerics = numerics
         self._train = model.training
+        self._kept = 0  # bytes of input of the cheap layers so far
         registered = [*model.named_parameters(), *model.named_buffers()]
         self._ids = {id(t) for _, t in registered}
         self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
@@ -105,7 +108,9 @@ class _Trial:
         # Each weight is multiplied at every position of an image.
         positions = max(t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in given)
         nbytes = sum(t.nbytes for t in given)
-        dear = nbytes > MOST_REAL / 8 or positions * sum(p.numel() for p in module.parameters()) > CHEAP
+        work = positions * sum(p.numel() for p in module.parameters())
+        dear = self._kept + nbytes > MOST_KEPT or work > CHEAP
+        self._kept += 0 if dear else nbytes
         try:
             return self._run(name, module, value, _fake_mode() if dear else None)
         except Exception:

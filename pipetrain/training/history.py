@@ -81,11 +81,12 @@ class History:
     def straggler(self) -> Straggler | None:
         """The rank that holds the others up, if one does."""
         updates = sum(figures.updates for figures in self.epochs)
-        return find_straggler(self._plan.placement, self.measured(), updates)
+        return find_straggler(self._plan.placement, self.measured(), updates) if updates else None
 
     def stage_table(self) -> str:
         """Return a row a stage: its times beside the plan's, and what it sent."""
-        return stage_table(self.measured(), self.predicted, self._stages(self.epochs))
+        seen = self.measured()
+        return stage_table(seen, self.predicted[: len(seen)], self._stages(self.epochs)[: len(seen)])
 
     def table(self) -> str:
         """Return the epochs as a table: all of them, or the last ones and the best of many."""
@@ -161,8 +162,8 @@ class History:
             "samples_per_s": sum(f.trained.samples for f in self.epochs) / train_s,
             "epoch_s": train_s / len(self.epochs),
             "total_s": last.elapsed_s,
-            "bytes_per_epoch": sum(stats.bytes_sent for stats in stages) / epochs,
-            "codec_s_per_epoch": sum(stats.codec_s for stats in stages) / epochs,
+            "bytes_per_epoch": sum(stats.bytes_sent for stats in stages) / epochs if epochs else None,
+            "codec_s_per_epoch": sum(stats.codec_s for stats in stages) / epochs if epochs else None,
             "updates": self._run.updates,
             "straggler": None if straggler is None else asdict(straggler),
             "simulated_bubble": self.simulated.bubble,
