@@ -61,32 +61,21 @@ class Recorder:
 
     def _introduce(self) -> None:
         """Say what is about to run, on which data and by which plan."""
-        settings, data = self._run.settings, self._run.data
-        log.info(
-            "pipetrain: %s on %s (%d train, %d test samples), schedule %s, %s",
-            *(
-                settings.model,
-                data.name,
-                len(data.train),
-                len(data.test),
-                settings.schedule,
-                self._machine.device,
-            ),
-        )
-        log.info(
-            "%d stages, cut before layers %s; batch %d in %d microbatches; bubble %.1f %% by the stages' %s",
-            *(self._plan.stages, self._plan.cuts, settings.batch_size, settings.microbatches),
-            *(100 * self._history.simulated.bubble, "times" if self._plan.costs else "work"),
-        )
-        log.info(
-            "%s, %s, %d threads a process; %s%s",
-            *(settings.precision, self._plan.numerics.memory_format, self._machine.threads),
-            *(self._machine.allocator, "; the first microbatches compile the stages" * settings.compile),
-        )
-        log.info(
-            "%d epochs, %d updates, seed %d; records in %s",
-            *(settings.epochs, self._run.updates, settings.seed, self._folder),
-        )
+        settings, data, plan, machine = self._run.settings, self._run.data, self._plan, self._machine
+        sizes = f"{len(data.train)} train, {len(data.test)} test samples"
+        bubble = f"{self._history.simulated.bubble:.1%} by the stages' {'times' if plan.costs else 'work'}"
+        lines = [
+            f"pipetrain: {settings.model} on {data.name} ({sizes}), schedule {settings.schedule}, {machine.device}",
+            f"{plan.stages} stages, cut before layers {plan.cuts}; batch {settings.batch_size} in "
+            f"{settings.microbatches} microbatches; bubble {bubble}",
+            f"{settings.precision}, {plan.numerics.memory_format}, threads a process: {machine.threads}",
+            f"{settings.epochs} epochs, {self._run.updates} updates, seed {settings.seed}; "
+            f"records in {self._folder}",
+        ]
+        if settings.compile:
+            lines.append("the first microbatches compile the stages, which takes minutes")
+        for line in lines:
+            log.info("%s", line)
 
     def begin(self, history: Sequence[EpochFigures] = ()) -> None:
         """Say what is about to run, and write the finished epochs, as if this process had trained them."""
