@@ -65,7 +65,8 @@ class Recorder:
         sizes = f"{len(data.train)} train, {len(data.test)} test samples"
         bubble = f"{self._history.simulated.bubble:.1%} by the stages' {'times' if plan.costs else 'work'}"
         lines = [
-            f"pipetrain: {settings.model} on {data.name} ({sizes}), schedule {settings.schedule}, {machine.device}",
+            f"pipetrain: {settings.model} on {data.name} ({sizes}), schedule {settings.schedule}, "
+            f"{machine.device}",
             f"{plan.stages} stages, cut before layers {plan.cuts}; batch {settings.batch_size} in "
             f"{settings.microbatches} microbatches; bubble {bubble}",
             f"{settings.precision}, {plan.numerics.memory_format}, threads a process: {machine.threads}",
