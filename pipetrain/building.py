@@ -75,7 +75,7 @@ def make_schedule(cfg: DictConfig) -> Schedule:
 
 
 class Models:
-    """Builds the model of a configuration once per process.
+    """Builds the model of a configuration once per process, if it can be copied.
 
     Planning and measuring get a copy, as running a layer may change attributes other than its tensors.
     Training gets the model itself, without another reference.
@@ -101,15 +101,28 @@ class Models:
     def copy(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
         """Return a copy of the whole model. Raises ConfigError."""
         model = self.see(cfg, seed, dtype)
-        try:
-            return deepcopy(model)
-        except Exception:  # a layer that cannot be copied, such as one with a lock
-            return make_model(cfg, seed, dtype)
+        return deepcopy(model) if _is_copied_whole(model) else make_model(cfg, seed, dtype)
 
     def take(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
         """Return the whole model for training, and drop the reference. Raises ConfigError."""
         model, self._model = self.see(cfg, seed, dtype), None
         return model
+
+
+def _is_copied_whole(model: nn.Module) -> bool:
+    """Return whether `deepcopy` copies all of a model: layers of known classes, without shared memory.
+
+    A function or a weak reference in a layer would still refer to the layers of the original.
+    """
+    held = [t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()]
+    if len(held) > len(set(held)):
+        return False
+    return all(
+        type(module).__module__.startswith(("torch.nn.modules.", "pipetrain."))
+        and not any(callable(value) and not isinstance(value, nn.Module) for value in vars(module).values())
+        and not any(value for name, value in vars(module).items() if name.endswith("_hooks"))
+        for module in model.modules()
+    )
 
 
 def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:

@@ -75,10 +75,20 @@ def main() -> None:
     leave(status)
 
 
+def freeze_imports() -> None:
+    """Exempt the imported modules from garbage collection, which __main__ has turned off.
+
+    Called before a model is built, as frozen objects are never freed (loading torch's compiler keeps its
+    callers' frames in a cycle).
+    """
+    if not gc.isenabled():
+        gc.freeze()
+
+
 def collect_garbage() -> None:
-    """Turn the garbage collector on, which __main__ has turned off, without scanning imported modules."""
-    gc.freeze()
+    """Turn the garbage collector on, and let it free what planning and measuring have left."""
     gc.enable()
+    gc.collect()
 
 
 def lead(world: World) -> int:
@@ -111,6 +121,7 @@ def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> No
     """Claim the run's folder, and decide, announce and record one job."""
     run_dir = Path(cfg.run_dir)
     leader.phase("build and check the model", max(START_S, _seconds(cfg, "timeout")))
+    freeze_imports()
     models = Models()
     draft = check_early(cfg, schedule, world.size, models)
     collect_garbage()
@@ -230,20 +241,22 @@ def record(decided: Decided, world: World, leader: Leader) -> None:
     device = choose_device(world, cfg.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory())
-    leader.await_ready(run.settings.timeout)
     decided.files.text(run_dir / "plan.txt", describe(run.plan))
-    recorder = Recorder(run_dir, cfg, run, machine, decided.files)
+    recorder = Recorder(run_dir, cfg, run, machine, decided.files)  # it draws while the others get ready
+    leader.await_ready(run.settings.timeout)
     leader.trains.set()
     train(run, device, world, store, decided.job, decided.source, recorder, decided.conditions)
 
 
 def join(models: Models, job: Job, world: World) -> Part:
     """Prepare a job of rank 0; return this rank's part of it. Raises ConfigError."""
+    freeze_imports()
     collect_garbage()
     cfg = OmegaConf.create(job.config)
+    device = choose_device(world, cfg.device)
     if job.task == "profile":
         draft = check_early(cfg, job.schedule, world.size, models)
-        return lambda store: take_part(cfg, draft, world, choose_device(world, cfg.device), store, models)
+        return lambda store: take_part(cfg, draft, world, device, store, models)
     data = load_data(cfg.data)
     if data.fingerprint != job.fingerprint:
         raise ConfigError(
@@ -253,7 +266,7 @@ def join(models: Models, job: Job, world: World) -> Part:
     profile = None if job.profile is None else Profile.from_json(job.profile)
     source = None if job.resume is None else read_source(Path(job.resume), world.rank)
     run = prepare(cfg, job.schedule, world.size, data, profile, resume.done_batches(source), models)
-    return lambda store: train(run, choose_device(world, cfg.device), world, store, job, source)
+    return lambda store: train(run, device, world, store, job, source)
 
 
 def threads(run: Run, world: World) -> int:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import random
 import weakref
 from collections import deque
-from threading import Lock
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from pipetrain.boundary import TensorSpec
 from pipetrain.building import Models, make_model, make_schedule
 from pipetrain.optimizer import make_optimizer
+from pipetrain.partition.crossing import refuse_cuts
+from pipetrain.partition.estimate import estimate
 from tests.support.cases import config
 from tests.support.refusals import ARGUMENTS, TARGETS, WORDS, changed, outcome, refusal
 
@@ -104,47 +109,80 @@ class Draws(nn.Module):
         return x * random.random() * np.random.rand()
 
 
-class Locked(nn.Linear):
-    """Cannot be copied."""
+class Finds(nn.Linear):
+    """Finds its own weight, and maybe a tensor of another layer, by a function that it was given."""
 
-    def __init__(self) -> None:
-        super().__init__(3072, 10)
-        self.lock = Lock()
+    def __init__(self, other: Callable[[], Tensor]) -> None:
+        super().__init__(10, 10)
+        self.mine, self.other = lambda: self.weight, other
 
-
-def counted(copied: bool = True) -> nn.Sequential:
-    BUILT.append(copied)
-    return nn.Sequential(nn.Flatten(), Draws(), nn.Linear(3072, 10) if copied else Locked())
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.mine() + self.other().mean()
 
 
-def test_a_model_is_built_once_and_whoever_plans_leaves_no_trace_in_it():
-    cfg = config(["data=digits", "model._target_=tests.test_building.counted"])
+def counted(kind: str = "known") -> nn.Sequential:
+    BUILT.append(kind)
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(3072, 10), nn.BatchNorm1d(10)]
+    if kind == "draws":
+        layers.insert(1, Draws())
+    elif kind == "functions":
+        statistics = layers[-1]
+        layers.append(Finds(partial(torch.ones, 1)))
+        layers.append(Finds(lambda: statistics.running_mean))
+    elif kind == "memory":
+        layers.append(nn.BatchNorm1d(10))
+        layers[-1].running_mean = layers[-2].running_mean.view(-1)
+    return nn.Sequential(*layers)
+
+
+def counted_config(kind: str) -> DictConfig:
+    return config(["data=digits", "model._target_=tests.test_building.counted", f"+model.kind={kind}"])
+
+
+def test_a_model_is_built_once_and_given_away():
+    asked = counted_config("known"), 3, torch.float32
     BUILT.clear()
-    models, x = Models(), torch.ones(2, 3, 32, 32)
-    first, second = (models.copy(cfg, 3, torch.float32) for _ in range(2))
-    assert not torch.equal(first(x), second(x))  # both draw
-    assert torch.equal(models.copy(cfg, 3, torch.float32)(x), models.see(cfg, 3, torch.float32)(x))
-    model = models.take(cfg, 3, torch.float32)
-    assert (len(BUILT), len(model[1].seen[0])) == (1, 1)
+    models = Models()
+    copies = [models.copy(*asked) for _ in range(2)]
+    model = models.take(*asked)
+    assert len(BUILT) == 1
+    for copy in copies:
+        assert same(copy, model)
+        assert copy is not model
     gone = weakref.ref(model)
     del model
     assert gone() is None  # nobody else holds it
-    assert len(models.take(cfg, 3, torch.float32)) == 3
+    assert len(models.take(*asked)) == 3
     assert len(BUILT) == 2
 
 
-def test_another_model_or_seed_or_dtype_and_one_that_cannot_be_copied_are_built_anew():
-    cfg = config(["data=digits", "model._target_=tests.test_building.counted"])
-    other = config(["data=digits", "model._target_=tests.test_building.counted", "+model.copied=false"])
+def test_whoever_plans_leaves_no_trace_in_a_model():
+    asked = counted_config("draws"), 3, torch.float32
+    models, x = Models(), torch.ones(2, 3, 32, 32)
+    first, second = (models.copy(*asked) for _ in range(2))
+    assert not torch.equal(first(x), second(x))  # both draw
+    assert torch.equal(models.copy(*asked)(x), models.see(*asked)(x))
+    assert len(models.take(*asked)[1].seen[0]) == 1
+
+
+def test_another_model_or_seed_or_dtype_is_built_anew():
+    known, other = counted_config("known"), counted_config("draws")
     BUILT.clear()
     models = Models()
-    for asked in ((cfg, 3, torch.float32), (cfg, 4, torch.float32), (cfg, 4, torch.float64)):
+    for asked in ((known, 3, torch.float32), (known, 4, torch.float32), (known, 4, torch.float64)):
         models.copy(*asked)
-    assert BUILT == [True] * 3
-    copy, model = models.copy(other, 4, torch.float64), models.take(other, 4, torch.float64)
-    assert BUILT[3:] == [False] * 2
-    assert same(copy, model)
-    assert copy is not model
+    assert BUILT == ["known"] * 3
+    assert len(models.take(other, 4, torch.float64)) == 4
+    assert BUILT[3:] == ["draws"]
+
+
+@pytest.mark.parametrize(("kind", "cut"), [("functions", 4), ("memory", 3)])
+def test_what_layers_share_is_seen_in_what_is_planned(kind, cut):
+    """A copy of functions would go on using the model, and tensors that share memory would be parted."""
+    model = Models().copy(counted_config(kind), 3, torch.float32)
+    layers = estimate(model, TensorSpec((2, 3, 32, 32), torch.float32))
+    assert "shares its" in refusal(lambda: refuse_cuts(model, layers, [cut]))
+    refuse_cuts(model, layers, [1])
 
 
 # What one process would do and a pipeline would not

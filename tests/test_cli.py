@@ -69,6 +69,7 @@ def test_hydra_s_own_spelling_and_values_that_speak_of_codecs_are_left_alone():
     assert as_hydra(words) == [*words[:2], "~codec@codec.backward=topk"]
 
 
+@pytest.mark.slow
 def test_a_sweep_is_a_job_a_value(command):
     status, jobs = command("codec.backward=int8,topk", "data=digits", flags=tuple(SWEPT))
     chosen = [str(read_settings(cfg, "1f1b", 2).codecs.backward) for cfg in jobs]

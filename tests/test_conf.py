@@ -21,6 +21,8 @@ from pipetrain.rate import SHAPES
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 
+pytestmark = pytest.mark.slow
+
 CONF = Path(__file__).parents[1] / "conf"
 OPTIONS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))

@@ -172,6 +172,7 @@ def test_what_is_none_is_refused(arguments, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("pipetrain: ")
 
 
+@pytest.mark.processes
 def test_it_loads_nothing_that_runs():
     code = (
         "import sys, pipetrain.export; print([m for m in sys.modules if m.startswith('pipetrain.runtime')])"

@@ -14,6 +14,8 @@ from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
 from tests.support.cases import config
 
+pytestmark = pytest.mark.slow
+
 CONF = Path(__file__).parents[1] / "conf"
 CONFIGS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 

@@ -22,8 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, opened, read_as, read_json
@@ -92,6 +90,9 @@ def stage_file(stage: int) -> str:
 
 def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Part:
     """Write contiguous CPU tensors into a file of an unfinished checkpoint, and flush it. Raises OSError."""
+    from safetensors import SafetensorError  # here: a run without checkpoints works without the library
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     try:
@@ -228,6 +229,8 @@ class Tensors:
     """The tensors of a checkpoint by name, read on access. Raises DamagedCheckpoint."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        from safetensors import SafetensorError, safe_open
+
         self._folder = folder
         self._files: dict[str, Any] = {}
         for path in (folder / name for name in names):

@@ -1,9 +1,9 @@
 """Estimates each layer's cost and output, and which gradients are needed, by running it once.
 
 A layer runs on copies of its tensors, so that weights, BatchNorm's statistics and the random generators do
-not change. A cheap layer runs on real numbers. An expensive one runs under FakeTensorMode, on tensors without
-data, which is fast for any size but loads torch's compiler, which takes a second. A layer that branches on
-values (`if torch.rand(()) < p`) always needs real numbers.
+not change. A cheap layer runs on real numbers, if few bytes of them are kept. Others run under
+FakeTensorMode, on tensors without data, which is fast for any size but loads torch's compiler, which takes a
+second. A layer that branches on values (`if torch.rand(()) < p`) always needs real numbers.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pipetrain.places import places, standing_in
 
 CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
 MOST_REAL = 2**30  # most bytes of a real input
+MOST_KEPT = 2**27  # most bytes of all cheap layers, whose graphs are kept until the last one has run
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class _Trial:
     def __init__(self, model: nn.Sequential, numerics: Numerics) -> None:
         self._numerics = numerics
         self._train = model.training
+        self._kept = 0  # bytes of input of the cheap layers so far
         registered = [*model.named_parameters(), *model.named_buffers()]
         self._ids = {id(t) for _, t in registered}
         self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
@@ -99,7 +101,9 @@ class _Trial:
         # Each weight is multiplied at every position of an image.
         positions = max(t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in given)
         nbytes = sum(t.nbytes for t in given)
-        dear = nbytes > MOST_REAL / 8 or positions * sum(p.numel() for p in module.parameters()) > CHEAP
+        work = positions * sum(p.numel() for p in module.parameters())
+        dear = self._kept + nbytes > MOST_KEPT or work > CHEAP
+        self._kept += 0 if dear else nbytes
         try:
             return self._run(name, module, value, _fake_mode() if dear else None)
         except Exception:

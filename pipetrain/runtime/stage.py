@@ -19,6 +19,7 @@ from torch.nn import functional
 from pipetrain.boundary import Boundary, Value, as_tuple, differentiable
 from pipetrain.errors import TrainingStopped
 from pipetrain.numerics import Numerics
+from pipetrain.rate import Rate
 from pipetrain.runtime.finite import (
     FiniteWatch,
     all_finite,
@@ -31,7 +32,7 @@ from pipetrain.runtime.finite import (
     sums_are_finite,
     witness,
 )
-from pipetrain.runtime.weights import Buffers, OptimizerFactory, Rate, Weights
+from pipetrain.runtime.weights import Buffers, OptimizerFactory, Weights
 from pipetrain.tally import Counter, Tally
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]

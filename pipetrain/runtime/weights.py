@@ -25,13 +25,12 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from pipetrain.places import places
+from pipetrain.rate import Rate
 from pipetrain.runtime.finite import numbers_of
 from pipetrain.runtime.memory import Memory
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Builds an optimizer for one stage's parameters."""
-
-Rate = Callable[[int], float]  # learning rate of update 0, 1, 2, ...
 
 Buffers = list[tuple[Tensor, Tensor]]  # pairs of a buffer and a copy of its earlier values
 

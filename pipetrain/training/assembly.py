@@ -12,13 +12,14 @@ from torch.nn import functional
 
 from pipetrain.blueprint import Plan
 from pipetrain.boundary import named_layers
+from pipetrain.rate import Rate
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.coded import CodedChannel, Feedback, Slot
 from pipetrain.runtime.engine import Engine, Limits
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.weights import OptimizerFactory, Rate
+from pipetrain.runtime.weights import OptimizerFactory
 
 
 def make_stages(

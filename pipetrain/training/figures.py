@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean
 from typing import Annotated, Any
 
 from pipetrain.checkpoint.files import Manifest
@@ -55,7 +54,7 @@ class EpochFigures:
 def by_update(losses: Sequence[float], first: int, every: int) -> dict[int, float]:
     """Return the means of `every` losses each, by the last one's update; `first` is the first loss's."""
     pieces = [losses[start : start + every] for start in range(0, len(losses), every)]
-    return {first + every * n + len(piece) - 1: fmean(piece) for n, piece in enumerate(pieces)}
+    return {first + every * n + len(piece) - 1: sum(piece) / len(piece) for n, piece in enumerate(pieces)}
 
 
 def most_accurate(history: Sequence[EpochFigures]) -> EpochFigures:

@@ -81,11 +81,12 @@ class History:
     @property
     def straggler(self) -> Straggler | None:
         updates = sum(figures.updates for figures in self.epochs)
-        return find_straggler(self._plan.placement, self.measured(), updates)
+        return find_straggler(self._plan.placement, self.measured(), updates) if updates else None
 
     def stage_table(self) -> str:
         """Return a row per stage: its times beside the plan's, and the bytes sent."""
-        return stage_table(self.measured(), self.predicted, self._stages(self.epochs))
+        seen = self.measured()
+        return stage_table(seen, self.predicted[: len(seen)], self._stages(self.epochs)[: len(seen)])
 
     def table(self) -> str:
         """Return the epochs as a table: all, or of many the best and the last ones."""
@@ -160,8 +161,8 @@ class History:
             "samples_per_s": sum(f.trained.samples for f in self.epochs) / train_s,
             "epoch_s": train_s / len(self.epochs),
             "total_s": last.elapsed_s,
-            "bytes_per_epoch": sum(stats.bytes_sent for stats in stages) / epochs,
-            "codec_s_per_epoch": sum(stats.codec_s for stats in stages) / epochs,
+            "bytes_per_epoch": sum(stats.bytes_sent for stats in stages) / epochs if epochs else None,
+            "codec_s_per_epoch": sum(stats.codec_s for stats in stages) / epochs if epochs else None,
             "updates": self._run.updates,
             "straggler": None if straggler is None else asdict(straggler),
             "simulated_bubble": self.simulated.bubble,

@@ -36,7 +36,10 @@ SILENCE_S = 10.0  # between two lines of progress, without a terminal
 
 
 class Recorder:
-    """Writes metrics.csv, summary.json, TensorBoard events and the progress of one run into its folder."""
+    """Writes metrics.csv, summary.json, TensorBoard events and the progress of one run into its folder.
+
+    It writes nothing before `begin`.
+    """
 
     def __init__(self, folder: Path, cfg: DictConfig, run: Run, machine: Machine, files: Files) -> None:
         self._folder = folder
@@ -55,40 +58,28 @@ class Recorder:
         self._metrics = Growing(folder / METRICS, self._history.row)
         self._updates = Growing(folder / UPDATES, self._history.update_rows)
         self._events = Growing(folder / events.file_name(), self._event)
-        self._write()
-        self._introduce()
 
     def _introduce(self) -> None:
-        settings, data = self._run.settings, self._run.data
-        log.info(
-            "pipetrain: %s on %s (%d train, %d test samples), schedule %s, %s",
-            *(
-                settings.model,
-                data.name,
-                len(data.train),
-                len(data.test),
-                settings.schedule,
-                self._machine.device,
-            ),
-        )
-        log.info(
-            "%d stages, cut before layers %s; batch %d in %d microbatches; bubble %.1f %% by the stages' %s",
-            *(self._plan.stages, self._plan.cuts, settings.batch_size, settings.microbatches),
-            *(100 * self._history.simulated.bubble, "times" if self._plan.costs else "work"),
-        )
-        log.info(
-            "%s, %s, %d threads a process; %s%s",
-            *(settings.precision, self._plan.numerics.memory_format, self._machine.threads),
-            self._machine.allocator,
-            "; the first microbatches compile the stages" if settings.compile else "",
-        )
-        log.info(
-            "%d epochs, %d updates, seed %d; records in %s",
-            *(settings.epochs, self._run.updates, settings.seed, self._folder),
-        )
+        settings, data, plan, machine = self._run.settings, self._run.data, self._plan, self._machine
+        sizes = f"{len(data.train)} train, {len(data.test)} test samples"
+        bubble = f"{self._history.simulated.bubble:.1%} by the stages' {'times' if plan.costs else 'work'}"
+        lines = [
+            f"pipetrain: {settings.model} on {data.name} ({sizes}), schedule {settings.schedule}, "
+            f"{machine.device}",
+            f"{plan.stages} stages, cut before layers {plan.cuts}; batch {settings.batch_size} in "
+            f"{settings.microbatches} microbatches; bubble {bubble}",
+            f"{settings.precision}, {plan.numerics.memory_format}, threads a process: {machine.threads}",
+            f"{settings.epochs} epochs, {self._run.updates} updates, seed {settings.seed}; "
+            f"records in {self._folder}",
+        ]
+        if settings.compile:
+            lines.append("the first microbatches compile the stages, which takes minutes")
+        for line in lines:
+            log.info("%s", line)
 
     def begin(self, history: Sequence[EpochFigures] = ()) -> None:
-        """Record the epochs that are already done, and go on."""
+        """Log the run's model, data and plan; record the epochs that are already done."""
+        self._introduce()
         self._history.epochs.extend(history)
         self._write()
         self._spoke = time.perf_counter()

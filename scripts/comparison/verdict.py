@@ -69,12 +69,18 @@ def _time(seconds: float) -> str:
 
 
 def _accuracy(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
-    """Say what the fastest costs, and which is the most accurate."""
+    """Say what the fastest costs, or how the others do where the first is; and which is most accurate."""
     best, compared = max(done, key=_last), len(done) - 1
-    said = []
     if fastest is not first:
-        paid = difference(fastest, first, compared)
-        said.append(f"After the last epoch {fastest.method} stands at {_last(fastest):.2f} %, {paid}.")
+        said = [f"{fastest.method} stands at {_last(fastest):.2f} %, {difference(fastest, first, compared)}"]
+    else:
+        said = [f"{first.method} stands at {_last(first):.2f} %"]
+        said += [
+            f"{row.method} at {_last(row):.2f} %, {difference(row, first, compared)}"
+            for row in done
+            if row not in (first, best)
+        ]
+    said = [f"After the last epoch {'; '.join(said)}."]
     if best not in (fastest, first):
         more = difference(best, first, compared)
         said.append(f"The most accurate, {best.method}, has {_last(best):.2f} %, {more}.")

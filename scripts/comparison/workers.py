@@ -25,8 +25,7 @@ from contextlib import suppress
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 PATIENCE_S = 10.0  # that ranks have to end after another one failed
-HEAVY = ["torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets", "matplotlib.figure"]
-HEAVY += ["pipetrain.plan", "pipetrain.training.trainer"]
+HEAVY = ["torch._dynamo", "pipetrain.train", "pipetrain.training.recorder", "matplotlib.figure"]
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
@@ -173,7 +174,7 @@ def die_at(step: int, folder: Path) -> bool:
 
             return wrapped
 
-        files.save_file = dying(files.save_file)
+        safetensors.torch.save_file = dying(safetensors.torch.save_file)
         files._flush, files._checksum = dying(files._flush), dying(files._checksum)
         os.replace, os.unlink, os.rmdir = dying(os.replace), dying(os.unlink), dying(os.rmdir)
         shutil.rmtree = dying(shutil.rmtree)
@@ -186,6 +187,7 @@ def die_at(step: int, folder: Path) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("passed_again", [False, True], ids=["a new one", "in the place of a damaged one"])
 def test_killed_at_any_step_of_a_save_there_is_a_whole_one(passed_again, tmp_path):
     died = 0

@@ -41,6 +41,7 @@ def draw(out: Path, outcomes: list[Outcome]) -> list[plots.Picture]:
     return plots.write(out, methods, make_rows(outcomes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outcomes", CASES.values(), ids=CASES.keys())
 @pytest.mark.filterwarnings("error")
 def test_every_comparison_can_be_drawn(tmp_path, outcomes):

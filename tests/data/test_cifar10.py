@@ -192,14 +192,14 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path, server, m
         ("dripping-headers", {"total_timeout": 0.5}, "the download took longer than 0.5 s (0 bytes came)"),
         ("endless", {}, "the server sent more than the 500,000 bytes that may come"),
         ("huge", {}, f"the server offers {len(ARCHIVE) + (1 << 40):,} bytes, and 500,000 may come"),
-        ("altered", {}, f", not {md5(ARCHIVE)}"),
+        ("altered", {}, ", not MD5"),  # which is another in each process: a gzip file has a time in it
     ],
 )
 def test_a_download_that_fails_says_what_and_why_in_one_line(tmp_path, server, path, seconds, says):
     """Whatever the server does, it is bounded in time and size, and leaves nothing."""
     with pytest.raises(DataMissing) as missing:
         load(str(tmp_path), server.url(path), max_bytes=500_000, **seconds)
-    for part in (says, str(tmp_path / FOLDER), server.url(path)):
+    for part in (says.replace("MD5", md5(ARCHIVE)), str(tmp_path / FOLDER), server.url(path)):
         assert part in str(missing.value)
     assert "\n" not in str(missing.value)
     assert list(tmp_path.iterdir()) == []

@@ -156,6 +156,7 @@ def test_a_receive_before_its_send_and_computing_twice_at_once_are_seen():
     assert training.overlap_s(TracedWindow(0, [1], twice)) == 0.5
 
 
+@pytest.mark.slow
 def test_a_microbatch_alone(monkeypatch):
     """The stage is real; its memory is not: 100 more at every look, and a peak of 1000."""
     looks = iter(range(0, 10_000, 100))

@@ -233,6 +233,13 @@ class OnGpu(nn.Conv2d):
         return super().forward(x)
 
 
+def test_many_cheap_layers_are_not_all_kept_in_memory(monkeypatch):
+    monkeypatch.setattr(module, "MOST_KEPT", 3 * IMAGES.nbytes)
+    kinds: list[type] = []
+    estimate(nn.Sequential(*(Sees(kinds) for _ in range(5))), IMAGES)
+    assert kinds == [Tensor] * 3 + [FakeTensor] * 2
+
+
 def test_a_layer_that_cannot_run_here_is_planned_all_the_same():
     made = estimate(nn.Sequential(nn.Conv2d(3, 4, 3), OnGpu(4, 4, 1), nn.ReLU()), IMAGES)
     assert [m.output for m in made] == [spec(2, 4, 6, 6)] * 3

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from pipetrain.runtime import allocator
 from pipetrain.runtime.allocator import keep_freed_memory
 
@@ -32,6 +34,7 @@ def _faults(keep: bool) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
+@pytest.mark.processes
 def test_a_block_that_comes_again_is_not_faulted_in_again(monkeypatch):
     for name in allocator._VARIABLES:
         monkeypatch.delenv(name, raising=False)

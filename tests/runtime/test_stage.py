@@ -476,6 +476,7 @@ def test_smoothing_is_for_training_alone():
 # Through torch.compile
 
 
+@pytest.mark.slow
 def test_a_compiled_stage_finds_each_version_in_forward_and_backward(monkeypatch):
     # All of torch.compile but the last step, the generated C++, which takes a minute.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

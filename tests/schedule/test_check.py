@@ -160,6 +160,7 @@ def survivors(size: tuple[int, int, int], program: Program) -> Iterator[str]:
             yield what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_no_mutant_survives_check_and_simulate(case: Case) -> None:
     """A schedule that the theory does not know may have swaps that make another sound schedule."""
@@ -170,6 +171,7 @@ def test_no_mutant_survives_check_and_simulate(case: Case) -> None:
         assert left == EQUIVALENT.get((case.name, size), [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_an_author_who_drops_doubles_or_misnames_an_action_is_told_by_check_alone(case: Case) -> None:
     """The mutants of what a schedule's author writes, lowered after."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 from pipetrain.checkpoint.files import Manifest, Position
 from pipetrain.tally import Tally
-from pipetrain.training.figures import Progress, most_accurate, read_progress
+from pipetrain.training.figures import Progress, by_update, most_accurate, read_progress
 from tests.support.figures import figures
 
 NOTHING = Tally()  # has no accuracy
@@ -40,3 +41,10 @@ def test_what_is_written_is_read():
     saved = json.loads(json.dumps(progress.to_json()))
     manifest = Manifest("r", Position(2, 3, 11), {}, {"placement": [0, 1]}, {}, saved, {})
     assert read_progress(manifest) == progress
+
+
+def test_losses_are_means_of_so_many_updates_each_whatever_they_are():
+    assert by_update([1.0, 3.0, 5.0], 7, 2) == {8: 2.0, 9: 5.0}
+    assert by_update([math.inf, 1.0, 1e308, 1e308], 1, 2) == {2: math.inf, 4: math.inf}
+    assert by_update([], 7, 2) == {}
+    assert math.isnan(by_update([math.inf, -math.inf], 1, 2)[2])

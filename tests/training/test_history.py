@@ -59,6 +59,20 @@ def test_half_an_epoch_counts_for_a_half():
     assert history.summary(Machine("2 x cpu", 1, "none"))["bytes_per_epoch"] == 3000.0
 
 
+def test_a_run_of_which_another_pipeline_made_each_update_has_a_summary():
+    """As where one was stopped before its last evaluation, and went on from there on another partition."""
+    history = History(RUN)
+    history.epochs = [
+        replace(figures(1), stages={}),
+        replace(figures(2), stages={0: StageStats(), 1: StageStats()}),
+    ]
+    summary = history.summary(Machine("2 x cpu", 1, "none"))
+    assert (summary["epochs"], summary["updates"], summary["straggler"]) == (2, RUN.updates, None)
+    assert [summary[key] for key in ("bytes_per_epoch", "codec_s_per_epoch", "per_stage")] == [None, None, []]
+    assert history.measured() == history.measured_last() == []
+    assert len(history.stage_table().splitlines()) == 1
+
+
 # Each stage's times
 
 

@@ -23,6 +23,10 @@ from pipetrain.errors import NotRecorded
 from pipetrain.prediction import played, predict
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
+from pipetrain.schedule.draw import as_png
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import one_f_one_b
+from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, StageStats
 from pipetrain.training import recorder as module
 from pipetrain.training.files import Files
@@ -57,6 +61,15 @@ PER_STAGE |= {"raw_bytes", "ratio", "codec_s"}
 PER_STAGE |= {"predicted_bubble", "predicted_stage_time_s", "predicted_wait"}
 
 
+PICTURE = as_png(simulate(lower(one_f_one_b(2, 1, 2)), 2))
+
+
+@pytest.fixture(autouse=True)
+def one_picture(monkeypatch):
+    """Draw once for all tests here: what is drawn is no matter of theirs."""
+    monkeypatch.setattr(module, "as_png", lambda timeline: PICTURE)
+
+
 @pytest.fixture
 def made(tmp_path) -> tuple[Recorder, Run, Path]:
     folder = tmp_path / "deep" / "run"
@@ -64,7 +77,9 @@ def made(tmp_path) -> tuple[Recorder, Run, Path]:
     words += ["microbatches=2", "batch_size=12", "epochs=3", "partition=[4]", "seed=5", "window=2"]
     cfg = contained(config(words), folder)
     run = prepare(cfg, "pipedream", 2, tiny_data(44))
-    return Recorder(folder, cfg, run, MACHINE, Files()), run, folder
+    recorder = Recorder(folder, cfg, run, MACHINE, Files())
+    recorder.begin()
+    return recorder, run, folder
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -238,6 +253,7 @@ def test_the_log_has_the_data_set_a_line_an_epoch_and_where_to_look(tmp_path, ca
     data = tiny_data(128, 64)
     run = prepare(cfg, "1f1b", 2, type(data)(**{**vars(data), "note": "what was asked for is not there"}))
     recorder = Recorder(tmp_path, cfg, run, MACHINE, Files())
+    recorder.begin()
     recorder.epoch(figures(1))
     recorder.epoch(figures(2, correct=9))
     recorder.close()
@@ -267,6 +283,7 @@ def test_a_stage_s_seconds_are_predicted_where_the_costs_are_known(made, tmp_pat
     _, run, _ = made
     cfg = contained(config(["data=digits"]), tmp_path)
     recorder = Recorder(tmp_path, cfg, with_costs(run), MACHINE, Files())
+    recorder.begin()
     recorder.epoch(figures(1))
     recorder.close()
     stages = json.loads((tmp_path / "summary.json").read_text())["per_stage"]
@@ -334,7 +351,9 @@ def test_a_stop_whose_checkpoint_was_lost_says_so_and_keeps_the_records(twin, tm
 def twin(made, tmp_path) -> Recorder:
     """Another recorder of the same run, as a resumed one has, whose folder is tmp_path/again."""
     _, run, _ = made
-    return Recorder(tmp_path / "again", contained(config([]), tmp_path / "again"), run, MACHINE, Files())
+    again = Recorder(tmp_path / "again", contained(config([]), tmp_path / "again"), run, MACHINE, Files())
+    again.begin()
+    return again
 
 
 @pytest.mark.parametrize("full", [{1}, {2, 3}, {1, 2, 3}, {4}])

@@ -53,6 +53,7 @@ def test_every_window_of_training_is_there_with_every_action(case):
             assert 0 < row.busy + row.waited <= row.ended - row.began
 
 
+@pytest.mark.slow
 def test_the_first_n_windows_are_traced():
     for windows, epochs in ((1, [0]), (5, [0, 0, 0, 0, 1]), (99, [0] * 4 + [1] * 4)):
         case = Case("gpipe", 2, (PLAIN, "microbatches=2", "epochs=2", f"+trace.windows={windows}"))
@@ -65,6 +66,7 @@ def test_without_trace_nothing_is_traced():
     assert traced(Case("gpipe", 2, (PLAIN, "microbatches=2", "epochs=1"))) == []
 
 
+@pytest.mark.slow
 def test_it_stops_before_the_window_that_would_be_too_much(monkeypatch):
     case = Case("1f1b", 2, (PLAIN, "microbatches=2", "epochs=2", "trace=true"))
     longest = max(map(len, make_run(case).plan.windows[1].program))
