@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pipetrain.schedule.actions import (
     COMMUNICATION,
@@ -47,8 +47,7 @@ class Wait:
         return " or ".join(map(str, self.receives + self.sends))
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(NamedTuple):
     """What a stage holds at most, whatever the timing: in microbatches, weight versions, and updates."""
 
     activations: int
