@@ -108,7 +108,7 @@ class Plan:
         """Return the bytes on the wire over the cut before a stage, forward and back, for `size` samples."""
         return _wire_bytes(self.settings, self.boundaries[size][stage])
 
-    def peaks(self, stage: int) -> tuple[int, int, int]:
+    def peaks(self, stage: int) -> Bounds:
         """Return the peaks of activations, weight versions and staleness of a stage over all windows."""
         return _peaks(self.windows, stage)
 
@@ -264,13 +264,8 @@ def _boundaries(
     }
 
 
-def _peaks(windows: Mapping[int, Window], stage: int) -> tuple[int, int, int]:
-    bounds = [window.bounds[stage] for window in windows.values()]
-    return (
-        max(of.activations for of in bounds),
-        max(of.versions for of in bounds),
-        max(of.staleness for of in bounds),
-    )
+def _peaks(windows: Mapping[int, Window], stage: int) -> Bounds:
+    return Bounds(*map(max, *(window.bounds[stage] for window in windows.values()), Bounds(0, 0, 0)))
 
 
 def _pipeline(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from pipetrain.errors import ConfigError
 from pipetrain.partition.estimate import Layer
@@ -56,7 +56,8 @@ def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], stages:
 
 def balance(weights: Sequence[float], stages: int) -> list[int]:
     """Cut `weights` into `stages` non-empty slices whose largest sum is as small as possible."""
-    return best_cuts(len(weights), stages, lambda stage, start, end: sum(weights[start:end]))[0]
+    until = [0.0, *accumulate(weights)]
+    return best_cuts(len(weights), stages, lambda stage, start, end: until[end] - until[start])[0]
 
 
 def balance_times(predictor: Predictor, allowed: Collection[int], limit: float | None = None) -> list[int]:
@@ -70,8 +71,9 @@ def balance_times(predictor: Predictor, allowed: Collection[int], limit: float |
     def seconds(stage: int, start: int, end: int) -> float:
         if not {start, end} <= within:
             return math.inf
-        taken = predictor.stage_time(stage, start, end)
-        return taken.batch_s if limit is None or taken.held_bytes <= limit else math.inf
+        if limit is not None and predictor.held_bytes(stage, start, end) > limit:
+            return math.inf
+        return predictor.batch_s(stage, start, end)
 
     def held(stage: int, start: int, end: int) -> float:
         return predictor.held_bytes(stage, start, end) if {start, end} <= within else math.inf

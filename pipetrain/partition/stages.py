@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.schedule.actions import Op
@@ -63,19 +63,23 @@ class Predictor:
         self.stages = len(pipeline.placement)
         self.profile = profile
         self._pipeline = pipeline
+        # Prefix sums over the layers, so that the time of a slice needs no sum.
+        self._compute_s = [0.0, *accumulate(layer.forward_s + layer.backward_s for layer in self.layers)]
+        self._step_s = [0.0, *accumulate(layer.step_s for layer in self.layers)]
+
+    def batch_s(self, stage: int, start: int, end: int) -> float:
+        """Return the seconds of a batch."""
+        compute_s = self._compute_s[end] - self._compute_s[start] + self._messages_s(stage, start, end)
+        return self._pipeline.microbatches * compute_s + self._step_s[end] - self._step_s[start]
 
     def stage_time(self, stage: int, start: int, end: int) -> StageTime:
-        held, crossed = self.layers[start:end], self._crossed(stage, start, end)
-        forward_s = sum(layer.forward_s for layer in held)
-        backward_s = sum(layer.backward_s for layer in held)
-        messages_s = sum(self._travel_s(nbytes) for cut in crossed for nbytes in self._messages(cut))
-        step_s = sum(layer.step_s for layer in held)
+        held = self.layers[start:end]
         return StageTime(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            messages_s=messages_s,
-            step_s=step_s,
-            batch_s=self._pipeline.microbatches * (forward_s + backward_s + messages_s) + step_s,
+            forward_s=sum(layer.forward_s for layer in held),
+            backward_s=sum(layer.backward_s for layer in held),
+            messages_s=self._messages_s(stage, start, end),
+            step_s=sum(layer.step_s for layer in held),
+            batch_s=self.batch_s(stage, start, end),
             held_bytes=self.held_bytes(stage, start, end),
         )
 
@@ -128,6 +132,10 @@ class Predictor:
             return self._pipeline.wire_bytes[cut - 1]
         before = self.layers[cut - 1]
         return before.output_bytes, before.gradient_bytes
+
+    def _messages_s(self, stage: int, start: int, end: int) -> float:
+        crossed = self._crossed(stage, start, end)
+        return sum(self._travel_s(nbytes) for cut in crossed for nbytes in self._messages(cut))
 
     def _travel_s(self, nbytes: int) -> float:
         return self.profile.latency_s + nbytes * self.profile.s_per_byte

@@ -21,7 +21,7 @@ from pipetrain.runtime.clock import Clock, Stopwatch
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import RECEIVES, Action, Op
-from pipetrain.schedule.policy import Wait
+from pipetrain.schedule.policy import Bounds, Wait
 from pipetrain.schedule.timeline import Row, StageStats, stage_stats, total
 
 Tensors = tuple[Tensor, ...]
@@ -48,14 +48,6 @@ class Feed(Protocol):
 
     def prepare(self) -> None:
         """Make the next input in advance; called before the engine waits for a message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The simulated peaks of a stage: open microbatches, and weight versions."""
-
-    activations: int
-    versions: int
 
 
 @dataclass(slots=True)
@@ -95,7 +87,7 @@ class Engine:
     """Runs programs over the stages of one rank.
 
     `placement[stage]` is a stage's rank; `boundaries[size][stage]` describes a stage's input for a microbatch
-    of `size` samples, `evaluated` likewise in an evaluation; `limits[stage]` is asserted while the program
+    of `size` samples, `evaluated` likewise in an evaluation; `bounds[stage]` is asserted while the program
     runs. `plain` is the channel of evaluations, whose messages are not encoded.
     """
 
@@ -106,7 +98,7 @@ class Engine:
         placement: Sequence[int],
         boundaries: Boundaries,
         evaluated: Boundaries,
-        limits: Mapping[int, Limits],
+        bounds: Mapping[int, Bounds],
         clock: Clock,
         plain: Channel | None = None,
     ) -> None:
@@ -116,7 +108,7 @@ class Engine:
         self._placement = placement
         self._boundaries = boundaries
         self._evaluated = evaluated
-        self._limits = limits
+        self._bounds = bounds
         self._clock = clock
         self.stats = {stage: StageStats() for stage in stages}
         """The statistics of each stage's training since `take_stats`."""
@@ -267,7 +259,7 @@ class Engine:
         target = window.feed.target(action.mb) if self._is_last(action.stage) else None
         outputs = stage.forward(action.mb, self._inputs(action, window), action.version, target)
         self._hand_on(action, outputs, window)
-        limit = self._limits[action.stage].activations
+        limit = self._bounds[action.stage].activations
         assert stage.in_flight <= limit, (
             f"{action}: {stage.in_flight} microbatches in flight, {limit} simulated"
         )
@@ -298,7 +290,7 @@ class Engine:
         stage = self._stages[action.stage]
         stage.step(keep=window.order.needed(action.stage, action.version - 1))
         held = stage.weights.held
-        limit = self._limits[action.stage].versions
+        limit = self._bounds[action.stage].versions
         assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"
 
     def _release(self, action: Action, window: _Window) -> None:

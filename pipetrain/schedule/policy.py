@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pipetrain.schedule.actions import (
     COMMUNICATION,
@@ -46,8 +46,7 @@ class Wait:
         return " or ".join(map(str, self.receives + self.sends))
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(NamedTuple):
     """The most that a stage holds with any timing: microbatches, weight versions, staleness in updates."""
 
     activations: int

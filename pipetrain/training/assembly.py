@@ -16,7 +16,7 @@ from pipetrain.rate import Rate
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.coded import CodedChannel, Feedback, Slot
-from pipetrain.runtime.engine import Engine, Limits
+from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
@@ -68,7 +68,7 @@ def make_engine(
         plan.placement,
         plan.boundaries,
         plan.evaluated,
-        {stage: Limits(*plan.peaks(stage)[:2]) for stage in stages},
+        {stage: plan.peaks(stage) for stage in stages},
         clock or Clock(mesh.device),
         plain,
     )

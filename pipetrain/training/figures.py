@@ -92,6 +92,7 @@ def read_progress(manifest: Manifest) -> Progress:
     counted = [progress.stages, *(figures.stages for figures in history if figures.stages)]
     fits = (
         len(history) == position.epoch
+        and len(progress.losses) == position.batch
         and all(figures.epoch == number for number, figures in enumerate(history, 1))
         and all(figures.train_s > _LEAST for figures in history)
         and all(known.keys() == stages for known in counted)

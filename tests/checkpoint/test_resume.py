@@ -351,6 +351,7 @@ PROGRESS: dict[str, Callable[[dict[str, Any]], object]] = {
     "of no epoch": on("history")([]),
     "without its times": without(*FIRST, "train_s"),
     "without a stage": without(*FIRST, "stages", "1"),
+    "with a loss less": lambda data: data["progress"]["losses"].pop(),
     "with a stage more": lambda data: data["progress"]["stages"].update(
         {"2": data["progress"]["stages"]["0"]}
     ),
@@ -391,6 +392,7 @@ def test_losses_may_be_infinite(harmed):
 @pytest.mark.parametrize("position", [Position(1, 2, 7)])
 def test_updates_that_are_not_those_of_the_epochs_are_damage(position, harmed):
     newest = checkpoints(harmed)[-1]
+    forge(newest, lambda data: data["progress"]["losses"].pop())
     forge(newest, put("position", to=dict(zip(("epoch", "batch", "update"), astuple(position), strict=True))))
     with pytest.raises(DamagedCheckpoint, match=r"is of update \d+, and \d+ epochs of \d+ updates and"):
         run_in_threads(HARMED, source=newest)

@@ -14,11 +14,12 @@ from torch.nn import functional
 from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.runtime.channel import Message
 from pipetrain.runtime.clock import Clock
-from pipetrain.runtime.engine import Engine, Limits
+from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.order import Listed
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import COMPUTE, UPDATE, Action, Op, Program, parse_program
 from pipetrain.schedule.lower import lower
+from pipetrain.schedule.policy import Bounds
 from pipetrain.schedule.programs import one_f_one_b, pipedream
 from pipetrain.schedule.timeline import Row
 from tests.support.cases import Case, compare, make_run, run_in_threads
@@ -171,7 +172,7 @@ class Ones:
 BOUNDARIES = {1: [Boundary((TensorSpec((1, 3), torch.float32),))] * 3}
 
 
-def engine(rank_of: list[int], mine: list[int], limits: Limits) -> tuple[Engine, Tape]:
+def engine(rank_of: list[int], mine: list[int], bounds: Bounds) -> tuple[Engine, Tape]:
     """The engine of one rank over linear stages."""
     tape = Tape()
     sgd = partial(torch.optim.SGD, lr=0.1)
@@ -186,14 +187,14 @@ def engine(rank_of: list[int], mine: list[int], limits: Limits) -> tuple[Engine,
         for index in mine
     }
     made = Engine(
-        stages, tape, rank_of, BOUNDARIES, BOUNDARIES, dict.fromkeys(mine, limits), Clock(torch.device("cpu"))
+        stages, tape, rank_of, BOUNDARIES, BOUNDARIES, dict.fromkeys(mine, bounds), Clock(torch.device("cpu"))
     )
     return made, tape
 
 
 def test_the_middle_of_three_stages_does_what_its_list_says():
     program = lower(one_f_one_b(3, 1, 2))
-    made, tape = engine([0, 1, 2], [1], Limits(2, 1))
+    made, tape = engine([0, 1, 2], [1], Bounds(2, 1, 9))
     updated: list[int] = []
     made.train(Listed(program[1]), Ones(), 2, updated.append)
     assert tape.seen == [
@@ -218,7 +219,7 @@ def test_the_middle_of_three_stages_does_what_its_list_says():
 
 def test_a_window_s_times_are_counted_and_handed_to_who_asks():
     program = lower(one_f_one_b(3, 1, 2))
-    made, _ = engine([0, 1, 2], [1], Limits(2, 1))
+    made, _ = engine([0, 1, 2], [1], Bounds(2, 1, 9))
     seen: list[Row] = []
     made.train(Listed(program[1]), Ones(), 2, observe=seen.append)
     (row,) = seen
@@ -239,7 +240,7 @@ def test_a_window_s_times_are_counted_and_handed_to_who_asks():
 
 
 def test_a_window_that_nobody_asks_about_is_counted_all_the_same():
-    made, _ = engine([0, 1, 2], [1], Limits(2, 1))
+    made, _ = engine([0, 1, 2], [1], Bounds(2, 1, 9))
     made.train(Listed(lower(one_f_one_b(3, 1, 2))[1]), Ones(), 2)
     assert made.stats[1].wait_s >= 12.0
     assert made.stats[1].busy_s > 0
@@ -247,7 +248,7 @@ def test_a_window_that_nobody_asks_about_is_counted_all_the_same():
 
 def test_neighbours_on_one_rank_hand_over_without_a_message():
     program = lower(split_on_one_rank(1, 2, 2))
-    made, tape = engine([0, 0], [0, 1], Limits(1, 1))
+    made, tape = engine([0, 0], [0, 1], Bounds(1, 1, 9))
     made.train(Listed(program[0]), Ones(), 2)
     assert tape.seen == ["expect ", "drain"]
     assert [made.stats[stage].bytes_sent for stage in (0, 1)] == [0, 0]
@@ -255,21 +256,21 @@ def test_neighbours_on_one_rank_hand_over_without_a_message():
 
 def test_more_in_flight_than_was_simulated_is_an_error():
     program = lower(one_f_one_b(3, 1, 2))
-    made, _ = engine([0, 1, 2], [1], Limits(1, 1))
+    made, _ = engine([0, 1, 2], [1], Bounds(1, 1, 9))
     with pytest.raises(AssertionError, match="1F1@0: 2 microbatches in flight, 1 simulated"):
         made.train(Listed(program[1]), Ones(), 2)
 
 
 def test_more_versions_than_were_simulated_is_an_error():
     program = lower(pipedream(3, 4, 1))
-    made, _ = engine([0, 1, 2], [1], Limits(2, 1))
+    made, _ = engine([0, 1, 2], [1], Bounds(2, 1, 9))
     with pytest.raises(AssertionError, match="1STEP@1: 2 weight versions held, 1 simulated"):
         made.train(Listed(program[1]), Ones(), 1)
 
 
 def test_pipedream_keeps_what_is_still_to_be_read_and_gives_it_up_after():
     program = lower(pipedream(3, 5, 1))
-    made, _ = engine([0, 1, 2], [0], Limits(3, 3))
+    made, _ = engine([0, 1, 2], [0], Bounds(3, 3, 9))
     stage = made._stages[0]
     for window in range(2):
         made.train(Listed(program[0]), Ones(), 1)
@@ -279,7 +280,7 @@ def test_pipedream_keeps_what_is_still_to_be_read_and_gives_it_up_after():
 
 
 def test_an_evaluation_records_nothing_and_saves_nothing():
-    made, tape = engine([0, 1], [1], Limits(1, 1))
+    made, tape = engine([0, 1], [1], Bounds(1, 1, 9))
     before = made.stats[1]
     seen: list[int] = []
     forwards = parse_program("1RECV_F0 1F0@0 1RECV_F1 1F1@0")[0]

@@ -37,7 +37,9 @@ def test_the_best_epoch_is_the_first_of_the_most_accurate_ones(correct, best):
 
 
 def test_what_is_written_is_read():
-    progress = Progress([figures(1), figures(2)], Tally(3.5, 2, 12), 1.5, 7.0, figures(2).stages)
+    progress = Progress(
+        [figures(1), figures(2)], Tally(3.5, 2, 12), 1.5, 7.0, figures(2).stages, [2.5, 2.0, 1.5]
+    )
     saved = json.loads(json.dumps(progress.to_json()))
     manifest = Manifest("r", Position(2, 3, 11), {}, {"placement": [0, 1]}, {}, saved, {})
     assert read_progress(manifest) == progress
