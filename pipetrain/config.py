@@ -50,7 +50,15 @@ def _whole(low: int, most: float = math.inf) -> _Rule:
 
 
 def _number(words: str, holds: Callable[[float], bool]) -> _Rule:
-    return _Rule(words, lambda value: type(value) in (int, float) and holds(value), float)
+    """Rule a number; in words too, as ${oc.env:NAME} gives it."""
+
+    def is_one(value: Any) -> bool:
+        try:
+            return type(value) in (int, float, str) and holds(float(value))
+        except ValueError:
+            return False
+
+    return _Rule(words, is_one, float)
 
 
 def _one_of(*names: str) -> _Rule:

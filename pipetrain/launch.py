@@ -41,6 +41,7 @@ from pipetrain.checkpoint.untrusted import read_as
 from pipetrain.ending import FAILED, INTERRUPTED, REFUSED
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped
 from pipetrain.runtime.mesh import World
+from pipetrain.schedule.actions import ScheduleError
 from pipetrain.seal import MAC_BYTES, SECRET, Seal, SealedStore, forged
 from pipetrain.training.folder import LOCK, read_key
 
@@ -228,7 +229,7 @@ class _Follower:
             if "ended" in word:
                 return False
             part = join(self._accepted(word, key), self._world)
-        except (ConfigError, TrainingStopped):
+        except (ConfigError, ScheduleError, TrainingStopped):
             self._store.set(answer, _REFUSED)
             raise
         self._store.set(answer, _READY)
@@ -239,19 +240,19 @@ class _Follower:
     def _gave_up(self, key: str) -> bool:
         """Wait for a message, within the limit of rank 0's phase; return whether rank 0 gave up instead."""
         rank = self._world.rank
-        doing: list[Any] = ["start", START_S]
+        said, doing, limit = b"", "start", START_S
         since = time.monotonic()
         try:
             while not self._store.check([key]):
                 if self._store.check(["ended"]):
                     self.status = _status(self._store.get("ended"))
                     return True
-                if self._store.check(["phase"]) and (now := json.loads(self._store.get("phase"))) != doing:
-                    doing, since = now, time.monotonic()
-                waited, limit = time.monotonic() - since, min(float(doing[1]), MOST_S)
-                if waited > limit:
+                if self._store.check(["phase"]) and (now := self._store.get("phase")) != said:
+                    said, (doing, seconds), since = now, json.loads(now), time.monotonic()
+                    limit = float(seconds) if seconds < MOST_S else MOST_S
+                if time.monotonic() - since > limit:
                     raise ChannelError(
-                        f"rank {rank} waited {limit:g} s for rank 0 to {doing[0]!s:.80}; look at what it "
+                        f"rank {rank} waited {limit:g} s for rank 0 to {doing!s:.80}; look at what it "
                         f"says, or give it longer with timeout="
                     )
                 time.sleep(min(POLL_S, limit / 4))

@@ -65,6 +65,12 @@ def test_an_unset_optimizer_follows_the_recipe_and_the_rate_its_shape():
     assert [constant.rate(3)(update) for update in range(3)] == [0.005] * 3
 
 
+def test_a_number_may_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("LR", "0.25")
+    cfg = config(["data=digits", "optim.lr=${oc.env:LR}"])
+    assert read_settings(cfg, "1f1b", 1).lr == 0.25
+
+
 CODEC = {"_target_": "pipetrain.codec.TopK", "fraction": "x"}
 WHOLE = "must be a whole number of at least 1"
 STRATEGY = "must be a strategy's name, a list of layer numbers such as [8], or partition.profile=FILE of an"

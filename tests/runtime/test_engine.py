@@ -301,3 +301,11 @@ def test_bytes_sent_are_those_of_the_boundary_of_every_microbatch():
     sample = 4 * 4 * 4 * 8
     for epoch in figures:
         assert [epoch.stages[stage].bytes_sent for stage in (0, 1)] == [44 * sample] * 2
+
+
+def test_a_profiler_shows_the_actions():
+    made, _ = engine([0, 1, 2], [1], Bounds(2, 1, 9))
+    program = lower(one_f_one_b(3, 1, 2))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        made.train(Listed(program[1]), Ones(), 2)
+    assert {str(action) for action in program[1]} <= {event.name for event in profiler.events()}
