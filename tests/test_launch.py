@@ -359,7 +359,7 @@ def test_a_phase_of_somebody_else_is_a_sentence(raw, monkeypatch):
         follow(World(1, 2), lambda *_: None)
     raw.set("phase", '["wait for ever", NaN]')
     monkeypatch.setattr(launch, "MOST_S", 0.2)
-    with pytest.raises(ChannelError, match="rank 1 waited 0.2 s for rank 0 to wait for ever"):
+    with pytest.raises(ChannelError, match=r"rank 1 waited 0\.2 s for rank 0 to wait for ever"):
         follow(World(1, 2), lambda *_: None)
 
 

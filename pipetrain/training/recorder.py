@@ -79,9 +79,9 @@ class Recorder:
 
     def begin(self, history: Sequence[EpochFigures] = ()) -> None:
         """Log the run's model, data and plan; record the epochs that are already done."""
-        self._introduce()
         self._history.epochs.extend(history)
         self._write()
+        self._introduce()
         self._spoke = time.perf_counter()
 
     def tick(self, what: str, total: int) -> None:
