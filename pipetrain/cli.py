@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.errors import ConfigError
+from pipetrain.schedule.actions import ScheduleError
 
 CODECS = ("codec.forward", "codec.backward")
 ALL = "--cfg job shows all there is"
@@ -62,10 +63,11 @@ class _JobFailed(BaseException):
         self.error = error
 
 
-def compose(name: str, task: Callable[[DictConfig], None]) -> int:
+def compose(name: str, task: Callable[[DictConfig], None], refused: Callable[[], None] = lambda: None) -> int:
     """Run `task` with the command line's configuration, once per job of a sweep; return the exit status.
 
-    Raises the errors of `task`, and ConfigError if the configuration is invalid.
+    `refused` is called within a job that ends with one of the errors of an invalid configuration. Raises the
+    errors of `task`, and ConfigError if the configuration is invalid.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     for word in sys.argv[1:]:
@@ -78,6 +80,8 @@ def compose(name: str, task: Callable[[DictConfig], None]) -> int:
             _refuse_unread(content, _known(name), str(content))
             task(cfg)
         except Exception as error:
+            if isinstance(error, ConfigError | ScheduleError | OmegaConfBaseException):
+                refused()
             raise _JobFailed(error) from error
 
     try:

@@ -44,7 +44,6 @@ from pipetrain.plan import describe
 from pipetrain.profiling import measure, take_part, verdict
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
-from pipetrain.schedule.actions import ScheduleError
 from pipetrain.seal import SealedStore
 from pipetrain.training import folder
 from pipetrain.training.files import Files
@@ -100,21 +99,23 @@ def lead(world: World) -> int:
         run_dir = leader.remembered()
         if run_dir is not None and not names_folder():  # otherwise each restart would create a new folder
             sys.argv.append(f"run_dir={quoted(run_dir)}")
-        status = guarded(lambda: compose("config", lambda cfg: start(cfg, world, leader)))
+        status = guarded(lambda: compose("config", lambda cfg: start(cfg, world, leader), discard_folder))
     finally:
         leader.end(status)
     return status
 
 
 def start(cfg: DictConfig, world: World, leader: Leader) -> None:
-    """Run the configuration on all ranks; if it is refused, remove the run's folder."""
+    """Run the configuration on all ranks."""
     hydra = HydraConfig.get()
     run_dir = Path(hydra.runtime.output_dir)
-    try:
-        lead_job(contained(cfg, run_dir), str(hydra.runtime.choices["schedule"]), world, leader)
-    except (ConfigError, ScheduleError):
-        folder.discard(run_dir, f"{hydra.job.name}.log")
-        raise
+    lead_job(contained(cfg, run_dir), str(hydra.runtime.choices["schedule"]), world, leader)
+
+
+def discard_folder() -> None:
+    """Remove the folder of a job that is refused."""
+    hydra = HydraConfig.get()
+    folder.discard(Path(hydra.runtime.output_dir), f"{hydra.job.name}.log")
 
 
 def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> None:

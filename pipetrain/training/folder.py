@@ -23,6 +23,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.seal import SECRET
 
 METRICS, UPDATES = "metrics.csv", "updates.csv"
+RUNS = "runs"  # the folder of runs whose run_dir is not given
 SUMMARY, CONFIG, EVENTS = "summary.json", "config.yaml", "events.out.tfevents.*"
 PROFILE_FILE, TRACE, RAN = "profile.json", "trace.json", "ran.txt"
 LOCK, KEY_BYTES = ".lock", 32
@@ -142,6 +143,8 @@ def discard(folder: Path, log: str) -> None:
                     for name in (log, LOCK):
                         (folder / name).unlink(missing_ok=True)
                     folder.rmdir()
+                    if folder.parent.name == RUNS:
+                        folder.parent.rmdir()  # unless it holds other runs
             finally:
                 os.close(lock)
 

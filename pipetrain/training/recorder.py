@@ -25,7 +25,7 @@ from pipetrain.schedule.draw import as_png
 from pipetrain.training import events
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.files import Files, Growing, why, write_whole
-from pipetrain.training.folder import CONFIG, METRICS, RAN, SUMMARY, TRACE, UPDATES
+from pipetrain.training.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES
 from pipetrain.training.history import History, Machine
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Trace, about_trace
@@ -197,6 +197,6 @@ class Recorder:
 
 def _tensorboard(folder: Path) -> str:
     """Return the command that shows a run in TensorBoard under its name."""
-    if folder.parent.name == "runs":
+    if folder.parent.name == RUNS:
         return f"tensorboard --logdir {folder.parent}"
     return f"tensorboard --logdir_spec {folder.name}:{folder}"
