@@ -29,7 +29,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.launch import Job, Leader
 from pipetrain.replay import read_trace
 from pipetrain.runtime.mesh import World
-from pipetrain.train import join
+from pipetrain.train import discard_folder, join
 from pipetrain.train import start as begin
 from tests.support.cases import config
 from tests.support.processes import DEADLINE_S, lines_of
@@ -264,6 +264,7 @@ def test_ranks_profile_together(profiled):
         ("stages=40", "stages=40 needs 40 processes and there are 1"),
         ("microbatches=3", "microbatches=3 does not divide batch_size=64"),
         ("batchsize=64", "there is no batchsize in the configuration; did you mean batch_size"),
+        ("+foo=1", "nothing reads foo"),
         ("partition.profile=none.json", "partition.profile=none.json cannot be read: No such file"),
         ("memory_limit=2", "memory_limit=2 needs to know what a stage holds: choose partition=profile"),
         ("data.train_limit=0", "data.train_limit must be a whole number, 1 or more"),
@@ -285,7 +286,7 @@ def train_here(monkeypatch, folder: Path, *words: str) -> None:
     monkeypatch.setattr("sys.argv", ["pipetrain", *words, *quiet])
     world = World()
     try:
-        compose("config", lambda cfg: begin(cfg, world, Leader(world)))
+        compose("config", lambda cfg: begin(cfg, world, Leader(world)), discard_folder)
     finally:
         GlobalHydra.instance().clear()
 

@@ -214,3 +214,12 @@ def test_the_folder_of_a_refused_run_goes_unless_there_is_more_or_another_run(tm
             discard(folder, "run.log")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "held"]
     assert (held / "run.log").exists()
+
+
+def test_the_folder_of_runs_goes_with_the_only_one(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    discard(tmp_path / "runs" / "first", "run.log")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["second"]
+    discard(tmp_path / "runs" / "second", "run.log")
+    assert list(tmp_path.iterdir()) == []
