@@ -82,6 +82,19 @@ def differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def requires_grad(boundary: Boundary | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Return which tensors at a boundary depend on weights before it; all that can, if it is unknown."""
+    known = boundary.requires_grad if boundary else None
+    if known is None or len(known) != len(tensors):  # in an evaluation their number may differ
+        return [differentiable(t) for t in tensors]
+    return known
+
+
+def needs_grad(boundary: Boundary | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Return which tensors at a boundary need a gradient."""
+    return (boundary and boundary.needs_grad) or requires_grad(boundary, tensors)
+
+
 def describe(value: Value) -> Boundary:
     """Return a layer's output as a boundary."""
     return Boundary(specs_of(as_tuple(value)), single=isinstance(value, Tensor))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from pipetrain.runtime.channel import Channel
 from pipetrain.schedule.actions import COMMUNICATION, Action
 from pipetrain.schedule.timeline import Row, Span
 
@@ -75,29 +76,13 @@ class Clock:
         return float(self._anchored + self._anchor.elapsed_time(event) / 1000)
 
 
-class Counts(Protocol):
-    """A channel's totals so far."""
-
-    @property
-    def waited(self) -> float:
-        """Seconds blocked by other ranks."""
-
-    @property
-    def coded(self) -> float:
-        """Seconds of encoding and decoding."""
-
-    @property
-    def carried(self) -> int:
-        """Bytes sent and received, on the wire."""
-
-
 class Stopwatch:
     """Measures the spans of one window of one rank: `start` before each action, `stop` after it.
 
     A policy's wait for one of several messages is added to the next message, if one follows.
     """
 
-    def __init__(self, clock: Clock, channel: Counts) -> None:
+    def __init__(self, clock: Clock, channel: Channel) -> None:
         self._clock, self._channel = clock, channel
         self._began = clock.begin()
         self._spans: list[Span] = []

@@ -7,7 +7,7 @@ the number of activations that `simulate` predicts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipetrain.boundary import Boundary, Value, as_tuple, differentiable
+from pipetrain.boundary import Boundary, Value, as_tuple, differentiable, needs_grad, requires_grad
 from pipetrain.errors import TrainingStopped
 from pipetrain.numerics import Numerics
 from pipetrain.rate import Rate
@@ -149,7 +149,7 @@ class Stage:
         instead. Raises TrainingStopped if outputs or loss are not finite.
         """
         x = tuple(self._numerics.arrange(t.detach()) for t in x)
-        requires = self._requires(self._entry, x) if self.index else [False] * len(x)
+        requires = requires_grad(self._entry, x) if self.index else [False] * len(x)
         x = tuple(t.requires_grad_(require) for t, require in zip(x, requires, strict=True))
         if self._skips:
             self._before[mb] = self.weights.buffers()
@@ -169,7 +169,7 @@ class Stage:
         else:
             made = tuple(t for t in outputs if t.requires_grad)  # not, for example, a mask of -inf
             self._check(f"the activation of microbatch {mb} is not finite", made, forward)
-            planned = self._requires(self._exit, outputs)
+            planned = requires_grad(self._exit, outputs)
             for number, (t, require) in enumerate(zip(outputs, planned, strict=True)):
                 if t.requires_grad and not require:
                     raise TrainingStopped(
@@ -308,7 +308,7 @@ class Stage:
 
     def _handed_on(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the outputs to send, copied where the layers may keep or change them."""
-        requires = self._requires(self._exit, outputs)
+        requires = requires_grad(self._exit, outputs)
         return tuple(
             t.detach() if require and not self._copy_output else t.detach().clone()
             for t, require in zip(outputs, requires, strict=True)
@@ -350,7 +350,7 @@ class Stage:
                 self._named_layers,
                 self._value(saved.inputs),
                 grads,
-                self._needs(self._exit, saved.outputs),
+                needs_grad(self._exit, saved.outputs),
                 loss,
             )
 
@@ -385,7 +385,7 @@ class Stage:
     ) -> None:
         if self._loss is not None:
             grads = (torch.ones_like(saved.outputs[0]),)
-        needs = self._needs(self._exit, saved.outputs)
+        needs = needs_grad(self._exit, saved.outputs)
         outputs = [t for t, need in zip(saved.outputs, needs, strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs and inputs != []:
@@ -393,22 +393,11 @@ class Stage:
             with self.weights.installed(saved.version, backward=True):
                 torch.autograd.backward(made, given, retain_graph=retain_graph, inputs=inputs)
 
-    def _needs(self, boundary: Boundary | None, tensors: tuple[Tensor, ...]) -> Sequence[bool]:
-        """Return which tensors of a boundary need a gradient."""
-        return (boundary and boundary.needs_grad) or self._requires(boundary, tensors)
-
-    def _requires(self, boundary: Boundary | None, tensors: tuple[Tensor, ...]) -> Sequence[bool]:
-        """Return which tensors of a boundary depend on weights before it."""
-        known = boundary.requires_grad if boundary else None
-        if known is None or len(known) != len(tensors):  # in an evaluation their number may differ
-            return [differentiable(t) for t in tensors]
-        return known
-
     def _input_gradients(self, mb: int, saved: _Saved) -> tuple[Tensor, ...]:
         """Return the gradients that the stage before needs. Raises TrainingStopped for any others."""
         if not self.index:
             return ()
-        needs = self._needs(self._entry, saved.inputs)
+        needs = needs_grad(self._entry, saved.inputs)
         for number, (t, need) in enumerate(zip(saved.inputs, needs, strict=True)):
             if need != (t.grad is not None):
                 found = "no" if need else "a"

@@ -244,7 +244,7 @@ def test_the_folder_says_what_ran_before_the_first_epoch(made):
 
 def test_a_run_is_shown_under_its_name():
     assert module._tensorboard(Path("runs/a")) == "tensorboard --logdir runs"
-    assert module._tensorboard(Path("/tmp/a")) == "tensorboard --logdir_spec a:/tmp/a"
+    assert module._tensorboard(Path("elsewhere/a")) == "tensorboard --logdir_spec a:elsewhere/a"
 
 
 def test_the_log_has_the_data_set_a_line_an_epoch_and_where_to_look(tmp_path, caplog):
