@@ -32,7 +32,7 @@ from pipetrain.partition.crossing import (
     writes_input,
 )
 from pipetrain.partition.estimate import Layer, estimate
-from pipetrain.partition.profile import PROFILE, Profile, conditions, read_profile, refuse_other_layers
+from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor
 from pipetrain.schedule.actions import Program, Schedule, ScheduleError, placement
 from pipetrain.schedule.check import check
@@ -130,11 +130,25 @@ class Samples:
     resumed: int = 0  # batches already done of the first epoch
 
 
+def profile_conditions(cfg: DictConfig, settings: Settings) -> Facts:
+    """Return the conditions that a profile and the run that reads it must share."""
+    no_work = ("_target_", "_partial_", "lr")  # options that do not affect the optimizer's time
+    options = (f" {key}={value}" for key, value in cfg.optim.items() if key not in no_work)
+    return {
+        "model": settings.model,
+        "microbatch": settings.batch_size // settings.microbatches,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "precision": settings.precision,
+        "memory_format": settings.memory_format,
+        "optimizer": str(cfg.optim._target_).rsplit(".", 1)[-1] + "".join(options),
+    }
+
+
 def draft_plan(cfg: DictConfig, settings: Settings, model: nn.Sequential, samples: Samples) -> Plan:
     """Plan a run without its data set, by its profile or else by flops. Raises ConfigError, ScheduleError."""
     profile = None
     if settings.profile is not None:
-        profile = read_profile(settings.profile, conditions(cfg, settings))
+        profile = read_profile(settings.profile, profile_conditions(cfg, settings))
     elif settings.partition == PROFILE:
         settings = replace(settings, partition="flops", memory_limit=None)
     return make_plan(settings, make_schedule(cfg), model, IMAGE, 1, samples, profile)

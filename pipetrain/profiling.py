@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from omegaconf import DictConfig
 
-from pipetrain.blueprint import Plan
+from pipetrain.blueprint import Plan, profile_conditions
 from pipetrain.building import Models
 from pipetrain.config import share_of_cores
 from pipetrain.data import IMAGE
@@ -20,7 +20,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.balance import STRATEGIES
 from pipetrain.partition.measure import measure_layers
-from pipetrain.partition.profile import Facts, LayerTime, Profile, average, conditions
+from pipetrain.partition.profile import Facts, LayerTime, Profile, average
 from pipetrain.partition.stages import Prediction
 from pipetrain.runtime.mesh import Mesh, World, choose_device
 from pipetrain.runtime.roundtrip import Link, slowest_link
@@ -91,7 +91,7 @@ def make_profile(cfg: DictConfig, draft: Plan, device: torch.device, found: Foun
             raise ConfigError(failure)
     settings = draft.settings
     return Profile(
-        conditions=conditions(cfg, settings),
+        conditions=profile_conditions(cfg, settings),
         machine=_machine(device, len(found.by_rank)),
         input_bytes=draft.boundaries[settings.batch_size // settings.microbatches][0].nbytes,
         latency_s=found.link.latency_s,

@@ -9,9 +9,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from pipetrain.blueprint import profile_conditions
 from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
-from pipetrain.partition.profile import Profile, conditions
+from pipetrain.partition.profile import Profile
 from pipetrain.partition.stages import Prediction
 from pipetrain.profiling import measure, verdict
 from pipetrain.runtime.mesh import World
@@ -77,7 +78,7 @@ def test_alone_too_and_the_random_generator_is_put_back():
 
 def conditions_of(*words: str) -> dict:
     cfg = config([*WORDS, "model=mlp", *words])
-    return dict(conditions(cfg, read_settings(cfg, "1f1b", 1)))
+    return dict(profile_conditions(cfg, read_settings(cfg, "1f1b", 1)))
 
 
 def test_conditions_are_what_changes_what_is_measured():

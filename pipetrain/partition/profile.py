@@ -11,16 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
-
-from omegaconf import DictConfig
+from typing import Any
 
 from pipetrain.checkpoint.untrusted import read_as
 from pipetrain.errors import ConfigError
 from pipetrain.partition.estimate import Layer
-
-if TYPE_CHECKING:
-    from pipetrain.config import Settings
 
 PROFILE = "profile"  # the strategy's name
 VERSION = 1
@@ -74,20 +69,6 @@ class Profile:
                 if isinstance(value, float) and value < 0:
                     raise ValueError(f"{what} has {key}={value}")
         return profile
-
-
-def conditions(cfg: DictConfig, settings: Settings) -> Facts:
-    """Return the conditions that a profile and the run that reads it must share."""
-    no_work = ("_target_", "_partial_", "lr")  # options that do not affect the optimizer's time
-    options = (f" {key}={value}" for key, value in cfg.optim.items() if key not in no_work)
-    return {
-        "model": settings.model,
-        "microbatch": settings.batch_size // settings.microbatches,
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        "precision": settings.precision,
-        "memory_format": settings.memory_format,
-        "optimizer": str(cfg.optim._target_).rsplit(".", 1)[-1] + "".join(options),
-    }
 
 
 def read_profile(path: str, conditions: Facts) -> Profile:
