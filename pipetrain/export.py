@@ -26,7 +26,7 @@ from pipetrain.checkpoint.source import Source, find_source
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
 from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError
-from pipetrain.training.figures import most_accurate, read_progress
+from pipetrain.training.figures import best_epoch, read_progress
 
 _COMPLEX = {torch.float16: "complex32", torch.float32: "complex64", torch.float64: "complex128"}
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Export, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m pipetrain.export", description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", help="the folder of a checkpoint, or of a run for its newest whole one")
-    parser.add_argument("--best", action="store_true", help="of a run, the one with the best accuracy")
+    parser.add_argument("--best", action="store_true", help="of a run, the one of the best epoch")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights, see ema=")
     parser.add_argument("--out", type=Path, default=Path("weights"), help="without ending (default: weights)")
     options = parser.parse_args(arguments)
@@ -79,10 +79,9 @@ def _best(run_dir: Path, newest: Source) -> Source:
     history = read_progress(newest.manifest).history
     if not history:
         raise ConfigError(f"{run_dir} has no best checkpoint: it has evaluated none")
-    wanted = most_accurate(history)
-    accuracy = wanted.evaluated.accuracy
-    if math.isnan(accuracy):
-        raise ConfigError(f"{run_dir} has no best checkpoint: none of its epochs has an accuracy")
+    wanted = best_epoch(history)
+    if math.isnan(wanted.score):
+        raise ConfigError(f"{run_dir} has no best checkpoint: no epoch's metric is a number")
     name = best(run_dir / CHECKPOINTS)
     if name is not None and (run_dir / CHECKPOINTS / name).is_dir():
         source = find_source(str(run_dir / CHECKPOINTS / name), run_dir)
@@ -91,7 +90,7 @@ def _best(run_dir: Path, newest: Source) -> Source:
         if mine and mine[-1].ended == wanted.ended and not source.manifest.position.batch:
             return source
     raise ConfigError(
-        f"epoch {wanted.epoch} was the best of {run_dir}, with an accuracy of {accuracy:.2%}, and its "
+        f"epoch {wanted.epoch} was the best of {run_dir}, and its "
         f"weights are not in this folder: not saved, or in the folder of the run that it went on from"
     )
 

@@ -64,8 +64,9 @@ def conditions(cfg: DictConfig, run: Run) -> dict[str, Any]:
     return {
         "model": OmegaConf.to_container(cfg.model, resolve=True),
         **tensors_of(run.see_model()),
-        "data": run.data.name,
-        "data's fingerprint": run.data.fingerprint,
+        "data": run.facts.name,
+        "data's fingerprint": run.facts.fingerprint,
+        "task": str(run.task),
         "optim": str(cfg.optim._target_),
         "batch_size": run.settings.batch_size,
         "data.drop_last": run.settings.drop_last,

@@ -43,10 +43,11 @@ class Feed(Protocol):
     def size(self, mb: int) -> int:
         """Return the number of samples of a microbatch."""
 
-    def input(self, mb: int) -> Tensor:
-        """Return the first stage's input [n, ...]; called in ascending order."""
+    def input(self, mb: int) -> Tensors:
+        """Return the first stage's inputs [n, ...]; called in ascending order."""
 
-    def target(self, mb: int) -> Target: ...
+    def target(self, mb: int) -> Target:
+        """Return the last stage's targets; called once for each microbatch."""
 
     def prepare(self) -> None:
         """Make the next input in advance; called before the engine waits for a message."""
@@ -269,8 +270,8 @@ class Engine:
 
     def _predict(self, action: Action, window: _Window) -> None:
         stage = self._stages[action.stage]
-        labels = window.feed.target(action.mb).labels if self._is_last(action.stage) else None
-        self._hand_on(action, stage.predict(self._inputs(action, window), labels), window)
+        target = window.feed.target(action.mb) if self._is_last(action.stage) else None
+        self._hand_on(action, stage.predict(self._inputs(action, window), target), window)
 
     def _backward(self, action: Action, window: _Window) -> None:
         grads = window.grads.pop((action.stage, action.mb), ())
@@ -306,7 +307,7 @@ class Engine:
 
     def _inputs(self, action: Action, window: _Window) -> Tensors:
         if action.stage == 0:
-            return (window.feed.input(action.mb),)
+            return window.feed.input(action.mb)
         return window.inputs.pop((action.stage, action.mb))
 
     def _hand_on(self, action: Action, outputs: Tensors, window: _Window) -> None:

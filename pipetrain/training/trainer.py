@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from pipetrain.blueprint import window_lengths
+from pipetrain.boundary import Value
 from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
 from pipetrain.checkpoint.saver import Keeper, is_best
 from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
-from pipetrain.data import Split, Transform, inputs
+from pipetrain.data import Draw, loaded
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.coded import Feedback
 from pipetrain.runtime.engine import Ends, Observer
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # the recorder imports Matplotlib and TensorBoard, which trai
     from pipetrain.training.recorder import Recorder
 
 
+Values = Iterator[Value] | None
 Ran = list[list[Action]]  # the actions of a rank in each window of an epoch, kept if a policy decided them
 
 
@@ -69,7 +71,7 @@ class Trainer:
         self._keeper = keeper
         self._rate = run.settings.rate(run.updates)
         model = run.build_model()  # the whole model, as its initial weights depend on the order of layers
-        self.stages = make_stages(run.plan, model, run.optimizer, self._rate, mesh)
+        self.stages = make_stages(run.plan, model, run.task, run.optimizer, self._rate, mesh)
         # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
         torch.manual_seed((run.settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
         self._feedback = Feedback()
@@ -188,10 +190,8 @@ class Trainer:
     def evaluate(self, epoch: int) -> bool:
         """Predict every test sample, which updates the last stage's tally; return False if stopped early."""
         run = self._run
-        ids = list(torch.split(torch.arange(len(run.data.test)), run.evaluation_sizes))
-        transform = replace(run.transform, augment=None)
-        images = self._images(run.data.test, ids, transform)
-        feed = WindowFeed([ids], run.data.test.labels, images, self._mesh.device)
+        ids = list(torch.split(torch.arange(run.facts.test), run.evaluation_sizes))
+        feed = self._feed([[size] for size in run.evaluation_sizes], *self._read("test", ids, None))
         tick = partial(self._tick, f"evaluation {epoch + 1}", len(ids))
         order = Listed(run.plan.evaluation[self._mesh.world.rank], len(ids))
         eval_s = [figures.eval_s / len(ids) for figures in self._progress.history[-1:]]
@@ -209,7 +209,7 @@ class Trainer:
         run, start = self._run, self._position.batch
         batches = run.sampler.epoch(epoch)
         ids = [ids for batch in batches[start:] for ids in batch]
-        images = self._images(run.data.train, ids, replace(run.transform, epoch=epoch))
+        inputs, targets = self._read("train", ids, Draw(run.settings.seed, epoch))
         tick = partial(self._tick, f"epoch {epoch + 1}", len(batches) - start)
         batch_s = [figures.train_s / len(batches) for figures in self._progress.history[-1:]]
         asked: Asked = ""
@@ -218,7 +218,7 @@ class Trainer:
             order = run.plan.order(length, self._mesh.world.rank)
             self._engine.train(
                 order,
-                WindowFeed(chosen, run.data.train.labels, images, self._mesh.device),
+                self._feed([[len(ids) for ids in batch] for batch in chosen], inputs, targets),
                 run.settings.microbatches,
                 tick,
                 partial(self._observe, tracer.observer(epoch, chosen) if tracer else None),
@@ -255,10 +255,21 @@ class Trainer:
         if self._recorder and stage == min(self.stages):
             self._recorder.tick(what, total)
 
-    def _images(self, split: Split, ids: Sequence[Tensor], transform: Transform) -> Iterator[Tensor] | None:
-        if 0 not in self.stages:
-            return None
-        return inputs(split, ids, transform, self._run.settings.workers, self._run.settings.timeout)
+    def _read(self, split: str, ids: Sequence[Tensor], draw: Draw | None) -> tuple[Values, Values]:
+        """Return the inputs and the targets of microbatches, each if this rank needs them."""
+        settings, samples = self._run.settings, getattr(self._run.data, split, None)
+        inputs = targets = None
+        if 0 in self.stages:
+            assert samples is not None
+            inputs = loaded(partial(samples.inputs, draw=draw), ids, settings.workers, settings.timeout)
+        if self._run.plan.stages - 1 in self.stages:
+            assert samples is not None
+            targets = loaded(partial(samples.targets, draw=draw), ids)
+        return inputs, targets
+
+    def _feed(self, sizes: Sequence[Sequence[int]], inputs: Values, targets: Values) -> WindowFeed:
+        weight, dtype = self._run.task.weight, self._run.settings.dtype
+        return WindowFeed(sizes, inputs, targets, weight, self._mesh.device, dtype)
 
     def _report(self, epoch: int, train_s: float, eval_s: float) -> None:
         """Gather an epoch's figures from all ranks, and record them."""
@@ -282,6 +293,7 @@ class Trainer:
             epoch=epoch + 1,
             trained=trained,
             evaluated=evaluated,
+            score=self._run.task.score(evaluated),
             losses=by_update(losses, self._position.update - len(losses) + 1, self._run.settings.log_every),
             lr=self._run.settings.lr * self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
             train_s=max(figures.train_s for figures in ranks),

@@ -7,7 +7,7 @@ that the theory says, all at once in one pass over the whole model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pipetrain.boundary import as_tuple, named_layers
-from pipetrain.data import ImageData, Sampler, Transform
+from pipetrain.data import Data, Draw, Sampler
 from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 
 Delay = Callable[[int, int], int]
@@ -61,8 +61,8 @@ class Outcome:
 class Recipe:
     """What to train and how; `cuts` are the first layers of stages 1, 2, ..."""
 
-    data: ImageData
-    transform: Transform
+    data: Data
+    seed: int
     sampler: Sampler
     epochs: int
     microbatches: int
@@ -92,7 +92,7 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
     update = 0
     outcomes = []
     for epoch in range(recipe.epochs):
-        transform = replace(recipe.transform, epoch=epoch)
+        draw = Draw(recipe.seed, epoch)
         batches = recipe.sampler.epoch(epoch)
         window = recipe.window or len(batches)
         loss_sum, counted = 0.0, 0
@@ -106,8 +106,7 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
                 optimizer.zero_grad()
                 for ids in batch:
                     weights = _mixed(history, recipe.cuts, delay, mb)
-                    x = transform(recipe.data.train.images[ids], ids)
-                    y = recipe.data.train.labels[ids]
+                    x, y = recipe.data.train.inputs(ids, draw), recipe.data.train.targets(ids, draw)
                     with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
                         scores = functional_call(model, weights, (x,))
                     scores = scores.float() if recipe.bf16 else scores
@@ -166,11 +165,11 @@ def _mixed(history: list[dict[str, Tensor]], cuts: Sequence[int], delay: Delay, 
 
 def _evaluate(model: nn.Sequential, recipe: Recipe) -> tuple[float, float]:
     model.eval()
-    split = recipe.data.test
+    ids = torch.arange(len(recipe.data.test))
+    x, labels = recipe.data.test.inputs(ids, None), recipe.data.test.targets(ids, None)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
-        x = replace(recipe.transform, augment=None)(split.images, torch.arange(len(split)))
         output = model(x)
     output = output.float() if recipe.bf16 else output
     model.train()
-    accuracy = (output.argmax(1) == split.labels).double().mean().item()
-    return functional.cross_entropy(output, split.labels).item(), accuracy
+    accuracy = (output.argmax(1) == labels).double().mean().item()
+    return functional.cross_entropy(output, labels).item(), accuracy
