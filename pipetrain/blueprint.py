@@ -315,6 +315,8 @@ def _pipeline(
     settings: Settings, where: list[int], windows: Mapping[int, Window], layers: Sequence[Layer]
 ) -> Pipeline:
     activations, versions, _ = zip(*(_peaks(windows, stage) for stage in range(len(where))), strict=True)
+    if settings.ema is not None:
+        versions = tuple(held + 1 for held in versions)  # the moving average is as large as a version
     wire_bytes = None
     if not settings.codecs.plain:
         wire_bytes = [_wire_bytes(settings, layer.output) for layer in layers]
