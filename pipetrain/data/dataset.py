@@ -140,7 +140,7 @@ class Items:
             self._length,
             [self._sum(number) for number in evenly],
         )
-        return zlib.crc32(f"{kind.__module__}.{kind.__qualname__} {self._length} {sums}".encode())
+        return zlib.crc32(repr(content).encode())
 
     def prove(self) -> None:
         """Read the first samples twice: they must have one shape, and be the same again.
