@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from pipetrain.boundary import TensorSpec
+from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.building import Models, make_model, make_schedule
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.crossing import refuse_cuts
@@ -180,7 +180,7 @@ def test_another_model_or_seed_or_dtype_is_built_anew():
 def test_what_layers_share_is_seen_in_what_is_planned(kind, cut):
     """A copy of functions would go on using the model, and tensors that share memory would be parted."""
     model = Models().copy(counted_config(kind), 3, torch.float32)
-    layers = estimate(model, TensorSpec((2, 3, 32, 32), torch.float32))
+    layers = estimate(model, Boundary((TensorSpec((2, 3, 32, 32), torch.float32),)))
     assert "shares its" in refusal(lambda: refuse_cuts(model, layers, [cut]))
     refuse_cuts(model, layers, [1])
 

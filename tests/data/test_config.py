@@ -14,7 +14,7 @@ from pipetrain.cli import conf_dir
 from pipetrain.data import (
     DataMissing,
     ImageData,
-    Split,
+    Images,
     cifar10,
     digits,
     fallback_message,
@@ -45,8 +45,9 @@ def test_digits_are_loaded():
     loaded = load_data(data_config("digits", train_limit=100, test_limit=30))
     whole = digits.load()
     assert (loaded.name, len(loaded.train), len(loaded.test)) == ("digits", 100, 30)
-    assert loaded.train.labels.tolist() == whole.train.labels[:100].tolist()
-    assert loaded.mean == whole.mean
+    ids = torch.arange(100)
+    assert loaded.train.targets(ids, None).tolist() == whole.train.labels[:100].tolist()
+    assert loaded.train.mean == whole.mean
     assert len(load_data(data_config("digits", train_limit=99_999)).train) == 1437
 
 
@@ -93,7 +94,7 @@ def test_numbers_that_cannot_be_are_refused(overrides):
     [
         ({"_target_": "no.such.module"}, "data.source cannot be made"),
         ({"_target_": "pipetrain.data.digits.load", "colour": "red"}, "colour"),
-        ({"_target_": "builtins.dict"}, "must give a pipetrain.data.ImageData; got dict"),
+        ({"_target_": "builtins.dict"}, "data.source must give a pipetrain.data.Data or ImageData; got dict"),
     ],
 )
 def test_a_source_that_is_none_is_refused_in_one_sentence(source, says):
@@ -107,8 +108,9 @@ def test_a_source_that_is_none_is_refused_in_one_sentence(source, says):
 
 def own(**fields: Any) -> ImageData:
     """Give somebody's own data set: 30 black images, 20 of them to train on."""
-    split = Split(torch.zeros(20, 3, 32, 32, dtype=torch.uint8), torch.arange(20) % 10)
-    data = ImageData("own", split, split.first(10), classes=10, mean=(0.5,) * 3, std=(0.2,) * 3)
+    images, labels = torch.zeros(20, 3, 32, 32, dtype=torch.uint8), torch.arange(20) % 10
+    train, test = Images(images, labels), Images(images[:10], labels[:10])
+    data = ImageData("own", train, test, classes=10, mean=(0.5,) * 3, std=(0.2,) * 3)
     return replace(data, **fields)
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.stage import Stage, Target
+from pipetrain.tasks import Classification, Task
 from tests.support.models import Fork, Join
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -27,7 +28,7 @@ def stage(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
 
 
 def last(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
-    return stage(module, index, loss=functional.cross_entropy, **arguments)
+    return stage(module, index, task=Classification(), **arguments)
 
 
 def gradients(of: Stage, version: int = 0) -> list[Tensor]:
@@ -80,7 +81,7 @@ def test_the_last_stage_takes_the_loss_for_its_share_of_the_batch():
     loss = functional.cross_entropy(module(plain), LABELS)
     (wanted,) = torch.autograd.grad(0.25 * loss, plain)
     final = last(module)
-    assert final.forward(0, (x,), 0, Target(LABELS, 0.25)) == ()
+    assert final.forward(0, (x,), 0, Target(LABELS, 3.0, 0.25)) == ()
     (back,) = final.backward(0, (), 0)
     torch.testing.assert_close(back, wanted, rtol=1e-14, atol=1e-14)
     trained, _ = final.take_tallies()
@@ -236,7 +237,7 @@ def test_the_two_halves_of_a_backward_equal_the_whole(place):
     grads = () if place == "last" else (randn(3, 3),)
     for mb, x in enumerate(inputs):
         for of in (whole, split):
-            of.forward(mb, (x,), 0, Target(LABELS, 0.5))
+            of.forward(mb, (x,), 0, Target(LABELS, 3.0, 0.5))
     wanted = [whole.backward(mb, grads, 0) for mb in range(2)]
     halves = [split.backward_input(mb, grads, 0) for mb in range(2)]  # both, before either weight gradient
     assert gradients(split) == []
@@ -298,10 +299,10 @@ def test_a_backward_is_over_the_weights_of_its_forward():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_where(value):
-    final = stage(nn.Linear(3, 3), 3, loss=lambda output, labels: output.mean() * 0 + value)
+    final = stage(nn.Linear(3, 3), 3, task=Task(lambda output, labels: output.mean() * 0 + value))
     before = {name: tensor.clone() for name, tensor in final.module.state_dict().items()}
     with pytest.raises(TrainingStopped) as stop:
-        final.forward(7, (randn(3, 3),), 0, Target(LABELS, 1.0))
+        final.forward(7, (randn(3, 3),), 0, Target(LABELS, 3.0, 1.0))
     assert str(stop.value).startswith(
         f"the loss of microbatch 7 is {value} at stage 3, update 0: stopped before the update"
     )
@@ -332,14 +333,14 @@ def test_the_layer_where_a_loss_stopped_being_finite_is_named():
     with pytest.raises(
         TrainingStopped, match=r"microbatch 4 is nan \(first in layer bad\) at stage 2, update 0"
     ):
-        final.forward(4, (randn(3, 3),), 0, Target(LABELS, 1.0))
+        final.forward(4, (randn(3, 3),), 0, Target(LABELS, 3.0, 1.0))
     with pytest.raises(TrainingStopped, match="first in what came from stage 1"):
-        last(nn.Linear(3, 3), 2).forward(4, (randn(3, 3) / 0,), 0, Target(LABELS, 1.0))
+        last(nn.Linear(3, 3), 2).forward(4, (randn(3, 3) / 0,), 0, Target(LABELS, 3.0, 1.0))
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_update_and_names_microbatch_and_layer():
     final = last(steep())
-    final.forward(3, (randn(3, 3),), 0, Target(LABELS, 1.0))
+    final.forward(3, (randn(3, 3),), 0, Target(LABELS, 3.0, 1.0))
     with pytest.raises(
         TrainingStopped,
         match=r"gradient of microbatch 3 is not finite \(first in layer root\) at stage 1, up",
@@ -403,14 +404,14 @@ def test_an_update_whose_gradient_is_not_finite_can_be_skipped_and_is_counted():
     final = last(steep(), skip_not_finite=True)
     before = [p.clone() for p in final.module.parameters()]
     for update, skipped in enumerate((1, 1)):
-        final.forward(update, (randn(3, 3),), update, Target(LABELS, 1.0))
+        final.forward(update, (randn(3, 3),), update, Target(LABELS, 3.0, 1.0))
         final.backward(update, (), update)
         final.reduce()
         final.step(keep=False)
         assert (final.skipped, final.weights.updates) == (update + skipped, update + 1)
     assert all(torch.equal(p, old) for p, old in zip(final.module.parameters(), before, strict=True))
     nn.init.ones_(final.module.first.bias)
-    final.forward(2, (randn(3, 3),), 2, Target(LABELS, 1.0))
+    final.forward(2, (randn(3, 3),), 2, Target(LABELS, 3.0, 1.0))
     final.backward(2, (), 2)
     final.reduce()
     final.step(keep=False)
@@ -420,7 +421,7 @@ def test_an_update_whose_gradient_is_not_finite_can_be_skipped_and_is_counted():
 
 def test_a_loss_that_is_not_finite_is_skipped_and_not_counted():
     final = last(nn.Linear(3, 3), skip_not_finite=True)
-    final.forward(0, (randn(3, 3) / 0,), 0, Target(LABELS, 1.0))
+    final.forward(0, (randn(3, 3) / 0,), 0, Target(LABELS, 3.0, 1.0))
     final.backward(0, (), 0)
     final.reduce()
     final.step(keep=False)
@@ -431,10 +432,10 @@ def test_a_loss_that_is_not_finite_is_skipped_and_not_counted():
 def test_predict_is_in_evaluation_mode_and_leaves_training_mode():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     final = last(module)
-    final.forward(0, (randn(3, 3),), 0, Target(LABELS, 1.0))
+    final.forward(0, (randn(3, 3),), 0, Target(LABELS, 3.0, 1.0))
     final.backward(0, (), 0)
     before = {name: tensor.clone() for name, tensor in final.module.state_dict().items()}
-    outputs = [final.predict((randn(3, 3),), LABELS) for _ in range(2)]
+    outputs = [final.predict((randn(3, 3),), Target(LABELS, 3.0, 1.0)) for _ in range(2)]
     assert outputs == [(), ()]
     assert final.module.training
     assert all(layer.training for layer in final.module)
@@ -445,7 +446,8 @@ def test_predict_is_in_evaluation_mode_and_leaves_training_mode():
     evaluated = final.take_tallies()[1]
     assert evaluated.samples == 6
     assert evaluated.mean_loss == pytest.approx(functional.cross_entropy(wanted, LABELS).item())
-    assert evaluated.accuracy == pytest.approx((wanted.argmax(1) == LABELS).double().mean().item())
+    accuracy = (wanted.argmax(1) == LABELS).double().mean().item()
+    assert Classification().values(evaluated)["acc"] == pytest.approx(accuracy)
 
 
 def test_predict_hands_on_plain_tensors_and_training_mode_survives_an_error():
@@ -460,11 +462,11 @@ def test_predict_hands_on_plain_tensors_and_training_mode_survives_an_error():
 
 
 def test_smoothing_is_for_training_alone():
-    smooth = stage(nn.Linear(3, 3), loss=partial(functional.cross_entropy, label_smoothing=0.5))
+    smooth = stage(nn.Linear(3, 3), task=Classification(label_smoothing=0.5))
     x = randn(3, 3)
-    smooth.forward(0, (x,), 0, Target(LABELS, 1.0))
+    smooth.forward(0, (x,), 0, Target(LABELS, 3.0, 1.0))
     smooth.backward(0, (), 0)
-    smooth.predict((x,), LABELS)
+    smooth.predict((x,), Target(LABELS, 3.0, 1.0))
     output = smooth.module(x)
     trained, evaluated = smooth.take_tallies()
     assert evaluated.mean_loss == pytest.approx(functional.cross_entropy(output, LABELS).item())

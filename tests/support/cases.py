@@ -92,12 +92,17 @@ def tiny_data(train: int, test: int = 11, cfg: DictConfig | None = None) -> Data
     return Data("tiny", split(train, True), split(test, False), 10)
 
 
+def prepared(cfg: DictConfig, schedule: str, ranks: int, train: int, test: int = 11, **others: Any) -> Run:
+    """Prepare a run over tiny data."""
+    data = tiny_data(train, test, cfg)
+    return prepare(cfg, schedule, ranks, data.facts, data, **others)
+
+
 @lru_cache(maxsize=8)
 def make_run(case: Case, resumed: int = 0) -> Run:
     """Prepare a case as a rank would, in float64, after so many batches of an epoch."""
     cfg = _config(case)
-    data = tiny_data(case.train_samples, cfg=cfg)
-    return prepare(cfg, case.schedule, case.ranks, data.facts, data, resumed=resumed)
+    return prepared(cfg, case.schedule, case.ranks, case.train_samples, resumed=resumed)
 
 
 @lru_cache(maxsize=16)
@@ -115,8 +120,7 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
     cfg = _config(case, case.reference_model)
     run = make_run(case)
     if case.reference_model:
-        data = tiny_data(case.train_samples, cfg=cfg)
-        run = prepare(cfg, case.schedule, case.ranks, data.facts, data)
+        run = prepared(cfg, case.schedule, case.ranks, case.train_samples)
     assert run.data is not None
     recipe = reference.Recipe(
         data=run.data,
