@@ -36,7 +36,7 @@ def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
     if settings.epochs > epochs and any(rate(update) != other(update) for update in range(updates)):
         raise ConfigError(
             f"run_dir={run_dir} holds a run that finished after {epochs} epochs, and with "
-            f"lr_schedule={settings.lr_schedule} warmup={cfg.warmup:g} the rates of {settings.epochs} epochs "
+            f"lr_schedule={cfg.lr_schedule} warmup={cfg.warmup:g} the rates of {settings.epochs} epochs "
             f"differ from the start: train anew in another run_dir, or go on there from its last weights "
             f"with resume={run_dir}"
         )

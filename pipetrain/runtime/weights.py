@@ -15,8 +15,10 @@ microbatch, that would be more than the rest of the engine's overhead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,10 +31,57 @@ from pipetrain.rate import Rate
 from pipetrain.runtime.finite import numbers_of
 from pipetrain.runtime.memory import Memory
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-"""Builds an optimizer for one stage's parameters."""
+OptimizerFactory = Callable[[Any], Optimizer]
+"""Builds an optimizer for one stage's parameters: an iterable of them or, with groups, of torch's dicts."""
+Named = Iterable[tuple[str, nn.Parameter]]
 
 Buffers = list[tuple[Tensor, Tensor]]  # pairs of a buffer and a copy of its earlier values
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group: the options of an optimizer for some parameters.
+
+    `pattern` is searched for in a parameter's full name; None: all parameters of at most one dimension, as
+    the weights of norms and all biases are.
+    """
+
+    name: str
+    pattern: str | None
+    options: Mapping[str, Any]
+
+    def takes(self, name: str, parameter: Tensor) -> bool:
+        return parameter.dim() < 2 if self.pattern is None else re.search(self.pattern, name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedFactory:
+    """An optimizer factory with parameter groups. A parameter is of the first group that takes it, if any."""
+
+    factory: OptimizerFactory
+    groups: Sequence[Group]
+
+    def __call__(self, parameters: Any) -> Optimizer:
+        return self.factory(parameters)
+
+    def group_of(self, name: str, parameter: Tensor) -> Group | None:
+        return next((group for group in self.groups if group.takes(name, parameter)), None)
+
+    def over(self, named: Named) -> Optimizer:
+        """Return an optimizer with a torch group for each group that has parameters."""
+        members: dict[int, dict[str, Any]] = {}
+        for name, parameter in named:
+            group = self.group_of(name, parameter)
+            mine = members.setdefault(id(group), {"params": [], **(group.options if group else {})})
+            mine["params"].append(parameter)
+        return self.factory(list(members.values()))
+
+
+def optimizer_over(factory: OptimizerFactory, named: Named) -> Optimizer:
+    """Return an optimizer over parameters with their full names, in the factory's groups if it has any."""
+    if isinstance(factory, GroupedFactory):
+        return factory.over(named)
+    return factory([parameter for _, parameter in named])
 
 
 def _finite(tensor: Tensor) -> Tensor:
@@ -60,7 +109,9 @@ class Weights:
         ]
         buffers = {id(buffer) for buffer in module.buffers()}
         self._buffers = [place for place in everywhere if id(place.tensor) in buffers]
-        self._optimizer = optimizer(self._live.values()) if self._live else None
+        self._optimizer = optimizer_over(optimizer, self._live.items()) if self._live else None
+        groups = self._optimizer.param_groups if self._optimizer else []
+        self._peaks = [group.get("lr", 0.0) for group in groups]
         self._unmoved = set(self._live)  # weights that have had no gradient so far
         self._memory = Memory(self._optimizer) if self._optimizer else None
         self._rate = rate
@@ -167,8 +218,8 @@ class Weights:
         if keep:
             self._move()
         if self._optimizer is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = self._rate(self.updates)
+            for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+                group["lr"] = peak * self._rate(self.updates)
             if not skip:
                 self._step(self._optimizer)
             for parameter in self._live.values():

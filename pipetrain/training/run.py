@@ -138,6 +138,7 @@ def prepare(
             f"the checkpoint stands after batch {resumed} of an epoch, which has {len(sampler.batch_sizes)} "
             f"here; give the batch_size and the data set that it was trained with, or train anew"
         )
+    settings.rate(settings.epochs * len(sampler.batch_sizes))  # which refuses a wrong lr_schedule
     samples = Samples(sampler.batch_sizes, _even(facts.test, settings.batch_size), resumed)
     model = models.copy(*named)
     task = make_task(cfg)

@@ -295,7 +295,7 @@ class Trainer:
             evaluated=evaluated,
             score=self._run.task.score(evaluated),
             losses=by_update(losses, self._position.update - len(losses) + 1, self._run.settings.log_every),
-            lr=self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
+            lr=self._run.settings.lr * self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
             train_s=max(figures.train_s for figures in ranks),
             eval_s=max(figures.eval_s for figures in ranks),
             stages={stage: stats for figures in ranks for stage, stats in figures.stages.items()},

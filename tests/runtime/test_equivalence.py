@@ -105,7 +105,7 @@ def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microb
                 y = run.data.train.targets(ids, None)
                 loss = functional.cross_entropy(model(x), y) / microbatches
                 loss.backward()
-            optimizer.param_groups[0]["lr"] = rate(update)
+            optimizer.param_groups[0]["lr"] = run.settings.lr * rate(update)
             optimizer.step()
             optimizer.zero_grad()
             update += 1

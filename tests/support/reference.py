@@ -6,7 +6,7 @@ that the theory says, all at once in one pass over the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from pipetrain.boundary import as_tuple, named_layers
 from pipetrain.data import Data, Draw, Sampler
+from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 
 Delay = Callable[[int, int], int]
 """(stage, microbatch of the window) -> the version that it reads, counted from the window's start."""
@@ -67,8 +68,8 @@ class Recipe:
     window: int | None
     early: Mapping[int, int]  # epochs of which a window was left after so many batches of the epoch
     cuts: Sequence[int]
-    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
-    rate: Callable[[int], float]
+    optimizer: OptimizerFactory
+    rate: Callable[[int], float]  # as a fraction of the peak
     label_smoothing: float = 0.0
     bf16: bool = False  # layers under autocast, and what crosses a cut cast to bf16
     skip: bool = False  # an update whose gradient is not finite is left out, with all that its batch changed
@@ -80,7 +81,8 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
         for cut in recipe.cuts:
             named_layers(model)[cut - 1][1].register_forward_hook(_narrow)
     live = dict(model.named_parameters())
-    optimizer = recipe.optimizer(iter(live.values()))
+    optimizer = optimizer_over(recipe.optimizer, live.items())
+    peaks = [group["lr"] for group in optimizer.param_groups]
     delay_of = iter(delays)
     update = 0
     outcomes = []
@@ -115,8 +117,8 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
                         loss_sum += loss.item() * len(ids)
                         counted += len(ids)
                     mb += 1
-                for group in optimizer.param_groups:
-                    group["lr"] = recipe.rate(update)
+                for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                    group["lr"] = peak * recipe.rate(update)
                 made = [p.grad for p in live.values() if p.grad is not None]
                 if recipe.skip and not all(grad.isfinite().all() for grad in made):
                     for name, buffer in model.named_buffers():

@@ -181,8 +181,8 @@ def test_figures_count_every_sample_of_every_epoch():
     assert [figures.trained.samples for figures in listener.epochs] == [44] * 3
     assert [figures.evaluated.samples for figures in listener.epochs] == [11] * 3
     assert trainer.stages[0].weights.updates == run.updates == 12
-    rate = run.settings.rate(12)
-    assert [figures.lr for figures in listener.epochs] == [rate(3), rate(7), rate(11)]
+    rate = run.settings.rate(12)  # of the peak
+    assert [figures.lr for figures in listener.epochs] == [0.05 * rate(n) for n in (3, 7, 11)]
 
 
 def test_what_stages_did_is_counted_epoch_by_epoch():
