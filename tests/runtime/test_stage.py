@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipetrain.boundary import Boundary, TensorSpec
+from pipetrain.boundary import Boundary, TensorSpec, Value
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.tasks import Classification, Task
@@ -473,6 +473,70 @@ def test_smoothing_is_for_training_alone():
     assert trained.mean_loss == pytest.approx(
         functional.cross_entropy(output, LABELS, label_smoothing=0.5).item()
     )
+
+
+# Tasks
+
+
+class Heads(nn.Module):
+    """(x, skip) -> two outputs of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes, self.names = nn.Linear(3, 2), nn.Linear(3, 3)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.boxes(pair[0]), self.names(pair[1])
+
+
+def box_and_name(outputs: Value, targets: Value) -> Tensor:
+    (boxes, scores), (corners, labels) = outputs, targets
+    return functional.mse_loss(boxes, corners) + functional.cross_entropy(scores, labels)
+
+
+def right_names(outputs: Value, targets: Value) -> Tensor:
+    return (outputs[1].argmax(1) == targets[1]).double().mean()
+
+
+def test_inputs_outputs_and_targets_may_be_tuples():
+    task = Task(box_and_name, {"names": right_names})
+    final = stage(Heads(), task=task, entry=PAIR)
+    inputs, targets = (randn(3, 3), 2 * randn(3, 3)), (randn(3, 2), LABELS)
+    plain = tuple(t.clone().requires_grad_() for t in inputs)
+    loss = box_and_name(final.module(plain), targets)
+    wanted = torch.autograd.grad(0.25 * loss, plain)
+    assert final.forward(0, inputs, 0, Target(targets, 3.0, 0.25)) == ()
+    torch.testing.assert_close(final.backward(0, (), 0), wanted, rtol=1e-14, atol=1e-14)
+    assert final.predict(inputs, Target(targets, 3.0, 1.0)) == ()
+    right = right_names(final.module(inputs), targets).item()
+    for tally in final.take_tallies():
+        assert tally.mean_loss == pytest.approx(loss.item())
+        assert (tally.samples, task.values(tally)) == (3, {"names": pytest.approx(right)})
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_microbatch_whose_targets_are_all_ignored_trains_nothing_and_stops_nothing(halves):
+    """Its mean loss is NaN in torch, as that of no target."""
+    final, ignored = last(nn.Linear(3, 3)), torch.full((3,), -100)
+    final.forward(0, (randn(3, 3),), 0, Target(ignored, 0.0, 0.0))
+    (back,) = final.backward_input(0, (), 0) if halves else final.backward(0, (), 0)
+    if halves:
+        final.backward_weight(0, 0)
+    assert not back.any()
+    assert not any(gradient.any() for gradient in gradients(final))
+    final.reduce()
+    final.step(keep=False)
+    assert final.skipped == 0
+    assert final.take_losses() == [0.0]
+    final.predict((randn(3, 3),), Target(ignored, 0.0, 0.0))
+    for tally in final.take_tallies():
+        assert (tally.samples, tally.weight, tally.loss, tally.sums) == (3, 0, 0, {"acc": [0, 0]})
+
+
+def test_a_batch_in_which_nothing_counts_has_no_mean_loss_and_stops():
+    final, ignored = last(nn.Linear(3, 3), 2), torch.full((3,), -100)
+    with pytest.raises(TrainingStopped, match="the loss of microbatch 0 is nan"):
+        final.forward(0, (randn(3, 3),), 0, Target(ignored, 0.0, 0.5))
 
 
 # Through torch.compile

@@ -294,14 +294,20 @@ class Saved:
 
 
 def run_in_threads(
-    case: Case, listener: Listener | None = None, saved: Saved | None = None, source: Path | None = None
+    case: Case,
+    listener: Listener | None = None,
+    saved: Saved | None = None,
+    source: Path | None = None,
+    runs: Sequence[Run] = (),
 ) -> tuple[dict[str, Tensor], Epochs]:
     """Train a case with one thread a rank over the local channel; return the whole state and the figures.
 
-    It saves as `saved` says, and goes on from the checkpoint `source`.
+    It saves as `saved` says, and goes on from the checkpoint `source`. `runs`: what each rank has prepared,
+    in place of the case's run on tiny data.
     """
     manifest = None if source is None else read_whole(source)
-    run = make_run(case, 0 if manifest is None else manifest.position.batch)
+    run = runs[0] if runs else make_run(case, 0 if manifest is None else manifest.position.batch)
+    runs = runs or [run] * case.ranks
     keepers = saved.keepers(case.ranks, tensors_of(run.build_model())) if saved else [None] * case.ranks
     wire, barrier, board = Wire(), Barrier(case.ranks), [None] * case.ranks
     listener, state, errors = listener or Listener(), {}, []
@@ -309,7 +315,7 @@ def run_in_threads(
     meshes = [LocalMesh(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
     # Here, one after the other: a model's weights come from the process's one random generator.
     trainers = [
-        Trainer(run, mesh, None if mesh.world.rank else listener, keeper)  # type: ignore[arg-type]
+        Trainer(runs[mesh.world.rank], mesh, None if mesh.world.rank else listener, keeper)  # type: ignore[arg-type]
         for mesh, keeper in zip(meshes, keepers, strict=True)
     ]
     for trainer in trainers if manifest else ():

@@ -256,7 +256,8 @@ def test_padding_with_its_weight_is_let_through():
 )
 def test_a_loss_that_is_no_one_number_is_refused(loss, returns):
     assert refused(Task(loss), spec(4), labels(7)) == (
-        f"the loss of task Task must be one number in a tensor, the mean over what counts; it returns {returns}"
+        "the loss of task Task must be one number in a tensor, the mean over what counts; it "
+        f"returns {returns}"
     )
 
 
