@@ -469,7 +469,8 @@ def test_a_loss_of_torch_is_weighted_as_it_averages():
 
 def test_metrics_by_name_are_functions_or_classes_and_replace_the_task_s():
     words = [f"+metrics.spread._target_={__name__}.spread", "+metrics.best._target_=pipetrain.tasks.Accuracy"]
-    task = task_of(*words, "+metrics.best.top=2")
+    words.append("+metrics.best.top=2")
+    task = task_of(*words)
     assert isinstance(task, Classification)
     assert [metric.name for metric in task.metrics] == ["spread", "top2"]
     assert task.metrics[0].sums(TWO, ONE).tolist() == [0, 2]

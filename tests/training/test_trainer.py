@@ -231,8 +231,11 @@ def test_progress_counts_each_update_once_and_each_evaluated_microbatch_once(sch
     ]
 
 
-def test_only_the_rank_of_the_first_stage_makes_images():
-    run = make_run(Case("1f1b", 2, (NORM,)))
+def test_the_first_rank_reads_inputs_the_last_targets_and_the_middle_nothing():
+    run = make_run(Case("1f1b", 3, (NORM,)))
     ids = [torch.arange(3)]
-    assert trainer_of(run, 0, 2)._images(run.data.train, ids, run.transform) is not None
-    assert trainer_of(run, 1, 2)._images(run.data.train, ids, run.transform) is None
+    first, middle, last = (trainer_of(run, rank, 3)._read("train", ids, None) for rank in range(3))
+    assert [values is not None for values in (*first, *middle, *last)] == [True, *[False] * 4, True]
+    assert torch.equal(next(last[1]), run.data.train.targets(ids[0], None))
+    nothing = replace(run, data=None)
+    assert trainer_of(nothing, 1, 3)._read("test", ids, None) == (None, None)
