@@ -14,6 +14,7 @@ def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:
         trained=Tally(loss=80.0 / epoch, correct=10 * min(epoch, 4), samples=40),
         evaluated=Tally(loss=30.0, correct=correct, samples=10),
         losses={4 * epoch - 2: 2.5 / epoch, 4 * epoch: 1.5 / epoch},
+        rates={4 * epoch - 2: 0.2 / epoch, 4 * epoch: 0.1 / epoch},
         lr=0.1 / epoch,
         train_s=train_s,
         eval_s=0.5,
