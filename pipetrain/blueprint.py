@@ -15,10 +15,9 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from pipetrain.boundary import Boundary, TensorSpec
+from pipetrain.boundary import Boundary, Example
 from pipetrain.building import make_schedule
 from pipetrain.config import Settings
-from pipetrain.data import IMAGE
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
 from pipetrain.numerics import Numerics
@@ -28,7 +27,6 @@ from pipetrain.partition.crossing import (
     keeps_output,
     refuse_changing,
     refuse_cuts,
-    refuse_output,
     writes_input,
 )
 from pipetrain.partition.estimate import Layer, estimate
@@ -63,6 +61,7 @@ class Plan:
 
     settings: Settings
     numerics: Numerics
+    example: Example  # of the input
     layers: list[Layer]  # as estimated for a full microbatch
     cuts: list[int]
     placement: list[int]  # the rank of each stage
@@ -73,6 +72,11 @@ class Plan:
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
     policy: Policy | None = None  # decides the order at run time; the windows' programs are then examples
+
+    def __str__(self) -> str:
+        from pipetrain.plan import describe  # which imports this module
+
+        return describe(self)
 
     @property
     def stages(self) -> int:
@@ -121,6 +125,31 @@ class Plan:
         return Decided(self.policy, rank, self.stages, batches, self.settings.microbatches)
 
 
+class AnySize(dict[int, list[Boundary]]):
+    """Boundaries by number of samples: of two numbers, from which those of any other follow.
+
+    Each dimension must be a linear function of the samples. The engine compares what a stage really makes.
+    """
+
+    def __missing__(self, size: int) -> list[Boundary]:
+        (few, first), (more, second) = list(self.items())[:2]
+
+        def at(a: int, b: int) -> int:
+            return a + (b - a) * (size - few) // (more - few)
+
+        self[size] = [
+            replace(
+                boundary,
+                specs=tuple(
+                    replace(spec, shape=tuple(map(at, spec.shape, other.shape)))
+                    for spec, other in zip(boundary.specs, beside.specs, strict=True)
+                ),
+            )
+            for boundary, beside in zip(first, second, strict=True)
+        ]
+        return self[size]
+
+
 @dataclass(frozen=True, slots=True)
 class Samples:
     """The numbers of samples: of each batch of an epoch, and of each microbatch of an evaluation."""
@@ -144,31 +173,40 @@ def profile_conditions(cfg: DictConfig, settings: Settings) -> Facts:
     }
 
 
-def draft_plan(cfg: DictConfig, settings: Settings, model: nn.Sequential, samples: Samples) -> Plan:
+def draft_plan(
+    cfg: DictConfig, settings: Settings, model: nn.Sequential, example: Example, samples: Samples
+) -> Plan:
     """Plan a run without its data set, by its profile or else by flops. Raises ConfigError, ScheduleError."""
     profile = None
     if settings.profile is not None:
         profile = read_profile(settings.profile, profile_conditions(cfg, settings))
     elif settings.partition == PROFILE:
         settings = replace(settings, partition="flops", memory_limit=None)
-    return make_plan(settings, make_schedule(cfg), model, IMAGE, 1, samples, profile)
+    return make_plan(settings, make_schedule(cfg), model, example, samples, profile)
 
 
 def make_plan(
     settings: Settings,
     schedule: Schedule,
     model: nn.Sequential,
-    example: Sequence[int],
-    classes: int,
+    example: Example,
     samples: Samples,
     profile: Profile | None = None,
 ) -> Plan:
     """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
 
-    This changes `model`, which must not be trained afterwards. `example`: the shape of one sample; `classes`:
-    the number of classes; `profile`: for partition=profile.
+    This changes `model`, which must not be trained afterwards. `example`: of the input; `profile`: for
+    partition=profile.
     """
     m, epoch = settings.microbatches, len(samples.batches)
+    try:
+        example = example.cast(settings.dtype)
+    except ValueError as error:
+        raise ConfigError(
+            f"the inputs are {' + '.join(map(str, example.specs))} a sample, and with dtype="
+            f"{str(settings.dtype).removeprefix('torch.')} {error}: let the data set give others, or set "
+            f"dtype=float64"
+        ) from error
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
     windows = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}
     where = placement(next(iter(windows.values())).program)
@@ -188,18 +226,18 @@ def make_plan(
     else:
         cuts = choose_cuts(settings.partition, layers, len(where))
     refuse_cuts(model, layers, cuts)
-    refuse_output(layers, full, classes)
     refuse_changing([*trained.values(), *evaluated.values()], cuts)
     return Plan(
         settings=settings,
         numerics=numerics,
+        example=example,
         layers=layers,
         cuts=cuts,
         placement=where,
         windows=windows,
         evaluation=program,
-        boundaries=_boundaries(numerics, example, trained, cuts),
-        evaluated=_boundaries(numerics, example, evaluated, cuts),
+        boundaries=_boundaries(example, trained, cuts),
+        evaluated=_boundaries(example, evaluated, cuts),
         costs=costs,
         prediction=prediction,
         policy=schedule if isinstance(schedule, Policy) else None,
@@ -238,7 +276,7 @@ def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
 def _estimates(
     settings: Settings,
     model: nn.Sequential,
-    example: Sequence[int],
+    example: Example,
     sizes: Collection[int],
     evaluation: Collection[int],
 ) -> tuple[Numerics, Estimates, Estimates]:
@@ -246,7 +284,7 @@ def _estimates(
 
     def of(numerics: Numerics, sizes: Collection[int], train: bool) -> Estimates:
         model.train(train)
-        found = {size: estimate(model, _input(numerics, example, size), numerics) for size in sorted(sizes)}
+        found = {size: estimate(model, example.of(size), numerics) for size in sorted(sizes)}
         model.train()
         return found
 
@@ -262,18 +300,9 @@ def _estimates(
     return numerics, of(numerics, sizes, True), of(numerics, evaluation, False)
 
 
-def _input(numerics: Numerics, example: Sequence[int], size: int) -> TensorSpec:
-    return TensorSpec((size, *example), numerics.dtype)
-
-
-def _boundaries(
-    numerics: Numerics, example: Sequence[int], estimates: Estimates, cuts: Sequence[int]
-) -> dict[int, list[Boundary]]:
+def _boundaries(example: Example, estimates: Estimates, cuts: Sequence[int]) -> dict[int, list[Boundary]]:
     return {
-        size: [
-            Boundary((_input(numerics, example, size),), needs_grad=(False,), requires_grad=(False,)),
-            *(layers[cut - 1].output for cut in cuts),
-        ]
+        size: [example.of(size), *(layers[cut - 1].output for cut in cuts)]
         for size, layers in estimates.items()
     }
 
@@ -286,6 +315,8 @@ def _pipeline(
     settings: Settings, where: list[int], windows: Mapping[int, Window], layers: Sequence[Layer]
 ) -> Pipeline:
     activations, versions, _ = zip(*(_peaks(windows, stage) for stage in range(len(where))), strict=True)
+    if settings.ema is not None:
+        versions = tuple(held + 1 for held in versions)  # the moving average is as large as a version
     wire_bytes = None
     if not settings.codecs.plain:
         wire_bytes = [_wire_bytes(settings, layer.output) for layer in layers]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-Value = Tensor | tuple[Tensor, ...]  # the output of a layer
+Value = Tensor | tuple[Tensor, ...]  # the input or output of a layer, or targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,12 @@ class TensorSpec:
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
@@ -59,6 +63,35 @@ class Boundary:
         return " + ".join(map(str, self.specs))
 
 
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What one sample's input is: the shapes and dtypes of its tensors. `single`: a bare tensor."""
+
+    specs: tuple[TensorSpec, ...]
+    single: bool = True
+
+    def of(self, samples: int) -> Boundary:
+        """Return the input of a microbatch: tensors [samples, ...], without gradients."""
+        specs = tuple(TensorSpec((samples, *spec.shape), spec.dtype) for spec in self.specs)
+        none = (False,) * len(specs)
+        return Boundary(specs, self.single, needs_grad=none, requires_grad=none)
+
+    @classmethod
+    def in_batch(cls, value: Value) -> Example:
+        """Return the example of a microbatch's inputs, tensors [n, ...]."""
+        specs = tuple(TensorSpec(tuple(t.shape[1:]), t.dtype) for t in as_tuple(value))
+        return cls(specs, isinstance(value, Tensor))
+
+    def cast(self, dtype: torch.dtype) -> Example:
+        """Return the example with its floating-point tensors as `dtype`. Raises ValueError if that rounds."""
+        specs = []
+        for spec in self.specs:
+            if spec.dtype.is_floating_point and torch.promote_types(spec.dtype, dtype) != dtype:
+                raise ValueError(f"{str(spec.dtype).removeprefix('torch.')} numbers would be rounded")
+            specs.append(TensorSpec(spec.shape, dtype if spec.dtype.is_floating_point else spec.dtype))
+        return Example(tuple(specs), self.single)
+
+
 def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
     """Return the specs of tensors."""
     return tuple(TensorSpec(tuple(t.shape), t.dtype) for t in tensors)
@@ -75,6 +108,13 @@ def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"a layer must return a tensor or a tuple of tensors, not {type(value).__name__}")
     return tensors
+
+
+def cast_floats(value: Value, dtype: torch.dtype) -> Value:
+    """Return tensors with the floating-point ones as `dtype`."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    return tuple(t.to(dtype) if t.is_floating_point() else t for t in value)
 
 
 def differentiable(tensor: Tensor) -> bool:

@@ -9,12 +9,12 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import get_method, instantiate
+from hydra.utils import get_method, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
@@ -23,6 +23,7 @@ from pipetrain.boundary import specs_of
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import Schedule
+from pipetrain.tasks import Metric, Task
 
 # Methods and hooks of a model that one process would run; a pipeline runs the layers only.
 _METHODS = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "train", "eval")
@@ -72,6 +73,36 @@ def make_schedule(cfg: DictConfig) -> Schedule:
     if not callable(schedule):
         raise ConfigError("schedule must be a function; its YAML needs `_partial_: true` beside `_target_`")
     return schedule
+
+
+def make_task(cfg: DictConfig) -> Task:
+    """Return the task of a configuration: `loss` and `metrics` if given, else `task`. Raises ConfigError."""
+    metrics = {name: _function(cfg, f"metrics.{name}") for name in cfg.get("metrics") or ()}
+    if cfg.get("loss") is not None:
+        task = Task(_function(cfg, "loss"))
+    else:
+        task = build(cfg, "task")
+        if not isinstance(task, Task):
+            raise ConfigError(f"task must be a {Task.__module__}.Task; got {type(task).__name__}")
+    if metrics:
+        plain = {name: made for name, made in metrics.items() if not isinstance(made, Metric)}
+        named = {metric.name: metric for metric in Task(metrics=plain).metrics}
+        task.metrics = [named.get(name, made) for name, made in metrics.items()]
+    return task
+
+
+def _function(cfg: DictConfig, key: str) -> Any:
+    """Return the function of a key's `_target_`, or the callable object that its class makes."""
+    node = OmegaConf.select(cfg, key)
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        raise ConfigError(f"{key} needs a _target_: the dotted name of a function or a class")
+    try:
+        made = instantiate(node, _partial_=not inspect.isclass(get_object(node["_target_"])))
+    except (InstantiationException, ImportError, ValueError) as error:
+        raise not_built(key, node, error) from error
+    if not callable(made) and not isinstance(made, Metric):
+        raise ConfigError(f"{key} must be a function; got {type(made).__name__}")
+    return made
 
 
 class Models:
@@ -131,14 +162,19 @@ def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     model = build(cfg, "model")
+    prove_model(model, f"{cfg.model._target_} must return", dtype)
+    return cast(nn.Sequential, model)
+
+
+def prove_model(model: object, needs: str, dtype: torch.dtype) -> None:
+    """Refuse what cannot be trained as one process would, and cast it to `dtype`. Raises ConfigError."""
     if not isinstance(model, nn.Sequential) or not len(model):
         raise ConfigError(
-            f"{cfg.model._target_} must return an nn.Sequential of the layers to cut between, "
+            f"{needs} an nn.Sequential of the layers to cut between, "
             f"not {type(model).__name__ if not isinstance(model, nn.Sequential) else 'an empty one'}"
         )
     _refuse_unseen(model)
     _cast(model, dtype)
-    return model
 
 
 def _refuse_unseen(model: nn.Sequential) -> None:

@@ -30,7 +30,7 @@ ALL = "--cfg job shows all there is"
 # Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
 _ADDED = re.compile(
     r"(model|schedule|optim|codec\.(forward|backward)|data\.(source|augment))\.[^=]+="
-    r"|(partition\.profile|trace\.windows)="
+    r"|(partition\.profile|trace\.windows|lr_schedule\.\w+)="
 )
 # A choice from one group for each of two packages, which Hydra writes as GROUP@PACKAGE=NAME.
 _CODEC = re.compile(r"^([+~]*)(codec\.(?:forward|backward)=)")

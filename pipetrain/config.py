@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from pipetrain.building import make_codec
+from pipetrain.building import build, make_codec
 from pipetrain.codec import Codecs
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
@@ -83,6 +83,20 @@ def _traced_windows(value: Any) -> int:
     return sys.maxsize if value else 0
 
 
+def _is_lr_schedule(value: Any) -> bool:
+    return value in SHAPES if isinstance(value, str) else isinstance(value, dict) and "_target_" in value
+
+
+def _lr_schedule(value: Any) -> str | Rate:
+    """Return a shape's name, or the function of a mapping with `_target_`. Raises ConfigError."""
+    if isinstance(value, str):
+        return value
+    function: Rate = build(OmegaConf.create({"lr_schedule": {"_partial_": True, **value}}), "lr_schedule")
+    if not callable(function):
+        raise ConfigError(f"lr_schedule {value['_target_']} must be a function of the update number")
+    return function
+
+
 COUNT = _whole(1)
 POSITIVE = _number("a finite number above 0", lambda value: 0 < value < math.inf)
 SHARE = _number("a number from 0 to below 1", lambda value: 0 <= value < 1)
@@ -98,6 +112,9 @@ PARTITION = _Rule(
     lambda value: PROFILE if isinstance(value, dict) else value,
 )
 PROFILE_FILE = replace(PARTITION, read=lambda value: value[PROFILE] if isinstance(value, dict) else None)
+LR_SCHEDULE = _Rule(
+    f"one of {', '.join(SHAPES)}, or lr_schedule._target_=FUNCTION", _is_lr_schedule, _lr_schedule
+)
 TRACE = _Rule("true or false; trace.windows=4 traces the first 4 windows", _is_trace, _traced_windows)
 MOST_THREADS = max(64, 8 * cores())  # more are probably a mistake
 
@@ -123,10 +140,11 @@ class Settings:
     timeout: Annotated[float, SECONDS]
     batch_size: Annotated[int, COUNT]
     epochs: Annotated[int, COUNT]
-    lr_schedule: Annotated[str, _one_of(*SHAPES)]
+    lr_schedule: Annotated[str | Rate, LR_SCHEDULE]
     lr: Annotated[float, POSITIVE, "optim.lr"]
     warmup: Annotated[float, SHARE]  # of all updates
     label_smoothing: Annotated[float, SHARE]
+    ema: Annotated[float | None, SHARE]  # decay
     seed: Annotated[int, _whole(0, 2**63 - 1)]
     device: Annotated[str, _one_of("auto", "cpu", "cuda")]
     dtype: Annotated[torch.dtype, DTYPE]
@@ -145,7 +163,8 @@ class Settings:
     resume: Annotated[str | None, SOURCE]
 
     def rate(self, updates: int) -> Rate:
-        return learning_rate(self.lr_schedule, self.lr, self.warmup, updates)
+        """Return the learning rate as a fraction of `lr`. Raises ConfigError for a wrong function."""
+        return learning_rate(self.lr_schedule, self.warmup, updates)
 
 
 def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings:

@@ -26,7 +26,7 @@ from pipetrain.checkpoint.source import Source, find_source
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
 from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError
-from pipetrain.training.figures import most_accurate, read_progress
+from pipetrain.training.figures import best_epoch, read_progress
 
 _COMPLEX = {torch.float16: "complex32", torch.float32: "complex64", torch.float64: "complex128"}
 
@@ -35,13 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Export, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m pipetrain.export", description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", help="the folder of a checkpoint, or of a run for its newest whole one")
-    parser.add_argument("--best", action="store_true", help="of a run, the one with the best accuracy")
+    parser.add_argument("--best", action="store_true", help="of a run, the one of the best epoch")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights, see ema=")
     parser.add_argument("--out", type=Path, default=Path("weights"), help="without ending (default: weights)")
     options = parser.parse_args(arguments)
-    return guarded(lambda: export(options.checkpoint, options.best, options.out))
+    return guarded(lambda: export(options.checkpoint, options.best, options.out, options.ema))
 
 
-def export(checkpoint: str, of_best: bool, out: Path) -> int:
+def export(checkpoint: str, of_best: bool, out: Path, ema: bool = False) -> int:
     """Write a checkpoint's weights to `out`.safetensors and `out`.pt, complex ones to the latter only.
 
     The model is neither built nor run. Raises ConfigError.
@@ -53,7 +54,7 @@ def export(checkpoint: str, of_best: bool, out: Path) -> int:
         )
     if of_best:
         source = _best(Path(checkpoint), source)
-    state = merged(source)
+    state = merged(source, ema)
     update = source.manifest.position.update
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -78,10 +79,9 @@ def _best(run_dir: Path, newest: Source) -> Source:
     history = read_progress(newest.manifest).history
     if not history:
         raise ConfigError(f"{run_dir} has no best checkpoint: it has evaluated none")
-    wanted = most_accurate(history)
-    accuracy = wanted.evaluated.accuracy
-    if math.isnan(accuracy):
-        raise ConfigError(f"{run_dir} has no best checkpoint: none of its epochs has an accuracy")
+    wanted = best_epoch(history)
+    if math.isnan(wanted.score):
+        raise ConfigError(f"{run_dir} has no best checkpoint: no epoch's metric is a number")
     name = best(run_dir / CHECKPOINTS)
     if name is not None and (run_dir / CHECKPOINTS / name).is_dir():
         source = find_source(str(run_dir / CHECKPOINTS / name), run_dir)
@@ -90,21 +90,29 @@ def _best(run_dir: Path, newest: Source) -> Source:
         if mine and mine[-1].ended == wanted.ended and not source.manifest.position.batch:
             return source
     raise ConfigError(
-        f"epoch {wanted.epoch} was the best of {run_dir}, with an accuracy of {accuracy:.2%}, and its "
+        f"epoch {wanted.epoch} was the best of {run_dir}, and its "
         f"weights are not in this folder: not saved, or in the folder of the run that it went on from"
     )
 
 
-def merged(source: Source) -> dict[str, Tensor]:
-    """Return the state_dict of the whole model of a checkpoint. Raises ConfigError."""
+def merged(source: Source, ema: bool = False) -> dict[str, Tensor]:
+    """Return the state_dict of the whole model of a checkpoint, with averaged weights if `ema`.
+
+    Raises ConfigError.
+    """
     terms, where = source.manifest.conditions, str(source.folder)
     names = read_as(dict[str, str], terms.get("state_dict"), f"{where}: state_dict")
     forms = read_as(dict[str, list[Any]], terms.get("tensors"), f"{where}: tensors")
     tensors = Tensors(source.folder, list(source.manifest.parts))
+    if ema and not tensors.names("ema/"):
+        raise ConfigError(
+            f"{where} has no moving average of the weights: train with ema=0.999, or leave --ema"
+        )
     found: dict[str, Tensor] = {}
     for name in names.values():
         dtype, *shape = forms.get(name) or [None]
-        tensor = tensors[f"model/{name}"]
+        kind = "ema" if ema and f"ema/{name}" in tensors else "model"  # buffers have no average
+        tensor = tensors[f"{kind}/{name}"]
         if dtype == _COMPLEX.get(tensor.dtype) and tensor.shape[-1:] == (2,):
             tensor = torch.view_as_complex(tensor)
         if [str(tensor.dtype), *tensor.shape] != [f"torch.{dtype}", *shape]:

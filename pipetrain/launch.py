@@ -38,6 +38,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from pipetrain.checkpoint.untrusted import read_as
+from pipetrain.data.sets import DataFacts
 from pipetrain.ending import FAILED, INTERRUPTED, REFUSED
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped
 from pipetrain.runtime.mesh import World
@@ -63,7 +64,7 @@ class Job:
     config: dict[str, Any]  # resolved; `data` is the data set really used
     schedule: str
     run_dir: str
-    fingerprint: str  # of the data set
+    data: DataFacts
     task: Literal["train", "profile"] = "train"
     profile: dict[str, Any] | None = None  # the profile itself: other machines cannot read rank 0's file
     run: str = ""  # the run's unique name
@@ -296,7 +297,7 @@ class _Follower:
                 f"rank {rank} was started with another command line than rank 0: "
                 f"{_difference(words, sys.argv[1:])}; give all ranks the same words"
             )
-        job = Job(**word["job"])
+        job = Job(**word["job"] | {"data": DataFacts(**word["job"]["data"])})
         if job.saves and not key:
             raise self._not_shared(job.run_dir)
         return job

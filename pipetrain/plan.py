@@ -2,7 +2,7 @@
 
 Prints the cuts, the tensors that cross them, the timeline, and the schedule's memory and bubble beside the
 formulas. With `cost=` a run's trace.json, predicts real times from the durations measured there. Starts no
-process and reads no data set.
+process, and reads no data set whose configuration declares a sample.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from pipetrain.blueprint import Plan, Samples, draft_plan, make_plan
-from pipetrain.building import make_model, make_schedule
+from pipetrain.building import make_model, make_schedule, make_task
 from pipetrain.cli import compose
 from pipetrain.config import read_settings, whole_number
-from pipetrain.data import IMAGE
+from pipetrain.data import declared_example, load_data
 from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
@@ -61,13 +61,15 @@ def show(cfg: DictConfig) -> None:
         settings = replace(settings, window=None)
     samples = Samples([settings.batch_size] * batches, [settings.batch_size // settings.microbatches])
     model = make_model(cfg, settings.seed, settings.dtype)
-    plan = draft_plan(cfg, settings, model, samples)
+    make_task(cfg)
+    example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
+    plan = draft_plan(cfg, settings, model, example, samples)
     if cfg.partition == PROFILE:
         from pipetrain.profiling import measure_alone  # imports the runtime, not needed otherwise
 
         print(f"profiling {len(plan.layers)} layers in this process", file=sys.stderr)
         profile = measure_alone(cfg, plan)
-        plan = make_plan(settings, make_schedule(cfg), model, IMAGE, 1, samples, profile)
+        plan = make_plan(settings, make_schedule(cfg), model, example, samples, profile)
     if traced:
         refuse_other(plan, traced, str(cfg.cost))
         plan = replace(plan, costs=traced.costs, prediction=None)

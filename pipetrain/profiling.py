@@ -13,12 +13,13 @@ import torch
 from omegaconf import DictConfig
 
 from pipetrain.blueprint import Plan, profile_conditions
+from pipetrain.boundary import Value
 from pipetrain.building import Models
 from pipetrain.config import share_of_cores
-from pipetrain.data import IMAGE
 from pipetrain.errors import ConfigError
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.balance import STRATEGIES
+from pipetrain.partition.estimate import made_up
 from pipetrain.partition.measure import measure_layers
 from pipetrain.partition.profile import Facts, LayerTime, Profile, average
 from pipetrain.partition.stages import Prediction
@@ -112,7 +113,9 @@ def _layers(cfg: DictConfig, draft: Plan, device: torch.device, models: Models) 
     try:
         with torch.random.fork_rng([device] if cuda else []):
             model = models.copy(cfg, settings.seed, settings.dtype).to(device)
-            x = torch.randn(size, *IMAGE, dtype=settings.dtype, device=device)
+            entry = draft.example.of(size)
+            made = tuple(made_up(spec, device) for spec in entry.specs)
+            x: Value = made[0] if entry.single else made
             return measure_layers(model, x, draft.layers, make_optimizer(cfg, model), draft.numerics)
     except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
         return " ".join(str(error).split())

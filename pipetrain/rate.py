@@ -1,6 +1,7 @@
 """The learning rate as a function of the update number.
 
-Every stage computes it at its own STEP, so changing it needs no barrier, and resuming needs no state.
+It is a fraction of the peak rate, which each parameter group of the optimizer has for itself. Every stage
+computes it at its own STEP, so changing it needs no barrier, and resuming needs no state.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Callable
 
 from pipetrain.errors import ConfigError
 
-Rate = Callable[[int], float]  # learning rate of update 0, 1, 2, ...
+Rate = Callable[[int], float]
+"""(update 0, 1, 2, ...) -> the learning rate, as a fraction of its peak."""
 
 Shape = Callable[[float, float], float]
 """(progress, warmup), both fractions of all updates -> fraction of the peak rate."""
@@ -43,14 +45,33 @@ def one_cycle(progress: float, warmup: float) -> float:
 SHAPES: dict[str, Shape] = {"constant": constant, "cosine": cosine, "one_cycle": one_cycle}
 
 
-def learning_rate(name: str, peak: float, warmup: float, updates: int) -> Rate:
-    """Return the rate of update 0 ... `updates` - 1. Raises ConfigError for invalid values."""
-    if name not in SHAPES:
-        raise ConfigError(f"lr_schedule={name} is unknown; choose one of {', '.join(SHAPES)}")
+def learning_rate(schedule: str | Rate, warmup: float, updates: int) -> Rate:
+    """Return the rate of update 0 ... `updates` - 1: a shape by its name, or a function of the update.
+
+    Raises ConfigError for invalid values, and for a function that gives no finite number of at least 0 for
+    one of the updates. A function includes its own warm-up.
+    """
+    if not isinstance(schedule, str):
+        return _tried(schedule, updates)
+    if schedule not in SHAPES:
+        raise ConfigError(f"lr_schedule={schedule} is unknown; choose one of {', '.join(SHAPES)}")
     if not 0 <= warmup < 1:
         raise ConfigError(f"warmup={warmup:g} is a share of all updates; choose it from 0 to below 1")
-    if peak <= 0:
-        raise ConfigError(f"optim.lr={peak:g} must be above 0")
-    shape = SHAPES[name]
+    shape = SHAPES[schedule]
     # Progress is that of the middle of an update, so that neither the first nor the last rate is 0.
-    return lambda update: peak * shape((update + 0.5) / updates, warmup)
+    return lambda update: shape((update + 0.5) / updates, warmup)
+
+
+def _tried(function: Rate, updates: int) -> Rate:
+    for update in range(updates):
+        try:
+            factor = float(function(update))
+        except Exception as error:  # a user's function may raise anything
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"lr_schedule fails for update {update}: {cause}") from error
+        if not 0 <= factor < math.inf:
+            raise ConfigError(
+                f"lr_schedule gives {factor} for update {update}; it must give a finite number of at least "
+                f"0, the learning rate as a fraction of optim.lr"
+            )
+    return lambda update: float(function(update))

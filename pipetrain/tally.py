@@ -1,4 +1,4 @@
-"""Loss and accuracy counts of the last stage, summed on the device.
+"""The sums of loss and metrics at the last stage, kept on the device.
 
 Reading a number from a GPU makes the host wait for all launched work, so sums stay on the device until an
 epoch ends.
@@ -7,60 +7,67 @@ epoch ends.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-KINDS = (torch.float64, torch.int64)
+Number = Annotated[float, "or infinite, or NaN"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Sums over samples."""
+    """Sums over samples. `loss`: each mean loss times its weight; `sums`: those of each metric, by name."""
 
-    loss: Annotated[float, "or infinite, or NaN"] = 0.0
-    correct: int = 0
+    loss: Number = 0.0
+    weight: float = 0.0
     samples: int = 0
+    sums: dict[str, list[Number]] = field(default_factory=dict)
 
     @property
     def mean_loss(self) -> float:
-        """The mean loss per sample; NaN without samples."""
-        return self.loss / self.samples if self.samples else math.nan
-
-    @property
-    def accuracy(self) -> float:
-        """The fraction of samples whose highest score is their label; NaN without samples."""
-        return self.correct / self.samples if self.samples else math.nan
+        """The mean loss over what counts; NaN if nothing does."""
+        return self.loss / self.weight if self.weight else math.nan
 
 
 class Counter:
     """Accumulates a tally on the device."""
 
     def __init__(self) -> None:
-        self._sums: list[Tensor] = []  # loss (float64) and correct predictions (int64)
+        self._loss: Tensor | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._weight = 0.0
         self._samples = 0
 
-    def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
-        """Count a microbatch: its mean loss, its scores [n, classes], its labels [n]."""
-        if not self._sums:
-            self._sums = [torch.zeros((), dtype=kind, device=loss.device) for kind in KINDS]
-        losses, correct = self._sums
-        losses.add_(loss.detach(), alpha=len(labels))
-        correct.add_((scores.detach().argmax(1) == labels).sum())
-        self._samples += len(labels)
+    def add(self, loss: Tensor, weight: float, samples: int, sums: Mapping[str, Tensor]) -> None:
+        """Count a microbatch: its mean loss, what it counts for, and the sums of its metrics."""
+        if weight:  # otherwise the mean loss is undefined
+            if self._loss is None:
+                self._loss = torch.zeros((), dtype=torch.float64, device=loss.device)
+            self._loss.add_(loss.detach(), alpha=weight)
+        for name, some in sums.items():
+            before = self._sums.get(name)
+            self._sums[name] = some.detach().double() if before is None else before.add_(some.detach())
+        self._weight += weight
+        self._samples += samples
 
     def peek(self) -> Tally:
-        loss, correct = (total.item() for total in self._sums) if self._sums else (0.0, 0)
-        return Tally(loss, int(correct), self._samples)
+        """Return what has been counted, without resetting it."""
+        loss = 0.0 if self._loss is None else self._loss.item()
+        sums = {name: some.tolist() for name, some in self._sums.items()}
+        return Tally(loss, self._weight, self._samples, sums)
 
     def take(self) -> Tally:
+        """Return what has been counted, and start anew."""
         tally = self.peek()
-        self._sums, self._samples = [], 0
+        self._loss, self._sums, self._weight, self._samples = None, {}, 0.0, 0
         return tally
 
     def restore(self, tally: Tally, device: str) -> None:
-        values = zip((tally.loss, tally.correct), KINDS, strict=True)
-        self._sums = [torch.tensor(value, dtype=kind, device=device) for value, kind in values]
-        self._samples = tally.samples
+        self._loss = torch.tensor(tally.loss, dtype=torch.float64, device=device)
+        self._sums = {
+            name: torch.tensor(some, dtype=torch.float64, device=device) for name, some in tally.sums.items()
+        }
+        self._weight, self._samples = tally.weight, tally.samples

@@ -169,7 +169,7 @@ def decide(
         refuse_older(source, run_dir)
         cfg = resume.with_cuts_of(cfg, source, world.size)
     leader.phase("read the data set", timeout + _seconds(cfg, "data.source.total_timeout"))
-    cfg, data = obtain_data(cfg)
+    cfg, data = obtain_data(cfg, draft.settings.dtype)
     hydra = HydraConfig.get()
     words = [*hydra.overrides.task, *hydra.overrides.hydra]
     if not any("run_dir=" in word or "run.dir=" in word for word in words):
@@ -183,7 +183,7 @@ def decide(
         config,
         schedule,
         str(run_dir),
-        data.fingerprint,
+        data.facts,
         run=source.manifest.run if source else uuid.uuid4().hex,
         resume=str(source.folder) if source else None,
         saves=draft.settings.checkpoint_every is not None or source is not None,
@@ -191,7 +191,7 @@ def decide(
     leader.phase("plan the run", timeout)
     files = Files()
     profile = obtain_profile(cfg, job, draft, models, world, leader, files)
-    run = prepare(cfg, schedule, world.size, data, profile, resume.done_batches(source), models)
+    run = prepare(cfg, schedule, world.size, data.facts, data, profile, resume.done_batches(source), models)
     mine = resume.conditions(cfg, run)
     if source is not None:
         # A run that was killed just before its end may have a checkpoint with all epochs done.
@@ -263,15 +263,18 @@ def join(models: Models, job: Job, world: World) -> Part:
     if job.task == "profile":
         draft = check_early(cfg, job.schedule, world.size, models)
         return lambda store: take_part(cfg, draft, world, device, store, models)
-    data = load_data(cfg.data)
-    if data.fingerprint != job.fingerprint:
-        raise ConfigError(
-            f"rank {world.rank} reads another data set than rank 0: {data.fingerprint}, not "
-            f"{job.fingerprint}; give every machine the same files"
-        )
     profile = None if job.profile is None else Profile.from_json(job.profile)
     source = None if job.resume is None else read_source(Path(job.resume), world.rank)
-    run = prepare(cfg, job.schedule, world.size, data, profile, resume.done_batches(source), models)
+    done = resume.done_batches(source)
+    run = prepare(cfg, job.schedule, world.size, job.data, None, profile, done, models)
+    if world.rank in (run.plan.placement[0], run.plan.placement[-1]):  # the others need no sample
+        data = load_data(cfg.data, run.settings.dtype)
+        if data.fingerprint != job.data.fingerprint:
+            raise ConfigError(
+                f"rank {world.rank} reads another data set than rank 0: {data.fingerprint}, not "
+                f"{job.data.fingerprint}; give every machine the same files"
+            )
+        run = replace(run, data=data)
     return lambda store: train(run, device, world, store, job, source)
 
 

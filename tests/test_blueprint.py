@@ -207,7 +207,8 @@ def refused(**arguments: object) -> str:
 def test_a_weight_that_two_stages_share_is_refused():
     assert refused(overrides=("partition=[2]",), model=tied()) == (
         "layer 3 (3) of stage 1 shares its weight with stage 0; "
-        "choose a partition that keeps both layers in one stage"
+        "choose a partition that keeps both layers in one stage, or give each its own "
+        "(for model=gpt: model.tied=false)"
     )
     assert plan("partition=[1]", model=tied()).stages == 2
 

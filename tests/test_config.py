@@ -62,7 +62,17 @@ def test_an_unset_optimizer_follows_the_recipe_and_the_rate_its_shape():
     read = read_settings(config(["data=cifar10", "optim=adamw"]), "1f1b", 1)
     assert (read.lr, read.epochs) == (0.001, 150)
     constant = read_settings(config(["data=digits", "lr_schedule=constant", "warmup=0"]), "1f1b", 1)
-    assert [constant.rate(3)(update) for update in range(3)] == [0.005] * 3
+    assert [constant.rate(3)(update) for update in range(3)] == [1.0] * 3
+
+
+def shrinking(update: int, by: float = 2.0) -> float:
+    return by**-update
+
+
+def test_the_schedule_of_the_rate_may_be_any_function_of_the_update():
+    words = ["data=digits", "lr_schedule._target_=tests.test_config.shrinking"]
+    assert [read_settings(config(words), "1f1b", 1).rate(3)(update) for update in range(3)] == [1, 0.5, 0.25]
+    assert read_settings(config([*words, "lr_schedule.by=4"]), "1f1b", 1).rate(3)(1) == 0.25
 
 
 def test_a_number_may_come_from_the_environment(monkeypatch):
@@ -114,7 +124,14 @@ STRATEGY = "must be a strategy's name, a list of layer numbers such as [8], or p
         ("optim.lr", None, "optim.lr=None must be a finite number above 0"),
         ("warmup", 1, "warmup=1 must be a number from 0 to below 1"),
         ("label_smoothing", -0.5, "label_smoothing=-0.5 must be a number from 0 to below 1"),
-        ("lr_schedule", "sine", "lr_schedule=sine must be one of constant, cosine, one_cycle"),
+        (
+            "lr_schedule",
+            "sine",
+            "lr_schedule=sine must be one of constant, cosine, one_cycle, or lr_schedule.",
+        ),
+        ("lr_schedule", {"power": 2}, "lr_schedule={'power': 2} must be one of constant, cosine, one_cycle"),
+        ("lr_schedule", {"_target_": "no.such"}, "lr_schedule cannot be built: Error locating target 'no.s"),
+        ("lr_schedule", {"_target_": "math.pi"}, "lr_schedule cannot be built: Expected a callable target"),
         ("dtype", "float16", "dtype=float16 must be one of float32, float64"),
         ("data.drop_last", "maybe", "data.drop_last=maybe must be true or false"),
         ("resume", "", "resume= must be auto, the folder of a checkpoint or of a run, or null"),
@@ -144,7 +161,8 @@ def test_whatever_a_scalar_says_it_is_read_or_refused_in_one_line(key, value):
         assert read.batch_size % read.microbatches == 0
         assert min(read.batch_size, read.microbatches, read.buffer_size, read.epochs, read.ranks) >= 1
         assert 0 < read.timeout < float("inf")
-        assert 0 < read.rate(10)(5) <= read.lr < float("inf")
+        assert 0 < read.rate(10)(5) <= 1
+        assert 0 < read.lr < float("inf")
         assert 0 <= read.label_smoothing < 1
 
 

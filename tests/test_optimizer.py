@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipetrain.optimizer import make_optimizer
+from pipetrain.runtime.weights import Group, GroupedFactory, optimizer_over
 from tests.support.cases import config
 from tests.support.refusals import JUNK, changed, outcome, refusal
 
@@ -148,6 +149,109 @@ def test_an_optimizer_is_built_anew_for_each_stage():
 )
 def test_an_optimizer_that_cannot_be_is_refused(override, says):
     assert refusal(lambda: make_optimizer(config(["data=digits", override]), LINEAR)).startswith(says)
+
+
+# Parameter groups
+
+
+class Net(nn.Module):
+    """Two layers and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.norm, self.head = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+
+GROUPS = (
+    "optim.groups.head.params='^head'",
+    "optim.groups.head.lr=0.25",
+    "optim.groups.norms_and_biases.weight_decay=0",
+    "optim.weight_decay=0.5",
+    "optim.lr=0.125",
+)
+
+
+def grouped(*words: str, model: nn.Module | None = None, stages: int = 2):
+    return make_optimizer(config(["data=digits", *words]), model or Net(), stages)
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw"])
+def test_a_parameter_is_of_the_first_group_that_takes_it(optim):
+    model = Net()
+    made = optimizer_over(grouped(f"optim={optim}", *GROUPS), model.named_parameters())
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {
+        names[id(p)]: (group["lr"], group["weight_decay"], group["fused"])
+        for group in made.param_groups
+        for p in group["params"]
+    }
+    assert found == {
+        "entry.weight": (0.125, 0.5, True),
+        "entry.bias": (0.125, 0.0, True),
+        "norm.weight": (0.125, 0.0, True),
+        "norm.bias": (0.125, 0.0, True),
+        "head.weight": (0.25, 0.5, True),
+        "head.bias": (0.25, 0.5, True),
+    }
+
+
+def test_a_stage_has_the_groups_of_its_own_parameters_alone():
+    factory = grouped(*GROUPS)
+    entry = optimizer_over(factory, nn.ModuleDict({"entry": nn.Conv2d(3, 4, 1)}).named_parameters())
+    assert [(len(g["params"]), g["weight_decay"]) for g in entry.param_groups] == [(1, 0.5), (1, 0.0)]
+    assert len(factory([nn.Parameter(torch.zeros(2))]).param_groups) == 1  # without names: no groups
+
+
+def test_a_plain_function_is_a_factory_with_and_without_groups():
+    def plain(params):
+        return torch.optim.AdamW(params, 3e-4)
+
+    model = Net()
+    assert len(optimizer_over(plain, model.named_parameters()).param_groups) == 1
+    with_groups = GroupedFactory(plain, [Group("a", "bias$", {"weight_decay": 0})])
+    made = optimizer_over(with_groups, model.named_parameters())
+    assert [(len(g["params"]), g["weight_decay"]) for g in made.param_groups] == [(3, 0.01), (3, 0)]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("optim.groups.a.params=tail",),
+            "optim.groups.a has no parameter: none that is left by the groups before it is matched by "
+            "params=tail; parameters have names such as entry.weight",
+        ),
+        (
+            ("optim.groups.a.params=bias|norm", "optim.groups.norms_and_biases.weight_decay=0"),
+            "optim.groups.norms_and_biases has no parameter: none that is left by the groups before it is a ",
+        ),
+        (
+            ("optim.groups.a.weight_decay=0",),
+            "optim.groups.a needs optim.groups.a.params=, a regular expression that its parameters' names",
+        ),
+        (
+            ("optim.groups.a.params='('",),
+            "optim.groups.a.params=( is no regular expression: missing ), unter",
+        ),
+        (
+            ("optim.groups.a=3",),
+            "optim.groups.a=3 must have options of the optimizer, such as optim.groups.a",
+        ),
+        (("optim.groups=3",), "optim.groups=3 must have a name for each group, with its options"),
+        (
+            ("optim.groups.norms_and_biases.weight_dekay=0",),
+            "optim.groups.norms_and_biases.weight_dekay: torch.optim.SGD has no weight_dekay; did you mean w",
+        ),
+        (("optim.groups.norms_and_biases.lr=high",), "optim cannot be built by torch.optim.SGD: "),
+        (("optim.groups.norms_and_biases.lr=-1",), "optim cannot be built by torch.optim.SGD: Invalid learn"),
+        (
+            ("optim.groups.norms_and_biases.momentum=nan",),
+            "optim torch.optim.SGD makes weights that are not finite: see to its settings",
+        ),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(words, says):
+    assert refusal(lambda: grouped(*words)).startswith(says)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

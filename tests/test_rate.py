@@ -17,8 +17,8 @@ steady = settings(derandomize=True, deadline=None)
 
 
 def rates(name: str, peak: float, warmup: float, updates: int) -> list[float]:
-    rate = learning_rate(name, peak, warmup, updates)
-    return [rate(update) for update in range(updates)]
+    rate = learning_rate(name, warmup, updates)
+    return [peak * rate(update) for update in range(updates)]
 
 
 # Shapes, over the progress from 0 to 1
@@ -68,7 +68,7 @@ def test_any_rate_is_above_0_and_at_most_the_peak_rising_then_falling(name, warm
 @steady
 @given(st.sampled_from(sorted(SHAPES)), st.floats(0, 0.9), st.integers(1, 60))
 def test_a_rate_is_a_function_of_the_update_alone(name, warmup, updates):
-    rate = learning_rate(name, 0.1, warmup, updates)
+    rate = learning_rate(name, warmup, updates)
     forward = [rate(update) for update in range(updates)]
     assert [rate(update) for update in reversed(range(updates))] == forward[::-1]
 
@@ -113,13 +113,34 @@ def test_one_cycle_is_torch_s(updates, warmup):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("sine", 0.1, 0.0, 10), "lr_schedule=sine is unknown; choose one of constant, cosine, one_cycle"),
-        (("cosine", 0.1, 1.0, 10), "warmup=1 is a share of all updates; choose it from 0 to below 1"),
-        (("cosine", 0.1, -0.1, 10), "warmup=-0.1 is a share of all updates; choose it from 0 to below 1"),
-        (("cosine", 0.0, 0.1, 10), "optim.lr=0 must be above 0"),
+        (("sine", 0.0, 10), "lr_schedule=sine is unknown; choose one of constant, cosine, one_cycle"),
+        (("cosine", 1.0, 10), "warmup=1 is a share of all updates; choose it from 0 to below 1"),
+        (("cosine", -0.1, 10), "warmup=-0.1 is a share of all updates; choose it from 0 to below 1"),
+        (
+            (lambda update: 1.0 - update, 0.0, 3),
+            "lr_schedule gives -1.0 for update 2; it must give a finite nu",
+        ),
+        (
+            (lambda update: 1 / (update - 2), 0.0, 2),
+            "lr_schedule gives -0.5 for update 0; it must give a finit",
+        ),
+        (
+            (lambda update: float("nan"), 0.0, 1),
+            "lr_schedule gives nan for update 0; it must give a finite num",
+        ),
+        (
+            (lambda update: 1 / (2 - update), 0.0, 3),
+            "lr_schedule fails for update 2: ZeroDivisionError: divisi",
+        ),
+        ((lambda: 1.0, 0.0, 3), "lr_schedule fails for update 0: TypeError: "),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, says):
     with pytest.raises(ConfigError) as refusal:
         learning_rate(*arguments)
-    assert str(refusal.value) == says
+    assert str(refusal.value).startswith(says)
+
+
+def test_a_function_of_the_update_is_taken_as_it_is():
+    rate = learning_rate(lambda update: 1 / (1 + update), 0.5, 3)
+    assert [rate(update) for update in (2, 0, 1)] == [1 / 3, 1, 1 / 2]

@@ -36,7 +36,7 @@ def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
     if settings.epochs > epochs and any(rate(update) != other(update) for update in range(updates)):
         raise ConfigError(
             f"run_dir={run_dir} holds a run that finished after {epochs} epochs, and with "
-            f"lr_schedule={settings.lr_schedule} warmup={cfg.warmup:g} the rates of {settings.epochs} epochs "
+            f"lr_schedule={cfg.lr_schedule} warmup={cfg.warmup:g} the rates of {settings.epochs} epochs "
             f"differ from the start: train anew in another run_dir, or go on there from its last weights "
             f"with resume={run_dir}"
         )
@@ -64,8 +64,9 @@ def conditions(cfg: DictConfig, run: Run) -> dict[str, Any]:
     return {
         "model": OmegaConf.to_container(cfg.model, resolve=True),
         **tensors_of(run.see_model()),
-        "data": run.data.name,
-        "data's fingerprint": run.data.fingerprint,
+        "data": run.facts.name,
+        "data's fingerprint": run.facts.fingerprint,
+        "task": str(run.task),
         "optim": str(cfg.optim._target_),
         "batch_size": run.settings.batch_size,
         "data.drop_last": run.settings.drop_last,
@@ -95,7 +96,7 @@ def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int, ending: b
         if mine.get(key) != theirs.get(key):
             raise ConfigError(
                 f"this run cannot go on from {source.folder}: "
-                f"{_difference(key, theirs.get(key), mine.get(key))}; give the values that it was trained "
+                f"{difference(key, theirs.get(key), mine.get(key))}; give the values that it was trained "
                 f"with, or train anew"
             )
     done = source.manifest.position.epoch
@@ -103,9 +104,10 @@ def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int, ending: b
         raise ConfigError(f"{source.folder} has all of its {done} epochs done; give epochs= more to go on")
 
 
-def _difference(key: str, theirs: Any, mine: Any) -> str:
+def difference(key: str, theirs: Any, mine: Any) -> str:
+    """Return a phrase about the first difference of two values under a key."""
     if isinstance(theirs, Mapping) and isinstance(mine, Mapping):
         for name in sorted(theirs.keys() | mine.keys()):
             if theirs.get(name) != mine.get(name):
-                return _difference(f"{key}.{name}", theirs.get(name), mine.get(name))
+                return difference(f"{key}.{name}", theirs.get(name), mine.get(name))
     return f"it has {key}={theirs}, and this run has {key}={mine}"

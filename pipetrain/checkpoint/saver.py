@@ -42,7 +42,7 @@ from pipetrain.runtime.coded import Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
 from pipetrain.seal import SealedStore
-from pipetrain.training.figures import Progress, most_accurate
+from pipetrain.training.figures import Progress, best_epoch
 
 log = logging.getLogger("pipetrain")
 
@@ -262,4 +262,4 @@ class Keeper:
 def is_best(position: Position, progress: Progress) -> bool:
     """Return whether a run is at the end of its most accurate epoch so far."""
     history = progress.history
-    return bool(history) and not position.batch and most_accurate(history) is history[-1]
+    return bool(history) and not position.batch and best_epoch(history) is history[-1]

@@ -13,7 +13,7 @@ from pipetrain.checkpoint.files import Tensors, described
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.runtime.coded import Slot
 from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 
 
 def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFactory) -> None:
@@ -21,7 +21,9 @@ def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFacto
 
     The optimizer state of each parameter must have the form that `optimizer` gives it after one update.
     """
-    tensors.prove({name: tensor for name, tensor in stage.state().items() if name.startswith("model/")})
+    model = {name: tensor for name, tensor in stage.state().items() if name.startswith("model/")}
+    averages = {name.replace("model/", "ema/", 1): tensor for name, tensor in model.items()}
+    tensors.prove(model | {name: tensor for name, tensor in averages.items() if name in tensors})
     try:
         stage.load_state(tensors, updates)
     except Exception as error:  # an optimizer may raise anything for a state that it cannot load
@@ -30,7 +32,7 @@ def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFacto
     made = stage.weights.optimizer
     for name, parameter in stage.module.named_parameters():
         mine = _remembered(made, parameter) if made else {}
-        for key, wanted in _fresh(optimizer, parameter).items() if mine else ():
+        for key, wanted in _fresh(optimizer, name, parameter).items() if mine else ():
             if mine.get(key) != wanted:
                 raise DamagedCheckpoint(
                     f"the optimizer's {key} of {name} is {mine.get(key, 'missing')} in the checkpoint, and "
@@ -46,12 +48,12 @@ def _remembered(optimizer: Optimizer, parameter: Tensor) -> dict[str, str]:
     }
 
 
-def _fresh(optimizer: OptimizerFactory, parameter: Tensor) -> dict[str, str]:
+def _fresh(optimizer: OptimizerFactory, name: str, parameter: Tensor) -> dict[str, str]:
     """Describe a new optimizer's state of a parameter after one update; empty if the update fails."""
     twin = nn.Parameter(torch.zeros_like(parameter))
     twin.grad = torch.zeros_like(parameter)
     try:
-        made = optimizer([twin])
+        made = optimizer_over(optimizer, [(name, twin)])
         made.step()
     except Exception:  # an optimizer that needs other gradients, such as sparse ones
         return {}

@@ -63,7 +63,7 @@ def _depth(data: object) -> int:
 
 
 def read_as(kind: Any, data: Any, where: str) -> Any:
-    """Build a value of type `kind` (dataclass, list, mapping, int, float, str, Any) from JSON data.
+    """Build a value of type `kind` (dataclass, list, mapping, int, float, bool, str, Any) from JSON data.
 
     A dataclass needs exactly its fields. Integers are in [0, 2**63), floats are finite and of size below
     2**63; an Annotated float may be infinite or NaN. Raises DamagedCheckpoint, whose message starts with
@@ -88,6 +88,7 @@ def read_as(kind: Any, data: Any, where: str) -> Any:
     fits = {
         Any: True,
         str: isinstance(data, str),
+        bool: isinstance(data, bool),
         int: number and isinstance(data, int) and 0 <= data < _END,
         float: number and abs(data) < _END,
         Annotated: number and (isinstance(data, float) or abs(data) < _END),
@@ -102,6 +103,7 @@ _NAMES: dict[Any, str] = {
     float: "a finite number",
     Annotated: "a number",
     str: "a string",
+    bool: "true or false",
     list: "a list",
     dict: "an object",
     Mapping: "an object",

@@ -1,50 +1,56 @@
-"""Data sets as bytes in memory, the order of their samples, and the images of a microbatch."""
+"""Data sets of any kind, the order of their samples, and the samples of a microbatch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
 
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from pipetrain.data.augment import Augment, Transform
-from pipetrain.data.loader import Sampler, inputs, pieces
-from pipetrain.data.sets import IMAGE, DataMissing, ImageData, Split, prove
+from pipetrain.boundary import Example, TensorSpec
+from pipetrain.data.augment import Augment, ImageSplit
+from pipetrain.data.dataset import as_split
+from pipetrain.data.loader import Sampler, loaded, pieces
+from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, ImageData, Images, Split, prove
 from pipetrain.errors import ConfigError
 
 __all__ = [
-    "IMAGE",
     "Augment",
+    "Data",
+    "DataFacts",
     "DataMissing",
+    "Draw",
     "ImageData",
+    "ImageSplit",
+    "Images",
     "Sampler",
     "Split",
-    "Transform",
+    "declared_example",
     "fallback_message",
-    "inputs",
     "load_augment",
     "load_data",
+    "loaded",
     "pieces",
 ]
 
-Made = TypeVar("Made")
+FLOAT = "float"  # in data.sample.dtype: the run's
 
 
-def load_data(data: DictConfig) -> ImageData:
+def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
     """Read the data set of a config of the group `data`, cut to its `train_limit` and `test_limit`.
 
-    Raises DataMissing if it is not available (with `fallback: null` the message names solutions), and
-    ConfigError for a limit under 1, a damaged file, or an invalid data set. The caller decides on a fallback,
-    because each data set has a recipe of its own.
+    `dtype`: of images. Raises DataMissing if it is not available (with `fallback: null` the message names
+    solutions), and ConfigError for a limit under 1, a damaged file, or an invalid data set. The caller
+    decides on a fallback, because each data set has a recipe of its own.
     """
     limits = {split: data.get(f"{split}_limit") for split in ("train", "test")}
     for split, limit in limits.items():
         if limit is not None and (type(limit) is not int or limit < 1):
             raise ConfigError(f"data.{split}_limit must be a whole number, 1 or more; got {limit}")
     try:
-        loaded = _make(data, "source", ImageData)
+        loaded = _load(data, dtype)
     except DataMissing as error:
         if data.get("fallback") is not None:
             raise
@@ -52,14 +58,77 @@ def load_data(data: DictConfig) -> ImageData:
             f"{error}; put the files there (data.root says where), or give a network or a data.source.url "
             "that answers, or train on the digits with data=digits or data.fallback=digits"
         ) from error
-    prove(loaded)
     cut = {split: getattr(loaded, split).first(limit) for split, limit in limits.items() if limit is not None}
-    return replace(loaded, **cut)
+    loaded = replace(loaded, **cut)
+    _refuse_undeclared(data, loaded, dtype)
+    return loaded
+
+
+def _load(data: DictConfig, dtype: torch.dtype) -> Data:
+    if data.get("source") is None:
+        return Data(str(data.name), _split(data, "train"), _split(data, "test"), data.get("classes"))
+    made = _make(data, "source")
+    if isinstance(made, Data):
+        return made
+    if not isinstance(made, ImageData):
+        raise ConfigError(
+            f"data.source must give a pipetrain.data.Data or ImageData; got {type(made).__name__}"
+        )
+    prove(made)
+    train, test = (
+        ImageSplit(held, made.mean, made.std, augment, dtype)
+        for held, augment in ((made.train, load_augment(data)), (made.test, None))
+    )
+    return Data(made.name, train, test, made.classes)
+
+
+def _split(data: DictConfig, name: str) -> Split:
+    if data.get(name) is None:
+        raise ConfigError(
+            f"data={data.get('name')} has no {name}: give data.source, a function that returns both splits, "
+            f"or data.train and data.test, each with the _target_ of a Dataset"
+        )
+    return as_split(_make(data, name), f"data.{name}", data.get("columns"))
+
+
+def declared_example(data: DictConfig, dtype: torch.dtype) -> Example | None:
+    """Return one input as `data.sample` declares it (without reading the data set); None if it does not."""
+    sample = data.get("sample")
+    if sample is None:
+        return None
+    try:
+        shape, name = tuple(sample["shape"]), str(sample["dtype"])
+        kind = dtype if name == FLOAT else getattr(torch, name)
+        if not all(type(n) is int and n > 0 for n in shape) or not isinstance(kind, torch.dtype):
+            raise ValueError
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ConfigError(
+            f"data.sample={sample} must be the shape and dtype of one input, such as "
+            f"{{shape: [3, 32, 32], dtype: float}}, or null"
+        ) from error
+    return Example((TensorSpec(shape, kind),))
+
+
+def _refuse_undeclared(data: DictConfig, loaded: Data, dtype: torch.dtype) -> None:
+    """Refuse a data set whose inputs are other than `data.sample` says. Raises ConfigError."""
+    declared, found = declared_example(data, dtype), loaded.facts.example
+    if declared is None:
+        return
+    if not found.single or (found.specs[0].shape != declared.specs[0].shape):
+        raise ConfigError(
+            f"the inputs of data set {loaded.name} are {' + '.join(map(str, found.specs))}, and data.sample "
+            f"says {declared.specs[0]}: correct data.sample, or set it to null"
+        )
 
 
 def load_augment(data: DictConfig) -> Augment | None:
     """Build the augmentation of a config of the group `data`, None for null. Raises ConfigError."""
-    return None if data.get("augment") is None else _make(data, "augment", Augment)
+    if data.get("augment") is None:
+        return None
+    made = _make(data, "augment")
+    if not isinstance(made, Augment):
+        raise ConfigError(f"data.augment must give a pipetrain.data.Augment; got {type(made).__name__}")
+    return made
 
 
 def fallback_message(error: DataMissing, name: str) -> str:
@@ -67,18 +136,13 @@ def fallback_message(error: DataMissing, name: str) -> str:
     return f"{error}; using {name} instead"
 
 
-def _make(data: DictConfig, part: str, kind: type[Made]) -> Made:
+def _make(data: DictConfig, part: str) -> object:
     try:
         call = instantiate(data[part], _partial_=True)
     except InstantiationException as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise ConfigError(f"data.{part} cannot be made: {reason}") from error
     try:
-        made = call()
+        return call()
     except TypeError as error:  # a missing or unknown argument
         raise ConfigError(f"data.{part} cannot be made: {error}") from error
-    if not isinstance(made, kind):
-        raise ConfigError(
-            f"data.{part} must give a pipetrain.data.{kind.__name__}; got {type(made).__name__}"
-        )
-    return made

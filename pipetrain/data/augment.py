@@ -6,7 +6,8 @@ same in any batch, worker process, schedule or resumed run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from pipetrain.data.sets import Draw, Images, crc
 from pipetrain.errors import ConfigError
 
 Words = NDArray[np.uint64]
@@ -85,20 +87,34 @@ def _shift(images: Tensor, offsets: Tensor, crop: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Transform:
-    """Turns bytes into the model's input; without `augment` it only normalises. Picklable, for workers."""
+class ImageSplit:
+    """Images of a data set with their normalisation and augmentation, if any: a Split."""
 
+    held: Images
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     augment: Augment | None = None
-    seed: int = 0
-    epoch: int = 0
     dtype: torch.dtype = torch.float32
 
-    def __call__(self, images: Tensor, ids: Tensor) -> Tensor:
-        """Turn uint8 images [n, 3, h, w] with sample ids [n] into `dtype` [n, 3, h, w], contiguous."""
-        if self.augment is not None:
-            images = self.augment(images, ids, self.seed, self.epoch)
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def inputs(self, ids: Tensor, draw: Draw | None) -> Tensor:
+        """Return images as `dtype` [n, 3, h, w], contiguous."""
+        images = self.held.images[ids]
+        if self.augment is not None and draw is not None:
+            images = self.augment(images, ids, *draw)
         mean = torch.tensor(self.mean, dtype=self.dtype)[:, None, None]
         std = torch.tensor(self.std, dtype=self.dtype)[:, None, None]
         return images.to(self.dtype).div_(255).sub_(mean).div_(std)
+
+    def targets(self, ids: Tensor, draw: Draw | None) -> Tensor:
+        """Return labels int64 [n]."""
+        return self.held.labels[ids]
+
+    def first(self, n: int) -> ImageSplit:
+        return replace(self, held=Images(self.held.images[:n], self.held.labels[:n]))
+
+    def checksum(self) -> int:
+        numbers = [*map(float, self.mean), *map(float, self.std)]
+        return crc(self.held.images, self.held.labels) ^ zlib.crc32(repr(numbers).encode())

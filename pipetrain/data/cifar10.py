@@ -29,11 +29,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from pipetrain.data.sets import IMAGE, DataMissing, ImageData, Split
+from pipetrain.data.sets import DataMissing, ImageData, Images
 from pipetrain.errors import ConfigError
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
+IMAGE = (3, 32, 32)  # channels, height and width
 ARCHIVE_MD5 = "c58f30108f718f92721af3b95e74349a"
 TRAIN_MD5 = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
@@ -177,12 +178,12 @@ def _md5(content: bytes | bytearray) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
-def _split(folder: Path, sums: Mapping[str, str]) -> Split:
+def _split(folder: Path, sums: Mapping[str, str]) -> Images:
     batches = [_batch(folder / name, md5) for name, md5 in sums.items()]
-    return Split(torch.cat([b.images for b in batches]), torch.cat([b.labels for b in batches]))
+    return Images(torch.cat([b.images for b in batches]), torch.cat([b.labels for b in batches]))
 
 
-def _batch(path: Path, md5: str) -> Split:
+def _batch(path: Path, md5: str) -> Images:
     """Read an official file: `data`, uint8 [n, 3072] by channel and row, and `labels`. Raises ConfigError."""
     again = f"delete the folder {path.parent} to download it again"
     try:
@@ -194,7 +195,7 @@ def _batch(path: Path, md5: str) -> Split:
             f"{path} is truncated or altered ({len(content):,} bytes, MD5 {found}, not {md5}): {again}"
         )
     batch = _ArrayUnpickler(BytesIO(content), encoding="latin1").load()
-    return Split(torch.from_numpy(batch["data"].reshape(-1, *IMAGE)), torch.tensor(batch["labels"]))
+    return Images(torch.from_numpy(batch["data"].reshape(-1, *IMAGE)), torch.tensor(batch["labels"]))
 
 
 class _ArrayUnpickler(pickle.Unpickler):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipetrain.data.augment import draw
-from pipetrain.data.sets import ImageData, Split
+from pipetrain.data.sets import ImageData, Images
 
 TEST_EVERY = 5  # one sample in five of each class is a test sample: 360 of the 1,797
 
@@ -35,8 +35,8 @@ def load() -> ImageData:
     mean, std = _mean_and_std(images[~test, 0])
     return ImageData(
         name="digits",
-        train=Split(images[~test], labels[~test]),
-        test=Split(images[test], labels[test]),
+        train=Images(images[~test], labels[~test]),
+        test=Images(images[test], labels[test]),
         classes=10,
         mean=(mean, mean, mean),
         std=(std, std, std),

@@ -1,21 +1,22 @@
-"""The samples of each update, and the loading of their images at the first stage.
+"""The samples of each update, and their loading at the first and the last stage.
 
 A batch is one update; it is divided into `microbatches` pieces. The order depends only on the seed and the
-epoch, so every schedule has the same updates, and each rank that needs samples (the first stage images, the
-last labels) computes the same lists without communication.
+epoch, so every schedule has the same updates, and each rank that needs samples (the first stage inputs, the
+last targets) computes the same lists without communication.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pipetrain.data.augment import Transform, key
-from pipetrain.data.sets import Split
+from pipetrain.boundary import Value
+from pipetrain.data.augment import key
 from pipetrain.errors import ConfigError, TrainingStopped
 
 
@@ -74,36 +75,34 @@ class Sampler:
         ]
 
 
-class _Microbatches(Dataset[Tensor]):
-    """A data set indexed by whole microbatches, so that no work is done image by image."""
+class _Microbatches(Dataset[Value]):
+    """A data set indexed by whole microbatches, so that no work is done sample by sample."""
 
-    def __init__(self, split: Split, transform: Transform) -> None:
-        self._split = split
-        self._transform = transform
+    def __init__(self, read: Callable[[Tensor], Value]) -> None:
+        self._read = read
 
-    def __getitems__(self, ids: list[int]) -> Tensor:
-        chosen = torch.tensor(ids)
-        return self._transform(self._split.images[chosen], chosen)
+    def __getitems__(self, ids: list[int]) -> Value:
+        return self._read(torch.tensor(ids))
 
 
-def inputs(
-    split: Split,
-    ids: Sequence[Tensor],
-    transform: Transform,
-    workers: int = 0,
-    timeout: float = 60.0,
-) -> Iterator[Tensor]:
-    """Yield the input of each microbatch, in the order of `ids` (int64 [n] each).
+def _same(microbatch: Any) -> Any:
+    return microbatch
+
+
+def loaded(
+    read: Callable[[Tensor], Value], ids: Sequence[Tensor], workers: int = 0, timeout: float = 60.0
+) -> Iterator[Value]:
+    """Yield what `read` returns for each microbatch, in the order of `ids` (int64 [n] each).
 
     `workers`: processes that prepare them ahead, from the first microbatch to the last, or until the iterator
     is closed. PyTorch's global random state is not used. Raises TrainingStopped if a worker dies, fails, or
     takes over `timeout` seconds; without workers errors are raised unchanged.
     """
-    loader: DataLoader[Tensor] = DataLoader(
-        _Microbatches(split, transform),
+    loader: DataLoader[Value] = DataLoader(
+        _Microbatches(read),
         batch_sampler=[microbatch.tolist() for microbatch in ids],
         num_workers=workers,
-        collate_fn=torch.as_tensor,  # a no-op: an item is a whole microbatch
+        collate_fn=_same,  # an item is a whole microbatch
         timeout=timeout if workers else 0,
         # The loader draws a seed for its workers; from the global generator, this would change dropout.
         generator=torch.Generator(),
@@ -120,5 +119,5 @@ def inputs(
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise TrainingStopped(
             f"the data workers ({workers}) failed at microbatch {given} of {len(ids)}: {reason[-1]}; "
-            "data.workers=0 makes the images in the training process"
+            "data.workers=0 makes the samples in the training process"
         ) from error

@@ -1,8 +1,4 @@
-"""A data set in memory: images as bytes and labels, in two splits.
-
-Images stay uint8 until a microbatch is made: CIFAR-10 takes 184 MB this way, and 737 MB as floats, in every
-process.
-"""
+"""What a data set is: samples by number in two splits, of any kind; and images as bytes in memory."""
 
 from __future__ import annotations
 
@@ -12,58 +8,127 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from pipetrain.boundary import Example, TensorSpec, Value
 from pipetrain.errors import ConfigError
-
-IMAGE = (3, 32, 32)  # channels, height and width of every image
 
 
 class DataMissing(ConfigError):
     """A data set that is neither there nor can be downloaded; a damaged one raises plain ConfigError."""
 
 
-@dataclass(frozen=True)
-class Split:
-    """Samples in a fixed order: a sample's id is its position."""
+class Draw(NamedTuple):
+    """What the random numbers of a sample derive from, together with its id."""
 
-    images: Tensor  # uint8 [n, 3, 32, 32]
-    labels: Tensor  # int64 [n]
+    seed: int
+    epoch: int
 
-    def __len__(self) -> int:
-        return len(self.labels)
+
+@runtime_checkable
+class Split(Protocol):
+    """Samples in a fixed order: a sample's id is its position. Picklable, for worker processes."""
+
+    def __len__(self) -> int: ...
+
+    def inputs(self, ids: Tensor, draw: Draw | None) -> Value:
+        """Return the inputs of samples int64 [n]: tensors [n, ...] in host memory.
+
+        `draw` decides their augmentation; None for none.
+        """
+
+    def targets(self, ids: Tensor, draw: Draw | None) -> Value:
+        """Return the targets of samples int64 [n]: tensors [n, ...] in host memory."""
 
     def first(self, n: int) -> Split:
-        return Split(self.images[:n], self.labels[:n])
+        """Return the first n samples."""
+
+    def checksum(self) -> int:
+        """Return a number from 0 that tells other samples apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFacts:
+    """What every rank needs to know of a data set. `shapes`, `dtypes`: of one input's tensors."""
+
+    name: str
+    train: int  # samples
+    test: int
+    fingerprint: str
+    note: str
+    shapes: list[list[int]]
+    dtypes: list[str]
+    single: bool
+
+    @property
+    def example(self) -> Example:
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return Example(tuple(TensorSpec(tuple(s), getattr(torch, dtype)) for s, dtype in pairs), self.single)
 
 
 @dataclass(frozen=True)
-class ImageData:
-    """A data set of images: training and test samples, and their normalisation.
+class Data:
+    """A data set. `classes`: how many its targets tell apart, None if unknown or none.
 
-    `mean` and `std` are those of each channel of the training images, where white is 1. `note`: why it
-    replaces the configured data set, if it does.
+    `note`: why it replaces the configured data set, if it does.
     """
 
     name: str
     train: Split
     test: Split
-    classes: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    classes: int | None = None
     note: str = ""
 
     @cached_property
     def fingerprint(self) -> str:
-        """Name, sizes, and a checksum of pixels, labels and numbers."""
-        numbers = [self.classes, *map(float, self.mean), *map(float, self.std)]
-        checksum = zlib.crc32(repr(numbers).encode())
-        for split in (self.train, self.test):
-            for tensor in (split.images, split.labels):
-                checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
+        """Name, sizes, and a checksum of the samples."""
+        sums = [self.train.checksum(), self.test.checksum()]
+        checksum = zlib.crc32(repr([self.classes, *sums]).encode())
         return f"{self.name} {len(self.train)}+{len(self.test)} {checksum:08x}"
+
+    @cached_property
+    def facts(self) -> DataFacts:
+        first = Example.in_batch(self.train.inputs(torch.zeros(1, dtype=torch.int64), None))
+        return DataFacts(
+            name=self.name,
+            train=len(self.train),
+            test=len(self.test),
+            fingerprint=self.fingerprint,
+            note=self.note,
+            shapes=[list(spec.shape) for spec in first.specs],
+            dtypes=[str(spec.dtype).removeprefix("torch.") for spec in first.specs],
+            single=first.single,
+        )
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images as bytes with their labels, in a fixed order."""
+
+    images: Tensor  # uint8 [n, 3, h, w]
+    labels: Tensor  # int64 [n]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A data set of images in memory: training and test samples, and their normalisation.
+
+    Images stay uint8 until a microbatch is made: CIFAR-10 takes 184 MB this way, and 737 MB as floats. `mean`
+    and `std` are those of each channel of the training images, where white is 1.
+    """
+
+    name: str
+    train: Images
+    test: Images
+    classes: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
 
 
 def prove(data: ImageData) -> None:
@@ -84,6 +149,8 @@ def _fault(data: ImageData) -> str | None:
     for name, split in (("train", data.train), ("test", data.test)):
         if fault := _split_fault(split, data.classes):
             return f"{name} {fault}"
+    if data.train.images.shape[1:] != data.test.images.shape[1:]:
+        return "train and test images differ in size"
     return None
 
 
@@ -93,13 +160,13 @@ def _are_three(numbers: Any, above: float) -> bool:
 
 
 def _split_fault(split: Any, classes: int) -> str | None:
-    if not isinstance(split, Split):
-        return f"must be a pipetrain.data.Split; got {type(split).__name__}"
+    if not isinstance(split, Images):
+        return f"must be a pipetrain.data.Images; got {type(split).__name__}"
     for name, tensor, form in (
-        ("images", split.images, "torch.uint8 [n, 3, 32, 32] on cpu"),
+        ("images", split.images, "torch.uint8 [n, 3, h, w] on cpu"),
         ("labels", split.labels, "torch.int64 [n] on cpu"),
     ):
-        if (got := _form(tensor)) != form:
+        if (got := _form(tensor, form)) != form:
             return f"{name} must be a tensor {form}; got {got}"
     if len(split.images) != len(split.labels):
         return f"has {len(split.images)} images and {len(split.labels)} labels: each image needs one label"
@@ -113,9 +180,19 @@ def _split_fault(split: Any, classes: int) -> str | None:
     return None
 
 
-def _form(tensor: Any) -> str:
-    """Describe the dtype, shape and device of a tensor, or the type of anything else."""
+def _form(tensor: Any, wanted: str) -> str:
+    """Describe the dtype, shape and device of a tensor as `wanted` does, or the type of anything else."""
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
     sizes = ["n", *map(str, tensor.shape[1:])] if tensor.dim() else []
+    if tensor.dim() == 4 and "h, w" in wanted:
+        sizes[2:] = ["h", "w"]
     return f"{tensor.dtype} [{', '.join(sizes)}] on {tensor.device}"
+
+
+def crc(*tensors: Tensor) -> int:
+    """Return a checksum of the bytes of tensors in host memory."""
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, checksum)
+    return checksum

@@ -32,6 +32,10 @@ CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a secon
 MOST_REAL = 2**30  # most bytes of a real input
 MOST_KEPT = 2**27  # most bytes of all cheap layers, whose graphs are kept until the last one has run
 
+_ATEN = torch.ops.aten
+# PyTorch has no formula for the CPU's fused attention; it multiplies as much as the GPU's.
+_COUNTED_AS = {_ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention}
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -47,21 +51,22 @@ class Layer:
     borrows: tuple[str, ...] = ()  # tensors of other layers that it uses, not registered in it
 
 
-def estimate(model: nn.Sequential, example: TensorSpec, numerics: Numerics | None = None) -> list[Layer]:
-    """Estimate every layer of `model` for one microbatch of the shape and dtype of `example`.
+def estimate(model: nn.Sequential, entry: Boundary, numerics: Numerics | None = None) -> list[Layer]:
+    """Estimate every layer of `model` for one microbatch, the tensors of `entry`.
 
     If the model is in training mode, the boundaries tell which gradients are needed. Raises ConfigError with
     the name of a layer that cannot process the output of the one before, or trains unregistered weights.
     """
-    trial = _Trial(model, numerics or Numerics(example.dtype))
+    trial = _Trial(model, numerics or Numerics())
     runs: list[_Run] = []
     with _quiet(), torch.random.fork_rng([]):
         torch.default_generator.manual_seed(0)  # so that every rank plans alike
         try:
-            with _fake_mode() if example.nbytes > MOST_REAL else nullcontext():
-                value: Value = torch.rand(example.shape, dtype=example.dtype)
+            with _fake_mode() if entry.nbytes > MOST_REAL else nullcontext():
+                made = tuple(map(made_up, entry.specs))
         except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"a microbatch of {example} cannot be made: {_line(error)}") from error
+            raise ConfigError(f"a microbatch of {entry} cannot be made: {_line(error)}") from error
+        value: Value = made[0] if entry.single else made
         for index, (name, module) in enumerate(named_layers(model)):
             try:
                 run = trial.run(name, module, value)
@@ -75,6 +80,13 @@ def estimate(model: nn.Sequential, example: TensorSpec, numerics: Numerics | Non
             value = handed[0] if run.layer.output.single else handed
             runs.append(run)
         return _with_gradients(runs) if model.training else [run.layer for run in runs]
+
+
+def made_up(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
+    """Return a tensor of ordinary numbers; whole numbers are 0, which every embedding has."""
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        return torch.rand(spec.shape, dtype=spec.dtype, device=device)
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +245,7 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage_of(tensor) not in self._known:
                 self._look_at(tensor)
         result = func(*args, **(kwargs or {}))
-        if formula := flop_registry.get(func._overloadpacket):
+        if formula := flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket)):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         self._known.update(map(storage_of, strided(result)))
         return result

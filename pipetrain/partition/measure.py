@@ -35,7 +35,7 @@ WARM_UP, REPEATS = 2, 7
 
 def measure_layers(
     model: nn.Sequential,
-    x: Tensor,
+    x: Value,
     layers: Sequence[Layer],
     optimizer: OptimizerFactory,
     numerics: Numerics | None = None,
@@ -45,7 +45,7 @@ def measure_layers(
     This changes the model, which must not be trained afterwards, and the random generators. `layers`: its
     estimates. Raises ConfigError with the name of a layer that fails.
     """
-    bench = _Bench(model, layers, optimizer, numerics or Numerics(), Clock(x.device))
+    bench = _Bench(model, layers, optimizer, numerics or Numerics(), Clock(as_tuple(x)[0].device))
     for _ in range(WARM_UP):
         bench.run(x)
     bench.spans.clear()
@@ -101,7 +101,7 @@ class _Bench:
             for group in made.param_groups:
                 group["lr"] = 0.0  # the same work, but the weights stay as they are
 
-    def run(self, x: Tensor) -> None:
+    def run(self, x: Value) -> None:
         """Run a batch of one microbatch. Gradients accumulate, as over a batch's microbatches."""
         value: Value = x
         graphs: list[tuple[Tensor, ...]] = []
@@ -158,10 +158,10 @@ class _Bench:
             seconds[self.spans[number][0]].append(taken)
         return defaultdict(float, {part: median(taken) for part, taken in seconds.items()})
 
-    def saved_bytes(self, x: Tensor) -> list[int]:
+    def saved_bytes(self, x: Value) -> list[int]:
         """Count the bytes that autograd saves in a forward, each storage once, at the layer that made it."""
         sizes = [0] * len(self._layers)
-        held = {storage_of(t) for t in (*self._model.parameters(), *self._model.buffers(), x)}
+        held = {storage_of(t) for t in (*self._model.parameters(), *self._model.buffers(), *as_tuple(x))}
         value: Value = x
         alive = []  # kept alive, so that no address is used twice
         for index in range(len(self._layers)):
@@ -183,7 +183,7 @@ class _Bench:
                     held.add(key)
         return sizes
 
-    def peak_bytes(self, x: Tensor) -> list[int]:
+    def peak_bytes(self, x: Value) -> list[int]:
         peaks = []
         value: Value = x
         for index in range(len(self._layers)):

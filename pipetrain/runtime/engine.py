@@ -43,10 +43,11 @@ class Feed(Protocol):
     def size(self, mb: int) -> int:
         """Return the number of samples of a microbatch."""
 
-    def input(self, mb: int) -> Tensor:
-        """Return the first stage's input [n, ...]; called in ascending order."""
+    def input(self, mb: int) -> Tensors:
+        """Return the first stage's inputs [n, ...]; called in ascending order."""
 
-    def target(self, mb: int) -> Target: ...
+    def target(self, mb: int) -> Target:
+        """Return the last stage's targets; called once for each microbatch."""
 
     def prepare(self) -> None:
         """Make the next input in advance; called before the engine waits for a message."""
@@ -110,7 +111,7 @@ class Engine:
         self._placement = placement
         self._boundaries = boundaries
         self._evaluated = evaluated
-        self._bounds = bounds
+        self.bounds = bounds
         self._clock = clock
         self.stats = {stage: StageStats() for stage in stages}
         """The statistics of each stage's training since `take_stats`."""
@@ -262,15 +263,15 @@ class Engine:
         target = window.feed.target(action.mb) if self._is_last(action.stage) else None
         outputs = stage.forward(action.mb, self._inputs(action, window), action.version, target)
         self._hand_on(action, outputs, window)
-        limit = self._bounds[action.stage].activations
+        limit = self.bounds[action.stage].activations
         assert stage.in_flight <= limit, (
             f"{action}: {stage.in_flight} microbatches in flight, {limit} simulated"
         )
 
     def _predict(self, action: Action, window: _Window) -> None:
         stage = self._stages[action.stage]
-        labels = window.feed.target(action.mb).labels if self._is_last(action.stage) else None
-        self._hand_on(action, stage.predict(self._inputs(action, window), labels), window)
+        target = window.feed.target(action.mb) if self._is_last(action.stage) else None
+        self._hand_on(action, stage.predict(self._inputs(action, window), target), window)
 
     def _backward(self, action: Action, window: _Window) -> None:
         grads = window.grads.pop((action.stage, action.mb), ())
@@ -293,7 +294,7 @@ class Engine:
         stage = self._stages[action.stage]
         stage.step(keep=window.order.needed(action.stage, action.version - 1))
         held = stage.weights.held
-        limit = self._bounds[action.stage].versions
+        limit = self.bounds[action.stage].versions
         assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"
 
     def _release(self, action: Action, window: _Window) -> None:
@@ -306,7 +307,7 @@ class Engine:
 
     def _inputs(self, action: Action, window: _Window) -> Tensors:
         if action.stage == 0:
-            return (window.feed.input(action.mb),)
+            return window.feed.input(action.mb)
         return window.inputs.pop((action.stage, action.mb))
 
     def _hand_on(self, action: Action, outputs: Tensors, window: _Window) -> None:

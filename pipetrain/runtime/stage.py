@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipetrain.boundary import Boundary, Value, as_tuple, differentiable, needs_grad, requires_grad
 from pipetrain.errors import TrainingStopped
@@ -34,9 +33,7 @@ from pipetrain.runtime.finite import (
 )
 from pipetrain.runtime.weights import Buffers, OptimizerFactory, Weights
 from pipetrain.tally import Counter, Tally
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(outputs [n, classes], targets [n]) -> the mean loss, a scalar."""
+from pipetrain.tasks import Task
 
 
 class StateReader(Protocol):
@@ -61,10 +58,18 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The last stage's targets of a microbatch: labels [n], and its share of the samples of its batch."""
+    """The last stage's targets of a microbatch.
 
-    labels: Tensor
+    `weight`: how much they count for, and `share`: of what those of the whole batch do.
+    """
+
+    value: Value  # tensors [n, ...]
+    weight: float
     share: float
+
+    @property
+    def samples(self) -> int:
+        return len(as_tuple(self.value)[0])
 
 
 def compiled(module: nn.Module) -> Callable[..., Value]:
@@ -84,13 +89,13 @@ class _Saved:
 
 
 class Stage:
-    """Slice `index` of a model. The last stage has a loss; the others pass their outputs on.
+    """Slice `index` of a model. The last stage has the task; the others pass their outputs on.
 
     `entry` and `exit` describe the input and output tensors, for any microbatch size, and which of them need
     a gradient; by default one tensor enters, and every tensor but the data that can have a gradient does.
     `copy_input`: the first layer works in place; `copy_output`: the last one keeps its output. `compile`: use
     torch.compile. `skip_not_finite`: a non-finite gradient skips the update, with its changes of the buffers,
-    instead of stopping the training.
+    instead of stopping the training. `ema`: evaluate a moving average of the weights, see Weights.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class Stage:
         optimizer: OptimizerFactory,
         rate: Rate,
         *,
-        loss: LossFunction | None = None,
+        task: Task | None = None,
         entry: Boundary | None = None,
         exit: Boundary | None = None,
         copy_input: bool = False,
@@ -108,6 +113,7 @@ class Stage:
         numerics: Numerics | None = None,
         compile: bool = False,
         skip_not_finite: bool = False,
+        ema: float | None = None,
     ) -> None:
         self.index = index
         self._numerics = numerics or Numerics()
@@ -115,14 +121,15 @@ class Stage:
         self.module = module.train()
         self._layers = compiled(module) if compile else module
         self._device = next((p.device.type for p in module.parameters()), "cpu")
-        self.weights = Weights(module, optimizer, rate)
+        self.weights = Weights(module, optimizer, rate, ema)
         self._trained = Counter()
         self._evaluated = Counter()
         self._watch = FiniteWatch(index)
         self._skips = skip_not_finite
         self._skip = False
         self.skipped = 0  # number of updates skipped because of a non-finite gradient
-        self._loss = loss
+        self._task = task
+        self._single_output = True  # of the last stage
         self._single_input = entry is None or entry.single
         self._entry = entry
         self._exit = exit
@@ -156,15 +163,14 @@ class Stage:
         with self.weights.installed(version):
             outputs = as_tuple(self._call(x))
         forward = partial(self._forward_origin, x, version)
-        if self._loss is not None:
+        if self._task is not None:
             assert target is not None, (
                 f"stage {self.index} is the last and needs the target of microbatch {mb}"
             )
-            scores = self._scores(outputs)
-            loss = self._loss(scores, target.labels)
+            loss = self._loss_of(target, outputs)
             self._check(f"the loss of microbatch {mb} is {{0}}", (loss,), forward)
             if not self._skips or loss.isfinite():
-                self._trained.add(loss, scores, target.labels)
+                self._count(self._trained, loss, outputs, target)
             outputs = (loss * target.share,)
         else:
             made = tuple(t for t in outputs if t.requires_grad)  # not, for example, a mask of -inf
@@ -177,7 +183,7 @@ class Stage:
                         f"{_CHANGES}"
                     )
         self._saved[mb] = _Saved(x, outputs, version, target)
-        return () if self._loss is not None else self._handed_on(outputs)
+        return () if self._task is not None else self._handed_on(outputs)
 
     def backward(self, mb: int, grads: tuple[Tensor, ...], version: int) -> tuple[Tensor, ...]:
         """Run the whole backward of a microbatch and add to its version's gradients.
@@ -215,7 +221,7 @@ class Stage:
         """Give the batch's gradient to the optimizer. Raises TrainingStopped if it is not finite."""
         self.weights.reduce()
         gradients, mbs, self._batch = self.weights.gradients(), self._batch, []
-        if self._loss is not None:
+        if self._task is not None:
             self._losses.append(torch.stack(self._batch_losses).sum())
             self._batch_losses = []
         numbers = witness([numbers_of(gradient) for gradient in gradients.values()]) if gradients else None
@@ -240,10 +246,17 @@ class Stage:
         for mb in mbs:
             del self._before[mb]
 
-    def take_tallies(self) -> tuple[Tally, Tally]:
-        """Return and reset the training and evaluation tallies. Raises TrainingStopped for a bad loss."""
+    def take_trained(self) -> Tally:
+        """Return and reset the tally of training. Raises TrainingStopped for a bad loss."""
         self._watch.check(self.weights.updates, wait=True)
-        return self._trained.take(), self._evaluated.take()
+        return self._trained.take()
+
+    def take_evaluated(self) -> Tally:
+        """Return and reset the tally of evaluation."""
+        return self._evaluated.take()
+
+    def take_tallies(self) -> tuple[Tally, Tally]:
+        return self.take_trained(), self.take_evaluated()
 
     def take_losses(self) -> list[float]:
         """Return the mean loss of each update since the last call; empty except at the last stage."""
@@ -254,11 +267,13 @@ class Stage:
         """Return copies, in host memory, of the state between two windows.
 
         Keys use the layer names of the whole model: `model/NAME` for parameters and buffers (complex ones as
-        pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state.
+        pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state, `ema/NAME` for the moving
+        average of the weights.
         """
         model = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
         tensors = {f"model/{name}": numbers_of(tensor.detach()) for name, tensor in model}
         tensors |= {f"optimizer/{path}": tensor for path, tensor in self.weights.optimizer_state().items()}
+        tensors |= {f"ema/{name}": numbers_of(tensor) for name, tensor in self.weights.average().items()}
         return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
 
     @torch.no_grad()
@@ -269,6 +284,8 @@ class Stage:
         mine = {name for name, p in self.module.named_parameters() if p.requires_grad}
         paths = [path for path in tensors.names("optimizer/") if path.rpartition("/")[0] in mine]
         self.weights.load_optimizer_state({path: tensors[f"optimizer/{path}"] for path in paths}, updates)
+        averaged = mine.intersection(tensors.names("ema/"))
+        self.weights.load_average({name: tensors[f"ema/{name}"] for name in averaged})
 
     def restore_tally(self, trained: Tally) -> None:
         self._trained.restore(trained, self._device)
@@ -285,26 +302,38 @@ class Stage:
         self.weights.begin_window()
 
     @torch.no_grad()
-    def predict(self, x: tuple[Tensor, ...], labels: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Evaluate with the newest weights and the running statistics; the last stage updates its tally."""
+    def predict(self, x: tuple[Tensor, ...], target: Target | None = None) -> tuple[Tensor, ...]:
+        """Evaluate with the newest weights, or their moving average, and the running statistics.
+
+        The last stage updates its tally.
+        """
         self.module.eval()
         try:
-            outputs = as_tuple(self._call(tuple(self._numerics.arrange(t) for t in x)))
+            with self.weights.averaged():
+                outputs = as_tuple(self._call(tuple(self._numerics.arrange(t) for t in x)))
         finally:
             self.module.train()
-        if self._loss is None:
+        if self._task is None:
             return self._handed_on(outputs)
-        assert labels is not None, f"stage {self.index} is the last and needs the labels"
-        scores = self._scores(outputs)
-        self._evaluated.add(functional.cross_entropy(scores, labels), scores, labels)
+        assert target is not None, f"stage {self.index} is the last and needs the targets"
+        loss = self._task.evaluation_loss(self._made(outputs), target.value)
+        self._count(self._evaluated, loss, outputs, target)
         return ()
+
+    @torch.no_grad()
+    def _count(self, counter: Counter, loss: Tensor, outputs: tuple[Tensor, ...], target: Target) -> None:
+        assert self._task is not None
+        made = self._made(outputs)
+        sums = {metric.name: metric.sums(made, target.value) for metric in self._task.metrics}
+        counter.add(loss, target.weight, target.samples, sums)
 
     def _call(self, x: tuple[Tensor, ...]) -> Value:
         if self._copy_input:
             x = tuple(t.clone() for t in x)
         with self._numerics.context(self._device):
             result: Value = self._layers(self._value(x))
-        return self._numerics.narrow(result) if self._loss is None else result
+        self._single_output = isinstance(result, Tensor)
+        return self._numerics.narrow(result) if self._task is None else result
 
     def _handed_on(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the outputs to send, copied where the layers may keep or change them."""
@@ -342,9 +371,9 @@ class Stage:
             return forward_origin(self._named_layers, self._value(x))
 
     def _backward_origin(self, saved: _Saved, grads: tuple[Tensor, ...]) -> str:
-        if self._loss is None and not all_finite(grads):
+        if self._task is None and not all_finite(grads):
             return f"what came from stage {self.index + 1}"
-        loss = None if self._loss is None else partial(self._loss_of, saved.target)
+        loss = None if self._task is None else partial(self._loss_of, saved.target)
         with self.weights.installed(saved.version, backward=True), self._numerics.context(self._device):
             return backward_origin(
                 self._named_layers,
@@ -362,16 +391,22 @@ class Stage:
         return x[0] if self._single_input else x
 
     def _loss_of(self, target: Target | None, outputs: tuple[Tensor, ...]) -> Tensor:
-        assert self._loss is not None and target is not None
-        return self._loss(self._scores(outputs), target.labels) * target.share
+        """Return the mean loss of a microbatch; without targets that count it has no mean, and is 0."""
+        assert self._task is not None and target is not None
+        if not target.weight and target.share == 0:
+            return torch.stack([(t * 0).sum() for t in outputs if differentiable(t)]).sum()
+        return self._task.loss(self._made(outputs), target.value)
 
-    def _scores(self, outputs: tuple[Tensor, ...]) -> Tensor:
-        return outputs[0].float() if self._numerics.autocast else outputs[0]
+    def _made(self, outputs: tuple[Tensor, ...]) -> Value:
+        """Return the model's outputs as the task takes them."""
+        if self._numerics.autocast:
+            outputs = tuple(t.float() if t.is_floating_point() else t for t in outputs)
+        return outputs[0] if self._single_output else outputs
 
     def _take(self, mb: int, version: int) -> _Saved:
         saved = self._saved.pop(mb)
         self._batch.append(mb)
-        if self._loss is not None:
+        if self._task is not None:
             self._batch_losses.append(saved.outputs[0].detach())
         assert saved.version == version, f"microbatch {mb} ran forward over {saved.version}, not {version}"
         return saved
@@ -383,7 +418,7 @@ class Stage:
         inputs: list[Tensor] | None = None,
         retain_graph: bool = False,
     ) -> None:
-        if self._loss is not None:
+        if self._task is not None:
             grads = (torch.ones_like(saved.outputs[0]),)
         needs = needs_grad(self._exit, saved.outputs)
         outputs = [t for t, need in zip(saved.outputs, needs, strict=True) if need]

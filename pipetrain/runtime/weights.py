@@ -15,40 +15,96 @@ microbatch, that would be more than the rest of the engine's overhead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pipetrain.places import places
 from pipetrain.rate import Rate
 from pipetrain.runtime.finite import numbers_of
 from pipetrain.runtime.memory import Memory
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-"""Builds an optimizer for one stage's parameters."""
+OptimizerFactory = Callable[[Any], Optimizer]
+"""Builds an optimizer for one stage's parameters: an iterable of them or, with groups, of torch's dicts."""
+Named = Iterable[tuple[str, nn.Parameter]]
 
 Buffers = list[tuple[Tensor, Tensor]]  # pairs of a buffer and a copy of its earlier values
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group: the options of an optimizer for some parameters.
+
+    `pattern` is searched for in a parameter's full name; None: all parameters of at most one dimension, as
+    the weights of norms and all biases are.
+    """
+
+    name: str
+    pattern: str | None
+    options: Mapping[str, Any]
+
+    def takes(self, name: str, parameter: Tensor) -> bool:
+        return parameter.dim() < 2 if self.pattern is None else re.search(self.pattern, name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedFactory:
+    """An optimizer factory with parameter groups. A parameter is of the first group that takes it, if any."""
+
+    factory: OptimizerFactory
+    groups: Sequence[Group]
+
+    def __call__(self, parameters: Any) -> Optimizer:
+        return self.factory(parameters)
+
+    def group_of(self, name: str, parameter: Tensor) -> Group | None:
+        return next((group for group in self.groups if group.takes(name, parameter)), None)
+
+    def over(self, named: Named) -> Optimizer:
+        """Return an optimizer with a torch group for each group that has parameters."""
+        members: dict[int, dict[str, Any]] = {}
+        for name, parameter in named:
+            group = self.group_of(name, parameter)
+            mine = members.setdefault(id(group), {"params": [], **(group.options if group else {})})
+            mine["params"].append(parameter)
+        return self.factory(list(members.values()))
+
+
+def optimizer_over(factory: OptimizerFactory, named: Named) -> Optimizer:
+    """Return an optimizer over parameters with their full names, in the factory's groups if it has any."""
+    if isinstance(factory, GroupedFactory):
+        return factory.over(named)
+    return factory([parameter for _, parameter in named])
 
 
 def _finite(tensor: Tensor) -> Tensor:
     return numbers_of(tensor).isfinite()
 
 
-def _leaf(parameter: nn.Parameter) -> Tensor:
-    leaf = nn.Parameter(parameter.data)
+def _leaf(parameter: nn.Parameter, copy: bool = False) -> nn.Parameter:
+    leaf = nn.Parameter(parameter.data.clone() if copy else parameter.data)
     vars(leaf).update(vars(parameter))  # attributes set by a layer
     return leaf
 
 
 class Weights:
-    """Versions 0, 1, 2, ... of a module's trainable parameters, counted from the start of a window."""
+    """Versions 0, 1, 2, ... of a module's trainable parameters, counted from the start of a window.
 
-    def __init__(self, module: nn.Module, optimizer: OptimizerFactory, rate: Rate) -> None:
+    `ema`: the decay of an exponential moving average of the weights after each step, as in
+    torch.optim.swa_utils; None: without one.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: OptimizerFactory, rate: Rate, ema: float | None = None
+    ) -> None:
         self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
         names = {id(p): name for name, p in self._live.items()}
         # The places of each parameter: several if layers share it.
@@ -60,10 +116,14 @@ class Weights:
         ]
         buffers = {id(buffer) for buffer in module.buffers()}
         self._buffers = [place for place in everywhere if id(place.tensor) in buffers]
-        self._optimizer = optimizer(self._live.values()) if self._live else None
+        self._optimizer = optimizer_over(optimizer, self._live.items()) if self._live else None
+        groups = self._optimizer.param_groups if self._optimizer else []
+        self._peaks = [group.get("lr", 0.0) for group in groups]
         self._unmoved = set(self._live)  # weights that have had no gradient so far
         self._memory = Memory(self._optimizer) if self._optimizer else None
         self._rate = rate
+        self._ema = ema
+        self._average: dict[str, nn.Parameter] = {}  # by name; empty before the first step
         self._spare: list[list[Tensor]] = []
         self.updates = 0
         self.newest = 0
@@ -92,9 +152,18 @@ class Weights:
         that batch statistics are counted once.
         """
         leaves = self._versions[version]
-        buffers = self.buffers() if backward else []
         if backward:
             self._accumulate_on(leaves)
+        with self._in_place(leaves, self.buffers() if backward else []):
+            yield
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the module compute with the moving average of the weights, if there is one."""
+        return self._in_place(self._average, []) if self._average else nullcontext()
+
+    @contextmanager
+    def _in_place(self, leaves: Mapping[str, Tensor], buffers: Buffers) -> Iterator[None]:
+        """Put leaves, and copies of the buffers, where the module's own tensors are."""
         try:
             for registry, key, _, name in self._places:
                 registry[key] = leaves[name]
@@ -149,6 +218,18 @@ class Weights:
                 if count:
                     self._memory.restore(p, [state[f"{name}/{number}"] for number in range(count)])
 
+    def average(self) -> dict[str, Tensor]:
+        """Return the moving average of the weights by name; empty without one."""
+        return {name: leaf.data for name, leaf in self._average.items()}
+
+    @torch.no_grad()
+    def load_average(self, average: Mapping[str, Tensor]) -> None:
+        """Restore from `average`; a weight that is missing in it begins from its present value."""
+        if self._ema is not None and average:
+            self._average = {name: _leaf(p, copy=True) for name, p in self._live.items()}
+            for name in average.keys() & self._live.keys():
+                numbers_of(self._average[name].data).copy_(average[name])
+
     def begin_window(self) -> None:
         """Count versions from 0 again: version 0 is the newest one."""
         assert self.held == 1, f"versions {sorted(self._versions)} outlived their window"
@@ -167,12 +248,14 @@ class Weights:
         if keep:
             self._move()
         if self._optimizer is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = self._rate(self.updates)
+            for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+                group["lr"] = peak * self._rate(self.updates)
             if not skip:
                 self._step(self._optimizer)
             for parameter in self._live.values():
                 parameter.grad = None
+        if self._ema is not None:
+            self._average_in(self._ema)
         self.updates += 1
         self.newest += 1
         if keep:
@@ -194,6 +277,15 @@ class Weights:
             for name, grad in given.items():
                 self._live[name].grad = None if name in first else grad
         optimizer.step()
+
+    def _average_in(self, decay: float) -> None:
+        """Update the moving average, which begins with the weights after the first step."""
+        if not self._average:
+            self._average = {name: _leaf(p, copy=True) for name, p in self._live.items()}
+        elif self._live:
+            new = [p.data for p in self._live.values()]
+            average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+            average([leaf.data for leaf in self._average.values()], new, self.updates)
 
     def older(self) -> list[int]:
         return [version for version in self._versions if version != self.newest]

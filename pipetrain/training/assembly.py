@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from pipetrain.blueprint import Plan
 from pipetrain.boundary import named_layers
@@ -20,22 +18,22 @@ from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.tasks import Task
 
 
 def make_stages(
-    plan: Plan, model: nn.Sequential, optimizer: OptimizerFactory, rate: Rate, mesh: Mesh
+    plan: Plan, model: nn.Sequential, task: Task, optimizer: OptimizerFactory, rate: Rate, mesh: Mesh
 ) -> dict[int, Stage]:
     """Make this rank's stages of a whole model, by number, on its device."""
     settings = plan.settings
     ends = [*plan.boundaries[settings.batch_size // settings.microbatches], None]
-    loss = partial(functional.cross_entropy, label_smoothing=settings.label_smoothing)
     return {
         index: Stage(
             index,
             nn.Sequential(OrderedDict(named_layers(model)[plan.slice(index)])).to(mesh.device),
             optimizer,
             rate,
-            loss=loss if index == plan.stages - 1 else None,
+            task=task if index == plan.stages - 1 else None,
             entry=ends[index],
             exit=ends[index + 1],
             copy_input=plan.copies_input(index),
@@ -43,6 +41,7 @@ def make_stages(
             numerics=plan.numerics,
             compile=settings.compile,
             skip_not_finite=settings.on_nan == "skip",
+            ema=settings.ema,
         )
         for index, rank in enumerate(plan.placement)
         if rank == mesh.world.rank

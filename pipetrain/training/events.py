@@ -26,7 +26,7 @@ HYPER_PARAMETERS = [
     "data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size",
     "lr", "epochs", "seed", "device", "data_workers", "codec_forward", "codec_backward",
 ]  # fmt: skip
-RESULTS = ["val_acc", "best_val_acc", "val_loss", "samples_per_s", "epoch_s"]
+RESULTS = ["val_loss", "samples_per_s", "epoch_s"]  # and the metrics
 
 
 def file_name() -> str:
@@ -39,7 +39,7 @@ def introduction(run: Run, config: str, picture: bytes) -> bytes:
     now, pixels = time.time(), matplotlib.image.imread(BytesIO(picture))[:, :, :3]
     summaries = [
         text("config", f"```yaml\n{config}```"),
-        text("data", f"{run.data.name}. {run.data.note}".strip()),
+        text("data", f"{run.facts.name}. {run.facts.note}".strip()),
         image("timeline", pixels, dataformats="HWC"),
     ]
     return _record(Event(file_version="brain.Event:2", wall_time=now)) + _records(summaries, now)
@@ -50,12 +50,13 @@ def scalars(history: History) -> dict[str, float]:
     figures = history.last
     values = {
         "loss/train": figures.trained.mean_loss,
-        "accuracy/train": figures.trained.accuracy,
         "loss/val": figures.evaluated.mean_loss,
-        "accuracy/val": figures.evaluated.accuracy,
         "speed/learning_rate": figures.lr,
         "speed/samples_per_s": figures.samples_per_s,
     }
+    for metric, trained, evaluated in history.metrics_of(figures):
+        values[f"{metric.title}/train"] = trained
+        values[f"{metric.title}/val"] = evaluated
     for stage, (actual, planned) in enumerate(zip(history.measured_last(), history.predicted, strict=False)):
         stats = figures.stages[stage]
         values[f"staleness/stage{stage}"] = stats.max_staleness
@@ -93,7 +94,8 @@ def points(history: History) -> bytes:
 
 def outcome(summary: Mapping[str, Any]) -> bytes:
     """Return the end of a file: the run's hyper-parameters and results."""
-    results = {f"result/{key}": summary[key] for key in RESULTS}
+    metrics = [key for key in summary if key.startswith(("val_", "best_val_")) and key not in RESULTS]
+    results = {f"result/{key}": summary[key] for key in [*metrics, *RESULTS]}
     parameters = hparams({key: summary[key] for key in HYPER_PARAMETERS}, results)
     return _records([*parameters, *(scalar(name, value) for name, value in results.items())], time.time())
 

@@ -1,61 +1,87 @@
 """The microbatches of one window, for the engine.
 
-Only the rank of the first stage loads images, only that of the last stage reads labels, by the same ids.
+Only the rank of the first stage reads inputs, only that of the last stage targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from pipetrain.boundary import Value, as_tuple
 from pipetrain.runtime.stage import Target
+
+Weight = Callable[[Value], Tensor | float]
 
 
 class WindowFeed:
-    """The batches of one window: each a list of its microbatches' sample ids, int64 [n].
+    """The batches of one window: each a list of its microbatches' numbers of samples.
 
-    `images` yields the input of each microbatch in order; None if this rank does not hold the first stage.
+    `inputs` and `targets` yield those of each microbatch in order; None if this rank does not hold the first
+    stage, or the last. Floating-point inputs and targets become `dtype`. `weight`: what targets count for.
     """
 
     def __init__(
         self,
-        batches: Sequence[Sequence[Tensor]],
-        labels: Tensor,
-        images: Iterator[Tensor] | None,
+        batches: Sequence[Sequence[int]],
+        inputs: Iterator[Value] | None,
+        targets: Iterator[Value] | None,
+        weight: Weight,
         device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._ids = [ids for batch in batches for ids in batch]
-        self._batch_samples = [sum(map(len, batch)) for batch in batches for _ in batch]
-        self._labels = labels
-        self._images = images
+        self._sizes = [size for batch in batches for size in batch]
+        self._pieces = iter([len(batch) for batch in batches])
+        self._inputs = inputs
+        self._targets = targets
+        self._weight = weight
         self._device = device
-        self._ahead: Tensor | None = None
+        self._dtype = dtype
+        self._ahead: tuple[Tensor, ...] | None = None
         self._given = 0
+        self._ready: dict[int, Target] = {}  # read, and not yet given
+        self._read = 0  # microbatches
 
     def size(self, mb: int) -> int:
-        return len(self._ids[mb])
+        return self._sizes[mb]
 
-    def input(self, mb: int) -> Tensor:
-        """Return the images of the next microbatch [n, 3, 32, 32] on the device."""
-        assert self._images is not None, f"this rank has no images to give for microbatch {mb}"
-        images, self._ahead = self._ahead, None
+    def input(self, mb: int) -> tuple[Tensor, ...]:
+        """Return the inputs of the next microbatch [n, ...] on the device."""
+        assert self._inputs is not None, f"this rank has no inputs to give for microbatch {mb}"
+        inputs, self._ahead = self._ahead, None
         self._given += 1
-        return self._moved(next(self._images)) if images is None else images
+        return self._moved(next(self._inputs)) if inputs is None else inputs
 
     def prepare(self) -> None:
-        """Load the next images, and start their copy to the device."""
-        if self._images is not None and self._ahead is None and self._given < len(self._ids):
-            self._ahead = self._moved(next(self._images))
+        """Load the next inputs, and start their copy to the device."""
+        if self._inputs is not None and self._ahead is None and self._given < len(self._sizes):
+            self._ahead = self._moved(next(self._inputs))
 
     def target(self, mb: int) -> Target:
-        """Return the labels of a microbatch [n] on the device, and its share of its batch."""
-        ids = self._ids[mb]
-        return Target(self._moved(self._labels[ids]), len(ids) / self._batch_samples[mb])
+        """Return the targets of a microbatch on the device, once; a batch is read as a whole."""
+        assert self._targets is not None, f"this rank has no targets to give for microbatch {mb}"
+        while mb not in self._ready:
+            values = [next(self._targets) for _ in range(next(self._pieces))]
+            weights = [float(self._weight(value)) for value in values]
+            whole = sum(weights)
+            for value, weight in zip(values, weights, strict=True):
+                moved = self._moved(value)
+                # A batch in which nothing counts has no mean loss: it is NaN, as in one process.
+                share = weight / whole if whole else 1 / len(weights)
+                self._ready[self._read] = Target(
+                    moved[0] if isinstance(value, Tensor) else moved, weight, share
+                )
+                self._read += 1
+        return self._ready.pop(mb)
 
-    def _moved(self, tensor: Tensor) -> Tensor:
+    def _moved(self, value: Value) -> tuple[Tensor, ...]:
         """Start the copy to the device; to a GPU it is asynchronous from pinned memory only."""
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+        moved = []
+        for tensor in as_tuple(value):
+            if self._device.type == "cuda":
+                tensor = tensor.pin_memory()
+            dtype = self._dtype if tensor.is_floating_point() else None
+            moved.append(tensor.to(self._device, dtype, non_blocking=True))
+        return tuple(moved)

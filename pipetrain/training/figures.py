@@ -32,6 +32,7 @@ class EpochFigures:
     epoch: int
     trained: Tally
     evaluated: Tally
+    score: Loss  # by which epochs are compared; higher is better
     losses: dict[int, Loss]  # mean losses of groups of updates, by the number (from 1) of the last one
     rates: dict[int, float]  # the learning rates of these last updates
     lr: float  # of the last update
@@ -63,11 +64,10 @@ def by_update(losses: Sequence[float], first: int, every: int) -> dict[int, floa
     return {first + every * n + len(piece) - 1: sum(piece) / len(piece) for n, piece in enumerate(pieces)}
 
 
-def most_accurate(history: Sequence[EpochFigures]) -> EpochFigures:
-    """Return the first of the most accurate epochs; NaN counts as the lowest accuracy."""
-    accuracies = (figures.evaluated.accuracy for figures in history)
-    ranks = [-1.0 if math.isnan(accuracy) else accuracy for accuracy in accuracies]
-    return history[ranks.index(max(ranks))]
+def best_epoch(history: Sequence[EpochFigures]) -> EpochFigures:
+    """Return the first epoch of the highest score; NaN counts as the lowest."""
+    scores = [-math.inf if math.isnan(figures.score) else figures.score for figures in history]
+    return history[scores.index(max(scores))]
 
 
 @dataclass(frozen=True, slots=True)

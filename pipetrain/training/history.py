@@ -11,13 +11,11 @@ from typing import Any
 
 from pipetrain.prediction import StageTimes, played, predict
 from pipetrain.schedule.timeline import StageStats, total
-from pipetrain.training.figures import EpochFigures, most_accurate
+from pipetrain.tasks import Metric
+from pipetrain.training.figures import EpochFigures, best_epoch
 from pipetrain.training.run import Run
 
-COLUMNS = [
-    "epoch", "train_loss", "train_acc", "val_loss", "val_acc",
-    "lr", "samples_per_s", "epoch_s", "eval_s", "elapsed_s",
-]  # fmt: skip
+SPEEDS = ["lr", "samples_per_s", "epoch_s", "eval_s", "elapsed_s"]  # the last columns of metrics.csv
 MOST_ROWS = 40  # of the table of epochs
 NOTABLE = 1.15  # a rank is a straggler if it takes this many times the mean of all ranks
 
@@ -48,8 +46,8 @@ class History:
 
     @property
     def best(self) -> EpochFigures:
-        """The first of the most accurate epochs."""
-        return most_accurate(self.epochs)
+        """The first of the best epochs by the task's first metric."""
+        return best_epoch(self.epochs)
 
     def until(self, epochs: int) -> History:
         """Return the history as it was after `epochs` epochs."""
@@ -92,24 +90,35 @@ class History:
         """Return the epochs as a table: all, or of many the best and the last ones."""
         best = self.best
         shown = self.epochs if len(self.epochs) <= MOST_ROWS else [best, *self.epochs[-MOST_ROWS // 2 :]]
-        lines = ["epoch  train loss  train acc  val loss  val acc  samples/s  seconds"]
+        names = [metric.name for metric in self._run.task.metrics]
+        titles = [f"{of} {name}" for of in ("train", "val") for name in ("loss", *names)]
+        lines = ["  ".join(["epoch", *(f"{title:>9}" for title in titles), "samples/s", "seconds"])]
         for figures in shown:
-            trained, evaluated = figures.trained, figures.evaluated
-            lines.append(
-                f"{figures.epoch:5d}  {trained.mean_loss:10.4f}  {trained.accuracy:9.2%}  "
-                f"{evaluated.mean_loss:8.4f}  {evaluated.accuracy:7.2%}  "
-                f"{figures.samples_per_s:9.1f}  {figures.train_s:7.1f}"
-                + ("  best" if figures is best else "")
-            )
+            cells = [f"{figures.epoch:5d}"]
+            for tally in (figures.trained, figures.evaluated):
+                values = self._run.task.values(tally)
+                cells.append(f"{tally.mean_loss:.4f}")
+                cells += [metric.text(values[metric.name]) for metric in self._run.task.metrics]
+            row = [cells[0], *(cell.rjust(max(9, len(t))) for cell, t in zip(cells[1:], titles, strict=True))]
+            row += [f"{figures.samples_per_s:9.1f}", f"{figures.train_s:7.1f}"]
+            lines.append("  ".join(row) + ("  best" if figures is best else ""))
         return "\n".join(lines)
+
+    def metrics_of(self, figures: EpochFigures) -> list[tuple[Metric, float, float]]:
+        """Return each metric with its values of training and of evaluation."""
+        task = self._run.task
+        trained, evaluated = task.values(figures.trained), task.values(figures.evaluated)
+        return [(metric, trained[metric.name], evaluated[metric.name]) for metric in task.metrics]
 
     def row(self, number: int) -> bytes:
         """Return a line of metrics.csv: the header as number 0, then the epochs."""
         if number == 0:
-            return _line(COLUMNS)
+            names = ["loss", *(metric.name for metric in self._run.task.metrics)]
+            return _line(["epoch", *(f"{of}_{name}" for of in ("train", "val") for name in names), *SPEEDS])
         figures = self.epochs[number - 1]
-        numbers = [figures.trained.mean_loss, figures.trained.accuracy]
-        numbers += [figures.evaluated.mean_loss, figures.evaluated.accuracy, figures.lr]
+        metrics = self.metrics_of(figures)
+        numbers = [figures.trained.mean_loss, *(trained for _, trained, _ in metrics)]
+        numbers += [figures.evaluated.mean_loss, *(evaluated for *_, evaluated in metrics), figures.lr]
         numbers += [figures.samples_per_s, figures.train_s, figures.eval_s, figures.elapsed_s]
         return _line([str(figures.epoch), *(f"{number:.6g}" for number in numbers)])
 
@@ -124,14 +133,14 @@ class History:
         return b"".join(map(_line, rows))
 
     def summary(self, machine: Machine) -> dict[str, Any]:
-        settings, data, last, best = self._run.settings, self._run.data, self.last, self.best
+        settings, facts, last, best = self._run.settings, self._run.facts, self.last, self.best
         train_s = sum(figures.train_s for figures in self.epochs)
         straggler, stages, actual = self.straggler, self._stages(self.epochs), self.measured()
         epochs = sum(figures.updates for figures in self.epochs) / self._batches  # with stage statistics
         return {
             "model": settings.model,
-            "data": data.name,
-            "data_note": data.note,
+            "data": facts.name,
+            "data_note": facts.note,
             "schedule": settings.schedule,
             "stages": settings.ranks,
             "virtual_stages": self._plan.stages // settings.ranks,
@@ -153,14 +162,17 @@ class History:
             "lr": settings.lr,
             "epochs": len(self.epochs),
             "seed": settings.seed,
-            "train_samples": len(data.train),
-            "test_samples": len(data.test),
-            "val_acc": last.evaluated.accuracy,
-            "best_val_acc": best.evaluated.accuracy,
+            "train_samples": facts.train,
+            "test_samples": facts.test,
+            **self._best_and_last(),
             "best_epoch": best.epoch,
             "val_loss": last.evaluated.mean_loss,
             "train_loss": last.trained.mean_loss,
-            "train_acc": last.trained.accuracy,
+            "metrics": [
+                {"name": metric.name, "higher": metric.higher, "percent": metric.percent}
+                for metric in self._run.task.metrics
+            ],
+            "task": str(self._run.task),
             "samples_per_s": sum(f.trained.samples for f in self.epochs) / train_s,
             "epoch_s": train_s / len(self.epochs),
             "total_s": last.elapsed_s,
@@ -171,6 +183,16 @@ class History:
             "simulated_bubble": self.simulated.bubble,
             "per_stage": [self._stage_summary(*of) for of in zip(count(), stages, actual, strict=False)],
         }
+
+    def _best_and_last(self) -> dict[str, float]:
+        """Return the metrics of the last epoch, and those of the best; the loss alone without metrics."""
+        summary: dict[str, float] = {}
+        for (metric, trained, last), (_, _, best) in zip(
+            self.metrics_of(self.last), self.metrics_of(self.best), strict=True
+        ):
+            summary |= {f"val_{metric.name}": last, f"best_val_{metric.name}": best}
+            summary[f"train_{metric.name}"] = trained
+        return summary or {"best_val_loss": self.best.evaluated.mean_loss}
 
     def _stage_summary(self, stage: int, stats: StageStats, actual: StageTimes) -> dict[str, Any]:
         planned = self.predicted[stage]

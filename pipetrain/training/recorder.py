@@ -22,6 +22,7 @@ from pipetrain.errors import NotRecorded
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.draw import as_png
+from pipetrain.tally import Tally
 from pipetrain.training import events
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.files import Files, Growing, why, write_whole
@@ -72,11 +73,11 @@ class Recorder:
         self._events = Growing(folder / events.file_name(), self._event)
 
     def _introduce(self) -> None:
-        settings, data, plan, machine = self._run.settings, self._run.data, self._plan, self._machine
-        sizes = f"{len(data.train)} train, {len(data.test)} test samples"
+        settings, facts, plan, machine = self._run.settings, self._run.facts, self._plan, self._machine
+        sizes = f"{facts.train} train, {facts.test} test samples"
         bubble = f"{self._history.simulated.bubble:.1%} by the stages' {'times' if plan.costs else 'work'}"
         lines = [
-            f"pipetrain: {settings.model} on {data.name} ({sizes}), schedule {settings.schedule}, "
+            f"pipetrain: {settings.model} on {facts.name} ({sizes}), schedule {settings.schedule}, "
             f"{machine.device}",
             f"{plan.stages} stages, cut before layers {plan.cuts}; batch {settings.batch_size} in "
             f"{settings.microbatches} microbatches; bubble {bubble}",
@@ -120,18 +121,21 @@ class Recorder:
         self._history.epochs.append(figures)
         self._write()
         self._track(self._history)
-        trained, evaluated = figures.trained, figures.evaluated
         log.info(
-            "epoch %d/%d: train loss %.4f, acc %.2f %%; val loss %.4f, acc %.2f %%; %.0f samples/s, %.1f s",
+            "epoch %d/%d: train loss %s; val loss %s; %.0f samples/s, %.1f s",
             figures.epoch,
             self._plan.settings.epochs,
-            trained.mean_loss,
-            100 * trained.accuracy,
-            evaluated.mean_loss,
-            100 * evaluated.accuracy,
+            self._told(figures.trained),
+            self._told(figures.evaluated),
             figures.samples_per_s,
             figures.train_s + figures.eval_s,
         )
+
+    def _told(self, tally: Tally) -> str:
+        """Return a mean loss and the metrics, such as `0.3120, acc 91.20 %`."""
+        values = self._run.task.values(tally)
+        metrics = [f"{metric.name} {metric.text(values[metric.name])}" for metric in self._run.task.metrics]
+        return ", ".join([f"{tally.mean_loss:.4f}", *metrics])
 
     def _write(self) -> None:
         """Update all files, including those that could not be written before."""
@@ -181,12 +185,14 @@ class Recorder:
         if (straggler := self._history.straggler) is not None:
             log.info("%s\n", straggler.sentence)
         log.info(
-            "%s on %s: val acc %.2f %% (best %.2f %%, epoch %d) in %.0f s",
-            *(summary["model"], summary["data"], 100 * summary["val_acc"], 100 * summary["best_val_acc"]),
-            *(summary["best_epoch"], summary["total_s"]),
+            "%s on %s: %s in %.0f s",
+            summary["model"],
+            summary["data"],
+            self._outcome_told(),
+            summary["total_s"],
         )
-        if self._run.data.note:
-            log.info("%s", self._run.data.note)
+        if self._run.facts.note:
+            log.info("%s", self._run.facts.note)
         log.info("run folder: %s", self._folder)
         if self._tensorboard:
             log.info("look at it: %s", _tensorboard(self._folder))
@@ -204,6 +210,16 @@ class Recorder:
                 f"run_dir={self._folder} resume=auto"
             )
         self._loggers.finish(summary)
+
+    def _outcome_told(self) -> str:
+        """Return the last and the best value of the task's first metric, or of the loss."""
+        last, best = self._history.last, self._history.best
+        name, values = "loss", [f"{figures.evaluated.mean_loss:.4f}" for figures in (last, best)]
+        for metric in self._run.task.metrics[:1]:
+            name = metric.name
+            of = (self._run.task.values(figures.evaluated)[name] for figures in (last, best))
+            values = [metric.text(value) for value in of]
+        return f"val {name} {values[0]} (best {values[1]}, epoch {best.epoch})"
 
     def stop(self, not_saved: int | None) -> None:
         """End without a summary. Raises NotRecorded if the checkpoint of the last update was `not_saved`."""

@@ -12,19 +12,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from pipetrain.blueprint import Plan, Samples, draft_plan, make_plan
-from pipetrain.building import Models, make_schedule
+from pipetrain.boundary import cast_floats
+from pipetrain.building import Models, make_schedule, make_task
 from pipetrain.cli import conf_dir
 from pipetrain.config import Settings, read_settings
 from pipetrain.data import (
-    IMAGE,
+    Data,
+    DataFacts,
     DataMissing,
-    ImageData,
+    Draw,
     Sampler,
-    Transform,
+    declared_example,
     fallback_message,
     load_augment,
     load_data,
@@ -33,6 +36,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.profile import Profile
 from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.tasks import Task, prove_task
 
 CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # options kept for a fallback data set
 
@@ -43,30 +47,30 @@ log = logging.getLogger("pipetrain")
 class Run:
     """One training run before it starts.
 
-    `transform` prepares training images; evaluation only normalises. `see_model` returns the whole model.
-    `build_model` returns it for training without keeping a reference; another call builds it again, with the
-    same weights.
+    `data` is None on ranks that need no sample. `see_model` returns the whole model. `build_model` returns it
+    for training without keeping a reference; another call builds it again, with the same weights.
     """
 
     settings: Settings
-    data: ImageData
+    facts: DataFacts
+    data: Data | None
+    task: Task
     plan: Plan
     sampler: Sampler
-    transform: Transform
     optimizer: OptimizerFactory
     see_model: Callable[[], nn.Sequential]
     build_model: Callable[[], nn.Sequential]
 
     @property
     def evaluation_sizes(self) -> list[int]:
-        return _even(len(self.data.test), self.settings.batch_size)
+        return _even(self.facts.test, self.settings.batch_size)
 
     @property
     def updates(self) -> int:
         return self.settings.epochs * len(self.sampler.batch_sizes)
 
 
-def obtain_data(cfg: DictConfig) -> tuple[DictConfig, ImageData]:
+def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
     """Load the data set, or the one of `data.fallback` if it is not available. Raises ConfigError.
 
     Returns the configuration with the data set used, whose recipe replaces values not set by hand, and the
@@ -77,7 +81,7 @@ def obtain_data(cfg: DictConfig) -> tuple[DictConfig, ImageData]:
     if fallback is not None and fallback not in names:
         raise ConfigError(f"data.fallback={fallback} is unknown; choose one of {', '.join(names)}, or null")
     try:
-        return cfg, load_data(cfg.data)
+        return cfg, load_data(cfg.data, dtype)
     except DataMissing as error:
         if fallback in (None, cfg.data.name):
             raise
@@ -88,16 +92,21 @@ def obtain_data(cfg: DictConfig) -> tuple[DictConfig, ImageData]:
     for key in CARRIED_OVER:
         OmegaConf.update(taken, key, cfg.data[key])
     cfg.data = taken
-    return cfg, replace(load_data(cfg.data), note=note)
+    return cfg, replace(load_data(cfg.data, dtype), note=note)
 
 
 def check_early(cfg: DictConfig, schedule: str, ranks: int, models: Models | None = None) -> Plan:
-    """Plan one batch, as a draft, to refuse errors before the data set is loaded. Raises ConfigError."""
+    """Plan one batch, as a draft, to refuse errors before the run starts. Raises ConfigError.
+
+    The data set is not read if `data.sample` declares its inputs.
+    """
     settings = read_settings(cfg, schedule, ranks)
     load_augment(cfg.data)
+    make_task(cfg)
+    example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
     model = (models or Models()).copy(cfg, settings.seed, settings.dtype)
     size = settings.batch_size // settings.microbatches
-    plan = draft_plan(cfg, settings, model, Samples([settings.batch_size], [size]))
+    plan = draft_plan(cfg, settings, model, example, Samples([settings.batch_size], [size]))
     make_optimizer(cfg, model, plan.stages)
     return plan
 
@@ -106,12 +115,15 @@ def prepare(
     cfg: DictConfig,
     schedule: str,
     ranks: int,
-    data: ImageData,
+    facts: DataFacts,
+    data: Data | None = None,
     profile: Profile | None = None,
     resumed: int = 0,
     models: Models | None = None,
 ) -> Run:
-    """Build a run from its configuration, data and, for partition=profile, profile.
+    """Build a run from its configuration, facts of its data and, for partition=profile, profile.
+
+    With `data`, the task is proven on its first samples.
 
     `resumed`: batches already done of the current epoch. `models`: those of `check_early`, which saves
     building the model again. Raises ConfigError and ScheduleError.
@@ -119,28 +131,39 @@ def prepare(
     settings, models = read_settings(cfg, schedule, ranks), models or Models()
     named = cfg, settings.seed, settings.dtype
     sampler = Sampler(
-        len(data.train), settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
+        facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
     if resumed > len(sampler.batch_sizes):
         raise ConfigError(
             f"the checkpoint stands after batch {resumed} of an epoch, which has {len(sampler.batch_sizes)} "
             f"here; give the batch_size and the data set that it was trained with, or train anew"
         )
-    samples = Samples(sampler.batch_sizes, _even(len(data.test), settings.batch_size), resumed)
+    settings.rate(settings.epochs * len(sampler.batch_sizes))  # which refuses a wrong lr_schedule
+    samples = Samples(sampler.batch_sizes, _even(facts.test, settings.batch_size), resumed)
     model = models.copy(*named)
-    plan = make_plan(settings, make_schedule(cfg), model, IMAGE, data.classes, samples, profile)
+    task = make_task(cfg)
+    plan = make_plan(settings, make_schedule(cfg), model, facts.example, samples, profile)
+    if data is not None:
+        _prove_targets(task, plan, data, settings)
     return Run(
         settings=settings,
+        facts=facts,
         data=data,
+        task=task,
         plan=plan,
         sampler=sampler,
-        transform=Transform(
-            data.mean, data.std, load_augment(cfg.data), seed=settings.seed, dtype=settings.dtype
-        ),
         optimizer=make_optimizer(cfg, model, plan.stages),
         see_model=partial(models.see, *named),
         build_model=partial(models.take, *named),
     )
+
+
+def _prove_targets(task: Task, plan: Plan, data: Data, settings: Settings) -> None:
+    """Try the task on the first samples of both splits. Raises ConfigError."""
+    for split, draw in ((data.train, Draw(settings.seed, 0)), (data.test, None)):
+        ids = torch.arange(min(len(split), settings.batch_size))
+        targets = cast_floats(split.targets(ids, draw), settings.dtype)
+        prove_task(task, plan.layers[-1].output, plan.layers[-1].name, targets, data.classes)
 
 
 def _even(samples: int, most: int) -> list[int]:

@@ -96,7 +96,7 @@ def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
     return {
         "model": settings.model,
         "parameters": sum(layer.params for layer in plan.layers),
-        "data": run.data.name,
+        "data": run.facts.name,
         "schedule": settings.schedule,
         "ranks": settings.ranks,
         "placement": plan.placement,

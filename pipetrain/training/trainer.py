@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from pipetrain.blueprint import window_lengths
+from pipetrain.boundary import Value
 from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
 from pipetrain.checkpoint.saver import Keeper, is_best
 from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
-from pipetrain.data import Split, Transform, inputs
+from pipetrain.data import Draw, loaded
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.coded import Feedback
+from pipetrain.pipeline import Pipeline
 from pipetrain.runtime.engine import Ends, Observer
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Listed
@@ -33,8 +34,7 @@ from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
 from pipetrain.tally import Tally
-from pipetrain.training.assembly import make_engine, make_stages, slots
-from pipetrain.training.feed import WindowFeed
+from pipetrain.training.assembly import slots
 from pipetrain.training.figures import EpochFigures, Progress, Stats, by_update, read_progress
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Tracer
@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # the recorder imports Matplotlib and TensorBoard, which trai
     from pipetrain.training.recorder import Recorder
 
 
+Values = Iterator[Value] | None
 Ran = list[list[Action]]  # the actions of a rank in each window of an epoch, kept if a policy decided them
 
 
@@ -68,12 +69,10 @@ class Trainer:
         self._recorder = recorder
         self._keeper = keeper
         self._rate = run.settings.rate(run.updates)
-        model = run.build_model()  # the whole model, as its initial weights depend on the order of layers
-        self.stages = make_stages(run.plan, model, run.optimizer, self._rate, mesh)
+        self.pipe = Pipeline.of_run(run, mesh)
+        self.stages, self._engine = self.pipe.stages, self.pipe.engine
         # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
         torch.manual_seed((run.settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
-        self._feedback = Feedback()
-        self._engine = make_engine(run.plan, self.stages, mesh, feedback=self._feedback)
         self._position = Position()
         self._progress = Progress()  # as restored; only its history is extended
         self._elapsed_before = 0.0
@@ -104,7 +103,7 @@ class Trainer:
             self._engine.stats = {index: self._progress.stages[index] for index in self.stages}
             rank, device = self._mesh.world.rank, self._mesh.device
             set_random_state(tensors, rank, device)
-            self._feedback.residuals = saved_residuals(tensors, slots(self._run.plan, rank), device)
+            self.pipe.feedback.residuals = saved_residuals(tensors, slots(self._run.plan, rank), device)
         else:  # the statistics are of other stages
             history = [replace(figures, stages={}) for figures in self._progress.history]
             self._progress = replace(self._progress, history=history, stages={})
@@ -178,7 +177,7 @@ class Trainer:
             stages={stage: stats for _, stages in gathered for stage, stats in stages.items()},
             losses=losses,
         )
-        residuals, pipeline = self._feedback.residuals, self._run.plan.pipeline
+        residuals, pipeline = self.pipe.feedback.residuals, self._run.plan.pipeline
         self._keeper.save(self.stages, self._mesh, self._position, pipeline, progress, residuals)
 
     def _elapsed(self) -> float:
@@ -188,14 +187,12 @@ class Trainer:
     def evaluate(self, epoch: int) -> bool:
         """Predict every test sample, which updates the last stage's tally; return False if stopped early."""
         run = self._run
-        ids = list(torch.split(torch.arange(len(run.data.test)), run.evaluation_sizes))
-        transform = replace(run.transform, augment=None)
-        images = self._images(run.data.test, ids, transform)
-        feed = WindowFeed([ids], run.data.test.labels, images, self._mesh.device)
+        ids = list(torch.split(torch.arange(run.facts.test), run.evaluation_sizes))
         tick = partial(self._tick, f"evaluation {epoch + 1}", len(ids))
         order = Listed(run.plan.evaluation[self._mesh.world.rank], len(ids))
         eval_s = [figures.eval_s / len(ids) for figures in self._progress.history[-1:]]
-        self._engine.evaluate(order, feed, tick, self._ends(len(ids), *eval_s))
+        samples = self._read("test", ids, None)
+        self.pipe.evaluate_window(order, run.evaluation_sizes, *samples, tick, self._ends(len(ids), *eval_s))
         return order.batches == len(ids)
 
     def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
@@ -209,24 +206,23 @@ class Trainer:
         run, start = self._run, self._position.batch
         batches = run.sampler.epoch(epoch)
         ids = [ids for batch in batches[start:] for ids in batch]
-        images = self._images(run.data.train, ids, replace(run.transform, epoch=epoch))
+        inputs, targets = self._read("train", ids, Draw(run.settings.seed, epoch))
         tick = partial(self._tick, f"epoch {epoch + 1}", len(batches) - start)
         batch_s = [figures.train_s / len(batches) for figures in self._progress.history[-1:]]
         asked: Asked = ""
         for length in window_lengths(len(batches), run.settings.window, start):
             chosen = batches[start : start + length]
             order = run.plan.order(length, self._mesh.world.rank)
-            self._engine.train(
+            self._losses += self.pipe.train_window(
                 order,
-                WindowFeed(chosen, run.data.train.labels, images, self._mesh.device),
-                run.settings.microbatches,
+                [[len(ids) for ids in batch] for batch in chosen],
+                inputs,
+                targets,
                 tick,
                 partial(self._observe, tracer.observer(epoch, chosen) if tracer else None),
                 self._ends(length, *batch_s),
             )
             start += order.batches
-            if (last := self.stages.get(run.plan.stages - 1)) is not None:
-                self._losses += last.take_losses()
             self._position = Position(epoch, start, epoch * len(batches) + start)
             if self._keeper:
                 asked = self._keeper.asking.after_window()
@@ -255,10 +251,17 @@ class Trainer:
         if self._recorder and stage == min(self.stages):
             self._recorder.tick(what, total)
 
-    def _images(self, split: Split, ids: Sequence[Tensor], transform: Transform) -> Iterator[Tensor] | None:
-        if 0 not in self.stages:
-            return None
-        return inputs(split, ids, transform, self._run.settings.workers, self._run.settings.timeout)
+    def _read(self, split: str, ids: Sequence[Tensor], draw: Draw | None) -> tuple[Values, Values]:
+        """Return the inputs and the targets of microbatches, each if this rank needs them."""
+        settings, samples = self._run.settings, getattr(self._run.data, split, None)
+        inputs = targets = None
+        if 0 in self.stages:
+            assert samples is not None
+            inputs = loaded(partial(samples.inputs, draw=draw), ids, settings.workers, settings.timeout)
+        if self._run.plan.stages - 1 in self.stages:
+            assert samples is not None
+            targets = loaded(partial(samples.targets, draw=draw), ids)
+        return inputs, targets
 
     def _report(self, epoch: int, train_s: float, eval_s: float) -> None:
         """Gather an epoch's figures from all ranks, and record them."""
@@ -279,14 +282,15 @@ class Trainer:
                 f"are not finite, or the model's outputs for the test samples; lower lr, or see on_nan"
             )
         every, first = self._run.settings.log_every, self._position.update - len(losses) + 1
-        means = by_update(losses, first, every)
+        means, peak = by_update(losses, first, every), self._run.settings.lr
         epoch_figures = EpochFigures(
             epoch=epoch + 1,
             trained=trained,
             evaluated=evaluated,
+            score=self._run.task.score(evaluated),
             losses=means,
-            rates={update: self._rate(update - 1) for update in means},
-            lr=self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
+            rates={update: peak * self._rate(update - 1) for update in means},
+            lr=peak * self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
             train_s=max(figures.train_s for figures in ranks),
             eval_s=max(figures.eval_s for figures in ranks),
             stages={stage: stats for figures in ranks for stage, stats in figures.stages.items()},

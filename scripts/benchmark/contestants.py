@@ -97,15 +97,16 @@ class BatchFeed:
 
     def size(self, mb: int) -> int:
         """Return the samples in a microbatch."""
-        return len(self.input(mb))
+        return len(self._inputs[0])
 
-    def input(self, mb: int) -> Tensor:
+    def input(self, mb: int) -> tuple[Tensor, ...]:
         """Return a microbatch's samples."""
-        return self._inputs[mb % len(self._inputs)]
+        return (self._inputs[mb % len(self._inputs)],)
 
     def target(self, mb: int) -> Target:
         """Return a microbatch's labels, with its share of the batch."""
-        return Target(self._labels[mb % len(self._labels)], 1 / len(self._labels))
+        labels = self._labels[mb % len(self._labels)]
+        return Target(labels, len(labels), 1 / len(self._labels))
 
     def prepare(self) -> None:
         """There is nothing to make."""
@@ -136,7 +137,7 @@ class Ours:
         self._updates: list[float] = []
         self._rank = mesh.world.rank
         self._last = plan.placement[-1] == self._rank
-        stages = make_stages(plan, job.model, job.optimizer, plan.settings.rate(1), mesh)
+        stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), mesh)
         self._engine = make_engine(plan, stages, mesh, channel, clock)
 
     @property

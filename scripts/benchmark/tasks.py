@@ -15,12 +15,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from pipetrain import tasks
 from pipetrain.blueprint import Plan, Samples, make_plan
-from pipetrain.boundary import named_layers
-from pipetrain.building import make_model, make_schedule
+from pipetrain.boundary import Example, TensorSpec, named_layers
+from pipetrain.building import make_model, make_schedule, make_task
 from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.config import read_settings
-from pipetrain.data import IMAGE
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.profile import Profile
 from pipetrain.runtime.weights import OptimizerFactory
@@ -42,7 +42,7 @@ class Task:
     """Something to train: overrides, a sample's shape, and how many classes the last layer tells apart."""
 
     overrides: tuple[str, ...]
-    example: tuple[int, ...] = IMAGE
+    example: tuple[int, ...] = (3, 32, 32)
     classes: int = 10
 
     def extended(self, *overrides: str) -> Task:
@@ -56,6 +56,7 @@ class Job:
 
     plan: Plan
     model: nn.Sequential
+    task: tasks.Task
     optimizer: OptimizerFactory
     samples: Tensor  # a batch's [n, ...]
     labels: Tensor  # [n]
@@ -90,11 +91,13 @@ def prepare(task: Task, schedule: str, ranks: int, window: int = 1, profile: Pro
     spare = make_model(cfg, settings.seed, settings.dtype)
     n = settings.batch_size
     samples = Samples([n] * window, [n])
-    plan = make_plan(settings, make_schedule(cfg), spare, task.example, task.classes, samples, profile)
+    example = Example((TensorSpec(task.example, settings.dtype),))
+    plan = make_plan(settings, make_schedule(cfg), spare, example, samples, profile)
     generator = torch.Generator().manual_seed(settings.seed)
     return Job(
         plan=plan,
         model=make_model(cfg, settings.seed, settings.dtype),
+        task=make_task(cfg),
         optimizer=make_optimizer(cfg, spare, plan.stages),
         samples=torch.randn(n, *task.example, generator=generator, dtype=settings.dtype),
         labels=torch.randint(task.classes, (n,), generator=generator),

@@ -181,7 +181,7 @@ def engine(rank_of: list[int], mine: list[int], bounds: Bounds) -> tuple[Engine,
             index,
             nn.Linear(3, 3),
             sgd,
-            lambda update: 0.1,
+            lambda update: 1.0,
             loss=functional.cross_entropy if index == len(rank_of) - 1 else None,
         )
         for index in mine

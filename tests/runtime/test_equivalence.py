@@ -104,7 +104,7 @@ def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microb
                 x = replace(run.transform, epoch=epoch)(run.data.train.images[ids], ids)
                 loss = functional.cross_entropy(model(x), run.data.train.labels[ids]) / microbatches
                 loss.backward()
-            optimizer.param_groups[0]["lr"] = rate(update)
+            optimizer.param_groups[0]["lr"] = run.settings.lr * rate(update)
             optimizer.step()
             optimizer.zero_grad()
             update += 1

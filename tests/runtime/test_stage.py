@@ -23,7 +23,7 @@ PAIR = Boundary((TensorSpec((2, 3), torch.float64),) * 2, single=False)
 
 
 def stage(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
-    return Stage(index, module.double(), SGD, lambda update: 0.1, **arguments)  # type: ignore[arg-type]
+    return Stage(index, module.double(), SGD, lambda update: 1.0, **arguments)  # type: ignore[arg-type]
 
 
 def last(module: nn.Module, index: int = 1, **arguments: object) -> Stage:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipetrain.runtime.weights import Weights
 
-SGD = partial(torch.optim.SGD, lr=99.0)  # the rate is set by the step
+SGD = partial(torch.optim.SGD, lr=1.0)  # the peak, of which the step takes a share
 
 
 class Scale(nn.Module):
@@ -242,7 +242,7 @@ def test_a_gradient_is_counted_once():
     assert module.w.item() == 0.0
 
 
-@pytest.mark.parametrize("optimizer", [partial(SGD, momentum=0.9), partial(torch.optim.AdamW, lr=0.1)])
+@pytest.mark.parametrize("optimizer", [partial(SGD, momentum=0.9), partial(torch.optim.AdamW, lr=1.0)])
 def test_a_weight_that_has_its_first_gradient_late_is_stepped_by_a_fused_optimizer(optimizer):
     """As where a layer is left out at random; torch's fused SGD with momentum fails there."""
     ended = []
@@ -345,7 +345,7 @@ def test_statistics_are_written_in_a_forward_and_not_in_a_backward():
 
 def test_autograd_refuses_a_version_that_was_given_up_and_written_over():
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    weights = Weights(module, partial(torch.optim.SGD, lr=0.1), lambda update: 0.1)
+    weights = Weights(module, SGD, lambda update: 0.1)
     with weights.installed(0):
         late = module(torch.ones(2, 3, requires_grad=True))
     weights.step(keep=True)

@@ -28,7 +28,7 @@ from pipetrain.checkpoint.files import read_whole
 from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.cli import as_hydra, conf_dir
-from pipetrain.data import ImageData, Split
+from pipetrain.data import Data, Images, ImageSplit, load_augment
 from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import Op, Program
@@ -78,22 +78,26 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
         return compose("config", overrides=list(choices))
 
 
-def tiny_data(train: int, test: int = 11) -> ImageData:
-    """Random images, the same every time."""
+def tiny_data(train: int, test: int = 11, cfg: DictConfig | None = None) -> Data:
+    """Random images, the same every time, with a configuration's augmentation and dtype."""
     generator = torch.Generator().manual_seed(1)
+    dtype = torch.float32 if cfg is None else getattr(torch, cfg.dtype)
 
-    def split(n: int) -> Split:
+    def split(n: int, train: bool) -> ImageSplit:
         images = torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
-        return Split(images, torch.randint(0, 10, (n,), generator=generator))
+        held = Images(images, torch.randint(0, 10, (n,), generator=generator))
+        augment = load_augment(cfg.data) if train and cfg is not None else None
+        return ImageSplit(held, (0.5,) * 3, (0.25,) * 3, augment, dtype)
 
-    return ImageData("tiny", split(train), split(test), 10, (0.5,) * 3, (0.25,) * 3)
+    return Data("tiny", split(train, True), split(test, False), 10)
 
 
 @lru_cache(maxsize=8)
 def make_run(case: Case, resumed: int = 0) -> Run:
     """Prepare a case as a rank would, in float64, after so many batches of an epoch."""
     cfg = _config(case)
-    return prepare(cfg, case.schedule, case.ranks, tiny_data(case.train_samples), resumed=resumed)
+    data = tiny_data(case.train_samples, cfg=cfg)
+    return prepare(cfg, case.schedule, case.ranks, data.facts, data, resumed=resumed)
 
 
 @lru_cache(maxsize=16)
@@ -111,10 +115,12 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
     cfg = _config(case, case.reference_model)
     run = make_run(case)
     if case.reference_model:
-        run = prepare(cfg, case.schedule, case.ranks, tiny_data(case.train_samples))
+        data = tiny_data(case.train_samples, cfg=cfg)
+        run = prepare(cfg, case.schedule, case.ranks, data.facts, data)
+    assert run.data is not None
     recipe = reference.Recipe(
         data=run.data,
-        transform=run.transform,
+        seed=run.settings.seed,
         sampler=run.sampler,
         epochs=run.settings.epochs,
         microbatches=run.settings.microbatches,
@@ -125,6 +131,7 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
         rate=run.settings.rate(run.updates),
         label_smoothing=run.settings.label_smoothing,
         bf16=run.settings.precision == "bf16",
+        ema=run.settings.ema,
         skip=run.settings.on_nan == "skip",
     )
     delays = [_reads(program) for program in ran] or repeat(_delay(case, cfg, run))
@@ -197,7 +204,7 @@ def compare(case: Case, state: dict[str, Tensor], figures: Epochs, tolerance: fl
             atol=tolerance,
             msg=lambda m, name=name: f"{case}: {name}: {m}",
         )
-    seen = [(f.trained.mean_loss, f.evaluated.mean_loss, f.evaluated.accuracy) for f in figures]
+    seen = [(f.trained.mean_loss, f.evaluated.mean_loss, f.score) for f in figures]
     torch.testing.assert_close(seen, wanted.epochs, rtol=1e-10, atol=1e-10, msg=lambda m: f"{case}: {m}")
 
 

@@ -11,8 +11,9 @@ def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:
     """40 training samples in `train_s` seconds; of 10 test samples `correct` are right."""
     return EpochFigures(
         epoch=epoch,
-        trained=Tally(loss=80.0 / epoch, correct=10 * min(epoch, 4), samples=40),
-        evaluated=Tally(loss=30.0, correct=correct, samples=10),
+        trained=Tally(loss=80.0 / epoch, weight=40, samples=40, sums={"acc": [10 * min(epoch, 4), 40]}),
+        evaluated=Tally(loss=30.0, weight=10, samples=10, sums={"acc": [correct, 10]}),
+        score=correct / 10,
         losses={4 * epoch - 2: 2.5 / epoch, 4 * epoch: 1.5 / epoch},
         rates={4 * epoch - 2: 0.2 / epoch, 4 * epoch: 0.1 / epoch},
         lr=0.1 / epoch,

@@ -6,17 +6,19 @@ that the theory says, all at once in one pass over the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pipetrain.boundary import as_tuple, named_layers
-from pipetrain.data import ImageData, Sampler, Transform
+from pipetrain.data import Data, Draw, Sampler
+from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 
 Delay = Callable[[int, int], int]
 """(stage, microbatch of the window) -> the version that it reads, counted from the window's start."""
@@ -59,18 +61,19 @@ class Outcome:
 class Recipe:
     """What to train and how; `cuts` are the first layers of stages 1, 2, ..."""
 
-    data: ImageData
-    transform: Transform
+    data: Data
+    seed: int
     sampler: Sampler
     epochs: int
     microbatches: int
     window: int | None
     early: Mapping[int, int]  # epochs of which a window was left after so many batches of the epoch
     cuts: Sequence[int]
-    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
-    rate: Callable[[int], float]
+    optimizer: OptimizerFactory
+    rate: Callable[[int], float]  # as a fraction of the peak
     label_smoothing: float = 0.0
     bf16: bool = False  # layers under autocast, and what crosses a cut cast to bf16
+    ema: float | None = None  # the decay of the average that is evaluated
     skip: bool = False  # an update whose gradient is not finite is left out, with all that its batch changed
 
 
@@ -80,12 +83,16 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
         for cut in recipe.cuts:
             named_layers(model)[cut - 1][1].register_forward_hook(_narrow)
     live = dict(model.named_parameters())
-    optimizer = recipe.optimizer(iter(live.values()))
+    optimizer = optimizer_over(recipe.optimizer, live.items())
+    peaks = [group["lr"] for group in optimizer.param_groups]
     delay_of = iter(delays)
+    averaged = (
+        None if recipe.ema is None else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
+    )
     update = 0
     outcomes = []
     for epoch in range(recipe.epochs):
-        transform = replace(recipe.transform, epoch=epoch)
+        draw = Draw(recipe.seed, epoch)
         batches = recipe.sampler.epoch(epoch)
         window = recipe.window or len(batches)
         loss_sum, counted = 0.0, 0
@@ -99,8 +106,7 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
                 optimizer.zero_grad()
                 for ids in batch:
                     weights = _mixed(history, recipe.cuts, delay, mb)
-                    x = transform(recipe.data.train.images[ids], ids)
-                    y = recipe.data.train.labels[ids]
+                    x, y = recipe.data.train.inputs(ids, draw), recipe.data.train.targets(ids, draw)
                     with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
                         scores = functional_call(model, weights, (x,))
                     scores = scores.float() if recipe.bf16 else scores
@@ -116,17 +122,21 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
                         loss_sum += loss.item() * len(ids)
                         counted += len(ids)
                     mb += 1
-                for group in optimizer.param_groups:
-                    group["lr"] = recipe.rate(update)
+                for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                    group["lr"] = peak * recipe.rate(update)
                 made = [p.grad for p in live.values() if p.grad is not None]
                 if recipe.skip and not all(grad.isfinite().all() for grad in made):
                     for name, buffer in model.named_buffers():
                         buffer.copy_(buffers[name])
                 else:
                     optimizer.step()
+                if averaged is not None:
+                    averaged.update_parameters(model)
                 update += 1
                 history.append(_snapshot(live))
-        val_loss, val_acc = _evaluate(model, recipe)
+        if averaged is not None:
+            averaged.module.load_state_dict(dict(model.named_buffers()), strict=False)
+        val_loss, val_acc = _evaluate(averaged.module if averaged is not None else model, recipe)
         outcomes.append((loss_sum / counted, val_loss, val_acc))
     return Outcome({name: t.detach().clone() for name, t in model.state_dict().items()}, outcomes)
 
@@ -155,11 +165,11 @@ def _mixed(history: list[dict[str, Tensor]], cuts: Sequence[int], delay: Delay, 
 
 def _evaluate(model: nn.Sequential, recipe: Recipe) -> tuple[float, float]:
     model.eval()
-    split = recipe.data.test
+    ids = torch.arange(len(recipe.data.test))
+    x, labels = recipe.data.test.inputs(ids, None), recipe.data.test.targets(ids, None)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
-        x = replace(recipe.transform, augment=None)(split.images, torch.arange(len(split)))
         output = model(x)
     output = output.float() if recipe.bf16 else output
     model.train()
-    accuracy = (output.argmax(1) == split.labels).double().mean().item()
-    return functional.cross_entropy(output, split.labels).item(), accuracy
+    accuracy = (output.argmax(1) == labels).double().mean().item()
+    return functional.cross_entropy(output, labels).item(), accuracy

@@ -180,8 +180,8 @@ def test_figures_count_every_sample_of_every_epoch():
     assert [figures.trained.samples for figures in listener.epochs] == [44] * 3
     assert [figures.evaluated.samples for figures in listener.epochs] == [11] * 3
     assert trainer.stages[0].weights.updates == run.updates == 12
-    rate = run.settings.rate(12)
-    assert [figures.lr for figures in listener.epochs] == [rate(3), rate(7), rate(11)]
+    rate = run.settings.rate(12)  # of the peak
+    assert [figures.lr for figures in listener.epochs] == [0.05 * rate(n) for n in (3, 7, 11)]
 
 
 def test_what_stages_did_is_counted_epoch_by_epoch():
@@ -202,8 +202,8 @@ def test_the_losses_of_updates_make_up_that_of_the_epoch(schedule):
     _, epochs = run_in_threads(case)
     for number, figures in enumerate(epochs):
         assert list(figures.losses) == [4 * number + n for n in (1, 2, 3, 4)]
-        rate = make_run(case).settings.rate(8)
-        assert figures.rates == {update: rate(update - 1) for update in figures.losses}
+        rate = make_run(case).settings.rate(8)  # of the peak
+        assert figures.rates == {update: 0.05 * rate(update - 1) for update in figures.losses}
         sizes = (12, 12, 12, 8)
         loss = sum(n * loss for n, loss in zip(sizes, figures.losses.values(), strict=True)) / 44
         assert loss == pytest.approx(figures.trained.mean_loss, rel=1e-12)

@@ -1,0 +1,269 @@
+"""What is learned: the loss, what counts for it, and the metrics.
+
+A batch is cut into microbatches, so its loss is the mean of their losses, each weighted by what its targets
+count for: samples, or the tokens that are not padding. `prove_task` tries this before the start.
+
+A task of one's own is a subclass of Task, or a loss function with metrics; see conf/task/.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipetrain.boundary import Boundary, Value, as_tuple, specs_of
+from pipetrain.errors import ConfigError
+from pipetrain.tally import Tally
+from pipetrain.tasks.metrics import Accuracy, Mean, MeanIoU, Metric, MetricFunction, Perplexity, SquaredError
+
+__all__ = [
+    "Accuracy",
+    "Classification",
+    "LanguageModelling",
+    "Mean",
+    "MeanIoU",
+    "Metric",
+    "Perplexity",
+    "Regression",
+    "Segmentation",
+    "SquaredError",
+    "Task",
+    "prove_task",
+]
+
+LossFunction = Callable[[Value, Value], Tensor]
+"""(outputs, targets) -> the mean loss over what counts, a scalar."""
+WeightFunction = Callable[[Value], Tensor | float]
+"""targets -> how much they count for."""
+
+IGNORED = -100  # PyTorch's default ignore_index: a target that does not count
+MOST_TRIED = 2**25  # numbers in the made outputs of a trial
+
+
+class Task:
+    """A loss with metrics; the first metric decides which epoch is best, without metrics the loss does.
+
+    `loss` and `weight` are functions, or methods of a subclass. By default targets count by the sample, and
+    for torch's cross_entropy as that averages: without ignored targets, and by its class weights.
+    `metrics`: Metric objects, or functions (outputs, targets) -> mean by name, of which higher is better.
+    """
+
+    def __init__(
+        self,
+        loss: LossFunction | None = None,
+        metrics: Sequence[Metric] | Mapping[str, MetricFunction] = (),
+        weight: WeightFunction | None = None,
+    ) -> None:
+        self._loss = loss
+        self._weight = weight or _weight_of(loss)
+        if isinstance(metrics, Mapping):
+            metrics = [Mean(name, function) for name, function in metrics.items()]
+        self.metrics = list(metrics)
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+    def loss(self, outputs: Value, targets: Value) -> Tensor:
+        """Return the mean loss over what counts, a scalar."""
+        if self._loss is None:
+            raise NotImplementedError(f"{self} has no loss: give one, or override loss()")
+        return self._loss(outputs, targets)
+
+    def evaluation_loss(self, outputs: Value, targets: Value) -> Tensor:
+        """Return the loss of an evaluation; that of training, if not overridden."""
+        return self.loss(outputs, targets)
+
+    def weight(self, targets: Value) -> Tensor | float:
+        """Return how much targets count for."""
+        return self._weight(targets)
+
+    def classes_of(self, outputs: Boundary) -> int | None:
+        """Return how many classes the outputs tell apart; None if they are no scores of classes."""
+        return None
+
+    def values(self, tally: Tally) -> dict[str, float]:
+        """Return each metric over all that a tally has counted; NaN if nothing was."""
+        return {m.name: m.value(tally.sums.get(m.name, []), tally.mean_loss) for m in self.metrics}
+
+    def score(self, tally: Tally) -> float:
+        """Return the number by which epochs are compared; higher is better."""
+        if not self.metrics:
+            return -tally.mean_loss
+        value = self.values(tally)[self.metrics[0].name]
+        return value if self.metrics[0].higher else -value
+
+
+class Classification(Task):
+    """Cross-entropy of scores [n, classes, ...] for labels int64 [n, ...], and accuracy."""
+
+    def __init__(
+        self,
+        label_smoothing: float = 0.0,
+        ignore_index: int = IGNORED,
+        metrics: Sequence[Metric] = (Accuracy(),),
+    ) -> None:
+        super().__init__(metrics=metrics)
+        self._smoothing = label_smoothing
+        self._ignored = ignore_index
+
+    def loss(self, outputs: Value, targets: Value) -> Tensor:
+        return self._cross_entropy(outputs, targets, self._smoothing)
+
+    def evaluation_loss(self, outputs: Value, targets: Value) -> Tensor:
+        """Return the cross-entropy without label smoothing."""
+        return self._cross_entropy(outputs, targets, 0.0)
+
+    def weight(self, targets: Value) -> Tensor | float:
+        return _counting(targets, self._ignored)
+
+    def classes_of(self, outputs: Boundary) -> int | None:
+        shape = outputs.specs[0].shape
+        return shape[1] if outputs.single and len(shape) > 1 else None
+
+    def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
+        scores, labels = _tensor(outputs, "scores [n, classes]"), _tensor(targets, "labels")
+        return functional.cross_entropy(scores, labels, ignore_index=self._ignored, label_smoothing=smoothing)
+
+
+class Segmentation(Classification):
+    """Classification of each pixel: scores [n, classes, h, w] for labels int64 [n, h, w]; mean IoU."""
+
+    def __init__(self, label_smoothing: float = 0.0, ignore_index: int = IGNORED) -> None:
+        super().__init__(label_smoothing, ignore_index, (MeanIoU(ignore_index), Accuracy(ignore_index)))
+
+
+class LanguageModelling(Classification):
+    """Cross-entropy of the next token: scores [n, t, vocabulary] for tokens int64 [n, t]; perplexity."""
+
+    def __init__(self, label_smoothing: float = 0.0, ignore_index: int = IGNORED) -> None:
+        super().__init__(label_smoothing, ignore_index, (Perplexity(), Accuracy(ignore_index, axis=-1)))
+
+    def classes_of(self, outputs: Boundary) -> int | None:
+        return outputs.specs[0].shape[-1] if outputs.single else None
+
+    def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
+        scores, tokens = _tensor(outputs, "scores [n, t, vocabulary]"), _tensor(targets, "tokens [n, t]")
+        if scores.shape[:-1] != tokens.shape:
+            raise ValueError(f"scores {list(scores.shape)} need a target for each position")
+        return super()._cross_entropy(scores.flatten(0, -2), tokens.flatten(), smoothing)
+
+
+class Regression(Task):
+    """Mean squared error of outputs and targets of equal shape [n, ...]."""
+
+    def __init__(self) -> None:
+        super().__init__(metrics=[SquaredError()])
+
+    def loss(self, outputs: Value, targets: Value) -> Tensor:
+        made, wanted = _tensor(outputs, "numbers"), _tensor(targets, "numbers")
+        if made.shape != wanted.shape:  # mse_loss would broadcast them
+            raise ValueError(f"outputs {list(made.shape)} and targets {list(wanted.shape)} differ in shape")
+        return functional.mse_loss(made, wanted)
+
+
+def _tensor(value: Value, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{what} must be one tensor, not {len(value)} of them")
+    return value
+
+
+def _counting(targets: Value, ignored: int) -> Tensor | float:
+    """Return how many labels are not ignored; probabilities of classes count by the sample."""
+    labels = as_tuple(targets)[0]
+    return (labels != ignored).sum() if not labels.is_floating_point() else float(len(labels))
+
+
+def _weight_of(loss: LossFunction | None) -> WeightFunction:
+    """Return how a known loss of torch weights its targets; samples for any other."""
+    options: Mapping[str, object] = {}
+    function: object = loss
+    if isinstance(loss, partial):
+        function, options = loss.func, loss.keywords
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        function, options = functional.cross_entropy, vars(loss) | loss._buffers
+    if function not in (functional.cross_entropy, functional.nll_loss):
+        return lambda targets: float(len(as_tuple(targets)[0]))
+    ignored, by_class = options.get("ignore_index", IGNORED), options.get("weight")
+    assert isinstance(ignored, int)
+    if not isinstance(by_class, Tensor):
+        return lambda targets: _counting(targets, ignored)
+
+    def weight(targets: Value) -> Tensor:
+        labels = as_tuple(targets)[0]
+        return by_class.cpu()[labels[labels != ignored].cpu()].sum()
+
+    return weight
+
+
+def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classes: int | None) -> None:
+    """Refuse a task that cannot take a model's outputs with these targets. Raises ConfigError.
+
+    `outputs`: the boundary after the last `layer`, for any number of samples; `targets`: those of a few
+    samples [n, ...]; `classes`: of the data set, None if unknown. The outputs are made up. Losses of parts of
+    the samples must add up to that of all.
+    """
+    known = task.classes_of(outputs)
+    if classes is not None and known is not None and known < classes:
+        raise ConfigError(
+            f"the model gives {outputs} (layer {layer}), scores of {known} classes, and the data set has "
+            f"{classes}: give the last layer at least {classes} outputs"
+        )
+    n = len(as_tuple(targets)[0])
+    first = outputs.specs[0].shape[0]
+    per_sample = sum(spec.numel for spec in outputs.specs) / first
+    n = max(min(n, int(MOST_TRIED / per_sample)), min(n, 2))
+    wanted = _part(targets, 0, n)
+    generator = torch.Generator().manual_seed(0)
+    made = tuple(
+        torch.randn((n * spec.shape[0] // first, *spec.shape[1:]), generator=generator).to(spec.dtype)
+        for spec in outputs.specs
+    )
+    given: Value = made[0] if outputs.single else made
+    where = (
+        f"task {task} cannot take the model's {outputs} (layer {layer}) with targets "
+        f"{' + '.join(map(str, specs_of(as_tuple(wanted))))}"
+    )
+    whole = _tried(task.loss, given, wanted, where)
+    if whole.dim() or not whole.is_floating_point():
+        raise ConfigError(
+            f"the loss of task {task} must be one number, the mean over what counts; it returns "
+            f"{specs_of([whole])[0]}"
+        )
+    _tried(task.evaluation_loss, given, wanted, where)
+    weight = float(_tried(lambda _, some: torch.as_tensor(task.weight(some)), given, wanted, where))
+    for metric in task.metrics:
+        sums = _tried(metric.sums, given, wanted, f"metric {metric.name} of {where}")
+        if not isinstance(sums, Tensor) or sums.dim() != 1:
+            raise ConfigError(f"metric {metric.name} of task {task} must return sums, a tensor [k]")
+    if n == 1 or not weight or not whole.isfinite():
+        return
+    cut = n // 2
+    parts = [(_part(given, 0, cut), _part(wanted, 0, cut)), (_part(given, cut, n), _part(wanted, cut, n))]
+    weights = [float(task.weight(some)) for _, some in parts]
+    losses = [float(task.loss(*part)) if share else 0.0 for part, share in zip(parts, weights, strict=True)]
+    shares = [loss * share / weight for loss, share in zip(losses, weights, strict=True)]
+    tolerance = 10 * math.sqrt(torch.finfo(whole.dtype).eps) * max(1e-3, *map(abs, shares))
+    if abs(sum(shares) - float(whole)) > tolerance:
+        raise ConfigError(
+            f"the loss of task {task} over {n} samples is {float(whole):.6g}, and the mean over its "
+            f"microbatches, weighted by weight(targets), is another: let it be a mean over what counts (not "
+            f"a sum, and without a term between samples), and let weight say what each target counts for"
+        )
+
+
+def _tried(call: Callable[[Value, Value], Tensor], outputs: Value, targets: Value, where: str) -> Tensor:
+    try:
+        return call(outputs, targets)
+    except Exception as error:  # a user's function may raise anything
+        raise ConfigError(f"{where}: {' '.join(str(error).split()) or type(error).__name__}") from error
+
+
+def _part(value: Value, start: int, end: int) -> Value:
+    if isinstance(value, Tensor):
+        return value[start:end]
+    return tuple(t[start:end] for t in value)

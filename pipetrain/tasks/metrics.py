@@ -1,0 +1,140 @@
+"""Metrics, as sums that add up over microbatches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pipetrain.boundary import Value, as_tuple
+
+MetricFunction = Callable[[Value, Value], Tensor | float]
+"""(outputs, targets) -> the mean over the samples of a microbatch."""
+
+
+class Metric:
+    """A number over all samples, made of sums over microbatches.
+
+    `name`: a short one, for tables; `title`: a longer one; `higher`: whether higher is better; `percent`:
+    shown as a percentage.
+    """
+
+    name: str
+    title: str
+    higher: bool = True
+    percent: bool = False
+
+    def sums(self, outputs: Value, targets: Value) -> Tensor:
+        """Return the sums of a microbatch [k], on the device of the outputs."""
+        raise NotImplementedError
+
+    def value(self, sums: Sequence[float], loss: float) -> float:
+        """Return the metric of summed sums (empty if nothing was counted) and a mean loss."""
+        raise NotImplementedError
+
+    def text(self, value: float) -> str:
+        return f"{value:.2%}".replace("%", " %") if self.percent else f"{value:.4g}"
+
+
+class Mean(Metric):
+    """The mean over samples of a function that returns a microbatch's mean."""
+
+    def __init__(self, name: str, function: MetricFunction, higher: bool = True) -> None:
+        self.name = self.title = name
+        self.higher = higher
+        self._function = function
+
+    def sums(self, outputs: Value, targets: Value) -> Tensor:
+        device, n = as_tuple(outputs)[0].device, len(as_tuple(targets)[0])
+        mean = torch.as_tensor(self._function(outputs, targets), dtype=torch.float64, device=device)
+        if mean.dim():
+            raise ValueError(f"it must return one number, not {list(mean.shape)}")
+        return torch.stack([mean * n, torch.full_like(mean, n)])
+
+    def value(self, sums: Sequence[float], loss: float) -> float:
+        return _ratio(sums)
+
+
+class Accuracy(Metric):
+    """The share of labels [n, ...] among the `top` highest scores; the classes lie along `axis`."""
+
+    percent = True
+
+    def __init__(self, ignore_index: int = -100, axis: int = 1, top: int = 1) -> None:
+        self.name = "acc" if top == 1 else f"top{top}"
+        self.title = "accuracy" if top == 1 else f"top{top}_accuracy"
+        self._ignored = ignore_index
+        self._axis = axis
+        self._top = top
+
+    def sums(self, outputs: Value, targets: Value) -> Tensor:
+        scores, labels = as_tuple(outputs)[0], as_tuple(targets)[0]
+        if self._top == 1:
+            hits = scores.argmax(self._axis) == labels
+        else:
+            best = scores.topk(min(self._top, scores.shape[self._axis]), self._axis).indices
+            hits = (best == labels.unsqueeze(self._axis)).any(self._axis)
+        counted = labels != self._ignored
+        return torch.stack([(hits & counted).sum(), counted.sum()])
+
+    def value(self, sums: Sequence[float], loss: float) -> float:
+        return _ratio(sums)
+
+
+class Perplexity(Metric):
+    """The exponential of the mean loss."""
+
+    name, title = "ppl", "perplexity"
+    higher = False
+
+    def sums(self, outputs: Value, targets: Value) -> Tensor:
+        return as_tuple(outputs)[0].new_zeros(0)
+
+    def value(self, sums: Sequence[float], loss: float) -> float:
+        return math.exp(loss) if loss < 700 else math.inf if loss >= 700 else math.nan
+
+
+class MeanIoU(Metric):
+    """The mean over classes of intersection over union, of scores [n, classes, ...] and labels [n, ...].
+
+    Classes that neither the labels nor the predictions have are left out.
+    """
+
+    name, title = "miou", "mean_iou"
+    percent = True
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        self._ignored = ignore_index
+
+    def sums(self, outputs: Value, targets: Value) -> Tensor:
+        scores, labels = as_tuple(outputs)[0], as_tuple(targets)[0]
+        classes, counted = scores.shape[1], labels != self._ignored
+        found, wanted = scores.argmax(1)[counted], labels[counted]
+        both = torch.bincount(wanted[found == wanted], minlength=classes)
+        either = torch.bincount(found, minlength=classes) + torch.bincount(wanted, minlength=classes) - both
+        return torch.cat([both, either])
+
+    def value(self, sums: Sequence[float], loss: float) -> float:
+        half = len(sums) // 2
+        shares = [both / either for both, either in zip(sums[:half], sums[half:], strict=True) if either]
+        return sum(shares) / len(shares) if shares else math.nan
+
+
+class SquaredError(Metric):
+    """The mean squared error of outputs and targets of equal shape."""
+
+    name, title = "mse", "squared_error"
+    higher = False
+
+    def sums(self, outputs: Value, targets: Value) -> Tensor:
+        errors = (as_tuple(outputs)[0] - as_tuple(targets)[0]).double()
+        return torch.stack([errors.square().sum(), errors.new_tensor(errors.numel())])
+
+    def value(self, sums: Sequence[float], loss: float) -> float:
+        return _ratio(sums)
+
+
+def _ratio(sums: Sequence[float]) -> float:
+    return sums[0] / sums[1] if sums and sums[1] else math.nan
