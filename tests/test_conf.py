@@ -47,7 +47,7 @@ def test_the_package_reads_these_files():
 
 
 def test_every_group_is_tested_here():
-    assert set(OPTIONS) == {"codec", "data", "experiment", "model", "optim", "schedule"}
+    assert set(OPTIONS) == {"codec", "data", "experiment", "logger", "model", "optim", "schedule"}
     assert TOP == ["config", "plan"]
     assert all(OPTIONS.values())
 
@@ -105,6 +105,15 @@ def test_each_experiment_is_a_run(option):
     make_optimizer(cfg, nn.Linear(1, 1), 2)
     program = make_schedule(cfg)(2, 2, read.microbatches)
     check(lower(program), 2, read.microbatches)
+
+
+@options("logger")
+def test_each_logger_can_be_chosen_alone_and_with_another(option):
+    assert list(composed(f"logger={option}").logger) == [option]
+    assert list(composed(f"logger=[tensorboard,{option}]").logger) == list(
+        dict.fromkeys(["tensorboard", option])
+    )
+    assert list(composed("logger=[]").logger) == []
 
 
 def test_the_quickstart_is_what_the_readme_promises():
