@@ -25,11 +25,12 @@ from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import ScheduleError
 
 CODECS = ("codec.forward", "codec.backward")
+MAY_BE_NULL = ("data.sample",)  # although it has parts where it is given
 ALL = "--cfg job shows all there is"
 
 # Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
 _ADDED = re.compile(
-    r"(model|schedule|optim|codec\.(forward|backward)|data\.(source|augment))\.[^=]+="
+    r"(model|schedule|optim|codec\.(forward|backward)|data\.(source|augment|train|test|columns|sample))\.[^=]+="
     r"|(partition\.profile|trace\.windows|lr_schedule\.\w+)="
 )
 # A choice from one group for each of two packages, which Hydra writes as GROUP@PACKAGE=NAME.
@@ -150,9 +151,9 @@ def _refuse_unread(content: Mapping[str, Any], known: Collection[str], text: str
         parts = sorted(other for other in known if other.startswith(f"{key}."))
         if key not in known and not re.search(rf"\$\{{{re.escape(key)}\b", text):
             raise ConfigError(f"nothing reads {key}{_suggestion(key, known)}; {ALL}")
-        if parts and not isinstance(value, dict):
+        if parts and not isinstance(value, dict) and not (value is None and key in MAY_BE_NULL):
             raise ConfigError(f"{key} must be given by its parts: {'=, '.join(parts)}=")
-        if parts:
+        if parts and value is not None:
             _refuse_unread(value, known, text, f"{key}.")
 
 
