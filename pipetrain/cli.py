@@ -25,12 +25,17 @@ from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import ScheduleError
 
 CODECS = ("codec.forward", "codec.backward")
-MAY_BE_NULL = ("data.sample",)  # although it has parts where it is given
 ALL = "--cfg job shows all there is"
+MAY_BE_NULL = {
+    "data.sample",
+    "data.train",
+    "data.test",
+}  # mappings of some data sets, which others do without
 
 # Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
 _ADDED = re.compile(
-    r"(model|schedule|optim|codec\.(forward|backward)|data\.(source|augment|train|test|columns|sample))\.[^=]+="
+    r"(model|schedule|optim|task|loss|metrics|codec\.(forward|backward)"
+    r"|data\.(source|augment|train|test|columns|sample))\.[^=]+="
     r"|(partition\.profile|trace\.windows|lr_schedule\.\w+)="
 )
 # A choice from one group for each of two packages, which Hydra writes as GROUP@PACKAGE=NAME.

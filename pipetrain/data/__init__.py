@@ -114,11 +114,16 @@ def _refuse_undeclared(data: DictConfig, loaded: Data, dtype: torch.dtype) -> No
     declared, found = declared_example(data, dtype), loaded.facts.example
     if declared is None:
         return
-    if not found.single or (found.specs[0].shape != declared.specs[0].shape):
+    if not found.single or _kind(found.specs[0]) != _kind(declared.specs[0]):
         raise ConfigError(
             f"the inputs of data set {loaded.name} are {' + '.join(map(str, found.specs))}, and data.sample "
             f"says {declared.specs[0]}: correct data.sample, or set it to null"
         )
+
+
+def _kind(spec: TensorSpec) -> object:
+    """Return what a declaration fixes: any floating-point numbers become the run's dtype."""
+    return spec.shape, spec.dtype.is_floating_point or spec.dtype
 
 
 def load_augment(data: DictConfig) -> Augment | None:
