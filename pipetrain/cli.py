@@ -34,8 +34,8 @@ MAY_BE_NULL = {
 
 # Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
 _ADDED = re.compile(
-    r"(model|schedule|optim|task|loss|metrics|codec\.(forward|backward)|data\.(source|augment|train|test|columns))"
-    r"\.[^=]+="
+    r"(model|schedule|optim|task|loss|metrics|codec\.(forward|backward)"
+    r"|data\.(source|augment|train|test|columns|sample))\.[^=]+="
     r"|(partition\.profile|trace\.windows|lr_schedule\.\w+)="
 )
 # A choice from one group for each of two packages, which Hydra writes as GROUP@PACKAGE=NAME.
