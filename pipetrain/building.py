@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import pkgutil
 import random
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import get_method, get_object, instantiate
+from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
@@ -97,8 +98,9 @@ def _function(cfg: DictConfig, key: str) -> Any:
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise ConfigError(f"{key} needs a _target_: the dotted name of a function or a class")
     try:
-        made = instantiate(node, _partial_=not inspect.isclass(get_object(node["_target_"])))
-    except (InstantiationException, ImportError, ValueError) as error:
+        is_class = inspect.isclass(pkgutil.resolve_name(str(node["_target_"])))
+        made = instantiate(node, _partial_=not is_class)
+    except (InstantiationException, ImportError, AttributeError, ValueError) as error:
         raise not_built(key, node, error) from error
     if not callable(made) and not isinstance(made, Metric):
         raise ConfigError(f"{key} must be a function; got {type(made).__name__}")
@@ -162,14 +164,19 @@ def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     model = build(cfg, "model")
+    prove_model(model, f"{cfg.model._target_} must return", dtype)
+    return cast(nn.Sequential, model)
+
+
+def prove_model(model: object, needs: str, dtype: torch.dtype) -> None:
+    """Refuse what cannot be trained as one process would, and cast it to `dtype`. Raises ConfigError."""
     if not isinstance(model, nn.Sequential) or not len(model):
         raise ConfigError(
-            f"{cfg.model._target_} must return an nn.Sequential of the layers to cut between, "
+            f"{needs} an nn.Sequential of the layers to cut between, "
             f"not {type(model).__name__ if not isinstance(model, nn.Sequential) else 'an empty one'}"
         )
     _refuse_unseen(model)
     _cast(model, dtype)
-    return model
 
 
 def _refuse_unseen(model: nn.Sequential) -> None:

@@ -26,10 +26,16 @@ from pipetrain.schedule.actions import ScheduleError
 
 CODECS = ("codec.forward", "codec.backward")
 ALL = "--cfg job shows all there is"
+MAY_BE_NULL = {
+    "data.sample",
+    "data.train",
+    "data.test",
+}  # mappings of some data sets, which others do without
 
 # Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
 _ADDED = re.compile(
-    r"(model|schedule|optim|codec\.(forward|backward)|data\.(source|augment))\.[^=]+="
+    r"(model|schedule|optim|task|loss|metrics|codec\.(forward|backward)|data\.(source|augment|train|test|columns))"
+    r"\.[^=]+="
     r"|(partition\.profile|trace\.windows|lr_schedule\.\w+)="
 )
 # A choice from one group for each of two packages, which Hydra writes as GROUP@PACKAGE=NAME.
@@ -150,9 +156,9 @@ def _refuse_unread(content: Mapping[str, Any], known: Collection[str], text: str
         parts = sorted(other for other in known if other.startswith(f"{key}."))
         if key not in known and not re.search(rf"\$\{{{re.escape(key)}\b", text):
             raise ConfigError(f"nothing reads {key}{_suggestion(key, known)}; {ALL}")
-        if parts and not isinstance(value, dict):
+        if parts and not isinstance(value, dict) and not (value is None and key in MAY_BE_NULL):
             raise ConfigError(f"{key} must be given by its parts: {'=, '.join(parts)}=")
-        if parts:
+        if parts and value is not None:
             _refuse_unread(value, known, text, f"{key}.")
 
 

@@ -81,7 +81,7 @@ def test_each_data_set_can_be_asked_for(option):
     cfg = composed(f"data={option}")
     assert cfg.data.name == option
     assert callable(instantiate(cfg.data.source, _partial_=True))  # found, and not loaded
-    assert load_augment(cfg.data) is not None
+    assert (load_augment(cfg.data) is not None) == ("augment" in cfg.data)
     assert cfg.data.fallback in {None, *OPTIONS["data"]}
     assert cfg.data.recipe.lr_schedule in SHAPES
     assert cfg.epochs == cfg.data.recipe.epochs

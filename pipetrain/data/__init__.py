@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from pipetrain.boundary import Example, TensorSpec
 from pipetrain.data.augment import Augment, ImageSplit
+from pipetrain.data.dataset import as_split
 from pipetrain.data.loader import Sampler, loaded, pieces
 from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, ImageData, Images, Split, prove
 from pipetrain.errors import ConfigError
@@ -87,12 +88,7 @@ def _split(data: DictConfig, name: str) -> Split:
             f"data={data.get('name')} has no {name}: give data.source, a function that returns both splits, "
             f"or data.train and data.test, each with the _target_ of a Dataset"
         )
-    made = _make(data, name)
-    if not isinstance(made, Split):
-        raise ConfigError(f"data.{name} must give a data set; got {type(made).__name__}")
-    if not len(made):
-        raise ConfigError(f"data.{name} has no sample")
-    return made
+    return as_split(_make(data, name), f"data.{name}", data.get("columns"))
 
 
 def declared_example(data: DictConfig, dtype: torch.dtype) -> Example | None:
@@ -118,11 +114,16 @@ def _refuse_undeclared(data: DictConfig, loaded: Data, dtype: torch.dtype) -> No
     declared, found = declared_example(data, dtype), loaded.facts.example
     if declared is None:
         return
-    if not found.single or (found.specs[0].shape != declared.specs[0].shape):
+    if not found.single or _kind(found.specs[0]) != _kind(declared.specs[0]):
         raise ConfigError(
             f"the inputs of data set {loaded.name} are {' + '.join(map(str, found.specs))}, and data.sample "
             f"says {declared.specs[0]}: correct data.sample, or set it to null"
         )
+
+
+def _kind(spec: TensorSpec) -> object:
+    """Return what a declaration fixes: any floating-point numbers become the run's dtype."""
+    return spec.shape, spec.dtype.is_floating_point or spec.dtype
 
 
 def load_augment(data: DictConfig) -> Augment | None:

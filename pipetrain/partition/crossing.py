@@ -71,7 +71,8 @@ def _refuse_sharing(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequenc
             if tensor and user.setdefault(tensor, stage) != stage:
                 raise ConfigError(
                     f"layer {index} ({name}) of stage {stage} shares its {label} with stage {user[tensor]}; "
-                    f"choose a partition that keeps both layers in one stage"
+                    f"choose a partition that keeps both layers in one stage, or give each its own "
+                    f"(for model=gpt: model.tied=false)"
                 )
 
 

@@ -32,6 +32,10 @@ CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a secon
 MOST_REAL = 2**30  # most bytes of a real input
 MOST_KEPT = 2**27  # most bytes of all cheap layers, whose graphs are kept until the last one has run
 
+_ATEN = torch.ops.aten
+# PyTorch has no formula for the CPU's fused attention; it multiplies as much as the GPU's.
+_COUNTED_AS = {_ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention}
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -241,7 +245,7 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage_of(tensor) not in self._known:
                 self._look_at(tensor)
         result = func(*args, **(kwargs or {}))
-        if formula := flop_registry.get(func._overloadpacket):
+        if formula := flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket)):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         self._known.update(map(storage_of, strided(result)))
         return result

@@ -271,10 +271,17 @@ class Stage:
         for mb in mbs:
             del self._before[mb]
 
-    def take_tallies(self) -> tuple[Tally, Tally]:
-        """Return and reset the training and evaluation tallies. Raises TrainingStopped for a bad loss."""
+    def take_trained(self) -> Tally:
+        """Return and reset the tally of training. Raises TrainingStopped for a bad loss."""
         self._watch.check(self.weights.updates, wait=True)
-        return self._trained.take(), self._evaluated.take()
+        return self._trained.take()
+
+    def take_evaluated(self) -> Tally:
+        """Return and reset the tally of evaluation."""
+        return self._evaluated.take()
+
+    def take_tallies(self) -> tuple[Tally, Tally]:
+        return self.take_trained(), self.take_evaluated()
 
     def take_losses(self) -> list[float]:
         """Return the mean loss of each update since the last call; empty except at the last stage."""

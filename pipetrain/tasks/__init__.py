@@ -105,9 +105,9 @@ class Classification(Task):
         self,
         label_smoothing: float = 0.0,
         ignore_index: int = IGNORED,
-        metrics: Sequence[Metric] = (Accuracy(),),
+        metrics: Sequence[Metric] | None = None,
     ) -> None:
-        super().__init__(metrics=metrics)
+        super().__init__(metrics=[Accuracy(ignore_index)] if metrics is None else metrics)
         self._smoothing = label_smoothing
         self._ignored = ignore_index
 
@@ -229,12 +229,13 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
         f"{' + '.join(map(str, specs_of(as_tuple(wanted))))}"
     )
     whole = _tried(task.loss, given, wanted, where)
-    if whole.dim() or not whole.is_floating_point():
-        raise ConfigError(
-            f"the loss of task {task} must be one number, the mean over what counts; it returns "
-            f"{specs_of([whole])[0]}"
-        )
-    _tried(task.evaluation_loss, given, wanted, where)
+    for loss in (whole, _tried(task.evaluation_loss, given, wanted, where)):
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            returned = specs_of([loss])[0] if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"the loss of task {task} must be one number in a tensor, the mean over what counts; it "
+                f"returns {returned}"
+            )
     weight = float(_tried(lambda _, some: torch.as_tensor(task.weight(some)), given, wanted, where))
     for metric in task.metrics:
         sums = _tried(metric.sums, given, wanted, f"metric {metric.name} of {where}")

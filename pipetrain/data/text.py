@@ -1,0 +1,218 @@
+"""A text as blocks of tokens, to predict each token from those before it.
+
+Tokens are the bytes of a file, or those of a Hugging Face tokenizer, which are made once and kept in a file.
+Either file is mapped into memory, so the processes of a machine share its pages and a large text is not read
+whole. A file must not change while it is in use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from pipetrain.data.sets import Data, Draw
+from pipetrain.errors import ConfigError
+
+SHAKESPEARE = Path(__file__).with_name("texts") / "shakespeare.txt"  # see README.md beside it
+BYTES = 256  # the vocabulary without a tokenizer
+
+_PIECE = 1 << 20  # characters tokenised at once
+_SUMMED = 1 << 30  # bytes of a split that its checksum reads at most
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of tokens, without overlap; the target of a token is the next one. Samples are blocks.
+
+    `path`: a file of tokens of `dtype` and nothing else, of which the split has `tokens` from `start`.
+    """
+
+    path: str
+    dtype: str
+    start: int
+    tokens: int
+    block: int
+
+    def __len__(self) -> int:
+        return (self.tokens - 1) // self.block  # the last token of the last block has a target too
+
+    def inputs(self, ids: Tensor, draw: Draw | None) -> Tensor:
+        """Return the tokens of blocks `ids`, int64 [n]: int64 [n, block]."""
+        return self._read(ids, 0)
+
+    def targets(self, ids: Tensor, draw: Draw | None) -> Tensor:
+        """Return the tokens after those of `inputs`: int64 [n, block]."""
+        return self._read(ids, 1)
+
+    def first(self, n: int) -> Blocks:
+        return replace(self, tokens=min(self.tokens, n * self.block + 1))
+
+    def checksum(self) -> int:
+        """CRC-32 of the tokens; above 1 GiB, of evenly spaced MiB that amount to at most so much."""
+        content = self._mapped.view(np.uint8)
+        step = math.ceil(len(content) / _SUMMED) << 20
+        found = zlib.crc32(repr((self.tokens, self.block)).encode())
+        for start in range(0, len(content), step):
+            found = zlib.crc32(content[start : start + (1 << 20)].data, found)
+        return found
+
+    def _read(self, ids: Tensor, shift: int) -> Tensor:
+        places = ids.numpy()[:, None] * self.block + np.arange(shift, self.block + shift)
+        return torch.from_numpy(self._mapped[places].astype(np.int64))
+
+    @cached_property
+    def _mapped(self) -> NDArray[Any]:
+        kind = np.dtype(self.dtype)
+        mapped = np.memmap(self.path, kind, "r", offset=self.start * kind.itemsize, shape=(self.tokens,))
+        return mapped.view(np.ndarray)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_mapped"}  # not its content
+
+
+def load(
+    file: str | None = None,
+    tokenizer: str | None = None,
+    block: int = 128,
+    test_share: float = 0.1,
+    vocabulary: int | None = None,
+    root: str = "data",
+) -> Data:
+    """Read a text file, by default plays of Shakespeare, as blocks of `block` tokens.
+
+    `tokenizer`: a tokenizer.json of the package `tokenizers`; without it the tokens are bytes. Its tokens are
+    kept in `<root>/texts`. `test_share`: the fraction of the tokens, at the end of the text, to test on.
+    `vocabulary`: the number of tokens that must be known, if it is given. Raises ConfigError.
+    """
+    path = SHAKESPEARE if file is None else Path(file)
+    if type(block) is not int or block < 1:
+        raise ConfigError(f"data.block must be a whole number of tokens, 1 or more; got {block}")
+    if not 0 < test_share < 1:
+        raise ConfigError(f"data.test_share must be a fraction between 0 and 1; got {test_share}")
+    size, known = _size(path, "data.file"), BYTES
+    dtype: np.dtype[Any] = np.dtype(np.uint8)
+    if tokenizer is not None:
+        coder = _tokenizer(Path(tokenizer))
+        known = max(coder.get_vocab().values()) + 1
+    if vocabulary not in (None, known):
+        whose = "bytes" if tokenizer is None else f"the tokenizer {tokenizer}"
+        raise ConfigError(
+            f"data.vocabulary is {vocabulary}, and that of {whose} is {known}: set data.vocabulary={known}"
+        )
+    tokens = path
+    if tokenizer is not None:
+        dtype = np.dtype(np.uint16 if known <= 1 << 16 else np.uint32)
+        tokens = _tokenised(path, Path(tokenizer), coder, dtype, Path(root, "texts"))
+        size = tokens.stat().st_size // dtype.itemsize
+    train = size - round(size * test_share)
+    if min(train, size - train) <= block:
+        raise ConfigError(
+            f"{path} has {size} tokens, {train} to train on and {size - train} to test on, but data.block="
+            f"{block} needs {block + 1} in each part: give a longer text or a smaller data.block"
+        )
+    place = str(tokens.absolute())
+    return Data(
+        name=path.stem,
+        train=Blocks(place, dtype.name, 0, train, block),
+        test=Blocks(place, dtype.name, train, size - train, block),
+        classes=known,
+    )
+
+
+def _size(path: Path, key: str) -> int:
+    """Return the bytes of a file that can be read and is not empty. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={path} cannot be read: {error.strerror}; give the path of a file"
+        ) from error
+    if not size:
+        raise ConfigError(f"{key}={path} is empty: give a file with text")
+    return size
+
+
+def _tokenizer(path: Path) -> Any:
+    """Read a tokenizer.json, without what it adds to single texts. Raises ConfigError."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError(
+            "data.tokenizer needs the package tokenizers: install 'pipetrain[text]', or train on bytes with "
+            "data.tokenizer=null"
+        ) from error
+    _size(path, "data.tokenizer")
+    try:
+        coder = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises plain Exceptions
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"data.tokenizer={path} is no tokenizer.json of the package tokenizers: {reason}"
+        ) from error
+    coder.no_truncation()
+    coder.no_padding()
+    return coder
+
+
+def _tokenised(path: Path, tokenizer: Path, coder: Any, dtype: np.dtype[Any], folder: Path) -> Path:
+    """Return the file of a text's tokens, made by `coder` if there is none of this text and `tokenizer`.
+
+    It gets its name when it is whole, so several processes may make it at once. Raises ConfigError.
+    """
+    with path.open("rb") as text, tokenizer.open("rb") as rules:
+        digests = b"".join(hashlib.file_digest(file, "sha256").digest() for file in (text, rules))
+    made = folder / f"{path.stem}-{hashlib.sha256(digests).hexdigest()[:16]}.{dtype.name}"
+    if made.exists():
+        return made
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{path.stem}-", dir=folder) as temporary:
+            partial = Path(temporary) / made.name
+            with partial.open("wb") as file:
+                for piece in _pieces(path):
+                    ids = coder.encode(piece, add_special_tokens=False).ids
+                    file.write(np.array(ids, dtype).tobytes())
+            os.replace(partial, made)
+    except OSError as error:
+        raise ConfigError(
+            f"the tokens of {path} cannot be written to {folder}: {error.strerror}; set data.root to "
+            "a folder that can be written and has room"
+        ) from error
+    return made
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """Read a text in pieces of whole lines, with signs of progress. Raises ConfigError if it is not UTF-8."""
+    size = path.stat().st_size
+    with (
+        path.open(encoding="utf-8", newline="") as text,
+        tqdm(total=size, unit="B", unit_scale=True, desc=f"tokens of {path.name}", disable=None) as bar,
+    ):
+        if bar.disable:  # no terminal
+            print(f"making the tokens of {path} ({size / 1e6:.1f} MB)", file=sys.stderr, flush=True)
+        try:
+            while lines := text.readlines(_PIECE):
+                piece = "".join(lines)
+                yield piece
+                bar.update(len(piece.encode()))
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"data.file={path} is not UTF-8, which a tokenizer needs: convert it, or train on its bytes "
+                "with data.tokenizer=null"
+            ) from error

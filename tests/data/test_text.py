@@ -1,0 +1,251 @@
+"""A text as blocks: each token once, its target the next one, and one sentence for what cannot be read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+
+from pipetrain.data import text
+from pipetrain.errors import ConfigError
+
+WORDS = "the cat sat on the mat and the dog sat on the cat\n"
+
+
+@pytest.fixture
+def book(tmp_path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text(WORDS * 20)
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path) -> Path:
+    """A byte-level BPE as GPT-2's, that adds a start to each text, cuts it to 3 tokens and pads it to 5."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([WORDS], trainer)
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made.enable_truncation(3)
+    made.enable_padding(length=5)
+    path = tmp_path / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def whole(split: text.Blocks) -> np.ndarray:
+    """Every token of a split's blocks and the last target, after a look at each sample."""
+    ids = torch.arange(len(split))
+    inputs, targets = split.inputs(ids, None), split.targets(ids, None)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.shape == targets.shape == (len(split), split.block)
+    assert torch.equal(inputs.flatten()[1:], targets.flatten()[:-1])
+    return np.append(inputs.numpy(), targets[-1, -1])
+
+
+def test_bytes_are_cut_into_blocks_and_the_end_is_to_test_on(book):
+    content = np.frombuffer(book.read_bytes(), np.uint8)
+    data = text.load(str(book), block=30, test_share=0.25)
+    assert (len(content), data.name, data.classes) == (1000, "book", 256)
+    assert (len(data.train), len(data.test)) == (749 // 30, 249 // 30)
+    assert (whole(data.train) == content[: 24 * 30 + 1]).all()
+    assert (whole(data.test) == content[750 : 750 + 8 * 30 + 1]).all()
+
+
+def test_samples_are_read_in_any_order(book):
+    train = text.load(str(book), block=30).train
+    every, some = train.inputs(torch.arange(len(train)), None), torch.tensor([7, 0, 7])
+    assert torch.equal(train.inputs(some, None), every[some])
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(30, 0), (31, 1), (60, 1), (61, 2)])
+def test_the_last_token_of_a_block_needs_a_target(tokens, blocks):
+    assert len(text.Blocks("", "uint8", 0, tokens, 30)) == blocks
+
+
+def test_first_keeps_the_first_blocks_at_most_all(book):
+    train = text.load(str(book), block=30).train
+    assert len(train.first(99)) == len(train)
+    assert len(train.first(3)) == 3
+    assert (whole(train.first(3)) == whole(train)[:91]).all()
+
+
+def test_a_split_travels_to_a_worker_without_its_tokens(book):
+    train = text.load(str(book), block=30).train
+    read = whole(train)
+    pickled = pickle.dumps(train)
+    assert len(pickled) < 500
+    assert (whole(pickle.loads(pickled)) == read).all()
+
+
+def test_the_text_is_mapped_and_not_held(book):
+    train = text.load(str(book), block=30).train
+    assert isinstance(train._mapped.base, np.memmap)
+    assert not train._mapped.flags.writeable
+
+
+def test_checksum_tells_other_tokens_and_other_blocks_apart(book, monkeypatch):
+    one = text.load(str(book), block=30)
+    sums = [one.train.checksum(), one.test.checksum(), one.train.first(5).checksum()]
+    sums.append(text.load(str(book), block=29).train.checksum())
+    content = book.read_bytes()
+    book.write_bytes(content[:500] + b"!" + content[501:])
+    sums.append(text.load(str(book), block=30).train.checksum())
+    assert len(set(sums)) == len(sums)
+    assert text.load(str(book), block=30).test.checksum() == sums[1]
+
+
+def test_checksum_of_a_large_text_reads_evenly_spaced_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "_SUMMED", 1 << 20)  # so that 3 MiB are large
+    path, content = tmp_path / "large.txt", bytearray(3 << 20)
+
+    def checksum() -> int:
+        path.write_bytes(content)
+        return text.Blocks(str(path), "uint8", 0, len(content), 8).checksum()
+
+    first = checksum()
+    content[1 << 20] = 1
+    assert checksum() == first
+    content[0] = 1
+    assert checksum() != first
+
+
+# The text that ships
+
+
+def test_shakespeare_is_the_text_that_others_report_on():
+    data = text.load(vocabulary=256)
+    assert (data.name, len(data.train), len(data.test)) == ("shakespeare", 7842, 871)
+    content = text.SHAKESPEARE.read_bytes()
+    assert (len(content), len(set(content))) == (1_115_394, 65)
+    assert (data.train.checksum(), data.test.checksum()) == (1_221_763_790, 4_170_432_201)
+    assert (text.SHAKESPEARE.parent / "README.md").exists()
+
+
+# Tokenizers
+
+
+def test_tokens_are_those_of_the_whole_text_alone(book, tokenizer, tmp_path):
+    data = text.load(str(book), str(tokenizer), 8, vocabulary=270, root=str(tmp_path))
+    plain = Tokenizer.from_file(str(tokenizer))
+    plain.no_truncation()
+    ids = plain.encode(book.read_text(), add_special_tokens=False).ids
+    assert data.classes == 270
+    assert data.train.tokens + data.test.tokens == len(ids) < 1000
+    assert (whole(data.train) == ids[: len(data.train) * 8 + 1]).all()
+
+
+def test_a_long_text_is_made_in_pieces_of_whole_lines(book, tokenizer, tmp_path, monkeypatch):
+    load = lambda root: text.load(str(book), str(tokenizer), 8, root=str(tmp_path / root))  # noqa: E731
+    at_once = load("one")
+    monkeypatch.setattr(text, "_PIECE", 70)
+    assert (whole(load("two").train) == whole(at_once.train)).all()
+
+
+def test_tokens_are_made_once_for_a_text_and_a_tokenizer(book, tokenizer, tmp_path, monkeypatch, capfd):
+    root = tmp_path / "root"
+
+    def made() -> set[str]:
+        text.load(str(book), str(tokenizer), 8, root=str(root))
+        return {path.name for path in (root / "texts").iterdir()}
+
+    (first,) = made()
+    assert first.startswith("book-")
+    assert first.endswith(".uint16")
+    assert "making the tokens of" in capfd.readouterr().err
+    assert made() == {first}
+    assert not capfd.readouterr().err
+    book.write_text(WORDS * 21)
+    assert len(made()) == 2
+    rules = json.loads(tokenizer.read_text())
+    rules["model"]["merges"].pop()
+    tokenizer.write_text(json.dumps(rules))
+    assert len(made()) == 3
+
+
+def test_a_text_that_fails_leaves_no_tokens(book, tokenizer, tmp_path):
+    book.write_bytes(b"caf\xe9 " * 100)
+    with pytest.raises(ConfigError, match=r"data\.file=.*book\.txt is not UTF-8, which a tokenizer needs"):
+        text.load(str(book), str(tokenizer), 8, root=str(tmp_path))
+    assert not list((tmp_path / "texts").iterdir())
+
+
+def test_more_than_65536_tokens_take_4_bytes(tmp_path, book):
+    vocabulary = {f"w{index}": index for index in range(70_000)} | {"cat": 70_000, "?": 70_001}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "words.json"))
+    data = text.load(str(book), str(tmp_path / "words.json"), 8, root=str(tmp_path))
+    assert data.classes == 70_002
+    assert data.train.dtype == "uint32"
+    assert set(whole(data.train)) == {70_000, 70_001}
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"block": 0}, "data.block must be a whole number of tokens, 1 or more; got 0"),
+        ({"block": 1.5}, "data.block must be a whole number of tokens, 1 or more; got 1.5"),
+        ({"test_share": 1}, "data.test_share must be a fraction between 0 and 1; got 1"),
+        (
+            {"file": "none.txt"},
+            "data.file=none.txt cannot be read: No such file or directory; give the path of a file",
+        ),
+        ({"file": "."}, "data.file=. cannot be read: Is a directory; give the path of a file"),
+        ({"file": "empty.txt"}, "data.file=empty.txt is empty: give a file with text"),
+        (
+            {"tokenizer": "none.json"},
+            "data.tokenizer=none.json cannot be read: No such file or directory; give the path of a file",
+        ),
+        (
+            {"tokenizer": "book.txt"},
+            "data.tokenizer=book.txt is no tokenizer.json of the package tokenizers: ",
+        ),
+        ({"vocabulary": 300}, "data.vocabulary is 300, and that of bytes is 256: set data.vocabulary=256"),
+        (
+            {"tokenizer": "tokenizer.json", "vocabulary": 256},
+            "data.vocabulary is 256, and that of the tokenizer tokenizer.json is 270: set "
+            "data.vocabulary=270",
+        ),
+        (
+            {"block": 100},
+            "book.txt has 1000 tokens, 900 to train on and 100 to test on, but data.block=100 needs 101 in "
+            "each part: give a longer text or a smaller data.block",
+        ),
+        (
+            {"tokenizer": "tokenizer.json", "root": "book.txt"},
+            "the tokens of book.txt cannot be written to book.txt/texts: Not a directory; set data.root to "
+            "a folder that can be written and has room",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_sentence(
+    arguments, says, book, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").touch()
+    with pytest.raises(ConfigError) as refusal:
+        text.load(**{"file": "book.txt", "root": "."} | arguments)
+    assert str(refusal.value).startswith(says)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_tokenizer_without_its_package_is_refused(book, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer needs the package tokenizers: install 'pipetrain\[text\]'"
+    ):
+        text.load(str(book), str(tokenizer))

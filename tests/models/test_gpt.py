@@ -1,0 +1,195 @@
+"""GPT: the published sizes, what attention may see, and the start of training."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipetrain.boundary import Example, TensorSpec
+from pipetrain.building import build
+from pipetrain.errors import ConfigError
+from pipetrain.models import gpt
+from pipetrain.partition.crossing import refuse_cuts
+from pipetrain.partition.estimate import estimate
+from tests.support.cases import config
+
+SMALL = {"depth": 2, "heads": 2, "width": 8, "sequence": 16, "vocabulary": 11}
+
+
+# Parameters of GPT-2 with a tied head, by blocks: github.com/openai/gpt-2 and its weights.
+PUBLISHED = {12: 124_439_808, 24: 354_823_168, 36: 774_030_080, 48: 1_557_611_200}
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def small(**changed) -> nn.Sequential:
+    torch.manual_seed(0)
+    return gpt(**(SMALL | changed))
+
+
+def tokens(n: int, length: int = 16) -> torch.Tensor:
+    return torch.randint(11, (n, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ({"tied": True}, PUBLISHED[12]),
+        ({}, PUBLISHED[12] + 50257 * 768),
+        ({"sequence": 128, "vocabulary": 3000}, 89_762_304),  # of the pipelining literature
+    ],
+)
+def test_published_sizes(shape, expected):
+    with torch.device("meta"):
+        assert parameters(gpt(**shape)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("gpt", 12), ("gpt_medium", 24), ("gpt_large", 36), ("gpt_xl", 48)]
+)
+def test_config_takes_vocabulary_and_sequence_from_the_data(name, blocks):
+    cfg = config([f"model={name}", "data=text", "data.block=64"])
+    assert (cfg.model.sequence, cfg.model.vocabulary) == (64, 256)
+    with torch.device("meta"):
+        model = build(cfg, "model")
+    assert len(model) == blocks + 3
+    width, published = cfg.model.width, PUBLISHED[blocks]
+    assert parameters(model) == published + (256 * 2 - 50257 + 64 - 1024) * width
+
+
+def test_each_block_is_a_layer_between_the_embedding_and_the_head():
+    names = [name for name, _ in small(depth=3).named_children()]
+    assert names == ["embedding", "block1", "block2", "block3", "norm", "head"]
+
+
+@pytest.mark.parametrize("length", [1, 7, 16])
+@torch.no_grad()
+def test_tokens_of_any_length_to_logits_and_no_layer_writes_its_input(length):
+    model = small().double()
+    out = given = tokens(3, length)
+    for layer in model:
+        before, given = out.clone(), out
+        out = layer(given)
+        assert torch.equal(given, before)
+    assert out.shape == (3, length, 11)
+    assert out.dtype == torch.float64
+    torch.testing.assert_close(out, model(tokens(3, length)))
+
+
+@torch.no_grad()
+def test_a_token_sees_itself_and_those_before_it_in_its_own_sample():
+    model, one = small().double(), tokens(2)
+    other = one.clone()
+    other[0, 9] = (other[0, 9] + 1) % 11
+    changed = (model(one) != model(other)).any(-1)
+    assert not changed[0, :9].any()
+    assert changed[0, 9:].all()
+    assert not changed[1].any()
+
+
+@torch.no_grad()
+def test_positions_tell_equal_tokens_apart():
+    out = small()[0](torch.zeros(1, 16, dtype=torch.int64))
+    assert len(out[0].unique(dim=0)) == 16
+
+
+@torch.no_grad()
+def test_attention_is_that_of_the_paper():
+    """Vaswani et al., 2017, equation 1, for each head."""
+    attention, x = small()[1].attention.double(), torch.randn(2, 5, 8, dtype=torch.float64)
+    queries, keys, values = attention.project(x).split(8, dim=-1)
+    mask = torch.full((5, 5), -math.inf, dtype=torch.float64).triu(1)
+    heads = []
+    for part in (slice(0, 4), slice(4, 8)):
+        scores = queries[..., part] @ keys[..., part].mT / math.sqrt(4)
+        heads.append((scores + mask).softmax(-1) @ values[..., part])
+    torch.testing.assert_close(attention(x), attention.contract(torch.cat(heads, -1)))
+
+
+def test_weights_are_drawn_as_gpt_2_s():
+    model = small(depth=8, width=128, vocabulary=500)
+    wanted = {
+        "expand": 0.02,
+        "project": 0.02,
+        "contract": 0.02 / 4,
+        "tokens": 0.02,
+        "positions": 0.02,
+        "head": 0.02,
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            std = wanted[name.split(".")[-1]]
+            assert float(module.weight.detach().std()) == pytest.approx(std, rel=0.1), name
+        if getattr(module, "bias", None) is not None:
+            assert not module.bias.any()
+
+
+def test_the_first_loss_is_that_of_even_odds():
+    out = small(width=64, vocabulary=500)(tokens(4))
+    loss = functional.cross_entropy(out.flatten(0, 1), tokens(4).flatten())
+    assert loss.item() == pytest.approx(math.log(500), rel=0.02)
+
+
+def test_dropout_is_of_training_alone():
+    model, x = small(dropout=0.5), tokens(2)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    torch.testing.assert_close(model(x), small()(x))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"depth": 0}, "model.depth must be a whole number of at least 1; got 0"),
+        ({"vocabulary": 2.5}, "model.vocabulary must be a whole number of at least 1; got 2.5"),
+        ({"width": True}, "model.width must be a whole number of at least 1; got True"),
+        ({"heads": 3}, "model.width=8 must be a multiple of model.heads=3: change one of them"),
+        ({"dropout": 1}, "model.dropout must be a fraction, at least 0 and less than 1; got 1"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(wrong, says):
+    with pytest.raises(ConfigError) as refusal:
+        small(**wrong)
+    assert str(refusal.value) == says
+
+
+ENTRY = Example((TensorSpec((16,), torch.int64),)).of(3)  # a microbatch of 3 samples
+
+
+def test_too_long_a_sample_is_refused_before_the_start():
+    with pytest.raises(ConfigError, match=r"layer 0 \(embedding\).*16 tokens are more than .* sequence of 8"):
+        estimate(small(sequence=8), ENTRY)
+
+
+def test_the_boundaries_are_those_of_a_run():
+    layers = estimate(small(), ENTRY)
+    assert [str(layer.output) for layer in layers] == [*["float32[3, 16, 8]"] * 4, "float32[3, 16, 11]"]
+    assert all(layer.output.needs_grad == (True,) for layer in layers)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_work_of_a_block_counts_its_attention(dropout):
+    """Twice the multiplications: 12 width^2 a token in the linear layers, and 2 width a pair of tokens."""
+    n, length, width = 3, 16, 8
+    work = estimate(small(dropout=dropout), ENTRY)[1].flops
+    assert work - n * length * width == 2 * n * length * 12 * width**2 + 2 * n * 2 * width * length**2
+
+
+def test_a_tied_head_is_trained_with_the_embedding_and_cannot_be_cut_from_it():
+    model = small(tied=True)
+    assert model.head.weight is model.embedding.tokens.weight
+    layers = estimate(model, ENTRY)
+    refuse_cuts(model, layers, [])
+    with pytest.raises(ConfigError) as refusal:
+        refuse_cuts(model, layers, [2])
+    assert str(refusal.value) == (
+        "layer 4 (head) of stage 1 shares its weight with stage 0; choose a partition that keeps both layers "
+        "in one stage, or give each its own (for model=gpt: model.tied=false)"
+    )
