@@ -31,7 +31,7 @@ from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import Data, Images, ImageSplit, load_augment
 from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
-from pipetrain.schedule.actions import Op, Program
+from pipetrain.schedule.actions import Op, Program, has_norms
 from pipetrain.seal import Seal, SealedStore
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.run import Run, prepare
@@ -135,6 +135,8 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
         rate=run.settings.rate(run.updates),
         label_smoothing=run.settings.label_smoothing,
         bf16=run.settings.precision == "bf16",
+        clip=run.settings.clip_grad_norm,
+        clip_by_stage=not has_norms(run.plan.window.program),
         ema=run.settings.ema,
         skip=run.settings.on_nan == "skip",
     )

@@ -6,6 +6,7 @@ that the theory says, all at once in one pass over the whole model.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -75,6 +76,8 @@ class Recipe:
     rate: Callable[[int], float]  # as a fraction of the peak
     label_smoothing: float = 0.0
     bf16: bool = False  # layers under autocast, and what crosses a cut cast to bf16
+    clip: float | None = None  # the most that the norm of a gradient may be
+    clip_by_stage: bool = False
     ema: float | None = None  # the decay of the average that is evaluated
     skip: bool = False  # an update whose gradient is not finite is left out, with all that its batch changed
 
@@ -133,6 +136,9 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
                     for name, buffer in model.named_buffers():
                         buffer.copy_(buffers[name])
                 else:
+                    if recipe.clip is not None:
+                        for parameters in _clipped_together(live, recipe):
+                            torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
                     optimizer.step()
                 if averaged is not None:
                     averaged.update_parameters(model)
@@ -143,6 +149,14 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
         val_loss, val_acc = _evaluate(averaged.module if averaged is not None else model, recipe)
         outcomes.append((loss_sum / counted, val_loss, val_acc))
     return Outcome({name: t.detach().clone() for name, t in model.state_dict().items()}, outcomes)
+
+
+def _clipped_together(live: dict[str, nn.Parameter], recipe: Recipe) -> list[list[nn.Parameter]]:
+    ends = [0, *recipe.cuts, sys.maxsize] if recipe.clip_by_stage else [0, sys.maxsize]
+    return [
+        [p for name, p in live.items() if start <= int(name.split(".", 1)[0]) < end]
+        for start, end in pairwise(ends)
+    ]
 
 
 def _narrow(layer: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> object:
