@@ -1,1 +1,64 @@
-"""pipetrain: trains one model over several processes, by a schedule that is checked before the start."""
+"""pipetrain: trains one model over several processes, by a schedule that is checked before the start.
+
+    pipe = pipetrain.Pipeline(model, loss=..., optimizer=..., schedule="1f1b", microbatches=4)
+
+The names below are imported when they are first used, as torch takes a second.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipetrain.errors import ActionFailed, ChannelError, ConfigError, TrainingStopped
+    from pipetrain.pipeline import Pipeline, schedules
+    from pipetrain.schedule.actions import ScheduleError
+    from pipetrain.tasks import (
+        Classification,
+        LanguageModelling,
+        Metric,
+        Regression,
+        Segmentation,
+        Task,
+    )
+
+_HOMES = {
+    "pipetrain.pipeline": ("Pipeline", "schedules"),
+    "pipetrain.tasks": (
+        "Classification",
+        "LanguageModelling",
+        "Metric",
+        "Regression",
+        "Segmentation",
+        "Task",
+    ),
+    "pipetrain.errors": ("ActionFailed", "ChannelError", "ConfigError", "TrainingStopped"),
+    "pipetrain.schedule.actions": ("ScheduleError",),
+}
+__all__ = [
+    "ActionFailed",
+    "ChannelError",
+    "Classification",
+    "ConfigError",
+    "LanguageModelling",
+    "Metric",
+    "Pipeline",
+    "Regression",
+    "ScheduleError",
+    "Segmentation",
+    "Task",
+    "TrainingStopped",
+    "schedules",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -73,6 +73,11 @@ class Plan:
     prediction: Prediction | None = None  # from a profile
     policy: Policy | None = None  # decides the order at run time; the windows' programs are then examples
 
+    def __str__(self) -> str:
+        from pipetrain.plan import describe  # which imports this module
+
+        return describe(self)
+
     @property
     def stages(self) -> int:
         return len(self.placement)
@@ -118,6 +123,31 @@ class Plan:
         if self.policy is None:
             return Listed(self.windows[batches].program[rank], batches, self.settings.microbatches)
         return Decided(self.policy, rank, self.stages, batches, self.settings.microbatches)
+
+
+class AnySize(dict[int, list[Boundary]]):
+    """Boundaries by number of samples: of two numbers, from which those of any other follow.
+
+    Each dimension must be a linear function of the samples. The engine compares what a stage really makes.
+    """
+
+    def __missing__(self, size: int) -> list[Boundary]:
+        (few, first), (more, second) = list(self.items())[:2]
+
+        def at(a: int, b: int) -> int:
+            return a + (b - a) * (size - few) // (more - few)
+
+        self[size] = [
+            replace(
+                boundary,
+                specs=tuple(
+                    replace(spec, shape=tuple(map(at, spec.shape, other.shape)))
+                    for spec, other in zip(boundary.specs, beside.specs, strict=True)
+                ),
+            )
+            for boundary, beside in zip(first, second, strict=True)
+        ]
+        return self[size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +315,8 @@ def _pipeline(
     settings: Settings, where: list[int], windows: Mapping[int, Window], layers: Sequence[Layer]
 ) -> Pipeline:
     activations, versions, _ = zip(*(_peaks(windows, stage) for stage in range(len(where))), strict=True)
+    if settings.ema is not None:
+        versions = tuple(held + 1 for held in versions)  # the moving average is as large as a version
     wire_bytes = None
     if not settings.codecs.plain:
         wire_bytes = [_wire_bytes(settings, layer.output) for layer in layers]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -170,14 +170,19 @@ def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     model = build(cfg, "model")
+    prove_model(model, f"{cfg.model._target_} must return", dtype)
+    return cast(nn.Sequential, model)
+
+
+def prove_model(model: object, needs: str, dtype: torch.dtype) -> None:
+    """Refuse what cannot be trained as one process would, and cast it to `dtype`. Raises ConfigError."""
     if not isinstance(model, nn.Sequential) or not len(model):
         raise ConfigError(
-            f"{cfg.model._target_} must return an nn.Sequential of the layers to cut between, "
+            f"{needs} an nn.Sequential of the layers to cut between, "
             f"not {type(model).__name__ if not isinstance(model, nn.Sequential) else 'an empty one'}"
         )
     _refuse_unseen(model)
     _cast(model, dtype)
-    return model
 
 
 def _refuse_unseen(model: nn.Sequential) -> None:

@@ -36,12 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipetrain.export", description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", help="the folder of a checkpoint, or of a run for its newest whole one")
     parser.add_argument("--best", action="store_true", help="of a run, the one of the best epoch")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights, see ema=")
     parser.add_argument("--out", type=Path, default=Path("weights"), help="without ending (default: weights)")
     options = parser.parse_args(arguments)
-    return guarded(lambda: export(options.checkpoint, options.best, options.out))
+    return guarded(lambda: export(options.checkpoint, options.best, options.out, options.ema))
 
 
-def export(checkpoint: str, of_best: bool, out: Path) -> int:
+def export(checkpoint: str, of_best: bool, out: Path, ema: bool = False) -> int:
     """Write a checkpoint's weights to `out`.safetensors and `out`.pt, complex ones to the latter only.
 
     The model is neither built nor run. Raises ConfigError.
@@ -53,7 +54,7 @@ def export(checkpoint: str, of_best: bool, out: Path) -> int:
         )
     if of_best:
         source = _best(Path(checkpoint), source)
-    state = merged(source)
+    state = merged(source, ema)
     update = source.manifest.position.update
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -94,16 +95,24 @@ def _best(run_dir: Path, newest: Source) -> Source:
     )
 
 
-def merged(source: Source) -> dict[str, Tensor]:
-    """Return the state_dict of the whole model of a checkpoint. Raises ConfigError."""
+def merged(source: Source, ema: bool = False) -> dict[str, Tensor]:
+    """Return the state_dict of the whole model of a checkpoint, with averaged weights if `ema`.
+
+    Raises ConfigError.
+    """
     terms, where = source.manifest.conditions, str(source.folder)
     names = read_as(dict[str, str], terms.get("state_dict"), f"{where}: state_dict")
     forms = read_as(dict[str, list[Any]], terms.get("tensors"), f"{where}: tensors")
     tensors = Tensors(source.folder, list(source.manifest.parts))
+    if ema and not tensors.names("ema/"):
+        raise ConfigError(
+            f"{where} has no moving average of the weights: train with ema=0.999, or leave --ema"
+        )
     found: dict[str, Tensor] = {}
     for name in names.values():
         dtype, *shape = forms.get(name) or [None]
-        tensor = tensors[f"model/{name}"]
+        kind = "ema" if ema and f"ema/{name}" in tensors else "model"  # buffers have no average
+        tensor = tensors[f"{kind}/{name}"]
         if dtype == _COMPLEX.get(tensor.dtype) and tensor.shape[-1:] == (2,):
             tensor = torch.view_as_complex(tensor)
         if [str(tensor.dtype), *tensor.shape] != [f"torch.{dtype}", *shape]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -47,6 +47,18 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> Optimi
     with suppress(ConfigError):
         return _tried(cfg, partial(factory, fused=True), groups, model, stages)
     return _tried(cfg, factory, groups, model, stages)
+
+
+def prove_optimizer(
+    factory: OptimizerFactory, groups: Mapping[str, Any] | None, model: nn.Module, stages: int
+) -> OptimizerFactory:
+    """Return a stage's factory from a function of parameters, with `groups` as `optim.groups`.
+
+    Raises ConfigError.
+    """
+    name = getattr(factory, "__qualname__", type(factory).__qualname__)
+    cfg = OmegaConf.create({"optim": {"_target_": name, "groups": groups}, "checkpoint": {"every": 1}})
+    return _tried(cfg, factory, _groups(cfg, model), model, stages)
 
 
 def _groups(cfg: DictConfig, model: nn.Module) -> list[Group]:

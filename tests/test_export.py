@@ -33,6 +33,37 @@ def test_both_files_load_into_the_model_that_was_trained(tmp_path, capsys):
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in wanted.items())
 
 
+def test_the_moving_average_is_exported_on_demand(tmp_path):
+    case = Case("1f1b", 2, ("microbatches=2", "epochs=1", "ema=0.75"))
+    run_in_threads(case, saved=Saved(tmp_path / "run"))
+    out = tmp_path / "weights"
+
+    def exported(folder: Path, *words: str) -> dict[str, torch.Tensor]:
+        assert main([str(folder), *words, "--out", str(out)]) == 0
+        return torch.load(f"{out}.pt")
+
+    folders = sorted((tmp_path / "run" / CHECKPOINTS).glob("update-*"))
+    first, *later = (exported(folder) for folder in folders)
+    assert len(later) == 3
+    averaged = exported(tmp_path / "run", "--ema")
+    for name, tensor in first.items():
+        expected = later[-1][name]  # of a buffer
+        if name in dict(with_norm().named_parameters()):
+            expected = tensor
+            for state in later:
+                expected = 0.75 * expected + 0.25 * state[name]
+        torch.testing.assert_close(averaged[name], expected, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(averaged["1.0.weight"], later[-1]["1.0.weight"])
+
+
+def test_without_a_moving_average_there_is_none_to_export(tmp_path, trained, capsys):
+    assert main([str(trained), "--ema", "--out", str(tmp_path / "weights")]) != 0
+    assert (
+        "has no moving average of the weights: train with ema=0.999, or leave --ema"
+        in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("factory", [edges.tied_registered, edges.fourier, edges.unsaved])
 def test_shared_complex_and_left_out_ones_come_back_as_they_are(factory, tmp_path):
     case = Case("1f1b", 2, (f"model._target_={factory.__module__}.{factory.__name__}", "partition=[1]"))

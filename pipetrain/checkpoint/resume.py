@@ -96,7 +96,7 @@ def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int, ending: b
         if mine.get(key) != theirs.get(key):
             raise ConfigError(
                 f"this run cannot go on from {source.folder}: "
-                f"{_difference(key, theirs.get(key), mine.get(key))}; give the values that it was trained "
+                f"{difference(key, theirs.get(key), mine.get(key))}; give the values that it was trained "
                 f"with, or train anew"
             )
     done = source.manifest.position.epoch
@@ -104,9 +104,10 @@ def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int, ending: b
         raise ConfigError(f"{source.folder} has all of its {done} epochs done; give epochs= more to go on")
 
 
-def _difference(key: str, theirs: Any, mine: Any) -> str:
+def difference(key: str, theirs: Any, mine: Any) -> str:
+    """Return a phrase about the first difference of two values under a key."""
     if isinstance(theirs, Mapping) and isinstance(mine, Mapping):
         for name in sorted(theirs.keys() | mine.keys()):
             if theirs.get(name) != mine.get(name):
-                return _difference(f"{key}.{name}", theirs.get(name), mine.get(name))
+                return difference(f"{key}.{name}", theirs.get(name), mine.get(name))
     return f"it has {key}={theirs}, and this run has {key}={mine}"

@@ -21,7 +21,9 @@ def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFacto
 
     The optimizer state of each parameter must have the form that `optimizer` gives it after one update.
     """
-    tensors.prove({name: tensor for name, tensor in stage.state().items() if name.startswith("model/")})
+    model = {name: tensor for name, tensor in stage.state().items() if name.startswith("model/")}
+    averages = {name.replace("model/", "ema/", 1): tensor for name, tensor in model.items()}
+    tensors.prove(model | {name: tensor for name, tensor in averages.items() if name in tensors})
     try:
         stage.load_state(tensors, updates)
     except Exception as error:  # an optimizer may raise anything for a state that it cannot load

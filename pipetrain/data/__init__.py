@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from pipetrain.boundary import Example, TensorSpec
 from pipetrain.data.augment import Augment, ImageSplit
+from pipetrain.data.dataset import as_split
 from pipetrain.data.loader import Sampler, loaded, pieces
 from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, ImageData, Images, Split, prove
 from pipetrain.errors import ConfigError
@@ -87,12 +88,7 @@ def _split(data: DictConfig, name: str) -> Split:
             f"data={data.get('name')} has no {name}: give data.source, a function that returns both splits, "
             f"or data.train and data.test, each with the _target_ of a Dataset"
         )
-    made = _make(data, name)
-    if not isinstance(made, Split):
-        raise ConfigError(f"data.{name} must give a data set; got {type(made).__name__}")
-    if not len(made):
-        raise ConfigError(f"data.{name} has no sample")
-    return made
+    return as_split(_make(data, name), f"data.{name}", data.get("columns"))
 
 
 def declared_example(data: DictConfig, dtype: torch.dtype) -> Example | None:

@@ -111,7 +111,7 @@ class Engine:
         self._placement = placement
         self._boundaries = boundaries
         self._evaluated = evaluated
-        self._bounds = bounds
+        self.bounds = bounds
         self._clock = clock
         self.stats = {stage: StageStats() for stage in stages}
         """The statistics of each stage's training since `take_stats`."""
@@ -263,7 +263,7 @@ class Engine:
         target = window.feed.target(action.mb) if self._is_last(action.stage) else None
         outputs = stage.forward(action.mb, self._inputs(action, window), action.version, target)
         self._hand_on(action, outputs, window)
-        limit = self._bounds[action.stage].activations
+        limit = self.bounds[action.stage].activations
         assert stage.in_flight <= limit, (
             f"{action}: {stage.in_flight} microbatches in flight, {limit} simulated"
         )
@@ -294,7 +294,7 @@ class Engine:
         stage = self._stages[action.stage]
         stage.step(keep=window.order.needed(action.stage, action.version - 1))
         held = stage.weights.held
-        limit = self._bounds[action.stage].versions
+        limit = self.bounds[action.stage].versions
         assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"
 
     def _release(self, action: Action, window: _Window) -> None:

@@ -8,6 +8,7 @@ ranks carries the collectives (an epoch's figures).
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pickle
 import re
@@ -19,10 +20,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from pipetrain.boundary import TensorSpec
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.channel import ChannelError, DistChannel, Edge
 from pipetrain.seal import SealedStore
@@ -31,6 +35,8 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 LOOPBACK = 127  # first byte of its addresses
 ELSEWHERE = "192.0.2.1"  # from RFC 5737, in no network: reached by the default route
 ROUNDS = 32  # messages to and fro to compare two clocks
+SHORT = 1024  # bytes of a message that `tell` sends at once
+_TARGETS = 1  # tag of the targets; gloo keeps messages of different tags apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +109,14 @@ def _own_address(host: str) -> bytes:
         return socket.inet_aton(probe.getsockname()[0])
 
 
-def _all_gather(content: bytes, ranks: int) -> list[bytes]:
+def _all_gather(content: bytes, ranks: int, group: Any) -> list[bytes]:
     size = torch.tensor([len(content)])
     sizes = [torch.zeros_like(size) for _ in range(ranks)]
-    dist.all_gather(sizes, size)
+    dist.all_gather(sizes, size, group=group)
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
     padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     gathered = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(gathered, padded)
+    dist.all_gather(gathered, padded, group=group)
     return [bytes(t[: int(n)].numpy()) for t, n in zip(gathered, sizes, strict=True)]
 
 
@@ -142,6 +148,7 @@ class Mesh:
         self._groups: dict[Edge, dist.ProcessGroup] = {}
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        self._owned = world.size > 1 and not dist.is_initialized()
         if world.size > 1:
             choose_interface(world)
             try:
@@ -152,9 +159,11 @@ class Mesh:
     def _connect(self, store: SealedStore | None) -> None:
         limit = timedelta(seconds=self._timeout)
         raw = store.raw if store else None
-        dist.init_process_group(
-            "gloo", store=raw, rank=self.world.rank, world_size=self.world.size, timeout=limit
-        )
+        if self._owned:
+            dist.init_process_group(
+                "gloo", store=raw, rank=self.world.rank, world_size=self.world.size, timeout=limit
+            )
+        self._all = dist.group.WORLD if self._owned else dist.new_group(timeout=limit, backend="gloo")
         for edge in self._edges:
             ends = [self.placement[stage] for stage in edge]
             # Twice the limit, so that the channel's own deadline, which names the message, comes first.
@@ -183,12 +192,67 @@ class Mesh:
         if self._seal:
             mine = self._seal.close(names[self.world.rank], mine)
         try:
-            gathered = _all_gather(mine, self.world.size)
+            gathered = _all_gather(mine, self.world.size, self._all)
         except RuntimeError as error:
             raise self._lost(f"gather {what} of all ranks", error) from error
         if self._seal:
             gathered = [self._seal.open(*sealed) for sealed in zip(names, gathered, strict=True)]
         return [pickle.loads(content) for content in gathered]
+
+    def tell(self, what: str, item: Any = None, source: int = 0) -> Any:
+        """Return on every rank what rank `source` gives as `item`: JSON, as nothing else is safe to read.
+
+        Raises ChannelError.
+        """
+        if self.world.size == 1:
+            return item
+        text = json.dumps(item).encode() if self.world.rank == source else b""
+        first = torch.zeros(SHORT, dtype=torch.uint8)
+        first[:8] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little")), dtype=torch.uint8)
+        if head := text[: SHORT - 8]:
+            first[8 : 8 + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        try:
+            dist.broadcast(first, source, group=self._all)
+            size = int.from_bytes(bytes(first[:8].numpy()), "little")
+            content = bytes(first[8 : 8 + size].numpy())
+            if size > SHORT - 8:
+                rest = torch.zeros(size - len(content), dtype=torch.uint8)
+                if self.world.rank == source:
+                    rest = torch.frombuffer(bytearray(text[SHORT - 8 :]), dtype=torch.uint8)
+                dist.broadcast(rest, source, group=self._all)
+                content += bytes(rest.numpy())
+        except RuntimeError as error:
+            raise self._lost(f"hear {what} from rank {source}", error) from error
+        return json.loads(content)
+
+    def agree(self, what: str, item: Any) -> list[Any]:
+        """Return each rank's `item`: JSON. Raises ChannelError."""
+        return [
+            self.tell(f"{what} of rank {rank}", item if rank == self.world.rank else None, rank)
+            for rank in range(self.world.size)
+        ]
+
+    def copy_from_first(self, what: str, tensor: Tensor) -> None:
+        """Overwrite a tensor in host memory with that of rank 0. Raises ChannelError."""
+        try:
+            values = tensor.contiguous()
+            dist.broadcast(values.flatten().view(torch.uint8), 0, group=self._all)
+            tensor.copy_(values)
+        except RuntimeError as error:
+            raise self._lost(f"receive {what}", error) from error
+
+    def post_tensor(self, tensor: Tensor, rank: int) -> dist.Work | None:
+        """Start to send a tensor in host memory to a rank, beside the messages of the stages."""
+        return dist.isend(tensor.contiguous(), rank, group=self._all, tag=_TARGETS)
+
+    def take_tensor(self, what: str, spec: TensorSpec, rank: int) -> Tensor:
+        """Receive a tensor that a rank has posted. Raises ChannelError."""
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        try:
+            dist.recv(tensor, rank, group=self._all, tag=_TARGETS)
+        except RuntimeError as error:
+            raise self._lost(f"receive {what} from rank {rank}", error) from error
+        return tensor
 
     def clock_offset(self, now: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
         """Return what to add to this rank's `now()` to get rank 0's, and the bound of its error, in seconds.
@@ -238,5 +302,5 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy the process groups, after a successful run."""
-        if self.world.size > 1:
+        if self._owned:
             dist.destroy_process_group()

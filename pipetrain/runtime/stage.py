@@ -95,7 +95,7 @@ class Stage:
     a gradient; by default one tensor enters, and every tensor but the data that can have a gradient does.
     `copy_input`: the first layer works in place; `copy_output`: the last one keeps its output. `compile`: use
     torch.compile. `skip_not_finite`: a non-finite gradient skips the update, with its changes of the buffers,
-    instead of stopping the training.
+    instead of stopping the training. `ema`: evaluate a moving average of the weights, see Weights.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class Stage:
         numerics: Numerics | None = None,
         compile: bool = False,
         skip_not_finite: bool = False,
+        ema: float | None = None,
     ) -> None:
         self.index = index
         self._numerics = numerics or Numerics()
@@ -120,7 +121,7 @@ class Stage:
         self.module = module.train()
         self._layers = compiled(module) if compile else module
         self._device = next((p.device.type for p in module.parameters()), "cpu")
-        self.weights = Weights(module, optimizer, rate)
+        self.weights = Weights(module, optimizer, rate, ema)
         self._trained = Counter()
         self._evaluated = Counter()
         self._watch = FiniteWatch(index)
@@ -245,10 +246,17 @@ class Stage:
         for mb in mbs:
             del self._before[mb]
 
-    def take_tallies(self) -> tuple[Tally, Tally]:
-        """Return and reset the training and evaluation tallies. Raises TrainingStopped for a bad loss."""
+    def take_trained(self) -> Tally:
+        """Return and reset the tally of training. Raises TrainingStopped for a bad loss."""
         self._watch.check(self.weights.updates, wait=True)
-        return self._trained.take(), self._evaluated.take()
+        return self._trained.take()
+
+    def take_evaluated(self) -> Tally:
+        """Return and reset the tally of evaluation."""
+        return self._evaluated.take()
+
+    def take_tallies(self) -> tuple[Tally, Tally]:
+        return self.take_trained(), self.take_evaluated()
 
     def take_losses(self) -> list[float]:
         """Return the mean loss of each update since the last call; empty except at the last stage."""
@@ -259,11 +267,13 @@ class Stage:
         """Return copies, in host memory, of the state between two windows.
 
         Keys use the layer names of the whole model: `model/NAME` for parameters and buffers (complex ones as
-        pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state.
+        pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state, `ema/NAME` for the moving
+        average of the weights.
         """
         model = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
         tensors = {f"model/{name}": numbers_of(tensor.detach()) for name, tensor in model}
         tensors |= {f"optimizer/{path}": tensor for path, tensor in self.weights.optimizer_state().items()}
+        tensors |= {f"ema/{name}": numbers_of(tensor) for name, tensor in self.weights.average().items()}
         return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
 
     @torch.no_grad()
@@ -274,6 +284,8 @@ class Stage:
         mine = {name for name, p in self.module.named_parameters() if p.requires_grad}
         paths = [path for path in tensors.names("optimizer/") if path.rpartition("/")[0] in mine]
         self.weights.load_optimizer_state({path: tensors[f"optimizer/{path}"] for path in paths}, updates)
+        averaged = mine.intersection(tensors.names("ema/"))
+        self.weights.load_average({name: tensors[f"ema/{name}"] for name in averaged})
 
     def restore_tally(self, trained: Tally) -> None:
         self._trained.restore(trained, self._device)
@@ -291,10 +303,14 @@ class Stage:
 
     @torch.no_grad()
     def predict(self, x: tuple[Tensor, ...], target: Target | None = None) -> tuple[Tensor, ...]:
-        """Evaluate with the newest weights and the running statistics; the last stage updates its tally."""
+        """Evaluate with the newest weights, or their moving average, and the running statistics.
+
+        The last stage updates its tally.
+        """
         self.module.eval()
         try:
-            outputs = as_tuple(self._call(tuple(self._numerics.arrange(t) for t in x)))
+            with self.weights.averaged():
+                outputs = as_tuple(self._call(tuple(self._numerics.arrange(t) for t in x)))
         finally:
             self.module.train()
         if self._task is None:

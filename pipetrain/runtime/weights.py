@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pipetrain.places import places
 from pipetrain.rate import Rate
@@ -88,16 +89,22 @@ def _finite(tensor: Tensor) -> Tensor:
     return numbers_of(tensor).isfinite()
 
 
-def _leaf(parameter: nn.Parameter) -> Tensor:
-    leaf = nn.Parameter(parameter.data)
+def _leaf(parameter: nn.Parameter, copy: bool = False) -> nn.Parameter:
+    leaf = nn.Parameter(parameter.data.clone() if copy else parameter.data)
     vars(leaf).update(vars(parameter))  # attributes set by a layer
     return leaf
 
 
 class Weights:
-    """Versions 0, 1, 2, ... of a module's trainable parameters, counted from the start of a window."""
+    """Versions 0, 1, 2, ... of a module's trainable parameters, counted from the start of a window.
 
-    def __init__(self, module: nn.Module, optimizer: OptimizerFactory, rate: Rate) -> None:
+    `ema`: the decay of an exponential moving average of the weights after each step, as in
+    torch.optim.swa_utils; None: without one.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: OptimizerFactory, rate: Rate, ema: float | None = None
+    ) -> None:
         self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
         names = {id(p): name for name, p in self._live.items()}
         # The places of each parameter: several if layers share it.
@@ -115,6 +122,8 @@ class Weights:
         self._unmoved = set(self._live)  # weights that have had no gradient so far
         self._memory = Memory(self._optimizer) if self._optimizer else None
         self._rate = rate
+        self._ema = ema
+        self._average: dict[str, nn.Parameter] = {}  # by name; empty before the first step
         self._spare: list[list[Tensor]] = []
         self.updates = 0
         self.newest = 0
@@ -143,9 +152,18 @@ class Weights:
         that batch statistics are counted once.
         """
         leaves = self._versions[version]
-        buffers = self.buffers() if backward else []
         if backward:
             self._accumulate_on(leaves)
+        with self._in_place(leaves, self.buffers() if backward else []):
+            yield
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the module compute with the moving average of the weights, if there is one."""
+        return self._in_place(self._average, []) if self._average else nullcontext()
+
+    @contextmanager
+    def _in_place(self, leaves: Mapping[str, Tensor], buffers: Buffers) -> Iterator[None]:
+        """Put leaves, and copies of the buffers, where the module's own tensors are."""
         try:
             for registry, key, _, name in self._places:
                 registry[key] = leaves[name]
@@ -200,6 +218,18 @@ class Weights:
                 if count:
                     self._memory.restore(p, [state[f"{name}/{number}"] for number in range(count)])
 
+    def average(self) -> dict[str, Tensor]:
+        """Return the moving average of the weights by name; empty without one."""
+        return {name: leaf.data for name, leaf in self._average.items()}
+
+    @torch.no_grad()
+    def load_average(self, average: Mapping[str, Tensor]) -> None:
+        """Restore from `average`; a weight that is missing in it begins from its present value."""
+        if self._ema is not None and average:
+            self._average = {name: _leaf(p, copy=True) for name, p in self._live.items()}
+            for name in average.keys() & self._live.keys():
+                numbers_of(self._average[name].data).copy_(average[name])
+
     def begin_window(self) -> None:
         """Count versions from 0 again: version 0 is the newest one."""
         assert self.held == 1, f"versions {sorted(self._versions)} outlived their window"
@@ -224,6 +254,8 @@ class Weights:
                 self._step(self._optimizer)
             for parameter in self._live.values():
                 parameter.grad = None
+        if self._ema is not None:
+            self._average_in(self._ema)
         self.updates += 1
         self.newest += 1
         if keep:
@@ -245,6 +277,15 @@ class Weights:
             for name, grad in given.items():
                 self._live[name].grad = None if name in first else grad
         optimizer.step()
+
+    def _average_in(self, decay: float) -> None:
+        """Update the moving average, which begins with the weights after the first step."""
+        if not self._average:
+            self._average = {name: _leaf(p, copy=True) for name, p in self._live.items()}
+        elif self._live:
+            new = [p.data for p in self._live.values()]
+            average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+            average([leaf.data for leaf in self._average.values()], new, self.updates)
 
     def older(self) -> list[int]:
         return [version for version in self._versions if version != self.newest]

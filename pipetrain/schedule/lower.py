@@ -23,7 +23,7 @@ from pipetrain.schedule.actions import (
 
 Route = tuple[int, int]  # (source stage, destination stage) of an activation; its gradient goes the other way
 
-_ADDED = COMMUNICATION | {Op.REDUCE}
+ADDED = COMMUNICATION | {Op.REDUCE}
 
 
 class Wiring:
@@ -85,7 +85,7 @@ def lower(program: Program, routes: Sequence[Route] | None = None) -> Program:
     """
     for rank, actions in enumerate(program):
         for action in actions:
-            if action.op in _ADDED:
+            if action.op in ADDED:
                 raise ScheduleError(f"rank {rank} has {action}: a schedule gives F, B, I, W and STEP alone")
     wiring = Wiring(ranks_of(program), routes)
     return [[lowered for action in actions for lowered in wiring.lowered(action)] for actions in program]
@@ -93,7 +93,7 @@ def lower(program: Program, routes: Sequence[Route] | None = None) -> Program:
 
 def compute_only(program: Program) -> Program:
     """Remove what `lower` adds."""
-    return [[action for action in actions if action.op not in _ADDED] for actions in program]
+    return [[action for action in actions if action.op not in ADDED] for actions in program]
 
 
 def edges(program: Program, routes: Sequence[Route] | None = None) -> list[tuple[int, int]]:

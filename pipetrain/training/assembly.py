@@ -41,6 +41,7 @@ def make_stages(
             numerics=plan.numerics,
             compile=settings.compile,
             skip_not_finite=settings.on_nan == "skip",
+            ema=settings.ema,
         )
         for index, rank in enumerate(plan.placement)
         if rank == mesh.world.rank

@@ -26,7 +26,7 @@ from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.data import Draw, loaded
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.coded import Feedback
+from pipetrain.pipeline import Pipeline
 from pipetrain.runtime.engine import Ends, Observer
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Listed
@@ -34,8 +34,7 @@ from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
 from pipetrain.tally import Tally
-from pipetrain.training.assembly import make_engine, make_stages, slots
-from pipetrain.training.feed import WindowFeed
+from pipetrain.training.assembly import slots
 from pipetrain.training.figures import EpochFigures, Progress, Stats, by_update, read_progress
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Tracer
@@ -70,12 +69,10 @@ class Trainer:
         self._recorder = recorder
         self._keeper = keeper
         self._rate = run.settings.rate(run.updates)
-        model = run.build_model()  # the whole model, as its initial weights depend on the order of layers
-        self.stages = make_stages(run.plan, model, run.task, run.optimizer, self._rate, mesh)
+        self.pipe = Pipeline.of_run(run, mesh)
+        self.stages, self._engine = self.pipe.stages, self.pipe.engine
         # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
         torch.manual_seed((run.settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
-        self._feedback = Feedback()
-        self._engine = make_engine(run.plan, self.stages, mesh, feedback=self._feedback)
         self._position = Position()
         self._progress = Progress()  # as restored; only its history is extended
         self._elapsed_before = 0.0
@@ -106,7 +103,7 @@ class Trainer:
             self._engine.stats = {index: self._progress.stages[index] for index in self.stages}
             rank, device = self._mesh.world.rank, self._mesh.device
             set_random_state(tensors, rank, device)
-            self._feedback.residuals = saved_residuals(tensors, slots(self._run.plan, rank), device)
+            self.pipe.feedback.residuals = saved_residuals(tensors, slots(self._run.plan, rank), device)
         else:  # the statistics are of other stages
             history = [replace(figures, stages={}) for figures in self._progress.history]
             self._progress = replace(self._progress, history=history, stages={})
@@ -180,7 +177,7 @@ class Trainer:
             stages={stage: stats for _, stages in gathered for stage, stats in stages.items()},
             losses=losses,
         )
-        residuals, pipeline = self._feedback.residuals, self._run.plan.pipeline
+        residuals, pipeline = self.pipe.feedback.residuals, self._run.plan.pipeline
         self._keeper.save(self.stages, self._mesh, self._position, pipeline, progress, residuals)
 
     def _elapsed(self) -> float:
@@ -191,11 +188,11 @@ class Trainer:
         """Predict every test sample, which updates the last stage's tally; return False if stopped early."""
         run = self._run
         ids = list(torch.split(torch.arange(run.facts.test), run.evaluation_sizes))
-        feed = self._feed([[size] for size in run.evaluation_sizes], *self._read("test", ids, None))
         tick = partial(self._tick, f"evaluation {epoch + 1}", len(ids))
         order = Listed(run.plan.evaluation[self._mesh.world.rank], len(ids))
         eval_s = [figures.eval_s / len(ids) for figures in self._progress.history[-1:]]
-        self._engine.evaluate(order, feed, tick, self._ends(len(ids), *eval_s))
+        samples = self._read("test", ids, None)
+        self.pipe.evaluate_window(order, run.evaluation_sizes, *samples, tick, self._ends(len(ids), *eval_s))
         return order.batches == len(ids)
 
     def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
@@ -216,17 +213,16 @@ class Trainer:
         for length in window_lengths(len(batches), run.settings.window, start):
             chosen = batches[start : start + length]
             order = run.plan.order(length, self._mesh.world.rank)
-            self._engine.train(
+            self._losses += self.pipe.train_window(
                 order,
-                self._feed([[len(ids) for ids in batch] for batch in chosen], inputs, targets),
-                run.settings.microbatches,
+                [[len(ids) for ids in batch] for batch in chosen],
+                inputs,
+                targets,
                 tick,
                 partial(self._observe, tracer.observer(epoch, chosen) if tracer else None),
                 self._ends(length, *batch_s),
             )
             start += order.batches
-            if (last := self.stages.get(run.plan.stages - 1)) is not None:
-                self._losses += last.take_losses()
             self._position = Position(epoch, start, epoch * len(batches) + start)
             if self._keeper:
                 asked = self._keeper.asking.after_window()
@@ -266,10 +262,6 @@ class Trainer:
             assert samples is not None
             targets = loaded(partial(samples.targets, draw=draw), ids)
         return inputs, targets
-
-    def _feed(self, sizes: Sequence[Sequence[int]], inputs: Values, targets: Values) -> WindowFeed:
-        weight, dtype = self._run.task.weight, self._run.settings.dtype
-        return WindowFeed(sizes, inputs, targets, weight, self._mesh.device, dtype)
 
     def _report(self, epoch: int, train_s: float, eval_s: float) -> None:
         """Gather an epoch's figures from all ranks, and record them."""

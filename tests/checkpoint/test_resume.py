@@ -85,6 +85,7 @@ def owing(tmp_path_factory) -> Whole:
         ("1f1b", 1, "optim=sgd"),
         ("pipedream", 3, "optim=adamw"),
         ("1f1b", 2, "optim._target_=tests.test_optimizer.Rich"),
+        ("pipedream", 2, "ema=0.9"),
     ],
 )
 def test_a_resumed_run_is_bit_equal_from_every_checkpoint(schedule, ranks, optimizer, tmp_path):
@@ -164,6 +165,28 @@ def test_another_partition_and_synchronous_schedule_ends_the_same(schedule, rank
     for name, tensor in plain.state.items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
     assert [f.evaluated.correct for f in resumed] == [f.evaluated.correct for f in plain.epochs]
+
+
+def test_groups_and_the_moving_average_go_with_their_parameters_to_other_stages(tmp_path):
+    words = ["optim=adamw", "optim.lr=0.01", "optim.groups.norms_and_biases.weight_decay=0", "ema=0.5"]
+    words += ["optim.groups.late.params='^[5-9]'", "optim.groups.late.lr=0.02"]
+    wanted = whole(a_case("1f1b", 2, "partition=[3]", *words), tmp_path)
+    for ranks, partition in ((1, "flops"), (3, "[2,8]")):
+        other = a_case("gpipe", ranks, f"partition={partition}", "microbatches=2", *words)
+        state, resumed = run_in_threads(other, source=checkpoints(tmp_path)[5])
+        for name, tensor in wanted.state.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
+        ended, evaluated = ([f.evaluated.mean_loss for f in epochs] for epochs in (wanted.epochs, resumed))
+        torch.testing.assert_close(ended, evaluated, rtol=1e-12, atol=1e-12)
+
+
+def test_a_moving_average_may_begin_and_end_with_a_restart(tmp_path, plain):
+    began = run_in_threads(a_case("1f1b", 2, "ema=0.5"), source=checkpoints(plain.folder)[5])
+    assert all(torch.equal(began[0][name], tensor) for name, tensor in plain.state.items())
+    assert began[1][-1].evaluated != plain.epochs[-1].evaluated
+    averaged = whole(a_case("1f1b", 2, "ema=0.5"), tmp_path)
+    again = run_in_threads(PLAIN, source=checkpoints(averaged.folder)[5])
+    assert again[1][-1].evaluated == plain.epochs[-1].evaluated
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
         rate=run.settings.rate(run.updates),
         label_smoothing=run.settings.label_smoothing,
         bf16=run.settings.precision == "bf16",
+        ema=run.settings.ema,
         skip=run.settings.on_nan == "skip",
     )
     delays = [_reads(program) for program in ran] or repeat(_delay(case, cfg, run))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pipetrain.boundary import as_tuple, named_layers
 from pipetrain.data import Data, Draw, Sampler
@@ -72,6 +73,7 @@ class Recipe:
     rate: Callable[[int], float]  # as a fraction of the peak
     label_smoothing: float = 0.0
     bf16: bool = False  # layers under autocast, and what crosses a cut cast to bf16
+    ema: float | None = None  # the decay of the average that is evaluated
     skip: bool = False  # an update whose gradient is not finite is left out, with all that its batch changed
 
 
@@ -84,6 +86,9 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
     optimizer = optimizer_over(recipe.optimizer, live.items())
     peaks = [group["lr"] for group in optimizer.param_groups]
     delay_of = iter(delays)
+    averaged = (
+        None if recipe.ema is None else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
+    )
     update = 0
     outcomes = []
     for epoch in range(recipe.epochs):
@@ -125,9 +130,13 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
                         buffer.copy_(buffers[name])
                 else:
                     optimizer.step()
+                if averaged is not None:
+                    averaged.update_parameters(model)
                 update += 1
                 history.append(_snapshot(live))
-        val_loss, val_acc = _evaluate(model, recipe)
+        if averaged is not None:
+            averaged.module.load_state_dict(dict(model.named_buffers()), strict=False)
+        val_loss, val_acc = _evaluate(averaged.module if averaged is not None else model, recipe)
         outcomes.append((loss_sum / counted, val_loss, val_acc))
     return Outcome({name: t.detach().clone() for name, t in model.state_dict().items()}, outcomes)
 

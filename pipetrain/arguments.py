@@ -1,0 +1,194 @@
+"""What a program gives Pipeline, turned into the terms of the configuration and refused where it is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from pipetrain.boundary import Value
+from pipetrain.building import make_schedule
+from pipetrain.cli import conf_dir
+from pipetrain.errors import ConfigError
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.schedule.actions import Action, Op, Program, Schedule, ScheduleError, parse_program
+from pipetrain.schedule.lower import ADDED
+from pipetrain.tasks import LossFunction, Metric, Task
+from pipetrain.tasks.metrics import MetricFunction
+
+_OTHERS = {  # keys of the configuration that the arguments and methods of Pipeline stand for
+    "model", "data", "task", "loss", "metrics", "optim", "schedule", "lr_schedule", "experiment", "defaults",
+    "epochs", "batch_size", "label_smoothing", "warmup", "log_every", "trace", "checkpoint", "resume",
+    "run_dir", "hydra", "codec",
+}  # fmt: skip
+
+
+def read_task(
+    loss: LossFunction | Task | None,
+    task: Task | None,
+    metrics: Sequence[Metric] | Mapping[str, MetricFunction],
+    weight: Callable[[Value], Tensor | float] | None,
+) -> Task:
+    """Return the task of Pipeline's arguments. Raises ConfigError."""
+    task = loss if isinstance(loss, Task) else task
+    if task is not None:
+        if metrics or weight or (loss is not None and loss is not task):
+            raise ConfigError("a Task has its loss, metrics and weight: give these to it, not to Pipeline")
+        return task
+    if not callable(loss):
+        raise ConfigError("Pipeline needs loss=, a function (outputs, targets) -> mean, or a Task")
+    return Task(loss, metrics, weight)
+
+
+def configuration(
+    model: object,
+    schedule: str | Path | Schedule,
+    microbatches: int | None,
+    window: int | None,
+    dtype: torch.dtype | str | None,
+    options: Mapping[str, Any],
+) -> tuple[DictConfig, str]:
+    """Return the configuration with these values, and the schedule's name. Raises ConfigError."""
+    base = OmegaConf.load(conf_dir() / "config.yaml")
+    assert isinstance(base, DictConfig)
+    path = conf_dir() / "schedule" / f"{schedule}.yaml"
+    if isinstance(schedule, str) and path.is_file():
+        name, chosen = schedule, OmegaConf.load(path)
+    else:
+        name = str(getattr(schedule, "__name__", type(schedule).__name__))
+        name = Path(schedule).stem if isinstance(schedule, str | Path) else name
+        chosen = OmegaConf.create({"microbatches": 1, "window": 1})
+    codecs = {way: str(options.get(f"codec_{way}", "identity")) for way in ("forward", "backward")}
+    for way, codec in codecs.items():
+        if not (conf_dir() / "codec" / f"{codec}.yaml").is_file():
+            raise ConfigError(f"codec_{way}={codec} is unknown; choose one of {_names('codec')}")
+    known = [str(key) for key in base if key not in _OTHERS]
+    for key in options.keys() - {f"codec_{way}" for way in codecs}:
+        if key not in known:
+            close = difflib.get_close_matches(key, [*known, "codec_forward", "codec_backward"], n=1)
+            meant = f"; did you mean {close[0]}" if close else f"; choose of {', '.join(known)}"
+            raise ConfigError(f"Pipeline takes no {key}{meant}")
+    if dtype is None and isinstance(model, nn.Module):
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    given = {key: value for key, value in options.items() if key in known and value is not None}
+    given |= {"microbatches": microbatches} if microbatches is not None else {}
+    given |= {"window": window} if window is not None else {}
+    fixed = {
+        "model": {"_target_": type(model).__name__},
+        "optim": {"lr": 1.0},
+        "data": {"workers": 0, "drop_last": False},
+        "codec": {
+            way: OmegaConf.load(conf_dir() / "codec" / f"{codec}.yaml") for way, codec in codecs.items()
+        },
+        "dtype": str(dtype).removeprefix("torch."),
+        "lr_schedule": "constant",
+        "warmup": 0.0,
+        "label_smoothing": 0.0,
+        "epochs": 1,
+        "run_dir": "",
+    }
+    cfg = OmegaConf.merge(base, chosen, fixed, given)
+    assert isinstance(cfg, DictConfig)
+    cfg.batch_size = cfg.microbatches  # until the first batch
+    return cfg, name
+
+
+def _names(group: str) -> str:
+    return ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+
+
+def read_schedule(cfg: DictConfig, schedule: str | Path | Schedule) -> Schedule:
+    """Return a program function by its name, or of a program's file. Raises ConfigError."""
+    if callable(schedule):
+        return schedule
+    if isinstance(schedule, str) and (conf_dir() / "schedule" / f"{schedule}.yaml").is_file():
+        return make_schedule(cfg)
+    try:
+        program = parse_program(Path(schedule).read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"schedule={schedule} is neither a file nor one of {_names('schedule')}: {error.strerror}"
+        ) from error
+    return FixedProgram(str(schedule), [[a for a in actions if a.op not in ADDED] for actions in program])
+
+
+class FixedProgram:
+    """The program of a file as a schedule: of one batch, and then of any number of them, or of one window."""
+
+    def __init__(self, path: str, program: Program) -> None:
+        self._path = path
+        self._program = program
+        stages = {action.stage for actions in program for action in actions}
+        steps = [a for actions in program for a in actions if a.op is Op.STEP]
+        self.batches = len(steps) // max(1, len(stages))
+
+    def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
+        """Return the program of a window. Raises ScheduleError if the file's is of another size."""
+        found = {action.mb for actions in self._program for action in actions if action.op is Op.F}
+        times, rest = divmod(batches, self.batches or 1)
+        fits = len(self._program) == ranks and found == set(range(self.batches * microbatches))
+        if not fits or rest or (times > 1 and self.batches > 1):
+            raise ScheduleError(
+                f"the program in {self._path} is of {len(self._program)} ranks, {self.batches} batches "
+                f"and {len(found)} microbatches in all; there are {ranks} ranks, a window of {batches} "
+                f"batches and microbatches={microbatches} a batch"
+            )
+        return [
+            [self._later(action, batch, microbatches) for batch in range(times) for action in actions]
+            for actions in self._program
+        ]
+
+    @staticmethod
+    def _later(action: Action, batch: int, microbatches: int) -> Action:
+        return replace(action, mb=action.mb + batch * microbatches, version=action.version + batch)
+
+
+def refuse_elsewhere(model: object) -> None:
+    """Refuse a model that is not in host memory. Raises ConfigError."""
+    for name, tensor in (
+        [*model.named_parameters(), *model.named_buffers()] if isinstance(model, nn.Module) else ()
+    ):
+        if tensor.device.type != "cpu":
+            raise ConfigError(
+                f"{name} of the model is on {tensor.device}: build the model on the CPU, and Pipeline moves "
+                f"the stages of each rank to its device"
+            )
+
+
+def level(model: nn.Module, mesh: Mesh) -> None:
+    """Let all ranks start from the weights of rank 0. Raises ConfigError if their models differ in form."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    forms = [[name, str(t.dtype), list(t.shape)] for name, t in tensors.items()]
+    digests = [zlib.crc32(bytes_of(t).numpy().data) for t in tensors.values()]
+    told = mesh.agree("the model", [zlib.crc32(json.dumps(forms).encode()), digests])
+    for rank, (form, _) in enumerate(told):
+        if form != told[0][0]:
+            raise ConfigError(
+                f"rank {rank} built another model than rank 0: its parameters differ in name, dtype or "
+                f"shape; build the same model on every rank"
+            )
+    for tensor, *sums in zip(tensors.values(), *(digests for _, digests in told), strict=True):
+        if len(set(sums)) > 1:
+            mesh.copy_from_first("the initial weights", tensor.data)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, uint8 [n]."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def copied(model: nn.Sequential) -> nn.Sequential:
+    """Return a copy of a model to plan with; the model itself if it cannot be copied."""
+    try:
+        return deepcopy(model)
+    except Exception:  # a layer may hold anything
+        return model

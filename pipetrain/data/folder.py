@@ -1,0 +1,169 @@
+"""A folder of images, one folder a class, as torchvision's ImageFolder reads it: `<root>/train/CLASS/*.jpg`.
+
+Files are read when they are needed, so a data set may be larger than the memory. torchvision itself is not
+needed; Pillow is (`pip install 'pipetrain[images]'`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from pipetrain.data.augment import Words, key
+from pipetrain.data.augment import draw as draw_words
+from pipetrain.data.sets import Data, Draw
+from pipetrain.errors import ConfigError
+
+# torchvision.datasets.folder.IMG_EXTENSIONS
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+_BORDER = 256 / 224  # the shorter side of an image before it is cropped, over the size of the crop
+_DRAWS = 3  # random numbers per sample: row, column, flip
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """A split of image files.
+
+    An image becomes RGB, its shorter side `size` * 256 / 224 pixels, and is cropped to `size` pixels: in the
+    middle or, with a draw, at random. If `flip`, half of the images are then mirrored. It is normalised by
+    `mean` and `std` of each channel, where white is 1.
+    """
+
+    root: Path
+    files: tuple[str, ...]  # below root
+    labels: Tensor  # int64 [n]
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    flip: bool
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def inputs(self, ids: Tensor, draw: Draw | None) -> Tensor:
+        """Return the images of a microbatch, float32 [n, 3, size, size]. Raises ConfigError."""
+        places = np.full((len(ids), _DRAWS), 0.5)
+        if draw is not None:
+            counters: Words = ids.numpy().astype(np.uint64)[:, None] * np.uint64(_DRAWS)
+            columns: Words = np.arange(_DRAWS, dtype=np.uint64)
+            places = draw_words(key(*draw), counters + columns) / 2.0**64
+        pixels = [self._pixels(number, *place) for number, place in zip(ids.tolist(), places, strict=True)]
+        images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 255
+        mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))
+        return ((images - mean) / std).contiguous()
+
+    def targets(self, ids: Tensor, draw: Draw | None) -> Tensor:
+        """Return the classes of a microbatch, int64 [n], without reading its files."""
+        return self.labels[ids]
+
+    def first(self, n: int) -> ImageFiles:
+        return replace(self, files=self.files[:n], labels=self.labels[:n])
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of names, sizes in bytes, labels and of how images are made, not of pixels."""
+        sizes = [(self.root / file).stat().st_size for file in self.files]
+        made = [self.size, *self.mean, *self.std]
+        return zlib.crc32(repr((self.files, sizes, self.labels.tolist(), made)).encode())
+
+    def _pixels(self, number: int, row: float, column: float, flip: float) -> NDArray[np.uint8]:
+        """Read a file, cropped at a place from 0 to 1 in either direction: uint8 [size, size, 3]."""
+        path = self.root / self.files[number]
+        try:
+            with Image.open(path) as image:
+                box = _crop(*image.size, row, column)
+                pixels = image.convert("RGB").resize((self.size,) * 2, Image.Resampling.BILINEAR, box)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise ConfigError(
+                f"{path} cannot be read as an image ({' '.join(str(error).split())})"
+            ) from error
+        if self.flip and flip > 0.5:
+            pixels = pixels.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return np.asarray(pixels)
+
+
+def _crop(width: int, height: int, row: float, column: float) -> tuple[float, float, float, float]:
+    """Return the crop's left, upper, right and lower border, in pixels of the image before it is resized.
+
+    So one call of Pillow crops and resizes. `row`, `column`: where, from 0 (the first) to 1 (the last).
+    """
+    side = min(width, height) / _BORDER
+    left, upper = column * (width - side), row * (height - side)
+    return left, upper, min(left + side, width), min(upper + side, height)
+
+
+def load(
+    root: str,
+    size: int = 224,
+    mean: Sequence[float] = (0.485, 0.456, 0.406),
+    std: Sequence[float] = (0.229, 0.224, 0.225),
+    flip: bool = True,
+    name: str = "images",
+) -> Data:
+    """Read the names of the images in `<root>/train/CLASS/` and `<root>/test/CLASS/`, or `val` for `test`.
+
+    The classes are numbered in the order of their names. `mean` and `std` are ImageNet's by default. Raises
+    ConfigError for a folder that is missing or empty, and for classes that differ.
+    """
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"data.size must be a whole number of pixels, 1 or more; got {size}")
+    for option, numbers in (("mean", mean), ("std", std)):
+        if len(numbers) != 3:
+            raise ConfigError(
+                f"data.{option} must be three numbers, of red, green and blue; got {list(numbers)}"
+            )
+    folder = Path(root).absolute()
+    names = [name for name in ("test", "val") if (folder / name).is_dir()]
+    train, test = _classes(folder / "train"), _classes(folder / (names or ["test"])[0])
+    if lonely := sorted(set(train) ^ set(test)):
+        raise ConfigError(
+            f"{folder} has {', '.join(lonely)} in only one of its folders train and {names[0]}: "
+            "both need the same class folders"
+        )
+    splits = [
+        ImageFiles(
+            folder,
+            files=tuple(chain.from_iterable(classes.values())),
+            labels=torch.tensor([label for label, files in enumerate(classes.values()) for _ in files]),
+            size=size,
+            mean=tuple(mean),
+            std=tuple(std),
+            flip=flip,
+        )
+        for classes in (train, test)
+    ]
+    return Data(name, train=splits[0], test=splits[1], classes=len(train))
+
+
+def _classes(folder: Path) -> dict[str, list[str]]:
+    """Return the files of each class, as paths from the folder's parent, both sorted. Raises ConfigError."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no folder: data.root must have train/CLASS/*.jpg and test/CLASS/*.jpg "
+            "(or val for test)"
+        )
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not names:
+        raise ConfigError(
+            f"{folder} has no class folders: put the images of each class into a folder of its own"
+        )
+    classes = {name: _files(folder / name, folder.parent) for name in names}
+    for name, files in classes.items():
+        if not files:
+            raise ConfigError(
+                f"{folder / name} has no images ({' '.join(SUFFIXES)}): each class needs one or more"
+            )
+    return classes
+
+
+def _files(folder: Path, root: Path) -> list[str]:
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    return sorted(path.relative_to(root).as_posix() for path in found)

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipetrain.data.folder import load
+from pipetrain.data.sets import Draw
+from pipetrain.errors import ConfigError
+
+PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+
+
+def picture(path: Path, width: int, height: int, mode: str = "RGB") -> None:
+    """Red grows to the right and green downwards, up to 1; blue is 0."""
+    red, green = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.stack([red, green, 0 * red], -1).astype(np.uint8)
+    Image.fromarray(pixels).convert(mode).save(path)
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name, width, height in [
+        ("train/cat/2.png", 40, 40),
+        ("train/cat/1.jpg", 60, 40),
+        ("train/ant/more/3.png", 40, 90),
+        ("train/ant/4.PNG", 20, 20),
+        ("test/cat/5.png", 40, 40),
+        ("test/ant/6.bmp", 40, 40),
+    ]:
+        picture(tmp_path / name, width, height)
+    (tmp_path / "train/cat/notes.txt").write_text("not an image")
+    (tmp_path / "train/.cache").mkdir()
+    return tmp_path
+
+
+def test_classes_and_files_are_those_of_the_folders_sorted_by_name(root):
+    data = load(str(root))
+    assert (data.name, data.classes, len(data.train), len(data.test)) == ("images", 2, 4, 2)
+    assert data.train.files == (
+        "train/ant/4.PNG",
+        "train/ant/more/3.png",
+        "train/cat/1.jpg",
+        "train/cat/2.png",
+    )
+    assert data.train.targets(torch.arange(4), None).tolist() == [0, 0, 1, 1]
+    assert data.test.files == ("test/ant/6.bmp", "test/cat/5.png")
+
+
+@pytest.mark.parametrize("size", [32, 224])
+def test_images_of_any_size_and_shape_become_squares(root, size):
+    data = load(str(root), size=size)
+    for draw in (None, Draw(0, 1)):
+        images = data.train.inputs(torch.tensor([3, 0, 1, 2]), draw)
+        assert (images.shape, images.dtype) == ((4, 3, size, size), torch.float32)
+        assert images.is_contiguous()
+
+
+def test_an_evaluation_sees_the_middle(root):
+    """7/8 of the shorter side: 35 of 40 pixels, from 2.5 to 37.5, and 1.0 is white."""
+    image = load(str(root), size=35, **PLAIN).train.inputs(torch.tensor([1]), None)[0]  # 40 x 90
+    assert image[0, 0, [0, -1]].tolist() == pytest.approx([2.5 / 39, 36.5 / 39], abs=0.01)
+    assert image[1, [0, -1], 0].tolist() == pytest.approx([27.5 / 89, 61.5 / 89], abs=0.01)
+    assert not image[2].any()
+
+
+def test_images_are_normalised_by_channel(root):
+    ids = torch.arange(4)
+    plain = load(str(root), size=32, **PLAIN).train.inputs(ids, None)
+    imagenet = load(str(root), size=32).train.inputs(ids, None)
+    mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, None, None]
+    expected = (plain - mean) / std
+    torch.testing.assert_close(imagenet, expected)
+
+
+def test_training_crops_and_mirrors_by_the_sample_s_own_draw(root):
+    train = load(str(root), size=32, **PLAIN).train
+    ids = torch.arange(4)
+    drawn = torch.stack([train.inputs(ids, Draw(0, epoch)) for epoch in range(40)])
+    assert torch.equal(drawn[3][[2]], train.inputs(torch.tensor([2]), Draw(0, 3)))
+    assert not torch.equal(drawn[3], train.inputs(ids, Draw(1, 3)))
+    mirrored = drawn[:, :, 0, 16, 0] > drawn[:, :, 0, 16, -1]
+    assert 60 < mirrored.sum() < 100  # of 160
+    lefts = drawn[:, 3, 0, 16].amin(1)  # of a square of 40 pixels, of which 35 are seen
+    assert lefts.min() < 0.02
+    assert 0.11 < lefts.max() < 0.14
+    tops = drawn[:, 1, 1].amin((1, 2))  # of 90 pixels, of which 35 are seen
+    assert tops.min() < 0.05
+    assert 0.55 < tops.max() < 0.62
+    never = load(str(root), size=32, flip=False).train
+    kept = torch.stack([never.inputs(ids, Draw(0, epoch)) for epoch in range(5)])[:, :, 0, 16]
+    assert (kept[:, :, 0] < kept[:, :, -1]).all()
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
+def test_every_image_becomes_rgb(root, mode):
+    suffix = "jpg" if mode == "CMYK" else "png"
+    picture(root / f"train/ant/0.{suffix}", 40, 40, mode)
+    assert load(str(root), size=32).train.inputs(torch.tensor([0]), None).shape == (1, 3, 32, 32)
+
+
+def test_val_is_the_test_folder_where_there_is_no_test(root):
+    (root / "test").rename(root / "val")
+    assert load(str(root)).test.files == ("val/ant/6.bmp", "val/cat/5.png")
+
+
+def test_first_and_pickle_keep_files_and_labels_together(root):
+    cut = pickle.loads(pickle.dumps(load(str(root)).train.first(3)))
+    assert (len(cut), len(cut.files)) == (3, 3)
+    assert cut.targets(torch.tensor([2]), None).tolist() == [1]
+
+
+def test_the_checksum_tells_files_and_sizes_apart_and_not_places(root, tmp_path_factory):
+    moved = tmp_path_factory.mktemp("elsewhere") / "images"
+    shutil.copytree(root, moved)
+    before = load(str(root)).train.checksum()
+    assert load(str(moved)).train.checksum() == before
+    others = [load(str(root), size=32).train.checksum(), load(str(root)).train.first(3).checksum()]
+    picture(moved / "train/cat/2.png", 41, 41)
+    others.append(load(str(moved)).train.checksum())
+    (root / "train/cat/2.png").rename(root / "train/cat/7.png")
+    others.append(load(str(root)).train.checksum())
+    assert len({before, *others}) == 5
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"truncated": content[: len(content) // 2], "no image": b"hello", "empty": b""}[how])
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "no image", "empty"])
+@pytest.mark.parametrize(("number", "name"), [(2, "train/cat/1.jpg"), (3, "train/cat/2.png")])
+def test_a_file_that_cannot_be_read_is_named(root, how, number, name):
+    train = load(str(root)).train
+    damage(root / name, how)
+    with pytest.raises(ConfigError) as refusal:
+        train.inputs(torch.tensor([number]), None)
+    assert str(refusal.value).startswith(f"{root / name} cannot be read as an image (")
+    assert "\n" not in str(refusal.value)
+    train.inputs(torch.tensor([0, 1]), None)
+
+
+def without(*names: str) -> Callable[[Path], list[None]]:
+    return lambda root: [shutil.rmtree(root / name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "says"),
+    [
+        (without("train"), {}, "train is no folder: data.root must have train/CLASS/*.jpg and test/CLASS/"),
+        (without("test"), {}, "test is no folder: data.root must have"),
+        (without("test/ant"), {}, "has ant in only one of its folders train and test: both need the same"),
+        (without("test/ant", "test/cat"), {}, "test has no class folders"),
+        (lambda root: (root / "train/dog").mkdir(), {}, "train/dog has no images (.jpg .jpeg .png"),
+        (without(), {"size": 0}, "data.size must be a whole number of pixels, 1 or more; got 0"),
+        (without(), {"std": [0.5]}, "data.std must be three numbers, of red, green and blue; got [0.5]"),
+    ],
+)
+def test_folders_that_are_no_data_set_are_refused_in_one_sentence(root, change, options, says):
+    change(root)
+    with pytest.raises(ConfigError) as refusal:
+        load(str(root), **options)
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
