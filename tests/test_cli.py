@@ -143,6 +143,15 @@ def test_a_failed_job_ends_the_sweep(monkeypatch):
             "Could not find 'codec/zip'; choose one of: half, identity, int8, topk, topk_i",
         ),
         ("checkpoint=5", "checkpoint must be given by its parts: checkpoint.every=, checkpoint.keep=, check"),
+        ("logger=null", "logger=null must be a name; choose one of: mlflow, tensorboard, wandb"),
+        (
+            "logger=[wandb,csv]",
+            "logger=[wandb,csv] has an unknown csv; choose from: mlflow, tensorboard, wandb",
+        ),
+        (
+            "logger.wandb.mode=offline",
+            "there is no logger.wandb.mode in the configuration; it belongs to another",
+        ),
         ("run_dir=null", "run_dir=null must be a folder"),
         ("run_dir=[1]", "run_dir=[1] must be a folder"),
         ("model=[1]", "model=[1] must be a name; choose one of: mlp, resnet18, "),

@@ -117,6 +117,32 @@ def vanish(world: World, store: SealedStore) -> str:
     return "no error"
 
 
+def tell_no_norms(world: World, store: SealedStore) -> str:
+    """Rank 1 waits for norms that rank 0 does not tell; returns what its error says."""
+    mesh = Mesh(world, [0, 1], [], CPU, store, DEADLINE_S)
+    if world.rank == 0:
+        store.raw.wait(["done"])
+        return ""
+    channel = mesh.channel(1)
+    channel._timeout = 1.0
+    channel.tell_norms({1: 4.0}, 2)
+    try:
+        return _complaint(channel.hear_norms)
+    finally:
+        store.set("done", "1")
+
+
+def die_before_norms(world: World, store: SealedStore) -> str:
+    """Rank 0 dies while rank 1 waits for its norms; returns what rank 1's error says."""
+    mesh = Mesh(world, [0, 1], [], CPU, store, DEADLINE_S)
+    if world.rank == 0:
+        dist.destroy_process_group()
+        return ""
+    channel = mesh.channel(1)
+    channel.tell_norms({1: 4.0}, 2)
+    return _complaint(channel.hear_norms)
+
+
 def watch(world: World, store: SealedStore) -> list[str]:
     """Both ranks look before they wait: for what comes late, for room, and for a peer that dies."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
