@@ -88,7 +88,10 @@ def _split(data: DictConfig, name: str) -> Split:
             f"data={data.get('name')} has no {name}: give data.source, a function that returns both splits, "
             f"or data.train and data.test, each with the _target_ of a Dataset"
         )
-    return as_split(_make(data, name), f"data.{name}", data.get("columns"))
+    split = as_split(_make(data, name), f"data.{name}", data.get("columns"))
+    if not len(split):
+        raise ConfigError(f"data.{name} has no sample")
+    return split
 
 
 def declared_example(data: DictConfig, dtype: torch.dtype) -> Example | None:

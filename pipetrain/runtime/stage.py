@@ -354,7 +354,7 @@ class Stage:
     @torch.no_grad()
     def _count(self, counter: Counter, loss: Tensor, outputs: tuple[Tensor, ...], target: Target) -> None:
         assert self._task is not None
-        made = self._made(outputs)
+        made = self._made(tuple(t.detach() for t in outputs))
         sums = {metric.name: metric.sums(made, target.value) for metric in self._task.metrics}
         counter.add(loss, target.weight, target.samples, sums)
 

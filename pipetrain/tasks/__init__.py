@@ -228,7 +228,7 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
         f"task {task} cannot take the model's {outputs} (layer {layer}) with targets "
         f"{' + '.join(map(str, specs_of(as_tuple(wanted))))}"
     )
-    whole = _tried(task.loss, given, wanted, where)
+    whole = _tried(task.loss, _differentiable(given), wanted, where)
     for loss in (whole, _tried(task.evaluation_loss, given, wanted, where)):
         if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
             returned = specs_of([loss])[0] if isinstance(loss, Tensor) else type(loss).__name__
@@ -236,6 +236,12 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
                 f"the loss of task {task} must be one number in a tensor, the mean over what counts; it "
                 f"returns {returned}"
             )
+    if not whole.requires_grad:
+        raise ConfigError(
+            f"the loss of task {task} has no gradient with respect to the outputs: compute it from them by "
+            f"differentiable operations, without detach() or item()"
+        )
+    whole = whole.detach()
     weight = float(_tried(lambda _, some: torch.as_tensor(task.weight(some)), given, wanted, where))
     for metric in task.metrics:
         sums = _tried(metric.sums, given, wanted, f"metric {metric.name} of {where}")
@@ -255,6 +261,12 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
             f"microbatches, weighted by weight(targets), is another: let it be a mean over what counts (not "
             f"a sum, and without a term between samples), and let weight say what each target counts for"
         )
+
+
+def _differentiable(value: Value) -> Value:
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.is_floating_point())
+    return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in value)
 
 
 def _tried(call: Callable[[Value, Value], Tensor], outputs: Value, targets: Value, where: str) -> Tensor:

@@ -375,6 +375,7 @@ PROGRESS: dict[str, Callable[[dict[str, Any]], object]] = {
     "without its times": without(*FIRST, "train_s"),
     "without a stage": without(*FIRST, "stages", "1"),
     "with a loss less": lambda data: data["progress"]["losses"].pop(),
+    "without the rates": lambda data: data["progress"]["history"][0]["rates"].clear(),
     "with a stage more": lambda data: data["progress"]["stages"].update(
         {"2": data["progress"]["stages"]["0"]}
     ),

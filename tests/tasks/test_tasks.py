@@ -310,3 +310,10 @@ def test_a_large_model_s_task_is_proven_on_few_samples():
 
     prove_task(Task(loss), spec(2**23), "head", torch.zeros(7), None)
     assert seen[0] == (4, 2**23)
+
+
+def test_a_loss_without_a_gradient_is_refused():
+    task = Task(lambda outputs, targets: outputs.detach().square().mean())
+    outputs = Boundary((TensorSpec((4, 1), torch.float32),))
+    with pytest.raises(ConfigError, match="has no gradient with respect to the outputs"):
+        prove_task(task, outputs, "last", torch.zeros(4, 1), None)

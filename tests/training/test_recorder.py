@@ -31,6 +31,7 @@ from pipetrain.schedule.timeline import Costs, StageStats
 from pipetrain.training import recorder as module
 from pipetrain.training.files import Files
 from pipetrain.training.history import Machine
+from pipetrain.training.loggers import Loggers, Points
 from pipetrain.training.recorder import Recorder
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Trace
@@ -195,9 +196,51 @@ def test_the_losses_of_updates_are_a_table_and_a_curve(made):
     recorder.epoch(figures(1))
     recorder.epoch(figures(2))
     rows = (folder / "updates.csv").read_text().splitlines()
-    assert rows == ["update,train_loss", "2,2.5", "4,1.5", "6,1.25", "8,0.75"]
-    curve = events(folder).Scalars("loss/update")
-    assert [(point.step, point.value) for point in curve] == [(2, 2.5), (4, 1.5), (6, 1.25), (8, 0.75)]
+    assert rows == ["update,train_loss,lr", "2,2.5,0.2", "4,1.5,0.1", "6,1.25,0.1", "8,0.75,0.05"]
+    curves = scalars(folder)
+    assert curves["loss/update"] == [(2, 2.5), (4, 1.5), (6, 1.25), (8, 0.75)]
+    assert curves["lr/update"] == [
+        (step, pytest.approx(lr)) for step, lr in ((2, 0.2), (4, 0.1), (6, 0.1), (8, 0.05))
+    ]
+
+
+def test_trackers_get_what_tensorboard_has_and_a_resumed_run_sends_its_history_too(made, tmp_path):
+    _, run, folder = made
+    cfg = contained(config(["data=digits", "logger=wandb"]), tmp_path / "again")
+    loggers = _Listening()
+    recorder = Recorder(tmp_path / "again", cfg, run, MACHINE, Files(), loggers)
+    for each in (recorder, made[0]):
+        each.begin([figures(1)])
+        each.epoch(figures(2))
+        each.close()
+    shown = {
+        tag: points for tag, points in scalars(folder).items() if not tag.startswith(("result/", "_hparams"))
+    }
+    for tag, points in shown.items():
+        sent = [
+            (step, values[tag])
+            for epoch in loggers.points
+            for step, values in ({epoch.epoch: epoch.values} | dict(epoch.updates)).items()
+            if tag in values
+        ]
+        assert sorted(sent) == [(step, pytest.approx(value)) for step, value in points], tag
+    assert loggers.ended == [json.loads((tmp_path / "again" / "summary.json").read_text())]
+    assert not list((tmp_path / "again").glob("events*"))  # logger=wandb alone leaves TensorBoard out
+
+
+class _Listening(Loggers):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[Points] = []
+        self.ended: list[object] = []
+
+    def log(self, points: Points) -> None:
+        self.points.append(points)
+
+    def finish(self, summary: object) -> None:
+        self.ended.append(summary)
 
 
 def test_how_late_gradients_were_is_a_bar_for_each_number(made):

@@ -203,6 +203,8 @@ def test_the_losses_of_updates_make_up_that_of_the_epoch(schedule):
     _, epochs = run_in_threads(case)
     for number, figures in enumerate(epochs):
         assert list(figures.losses) == [4 * number + n for n in (1, 2, 3, 4)]
+        rate = make_run(case).settings.rate(8)  # of the peak
+        assert figures.rates == {update: 0.05 * rate(update - 1) for update in figures.losses}
         sizes = (12, 12, 12, 8)
         loss = sum(n * loss for n, loss in zip(sizes, figures.losses.values(), strict=True)) / 44
         assert loss == pytest.approx(figures.trained.mean_loss, rel=1e-12)
