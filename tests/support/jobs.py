@@ -136,8 +136,10 @@ def die_before_norms(world: World, store: SealedStore) -> str:
     """Rank 0 dies while rank 1 waits for its norms; returns what rank 1's error says."""
     mesh = Mesh(world, [0, 1], [], CPU, store, DEADLINE_S)
     if world.rank == 0:
+        store.raw.wait(["connected"])
         dist.destroy_process_group()
         return ""
+    store.set("connected", "1")
     channel = mesh.channel(1)
     channel.tell_norms({1: 4.0}, 2)
     return _complaint(channel.hear_norms)
