@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from comparison import plots, record, report, request, table
-from comparison.metric import Metric, metric_of
+from comparison.metric import ACCURACY, Metric, metric_of
 from comparison.processes import Workers, interruptible
 from comparison.request import Request
 from comparison.runs import Outcome, Runs
@@ -91,8 +91,9 @@ def say(outcome: Outcome, runs: Runs) -> None:
         kept = ", kept from before" if outcome.kept else ""
         metric = metric_of([outcome.summary])
         value = metric.value(outcome.summary, "val")
-        text = f"{value:.1f} %" if metric.percent else f"{metric.name} {metric.text(value)}"
-        print(f"{text} in {duration(outcome.wall_s)}{kept}")
+        name = "" if metric == ACCURACY else f"{metric.name} "
+        text = f"{value:.1f} %" if metric.percent else metric.text(value)
+        print(f"{name}{text} in {duration(outcome.wall_s)}{kept}")
         return
     print(f"FAILED ({outcome.failure}) after {duration(outcome.wall_s)}")
     for line in runs.last_words(outcome.spec):

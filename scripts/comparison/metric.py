@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import floor, inf, isfinite, isnan, log10
 from typing import Any
 
-TITLES = {"acc": "accuracy", "ppl": "perplexity", "miou": "mean IoU", "mse": "mean squared error"}
+TITLES = {"acc": "accuracy", "ppl": "perplexity", "miou": "mean IoU", "mse": "squared error"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,17 @@ def outcome(schedule: str, seed: int, values: list[float], model: str = "vgg16",
     return Outcome(spec, 1.0, summary | {key: values[-1]}, curves)
 
 
+MSE: dict[str, Any] = {"metrics": [{"name": "mse", "higher": False, "percent": False}]}
 SEEDS = [outcome(s, k, [0.3, 0.9, 0.97 - k / 100]) for s in ("gpipe", "1f1b") for k in range(3)]
 CASES = {
     "two models and other epochs": [
         *SEEDS,
         outcome("gpipe", 3, [0.3, 0.8], "mlp"),
         outcome("1f1b", 0, [0.1]),
+    ],
+    "errors that are infinite or no number": [
+        *(outcome("gpipe", seed, [5.0, 4.0, 0.25], **MSE) for seed in range(2)),
+        *(outcome("1f1b", seed, [9.0, value, 3.0], **MSE) for seed, value in enumerate([np.inf, np.nan])),
     ],
     "odd names, all right and all wrong": [
         outcome(name, 0, [value, value])
@@ -49,10 +54,10 @@ def draw(out: Path, outcomes: list[Outcome]) -> list[plots.Picture]:
 @pytest.mark.parametrize("outcomes", CASES.values(), ids=CASES.keys())
 @pytest.mark.filterwarnings("error")
 def test_every_comparison_can_be_drawn(tmp_path, outcomes):
-    assert [picture.title for picture in draw(tmp_path, outcomes)] == [
-        *("Accuracy by epoch", "Accuracy by time", "Throughput")
-    ]
-    for name in plots.files(ACCURACY)[:3]:
+    titles = [picture.title for picture in draw(tmp_path, outcomes)]
+    metric = metric_of([outcomes[0].summary or {}])
+    assert titles == [f"{metric.heading} by epoch", f"{metric.heading} by time", "Throughput"]
+    for name in plots.files(metric)[:3]:
         image = matplotlib.image.imread(tmp_path / name)
         assert min(image.shape[:2]) > 150
         for colour in plots.COLOURS[:2]:  # of a method, in every picture
@@ -83,9 +88,6 @@ def test_curves_can_be_told_apart_without_colours_and_their_axis_is_plain():
         assert all(96 < float(tick.removesuffix(" %")) < 99 for tick in ticks)
 
 
-MSE = {"metrics": [{"name": "mse", "higher": False, "percent": False}]}
-
-
 @pytest.mark.parametrize(
     ("values", "scale"),
     [([900.0, 30.0, 7.5], "log"), ([9.0, 8.0, 7.5], "linear"), ([0.004, 0.00399, 0.00398], "linear")],
@@ -96,7 +98,7 @@ def test_an_axis_of_numbers_is_fitted_and_logarithmic_where_they_span_decades(va
     assert figure is not None
     figure.canvas.draw()
     (axes,) = figure.axes
-    assert (axes.get_yscale(), axes.get_ylabel()) == (scale, "test mean squared error")
+    assert (axes.get_yscale(), axes.get_ylabel()) == (scale, "test squared error")
     low, high = axes.get_ylim()
     assert low < min(values) < max(values) < high
     assert max(values) - min(values) > 0.5 * (high - low) or scale == "log"
@@ -108,10 +110,10 @@ def test_an_axis_of_numbers_is_fitted_and_logarithmic_where_they_span_decades(va
 def test_pictures_are_named_after_the_metric(tmp_path):
     pictures = draw(tmp_path, [outcome("gpipe", 0, [0.25, 0.125], **MSE)])
     assert [picture.title for picture in pictures] == [
-        *("Mean squared error by epoch", "Mean squared error by time", "Throughput")
+        *("Squared error by epoch", "Squared error by time", "Throughput")
     ]
     assert pictures[0].words.endswith("vgg16 by gpipe: 0.1250 after the last epoch")
-    names = {"mean_squared_error_epoch.png", "mean_squared_error_seconds.png", "throughput.png"}
+    names = {"squared_error_epoch.png", "squared_error_seconds.png", "throughput.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert plots.files(ACCURACY)[:2] == ["accuracy_epoch.png", "accuracy_seconds.png"]
 
