@@ -238,8 +238,12 @@ class Pipeline:
         if last is not None:
             tally = take(last)
             values = {"loss": tally.mean_loss, **self._task.values(tally), **more}
-        told: dict[str, float] = self._mesh.tell(what, values, self.plan.placement[-1])
+        told: dict[str, float] = self._tell(what, values, self.plan.placement[-1])
         return told
+
+    def _tell(self, what: str, item: Any, source: int = 0) -> Any:
+        with self._together():
+            return self._mesh.tell(what, item, source)
 
     # One pass over a loader
 
@@ -264,7 +268,7 @@ class Pipeline:
         except Exception as caught:  # a loader may raise anything
             error = caught
         text = None if error is None else one_line(error) or type(error).__name__
-        found, text, refused = self._mesh.tell(what, [found, text, isinstance(error, ConfigError)])
+        found, text, refused = self._tell(what, [found, text, isinstance(error, ConfigError)])
         if error is not None:
             raise error
         if text is not None:
@@ -443,6 +447,7 @@ class Pipeline:
         """
         self._refuse_stopped()
         source = direct.find(Path(folder), self._mesh, self._conditions)
+        direct.load_random(source, self._mesh)
         if self._model is not None:
             direct.load_weights(source, self._model)
             self._source = source  # the rest follows at the first batch

@@ -20,6 +20,7 @@ from pipetrain.checkpoint.files import (
     Position,
     Tensors,
     folder_name,
+    folders,
     publish,
     stage_file,
     write_part,
@@ -87,7 +88,8 @@ def find(folder: Path, mesh: Mesh, conditions: Mapping[str, Any]) -> Source:
 
 
 def _found(folder: Path, conditions: Mapping[str, Any]) -> Source:
-    if not any((folder.expanduser() / name).exists() for name in (CHECKPOINTS, MANIFEST)):
+    inside = [*folders(folder.expanduser() / CHECKPOINTS), folder.expanduser() / MANIFEST]
+    if not any(path.exists() for path in inside):
         raise ConfigError(f"{folder} is neither a checkpoint nor a folder with {CHECKPOINTS}")
     source = find_source(str(folder), folder)
     assert source is not None
@@ -100,6 +102,16 @@ def _found(folder: Path, conditions: Mapping[str, Any]) -> Source:
     return source
 
 
+def load_random(source: Source, mesh: Mesh) -> None:
+    """Restore this rank's random state, if a rank of its number has saved one. Raises DamagedCheckpoint.
+
+    That of rank 0 decides how a DataLoader shuffles, so this comes before the first batch is read.
+    """
+    tensors = Tensors(source.folder, list(source.manifest.parts))
+    if f"random/{mesh.world.rank}/cpu" in tensors:
+        set_random_state(tensors, mesh.world.rank, mesh.device)
+
+
 @torch.no_grad()
 def load_weights(source: Source, model: nn.Module) -> None:
     """Load a checkpoint's parameters and buffers into a whole model. Raises DamagedCheckpoint."""
@@ -109,7 +121,7 @@ def load_weights(source: Source, model: nn.Module) -> None:
 
 
 def load_source(source: Source, runner: Runner, mesh: Mesh, optimizer: OptimizerFactory) -> None:
-    """Load a checkpoint's weights and optimizer state; of the same pipeline, random states and residuals too.
+    """Load a checkpoint's weights and optimizer state; of the same pipeline, its codecs' residuals too.
 
     Raises DamagedCheckpoint.
     """
@@ -117,7 +129,6 @@ def load_source(source: Source, runner: Runner, mesh: Mesh, optimizer: Optimizer
     for stage in runner.stages.values():
         load(stage, tensors, source.manifest.position.update, optimizer)
     if source.manifest.pipeline == runner.plan.pipeline:
-        set_random_state(tensors, mesh.world.rank, mesh.device)
         wanted = slots(runner.plan, mesh.world.rank)
         runner.feedback.residuals = saved_residuals(tensors, wanted, mesh.device)
 

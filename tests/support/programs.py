@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,8 +20,9 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, default_collate
 
-from pipetrain import LanguageModelling, Pipeline, Regression, Task
+from pipetrain import LanguageModelling, Pipeline, Regression, Task, TrainingStopped
 from pipetrain.boundary import Value, as_tuple
+from pipetrain.checkpoint import direct
 from pipetrain.data import pieces
 from pipetrain.runtime.mesh import World
 from pipetrain.seal import SealedStore
@@ -329,3 +332,86 @@ def train_case(case: Case, rank: int) -> dict[str, Any]:
 def train_cases(world: World, store: SealedStore, cases: Sequence[Case]) -> list[dict[str, Any]]:
     with process_group(world, store):
         return [train_case(case, world.rank) for case in cases]
+
+
+# Training in two halves
+
+
+def dropping(width: int = 6) -> nn.Sequential:
+    layers = [nn.Linear(6, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Dropout(0.3), nn.Linear(width, 5)).to(DOUBLE)
+
+
+def going_on(schedule: str, width: int = 6) -> Pipeline:
+    torch.manual_seed(3)
+    loss = functional.cross_entropy
+    return Pipeline(
+        dropping(width),
+        loss,
+        momentum,
+        schedule,
+        microbatches=2,
+        device="cpu",
+        threads=1,
+        lr_schedule=falling,
+    )
+
+
+def loader_of(samples: int) -> Any:
+    return DataLoader(labelled(samples), batch_size=8, shuffle=True)
+
+
+def whole(folder: Path, schedule: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Train 3 updates, save, and train 3 more; return the losses of all, and the weights."""
+    pipe = going_on(schedule)
+    losses = list(pipe.train(loader_of(24)))
+    pipe.save(folder)
+    losses += pipe.train(loader_of(24))
+    state = pipe.state_dict()
+    pipe.close()
+    return losses, state
+
+
+def resumed(folder: Path, schedule: str, begun: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Go on from what was saved, before the first batch or after others; return losses and weights."""
+    pipe = going_on(schedule)
+    if begun:
+        list(pipe.train(loader_of(16)))
+    pipe.load(folder)
+    losses = list(pipe.train(loader_of(24)))
+    state = pipe.state_dict()
+    assert pipe.updates == 6
+    pipe.close()
+    return losses, state
+
+
+def first_half(world: World, store: SealedStore, folder: Path) -> tuple[dict[str, Any], Any]:
+    """Train 3 updates with 1F1B and save; return the weights, and an evaluation."""
+    with process_group(world, store):
+        pipe = going_on("1f1b")
+        list(pipe.train(loader_of(24)))
+        pipe.save(folder)
+        state = {name: tensor.numpy() for name, tensor in pipe.state_dict().items()}  # a tensor shares memory
+        known = pipe.evaluate(loader_of(19))
+        pipe.close()
+        return state, known
+
+
+def damaged_on_one_rank(world: World, store: SealedStore, folder: Path) -> str:
+    """Save where rank 1 cannot write; return what is told. The training can go on."""
+    with process_group(world, store):
+        pipe = going_on("1f1b")
+        list(pipe.train(loader_of(24)))
+        said = ""
+        with patch.object(direct, "write_part", _full if world.rank else direct.write_part):
+            try:
+                pipe.save(folder)
+            except TrainingStopped as error:
+                said = str(error)
+        list(pipe.train(loader_of(24)))
+        pipe.close()
+        return said
+
+
+def _full(*arguments: object) -> NoReturn:
+    raise OSError("No space left")

@@ -184,9 +184,11 @@ APART: dict[str, tuple[Program, str, str]] = {
     ),
     "other calls": (
         lambda rank: (
-            pipe(sample=batch()).evaluate([batch()]) if rank else pipe(sample=batch()).save("/nowhere")
+            pipe(sample=batch()).evaluate([batch()])
+            if rank
+            else pipe(sample=batch()).save("/dev/null/nowhere")
         ),
-        "cannot save|could not|waits for",
+        "rank 0 could not hear what it saved of rank ",
         "rank 1 waits for the next window, and rank 0 is at the run's name",
     ),
 }
