@@ -32,13 +32,14 @@ from pipetrain.partition.crossing import (
 from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor
-from pipetrain.schedule.actions import Program, Schedule, ScheduleError, placement
+from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, placement
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.policy import Bounds, Policy, compute_program
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Timeline
+from pipetrain.schedule.transforms import with_norms
 
 if TYPE_CHECKING:
     from pipetrain.runtime.order import Order
@@ -208,6 +209,7 @@ def make_plan(
             f"dtype=float64"
         ) from error
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
+    settings = settle_clipping(settings, schedule, max(lengths))
     windows = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}
     where = placement(next(iter(windows.values())).program)
     program = lower(forward_only(where, len(samples.evaluation)))
@@ -251,20 +253,46 @@ def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]
     return [end - start for start, end in pairwise(ends) if end > start]
 
 
-def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
-    """Make the program of one window, and check it for soundness and deadlock. Raises ScheduleError."""
+def settle_clipping(settings: Settings, schedule: Schedule, batches: int) -> Settings:
+    """Return the settings with clip_grad_norm_over=auto decided by a window of `batches`. Raises ConfigError.
+
+    It becomes model where no forward reads old weights, so that the pipeline is empty at an update anyway.
+    """
+    over, decides = settings.clip_grad_norm_over, isinstance(schedule, Policy)
+    if settings.clip_grad_norm is None or over == "stage":
+        return settings
+    if over == "model" and decides:
+        raise ConfigError(
+            f"clip_grad_norm_over=model needs a schedule with a fixed order, and {settings.schedule} decides "
+            f"its order while it runs: choose clip_grad_norm_over=stage, or another schedule"
+        )
+    if over == "auto":
+        program = [] if decides else _compute(settings, schedule, batches)
+        forwards = [a for actions in program for a in actions if a.op is Op.F]
+        flushes = not decides and all(a.version == a.mb // settings.microbatches for a in forwards)
+        over = "model" if flushes else "stage"
+    return replace(settings, clip_grad_norm_over=over)
+
+
+def _compute(settings: Settings, schedule: Schedule, batches: int) -> Program:
     size = settings.ranks, batches, settings.microbatches
     try:
-        compute = compute_program(schedule, *size, buffer_size=settings.buffer_size)
+        return compute_program(schedule, *size, buffer_size=settings.buffer_size)
     except ScheduleError:
         raise
     except Exception as error:  # an unknown argument, or a bug in the schedule
         raise ConfigError(
             f"schedule {settings.schedule} cannot be made: {type(error).__name__}: {error}"
         ) from error
+
+
+def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
+    """Make the program of one window, and check it for soundness and deadlock. Raises ScheduleError."""
+    compute = _compute(settings, schedule, batches)
+    norms = settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model"
     placement(compute)  # one rank a stage: the engine has no replicas yet
-    program = lower(compute)
-    check(program, batches, settings.microbatches)
+    program = lower(with_norms(compute) if norms else compute)
+    check(program, batches, settings.microbatches, norms=norms)
     run = simulate(program, settings.microbatches, buffer_size=settings.buffer_size)
     bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
     if isinstance(schedule, Policy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import pkgutil
 import random
 import re
 from collections.abc import Mapping
@@ -14,9 +15,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import get_method, get_object, instantiate
+from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from torch import nn
 
 from pipetrain.boundary import specs_of
@@ -38,10 +39,18 @@ def build(cfg: DictConfig, group: str) -> Any:
         return instantiate(cfg[group])
     except InstantiationException as error:
         raise not_built(group, cfg[group], error) from error
+    except InterpolationKeyError as error:
+        missing = one_line(error).split("'")[1]
+        raise ConfigError(
+            f"{group} needs {missing}, which the configuration does not have: choose another {group}= or "
+            f"{missing.split('.')[0]}="
+        ) from error
 
 
 def not_built(key: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
     """Return the error for a `_target_` that could not be called; it names an unknown argument."""
+    if isinstance(error.__cause__, ConfigError):
+        return error.__cause__
     text = re.sub(
         r", set env var HYDRA_FULL_ERROR=1 \S+ \S+ \S+ exception\.|full_key: \S+", "", one_line(error)
     )
@@ -97,8 +106,9 @@ def _function(cfg: DictConfig, key: str) -> Any:
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise ConfigError(f"{key} needs a _target_: the dotted name of a function or a class")
     try:
-        made = instantiate(node, _partial_=not inspect.isclass(get_object(node["_target_"])))
-    except (InstantiationException, ImportError, ValueError) as error:
+        is_class = inspect.isclass(pkgutil.resolve_name(str(node["_target_"])))
+        made = instantiate(node, _partial_=not is_class)
+    except (InstantiationException, ImportError, AttributeError, ValueError) as error:
         raise not_built(key, node, error) from error
     if not callable(made) and not isinstance(made, Metric):
         raise ConfigError(f"{key} must be a function; got {type(made).__name__}")

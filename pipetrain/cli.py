@@ -26,10 +26,16 @@ from pipetrain.schedule.actions import ScheduleError
 
 CODECS = ("codec.forward", "codec.backward")
 ALL = "--cfg job shows all there is"
+MAY_BE_NULL = {
+    "data.sample",
+    "data.train",
+    "data.test",
+}  # mappings of some data sets, which others do without
 
 # Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
 _ADDED = re.compile(
-    r"(model|schedule|optim|codec\.(forward|backward)|data\.(source|augment))\.[^=]+="
+    r"(model|schedule|optim|task|loss|metrics|codec\.(forward|backward)"
+    r"|data\.(source|augment|train|test|columns|sample))\.[^=]+="
     r"|(partition\.profile|trace\.windows|lr_schedule\.\w+)="
 )
 # A choice from one group for each of two packages, which Hydra writes as GROUP@PACKAGE=NAME.
@@ -121,7 +127,11 @@ def _refuse_word(word: str) -> None:
         raise ConfigError(f"{word} must be a folder")
     group = conf_dir() / ("codec" if key in CODECS else key)
     choices = sorted(path.stem for path in group.glob("*.yaml"))
-    if group != conf_dir() and choices and not re.match(r"(?!(null|true|false)$)\w*[A-Za-z_]", value):
+    if key == "logger" and value.startswith("["):  # several
+        unknown = sorted(set(re.findall(r"[^][, ]+", value)).difference(choices))
+        if unknown:
+            raise ConfigError(f"{word} has an unknown {unknown[0]}; choose from: {', '.join(choices)}")
+    elif group != conf_dir() and choices and not re.match(r"(?!(null|true|false)$)\w*[A-Za-z_]", value):
         raise ConfigError(f"{word} must be a name; choose one of: {', '.join(choices)}")
 
 
@@ -139,6 +149,8 @@ def _sentence(error: Exception, known: Collection[str]) -> str:
 
 def _suggestion(key: str, known: Collection[str]) -> str:
     parts = sorted(other for other in known if other.startswith(f"{key}."))
+    if key in known and not parts:
+        return f"; it belongs to another choice of {key.partition('.')[0]}="
     meant = " or ".join(parts or difflib.get_close_matches(key, known, n=1))
     return meant and f"; did you mean {meant}"
 
@@ -150,9 +162,9 @@ def _refuse_unread(content: Mapping[str, Any], known: Collection[str], text: str
         parts = sorted(other for other in known if other.startswith(f"{key}."))
         if key not in known and not re.search(rf"\$\{{{re.escape(key)}\b", text):
             raise ConfigError(f"nothing reads {key}{_suggestion(key, known)}; {ALL}")
-        if parts and not isinstance(value, dict):
+        if parts and not isinstance(value, dict) and not (value is None and key in MAY_BE_NULL):
             raise ConfigError(f"{key} must be given by its parts: {'=, '.join(parts)}=")
-        if parts:
+        if parts and value is not None:
             _refuse_unread(value, known, text, f"{key}.")
 
 
@@ -160,7 +172,9 @@ def _refuse_unread(content: Mapping[str, Any], known: Collection[str], text: str
 def _known(name: str) -> set[str]:
     """Return the keys of the files in conf/, as written in an override."""
     files = [("", conf_dir() / f"{stem}.yaml") for stem in ("config", name)]
-    files += [("data.", path) for path in (conf_dir() / "data").glob("*.yaml")]
+    files += [
+        (f"{group}.", path) for group in ("data", "logger") for path in (conf_dir() / group).glob("*.yaml")
+    ]
     known = {*CODECS, *(path.parent.name for path in conf_dir().glob("*/*.yaml"))}
     for prefix, path in files:
         known.update(_keys(OmegaConf.to_container(OmegaConf.load(path)), prefix))

@@ -144,6 +144,8 @@ class Settings:
     lr: Annotated[float, POSITIVE, "optim.lr"]
     warmup: Annotated[float, SHARE]  # of all updates
     label_smoothing: Annotated[float, SHARE]
+    clip_grad_norm: Annotated[float | None, POSITIVE]
+    clip_grad_norm_over: Annotated[str, _one_of("auto", "model", "stage")]
     ema: Annotated[float | None, SHARE]  # decay
     seed: Annotated[int, _whole(0, 2**63 - 1)]
     device: Annotated[str, _one_of("auto", "cpu", "cuda")]

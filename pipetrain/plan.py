@@ -28,7 +28,7 @@ from pipetrain.partition.profile import PROFILE
 from pipetrain.partition.stages import Prediction
 from pipetrain.prediction import played
 from pipetrain.replay import Replay, read_trace
-from pipetrain.schedule.actions import COMMUNICATION
+from pipetrain.schedule.actions import COMMUNICATION, Op, has_norms
 from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
@@ -112,10 +112,18 @@ def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) 
     )
     if not settings.codecs.plain:
         head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"
+    if settings.clip_grad_norm is not None:
+        head += f"clip_grad_norm {settings.clip_grad_norm:g} by the norm of {_clipped(plan)}\n"
     run = played(plan)
     picture = as_text(run, width, _unit_of_time(plan), span)
     predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches)]
     return "\n".join((head, _partition(plan), *predicted, picture, _figures(plan, batches)))
+
+
+def _clipped(plan: Plan) -> str:
+    if has_norms(plan.window.program):
+        return "the model: each update waits for the norms of all stages"
+    return "each stage"
 
 
 def _partition(plan: Plan) -> str:
@@ -209,7 +217,8 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
         )
     for actions in plan.window.program:
         for action in actions:
-            if action.op not in COMMUNICATION and (action.stage, action.op) not in traced.costs.seconds:
+            own = action.op not in COMMUNICATION and action.op is not Op.NORM
+            if own and (action.stage, action.op) not in traced.costs.seconds:
                 raise ConfigError(
                     f"cost={path} has no {action.op} of stage {action.stage}, which {settings.schedule} "
                     f"needs: trace a schedule that splits the backward in the same way"

@@ -15,7 +15,7 @@ durations include the interference between ranks that compute at once, as it was
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -140,10 +140,10 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     for window in windows:
         for span in (span for row in window.timeline.rows for span in row.spans):
-            if (action := span.action) is None or action.op in COMMUNICATION:
+            if (action := span.action) is None or action.op in COMMUNICATION or action.op is Op.NORM:
                 continue
             if action.op in UPDATE or window.samples[action.mb] == whole:
-                durations[action.stage, action.op].append(span.end - span.start)
+                durations[action.stage, action.op].append(span.end - span.start - span.waited)
     seconds = {
         (stage, op): typical(times) + (own[about["placement"][stage]] if op in COMPUTE else 0.0)
         for (stage, op), times in durations.items()
@@ -180,4 +180,21 @@ def _travels(windows: Sequence[TracedWindow]) -> dict[tuple[int, Op], float]:
                 if span.start < left:
                     send = Op.SEND_F if action.op is Op.RECV_F else Op.SEND_B
                     times[action.peer, send].append(max(0.0, span.start + span.waited - left))
+        for action, travelled in _norms_travel(window):
+            times[action.stage, action.op].append(travelled)
     return {edge: typical(travelled) for edge, travelled in times.items()}
+
+
+def _norms_travel(window: TracedWindow) -> Iterator[tuple[Action, float]]:
+    """Yield each NORM, and the time from the last one of its update to the first STEP."""
+    told: dict[int, list[tuple[Action, float]]] = defaultdict(list)
+    began: dict[int, float] = {}
+    for span in (span for row in window.timeline.rows for span in row.spans):
+        if span.action is not None and span.action.op is Op.NORM:
+            told[span.action.version].append((span.action, span.end))
+        elif span.action is not None and span.action.op is Op.STEP:
+            version = span.action.version
+            began[version] = min(began.get(version, span.end), span.start + span.waited)
+    for version, norms in told.items():
+        travelled = max(0.0, began[version] - max(end for _, end in norms))
+        yield from ((action, travelled) for action, _ in norms)

@@ -49,7 +49,7 @@ class Counter:
             self._loss.add_(loss.detach(), alpha=weight)
         for name, some in sums.items():
             before = self._sums.get(name)
-            self._sums[name] = some.detach().double() if before is None else before.add_(some.detach())
+            self._sums[name] = some.detach().double() if before is None else before + some.detach()
         self._weight += weight
         self._samples += samples
 

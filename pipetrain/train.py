@@ -49,6 +49,7 @@ from pipetrain.training import folder
 from pipetrain.training.files import Files
 from pipetrain.training.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE, UPDATES
 from pipetrain.training.history import Machine
+from pipetrain.training.loggers import Loggers, check_loggers, start_loggers
 from pipetrain.training.run import Run, check_early, obtain_data, prepare
 from pipetrain.training.trainer import Trainer
 
@@ -125,6 +126,7 @@ def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> No
     freeze_imports()
     models = Models()
     draft = check_early(cfg, schedule, world.size, models)
+    check_loggers(cfg)
     collect_garbage()
     leader.phase("choose its device and its folder", draft.settings.timeout)
     choose_device(world, cfg.device)
@@ -137,7 +139,9 @@ def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> No
     patience_s = RELEASE_S if resuming else 0.0
     with folder.claim(run_dir, cfg.resume is not None, longer, patience_s) as key:
         decided = decide(cfg, schedule, draft, models, key, world, leader)
-        record(decided, world, leader)
+        leader.phase("start the loggers", max(START_S, draft.settings.timeout))
+        with start_loggers(decided.cfg, Path(decided.job.run_dir), decided.job.run, decided.files) as loggers:
+            record(decided, world, leader, loggers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +237,7 @@ def obtain_profile(
     return profile
 
 
-def record(decided: Decided, world: World, leader: Leader) -> None:
+def record(decided: Decided, world: World, leader: Leader, loggers: Loggers) -> None:
     """Announce the job, train as rank 0, and write the records."""
     store = leader.announce(decided.job)
     from pipetrain.training.recorder import Recorder  # imports TensorBoard and Matplotlib: only on rank 0
@@ -243,7 +247,8 @@ def record(decided: Decided, world: World, leader: Leader) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory())
     decided.files.text(run_dir / "plan.txt", describe(run.plan))
-    recorder = Recorder(run_dir, cfg, run, machine, decided.files)  # it draws while the others get ready
+    # It draws while the others get ready.
+    recorder = Recorder(run_dir, cfg, run, machine, decided.files, loggers)
     leader.await_ready(run.settings.timeout)
     leader.trains.set()
     train(run, device, world, store, decided.job, decided.source, recorder, decided.conditions)

@@ -13,20 +13,28 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipetrain.blueprint import Plan, Samples, make_plan, prove, window_lengths
-from pipetrain.boundary import TensorSpec
+from pipetrain.boundary import Example, TensorSpec
 from pipetrain.building import make_schedule
 from pipetrain.config import Settings, read_settings
 from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import Profile
-from pipetrain.schedule.actions import Action, Op, Program, Schedule, ScheduleError, parse_program
+from pipetrain.schedule.actions import (
+    Action,
+    Op,
+    Program,
+    Schedule,
+    ScheduleError,
+    has_norms,
+    parse_program,
+)
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import Deadlock, simulate
 from tests.support.cases import config
 from tests.support.models import Fork, complex_inside, tied, with_norm
 from tests.support.profiles import profile_of
 
-IMAGE = (3, 32, 32)
+IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
 UPDATES = Samples([12, 12, 12], [11])
 
 
@@ -41,11 +49,10 @@ def plan(
     schedule: Schedule = one_f_one_b,
     model: nn.Sequential | None = None,
     samples: Samples = UPDATES,
-    classes: int = 10,
     profile: Profile | None = None,
 ) -> Plan:
     chosen = settings_of("partition=even", *overrides, ranks=ranks)
-    return make_plan(chosen, schedule, model or with_norm(), IMAGE, classes, samples, profile)
+    return make_plan(chosen, schedule, model or with_norm(), IMAGE, samples, profile)
 
 
 # Windows
@@ -136,8 +143,7 @@ def test_planning_leaves_the_model_as_it_was():
 def by_times(seconds: list[float], *overrides: str, **arguments: Any) -> Plan:
     """Plan by a profile of layers whose forwards take so long, with messages of a second each."""
     model = arguments.pop("model", with_norm)
-    entry = TensorSpec((3, *IMAGE), torch.float32)
-    measured = profile_of(model(), entry, seconds, latency_s=arguments.pop("latency_s", 1))
+    measured = profile_of(model(), IMAGE.of(3), seconds, latency_s=arguments.pop("latency_s", 1))
     measured = replace(measured, s_per_byte=arguments.pop("s_per_byte", 0.0))
     return plan("partition=profile", *overrides, model=model(), profile=measured, **arguments)
 
@@ -187,7 +193,7 @@ def test_cuts_by_times_leave_complex_tensors_alone():
 
 
 def test_a_profile_of_another_model_is_refused():
-    measured = profile_of(tied(), TensorSpec((3, *IMAGE), torch.float32), [1] * 5)
+    measured = profile_of(tied(), IMAGE.of(3), [1] * 5)
     assert refused(overrides=("partition=profile",), profile=measured).startswith(
         "the profile is of another model: its layer 1 is 1 and returns 576 bytes, and the model's is 1 and"
     )
@@ -217,28 +223,16 @@ def test_too_few_layers_are_refused():
     assert "stages=11 needs at least as many layers, but the model has 10: 0 0, 1 1" in refused(ranks=11)
 
 
-class Pair(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x
-
-
 FLAT = nn.Sequential(nn.AvgPool2d(8), nn.Flatten())
 
 
-@pytest.mark.parametrize(
-    ("last", "returns"),
-    [
-        (nn.Linear(48, 9), "float32[3, 9]"),  # too few scores
-        (nn.Identity(), "float32[3, 3, 4, 4]"),
-        (nn.Flatten(0), "float32[144]"),
-        (Pair(), "float32[3, 48] + float32[3, 48]"),
-    ],
-)
-def test_scores_of_a_wrong_shape_are_refused(last, returns):
-    first = FLAT if not isinstance(last, nn.Identity) else nn.AvgPool2d(8)
-    assert refused(model=nn.Sequential(first, last)) == (
-        f"the last layer (1) returns {returns} for 3 samples; it must return one tensor "
-        f"[3, at least 10]: a score for each class"
+def test_inputs_that_the_run_s_dtype_would_round_are_refused():
+    wide = Example((TensorSpec((3, 32, 32), torch.float64), TensorSpec((4,), torch.int64)), single=False)
+    with pytest.raises(ConfigError) as error:
+        make_plan(settings_of("partition=even"), one_f_one_b, with_norm(), wide, UPDATES)
+    assert str(error.value) == (
+        "the inputs are float64[3, 32, 32] + int64[4] a sample, and with dtype=float32 float64 numbers would "
+        "be rounded: let the data set give others, or set dtype=float64"
     )
 
 
@@ -326,6 +320,13 @@ def test_a_schedule_that_deadlocks_is_refused_and_who_waits_for_whom_is_said():
     )
     assert said.startswith("deadlock with buffer_size=1: rank 0 at 0SEND_F")
     assert "rank 1 at 1SEND_B" in said
+
+
+@pytest.mark.parametrize(("window", "over"), [("1", "model"), ("2", "stage"), ("null", "stage")])
+def test_windows_of_all_lengths_are_clipped_alike_also_a_short_last_one_that_reads_nothing_late(window, over):
+    made = plan(f"window={window}", "clip_grad_norm=1", schedule=pipedream)
+    assert made.settings.clip_grad_norm_over == over
+    assert {has_norms(w.program) for w in made.windows.values()} == {over == "model"}
 
 
 def test_what_is_proved_is_the_buffer_that_will_be_enforced():

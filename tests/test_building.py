@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from pipetrain.boundary import TensorSpec
-from pipetrain.building import Models, make_model, make_schedule
+from pipetrain.boundary import Boundary, TensorSpec, Value
+from pipetrain.building import Models, make_model, make_schedule, make_task
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.crossing import refuse_cuts
 from pipetrain.partition.estimate import estimate
+from pipetrain.tasks import Classification, LanguageModelling, Regression, Segmentation, Task
 from tests.support.cases import config
 from tests.support.refusals import ARGUMENTS, TARGETS, WORDS, changed, outcome, refusal
 
@@ -62,6 +63,14 @@ def test_dtype_is_a_conversion_of_the_same_weights():
         (["+model.colour=red"], "vgg16 takes no colour; leave it out with ~model.colour"),
         (["model=mlp", "+model.depth=1"], "model mlp needs depth >= 2"),
         (["model=mlp", "+model.width=x"], "model cannot be built"),
+        (
+            ["model=mlp", "+model.width=0"],
+            "model mlp needs depth >= 2 and width >= 1; got depth=6, width=0: ",
+        ),
+        (
+            ["model=gpt"],
+            "model needs data.block, which the configuration does not have: choose another model= or data=",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(overrides, says):
@@ -180,7 +189,7 @@ def test_another_model_or_seed_or_dtype_is_built_anew():
 def test_what_layers_share_is_seen_in_what_is_planned(kind, cut):
     """A copy of functions would go on using the model, and tensors that share memory would be parted."""
     model = Models().copy(counted_config(kind), 3, torch.float32)
-    layers = estimate(model, TensorSpec((2, 3, 32, 32), torch.float32))
+    layers = estimate(model, Boundary((TensorSpec((2, 3, 32, 32), torch.float32),)))
     assert "shares its" in refusal(lambda: refuse_cuts(model, layers, [cut]))
     refuse_cuts(model, layers, [1])
 
@@ -403,3 +412,97 @@ def test_whatever_a_schedule_is_it_is_made_or_refused_in_one_line(target, argume
         assert "\n" not in schedule
     else:
         assert callable(schedule)
+
+
+# The task
+
+
+def task_of(*words: str) -> Task:
+    return make_task(config(["data=digits", *words]))
+
+
+def spread(outputs: Value, targets: Value) -> Tensor:
+    return outputs.std()
+
+
+def distance(outputs: Value, targets: Value, power: int = 1) -> Tensor:
+    return (outputs - targets).abs().pow(power).mean()
+
+
+TWO, ONE = torch.tensor([2.0, 2.0]), torch.tensor([1.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "metrics"),
+    [
+        ("classification", Classification, ["acc"]),
+        ("segmentation", Segmentation, ["miou", "acc"]),
+        ("language_modelling", LanguageModelling, ["ppl", "acc"]),
+        ("regression", Regression, ["mse"]),
+    ],
+)
+def test_each_task_of_conf_is_made(name, kind, metrics):
+    task = task_of(f"task={name}")
+    assert type(task) is kind
+    assert [metric.name for metric in task.metrics] == metrics
+
+
+def test_label_smoothing_reaches_the_task():
+    scores, labels = torch.eye(3), torch.tensor([1, 2, 0])
+    wanted = nn.functional.cross_entropy(scores, labels, label_smoothing=0.3)
+    assert task_of("label_smoothing=0.3").loss(scores, labels) == wanted
+    assert task_of().loss(scores, labels) != wanted
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "value"),
+    [
+        (f"{__name__}.distance", [], 2.0),
+        (f"{__name__}.distance", ["+loss.power=2"], 5.0),
+        ("torch.nn.functional.mse_loss", [], 5.0),
+        ("torch.nn.L1Loss", [], 2.0),
+        ("torch.nn.HuberLoss", ["+loss.delta=1.5"], (0.5 * 1 + 1.5 * (3 - 0.75)) / 2),
+    ],
+)
+def test_a_loss_is_a_function_or_the_class_of_a_module(target, words, value):
+    task = task_of(f"+loss._target_={target}", *words)
+    assert task.loss(TWO, ONE).item() == value
+    assert (task.metrics, task.weight(ONE)) == ([], 2)
+
+
+def test_a_loss_of_torch_is_weighted_as_it_averages():
+    task = task_of("+loss._target_=torch.nn.CrossEntropyLoss", "+loss.ignore_index=1")
+    assert task.weight(torch.tensor([0, 1, 2, 1])) == 2
+
+
+def test_metrics_by_name_are_functions_or_classes_and_replace_the_task_s():
+    words = [f"+metrics.spread._target_={__name__}.spread", "+metrics.best._target_=pipetrain.tasks.Accuracy"]
+    words.append("+metrics.best.top=2")
+    task = task_of(*words)
+    assert isinstance(task, Classification)
+    assert [metric.name for metric in task.metrics] == ["spread", "top2"]
+    assert task.metrics[0].sums(TWO, ONE).tolist() == [0, 2]
+    own = task_of(*words, f"+loss._target_={__name__}.distance")
+    assert [metric.name for metric in own.metrics] == ["spread", "top2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["task._target_=builtins.dict", "~task.label_smoothing"],
+            "task must be a pipetrain.tasks.Task; got d",
+        ),
+        (["task._target_=no.such.thing"], "task cannot be built: Error locating target 'no.such.thing'"),
+        (["+task.colour=red"], "task cannot be built"),
+        (["loss=mse"], "loss needs a _target_: the dotted name of a function or a class"),
+        (["+loss._target_=no.such.thing"], "loss cannot be built: "),
+        (["+loss._target_=builtins.dict"], "loss must be a function; got dict"),
+        (["+loss._target_=torch.nn.L1Loss", "+loss.colour=red"], "loss cannot be built: "),
+        (["+metrics.best=acc"], "metrics.best needs a _target_: the dotted name of a function or a class"),
+        (["+metrics.best._target_=no.such.thing"], "metrics.best cannot be built: "),
+        (["+metrics.best._target_=builtins.dict"], "metrics.best must be a function; got dict"),
+    ],
+)
+def test_a_task_that_cannot_be_is_refused(words, says):
+    assert refusal(lambda: task_of(*words)).startswith(says)

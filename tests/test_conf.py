@@ -47,7 +47,7 @@ def test_the_package_reads_these_files():
 
 
 def test_every_group_is_tested_here():
-    assert set(OPTIONS) == {"codec", "data", "experiment", "model", "optim", "schedule"}
+    assert set(OPTIONS) == {"codec", "data", "experiment", "logger", "model", "optim", "schedule", "task"}
     assert TOP == ["config", "plan"]
     assert all(OPTIONS.values())
 
@@ -80,8 +80,10 @@ def test_each_optimizer_is_built_with_each_data_set_s_rate(option, data):
 def test_each_data_set_can_be_asked_for(option):
     cfg = composed(f"data={option}")
     assert cfg.data.name == option
-    assert callable(instantiate(cfg.data.source, _partial_=True))  # found, and not loaded
-    assert (load_augment(cfg.data) is not None) == ("augment" in cfg.data)
+    for part in ("source", "train", "test"):
+        if cfg.data.get(part) is not None:
+            assert callable(instantiate(cfg.data[part], _partial_=True))  # found, and not loaded
+    assert (load_augment(cfg.data) is None) == (cfg.data.get("augment") is None)
     assert cfg.data.fallback in {None, *OPTIONS["data"]}
     assert cfg.data.recipe.lr_schedule in SHAPES
     assert cfg.epochs == cfg.data.recipe.epochs
@@ -105,6 +107,15 @@ def test_each_experiment_is_a_run(option):
     make_optimizer(cfg, nn.Linear(1, 1), 2)
     program = make_schedule(cfg)(2, 2, read.microbatches)
     check(lower(program), 2, read.microbatches)
+
+
+@options("logger")
+def test_each_logger_can_be_chosen_alone_and_with_another(option):
+    assert list(composed(f"logger={option}").logger) == [option]
+    assert list(composed(f"logger=[tensorboard,{option}]").logger) == list(
+        dict.fromkeys(["tensorboard", option])
+    )
+    assert list(composed("logger=[]").logger) == []
 
 
 def test_the_quickstart_is_what_the_readme_promises():

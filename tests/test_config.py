@@ -123,6 +123,9 @@ STRATEGY = "must be a strategy's name, a list of layer numbers such as [8], or p
         ("optim.lr", float("nan"), "optim.lr=nan must be a finite number above 0"),
         ("optim.lr", None, "optim.lr=None must be a finite number above 0"),
         ("warmup", 1, "warmup=1 must be a number from 0 to below 1"),
+        ("clip_grad_norm", 0, "clip_grad_norm=0 must be a finite number above 0 or null"),
+        ("clip_grad_norm_over", "all", "clip_grad_norm_over=all must be one of auto, model, stage"),
+        ("ema", 1, "ema=1 must be a number from 0 to below 1 or null"),
         ("label_smoothing", -0.5, "label_smoothing=-0.5 must be a number from 0 to below 1"),
         (
             "lr_schedule",

@@ -119,20 +119,20 @@ def test_weights_of_a_best_epoch_that_lie_in_another_folder_are_said_to(run, tmp
     other = Saved(tmp_path / "other", every=1, unit="epochs")
     run_in_threads(BEST_OF_FIVE, saved=other, source=run / CHECKPOINTS / "update-00000016")
     line = refusal(capsys, "other", "--best")
-    assert "epoch 3 was the best of other, with an accuracy of 36.36%, and its weights are not in" in line
+    assert "epoch 3 was the best of other, and its weights are not in" in line
     assert main(["other"]) == 0
 
 
 def test_a_best_that_names_a_folder_which_is_not_there_is_refused(run, capsys):
     shutil.rmtree(run / CHECKPOINTS / "update-00000012")
-    assert "epoch 3 was the best of run, with" in refusal(capsys, "run", "--best")
+    assert "epoch 3 was the best of run, and its weights are not in" in refusal(capsys, "run", "--best")
 
 
 def test_a_best_that_is_another_epoch_is_refused(run, capsys):
     (run / CHECKPOINTS / "best").write_text("update-00000016\n")
-    assert "epoch 3 was the best of run, with" in refusal(capsys, "run", "--best")
+    assert "epoch 3 was the best of run, and its weights are not in" in refusal(capsys, "run", "--best")
     (run / CHECKPOINTS / "best").unlink()
-    assert "epoch 3 was the best of run, with" in refusal(capsys, "run", "--best")
+    assert "epoch 3 was the best of run, and its weights are not in" in refusal(capsys, "run", "--best")
 
 
 @pytest.mark.parametrize("name", [name for name in ODD if name != "nothing"])
@@ -143,14 +143,14 @@ def test_a_best_that_is_no_file_is_refused(name, run, monkeypatch, capsys):
     assert "best" in refusal(capsys, str(run), "--best")
 
 
-def test_where_no_epoch_has_an_accuracy_none_is_the_best(run, capsys):
+def test_where_no_epoch_has_a_score_none_is_the_best(run, capsys):
     def forget(data: dict[str, Any]) -> None:
         for figures in data["progress"]["history"]:
-            figures["evaluated"] = {"loss": 0.0, "correct": 0, "samples": 0}
+            figures["score"] = float("nan")
 
     for folder in (run / CHECKPOINTS).glob("update-*"):
         forge(folder, forget)
-    assert "has no best checkpoint: none of its epochs has an accuracy" in refusal(capsys, "run", "--best")
+    assert "has no best checkpoint: no epoch's metric is a number" in refusal(capsys, "run", "--best")
     assert main(["run"]) == 0
 
 

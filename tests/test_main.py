@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipetrain.building import Models
 from pipetrain.cli import compose
-from pipetrain.data.digits import load as digits
+from pipetrain.data import load_data
 from pipetrain.errors import ConfigError
 from pipetrain.launch import Job, Leader
 from pipetrain.replay import read_trace
@@ -326,7 +326,7 @@ assert gc.isenabled() and gc.get_freeze_count()
 def test_a_rank_without_a_gpu_refuses_before_it_says_that_it_is_ready(monkeypatch, task):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cfg = config(["data=digits", "model=mlp", "device=cuda", "run_dir=run"])
-    job = Job(OmegaConf.to_container(cfg, resolve=True), "1f1b", "run", digits().fingerprint, task=task)
+    job = Job(OmegaConf.to_container(cfg, resolve=True), "1f1b", "run", load_data(cfg.data).facts, task=task)
     with pytest.raises(ConfigError, match="device=cuda needs a GPU"):
         join(Models(), job, World(1, 2))
 

@@ -10,11 +10,12 @@ from xml.etree import ElementTree
 
 import matplotlib.image
 import pytest
+import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from pipetrain import plan as command
 from pipetrain.blueprint import Plan, Samples, make_plan
-from pipetrain.boundary import TensorSpec
+from pipetrain.boundary import Example, TensorSpec
 from pipetrain.building import make_model, make_schedule
 from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
@@ -32,7 +33,7 @@ from tests.support.traces import about, as_measured
 
 pytestmark = pytest.mark.slow
 
-IMAGE = (3, 32, 32)
+IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
 
 
 def planned(schedule: str, stages: int, microbatches: int, batches: int, *overrides: str) -> Plan:
@@ -41,7 +42,7 @@ def planned(schedule: str, stages: int, microbatches: int, batches: int, *overri
     read = read_settings(cfg, schedule, None)
     model = make_model(cfg, read.seed, read.dtype)
     samples = Samples([read.batch_size] * batches, [read.batch_size])
-    return make_plan(read, make_schedule(cfg), model, IMAGE, 10, samples)
+    return make_plan(read, make_schedule(cfg), model, IMAGE, samples)
 
 
 def figures(text: str) -> dict[str, tuple[str, ...]]:
@@ -102,11 +103,27 @@ def test_simulated_and_formula_agree_for_every_schedule(schedule):
         assert all(simulated == formula for simulated, formula in shown.values()), shown
 
 
+@pytest.mark.parametrize(
+    ("schedule", "over", "by", "bubble"),
+    [
+        ("1f1b", "auto", "the model: each update waits for the norms of all stages", "0.4286"),
+        ("pipedream", "auto", "each stage", "0.0448"),
+        ("pipedream", "model", "the model: each update waits for the norms of all stages", "0.3402"),
+        ("fbp", "auto", "each stage", "0.0448"),
+    ],
+)
+def test_what_clipping_costs_is_seen(schedule, over, by, bubble):
+    words = ("clip_grad_norm=0.5", f"clip_grad_norm_over={over}")
+    text = command.describe(planned(schedule, 4, 4, 16, "model=mlp", *words))
+    assert f"\nclip_grad_norm 0.5 by the norm of {by}\n" in text
+    assert figures(text)["bubble"][0] == bubble
+
+
 def test_a_schedule_without_a_formula_says_so():
     cfg = config(["data=digits", "schedule=gpipe", "model=mlp"])
     read = read_settings(cfg, "homemade", None)
     model = make_model(cfg, 0, read.dtype)
-    made = make_plan(read, make_schedule(cfg), model, IMAGE, 10, Samples([64], [64]))
+    made = make_plan(read, make_schedule(cfg), model, IMAGE, Samples([64], [64]))
     assert {formula for _, formula in figures(describe(made)).values()} == {"-"}
 
 
@@ -129,10 +146,9 @@ def test_a_profile_s_prediction_stands_beside_the_partition():
     """Six layers of 1, 1, 1, 1, 1 and 3 s, twice that backward; 4 microbatches; messages for nothing."""
     cfg = config(["data=digits", "model=mlp", "partition=profile", "stages=2"])
     read = read_settings(cfg, "1f1b", None)
-    entry = TensorSpec((16, *IMAGE), read.dtype)
-    measured = profile_of(make_model(cfg, 0, read.dtype), entry, [1, 1, 1, 1, 1, 3])
+    measured = profile_of(make_model(cfg, 0, read.dtype), IMAGE.of(16), [1, 1, 1, 1, 1, 3])
     model = make_model(cfg, 0, read.dtype)
-    text = describe(make_plan(read, make_schedule(cfg), model, IMAGE, 10, Samples([64], [64]), measured))
+    text = describe(make_plan(read, make_schedule(cfg), model, IMAGE, Samples([64], [64]), measured))
     rows = [re.split(r"  +", line) for line in text.splitlines() if re.match(r"(stage|\d)  ", line)]
     assert rows[0][-6:] == ["F ms", "B ms", "messages ms", "STEP ms", "batch ms", "MiB"]
     assert [row[2] for row in rows[1:]] == ["0-3 hidden1..hidden4", "4-5 hidden5..head"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from pipetrain.blueprint import Plan, Samples, make_plan
+from pipetrain.boundary import Example, TensorSpec
 from pipetrain.building import make_model, make_schedule
 from pipetrain.config import read_settings
 from pipetrain.prediction import estimated_costs, played, predict
@@ -14,12 +16,14 @@ from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Costs
 from tests.support.cases import config
 
+IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
+
 
 def planned(schedule: str, *words: str, batches: int = 1) -> Plan:
     cfg = config(["data=digits", "model=mlp", f"schedule={schedule}", "stages=2", "microbatches=4", *words])
     read = read_settings(cfg, schedule, None)
     samples = Samples([read.batch_size] * batches, [read.batch_size])
-    return make_plan(read, make_schedule(cfg), make_model(cfg, 0, read.dtype), (3, 32, 32), 10, samples)
+    return make_plan(read, make_schedule(cfg), make_model(cfg, 0, read.dtype), IMAGE, samples)
 
 
 def predicted(plan):

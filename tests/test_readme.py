@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 
 from benchmark import cli
 from pipetrain import plan
-from pipetrain.boundary import TensorSpec, specs_of
+from pipetrain.boundary import Boundary, TensorSpec, specs_of
 from pipetrain.cli import conf_dir
 from pipetrain.codec import Codec
 from pipetrain.config import read_settings
@@ -135,7 +135,7 @@ def test_its_own_schedule_is_sound():
 def test_its_own_model_can_be_cut():
     names = {"nn": torch.nn}
     exec(python_block("my_factory"), names)
-    layers = estimate(names["my_factory"](), TensorSpec((2, 3, 32, 32), torch.float32))
+    layers = estimate(names["my_factory"](), Boundary((TensorSpec((2, 3, 32, 32), torch.float32),)))
     assert choose_cuts([2], layers, 2) == [2]
 
 

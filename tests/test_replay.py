@@ -15,6 +15,7 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import gpipe, layer_dist, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Row, Timeline
+from pipetrain.schedule.transforms import with_norms
 from tests.support.traces import about, as_measured
 
 STAGES = range(2)
@@ -53,6 +54,14 @@ def test_a_replay_gives_exactly_the_durations_of_its_trace(program, m):
         assert figures.batch_s == pytest.approx(makespan / batches)
         simulation = simulate(lowered, m, cost=COSTS)
         assert figures.bubble == pytest.approx(simulation.bubble_per_rank)
+
+
+def test_the_travel_of_norms_is_found_in_the_waits_for_them():
+    costs = Costs({**COSTS.seconds, (0, Op.NORM): 0.375, (1, Op.NORM): 0.375})
+    program = lower(with_norms(one_f_one_b(2, 3, 4)))
+    made = replay(about(program, 4), as_measured(program, costs, 4))
+    assert made.costs.seconds == pytest.approx(dict(costs.seconds))
+    assert made.again.batch_s == pytest.approx(simulate(program, 4, cost=costs).makespan / 3)
 
 
 def test_another_schedule_takes_what_it_takes_by_these_costs():

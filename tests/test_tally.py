@@ -8,21 +8,46 @@ import torch
 
 from pipetrain.tally import Counter, Tally
 
-SCORES = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
 
-
-def test_a_tally_weighs_by_samples_and_is_taken_once():
+def counted() -> Counter:
     counter = Counter()
-    counter.add(torch.tensor(2.0), SCORES, torch.tensor([0, 1, 1]))
-    counter.add(torch.tensor(6.0), SCORES[:1], torch.tensor([1]))
-    tally = counter.take()
-    assert (tally.samples, tally.correct) == (4, 2)
-    assert tally.mean_loss == (3 * 2.0 + 6.0) / 4
-    assert tally.accuracy == 0.5
+    counter.add(torch.tensor(2.0), 3, 4, {"acc": torch.tensor([2, 3]), "ppl": torch.zeros(0)})
+    counter.add(torch.tensor(6.0), 1, 1, {"acc": torch.tensor([1, 1]), "ppl": torch.zeros(0)})
+    return counter
+
+
+def test_a_tally_weighs_by_what_counts_and_is_taken_once():
+    counter = counted()
+    assert counter.peek() == counter.take() == Tally(12.0, 4, 5, {"acc": [3.0, 4.0], "ppl": []})
+    assert counted().take().mean_loss == (3 * 2.0 + 6.0) / 4
     assert counter.take() == Tally()
+
+
+def test_a_microbatch_that_counts_nothing_leaves_the_loss_alone():
+    """The mean of its losses is NaN."""
+    counter = counted()
+    counter.add(torch.tensor(math.nan), 0, 3, {"acc": torch.tensor([0, 0])})
+    assert counter.take() == Tally(12.0, 4, 8, {"acc": [3.0, 4.0], "ppl": []})
+    counter.add(torch.tensor(math.nan), 0, 3, {})
+    assert math.isnan(counter.take().mean_loss)
+
+
+def test_counting_goes_on_from_what_was_restored():
+    whole, first = counted(), counted()
+    again = Counter()
+    again.restore(first.take(), "cpu")
+    for counter in (whole, again):
+        counter.add(torch.tensor(1.0), 2.5, 2, {"acc": torch.tensor([1, 2]), "ppl": torch.zeros(0)})
+    assert again.take() == whole.take() == Tally(14.5, 6.5, 7, {"acc": [4.0, 6.0], "ppl": []})
+
+
+def test_what_is_counted_is_not_the_metric_s_own_tensor():
+    sums, counter = torch.ones(2, dtype=torch.float64), Counter()
+    counter.add(torch.tensor(1.0), 1, 1, {"own": sums})
+    counter.add(torch.tensor(1.0), 1, 1, {"own": sums})
+    assert (sums.tolist(), counter.take().sums) == ([1.0, 1.0], {"own": [2.0, 2.0]})
 
 
 def test_of_nothing_there_is_no_mean():
     """As of an epoch in which every loss was skipped."""
     assert math.isnan(Tally().mean_loss)
-    assert math.isnan(Tally().accuracy)

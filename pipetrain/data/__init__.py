@@ -88,7 +88,10 @@ def _split(data: DictConfig, name: str) -> Split:
             f"data={data.get('name')} has no {name}: give data.source, a function that returns both splits, "
             f"or data.train and data.test, each with the _target_ of a Dataset"
         )
-    return as_split(_make(data, name), f"data.{name}", data.get("columns"))
+    split = as_split(_make(data, name), f"data.{name}", data.get("columns"))
+    if not len(split):
+        raise ConfigError(f"data.{name} has no sample")
+    return split
 
 
 def declared_example(data: DictConfig, dtype: torch.dtype) -> Example | None:
@@ -114,11 +117,16 @@ def _refuse_undeclared(data: DictConfig, loaded: Data, dtype: torch.dtype) -> No
     declared, found = declared_example(data, dtype), loaded.facts.example
     if declared is None:
         return
-    if not found.single or (found.specs[0].shape != declared.specs[0].shape):
+    if not found.single or _kind(found.specs[0]) != _kind(declared.specs[0]):
         raise ConfigError(
             f"the inputs of data set {loaded.name} are {' + '.join(map(str, found.specs))}, and data.sample "
             f"says {declared.specs[0]}: correct data.sample, or set it to null"
         )
+
+
+def _kind(spec: TensorSpec) -> object:
+    """Return what a declaration fixes: any floating-point numbers become the run's dtype."""
+    return spec.shape, spec.dtype.is_floating_point or spec.dtype
 
 
 def load_augment(data: DictConfig) -> Augment | None:

@@ -116,6 +116,7 @@ class Predictor:
             seconds[stage, Op.B] = taken.backward_s
             seconds[stage, Op.I] = seconds[stage, Op.W] = taken.backward_s / 2
             seconds[stage, Op.STEP] = taken.step_s
+            seconds[stage, Op.NORM] = self.profile.latency_s  # a message of one number
         for stage, cut in enumerate(cuts):
             forward, back = self._messages(cut)
             seconds[stage, Op.SEND_F] = self._travel_s(forward)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -94,6 +94,15 @@ class Channel(Protocol):
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """Wait until one of `receives` has arrived, or there is room for one of `sends`."""
 
+    def tell_norms(self, squares: Mapping[int, float], stages: int) -> None:
+        """Start to exchange the squared norms of one update's gradient, by stage; all ranks tell theirs."""
+
+    def hear_norms(self) -> list[float]:
+        """Wait for those that were told first and not heard; return them for each of all stages."""
+
+
+NOT_HEARD = "waited {0:g} s for the gradient norms of the other ranks"
+
 
 def expired(receives: Sequence[Message], sends: Sequence[Message], timeout: float) -> ChannelError:
     """Return the error for a wait for any of these messages that took `timeout` seconds."""
@@ -119,7 +128,7 @@ class DistChannel:
 
     Tensors come from and go to `device`. `staged`: they go through pinned host memory, because gloo cannot
     send CUDA tensors. `channels_last`: four-dimensional tensors are sent and received with their channels
-    innermost, without a copy if they already are.
+    innermost, without a copy if they already are. `norms`: a gloo group of all ranks; None for one rank.
     """
 
     def __init__(
@@ -130,8 +139,11 @@ class DistChannel:
         device: torch.device,
         staged: bool = False,
         channels_last: bool = False,
+        norms: dist.ProcessGroup | None = None,
     ) -> None:
         self._groups = groups
+        self._norms = norms
+        self._told: deque[tuple[Tensor, dist.Work | None]] = deque()
         self.bound = buffer_size
         self._timeout = timeout
         self._device = device
@@ -210,6 +222,29 @@ class DistChannel:
                 raise expired(receives, sends, self._timeout)
         finally:
             self.waited += time.monotonic() - start
+
+    def tell_norms(self, squares: Mapping[int, float], stages: int) -> None:
+        # Each stage has a place of its own, so that the sum is the same on every rank, to the last bit.
+        numbers = torch.zeros(stages, dtype=torch.float64)
+        for stage, square in squares.items():
+            numbers[stage] = square
+        work = None if self._norms is None else dist.all_reduce(numbers, group=self._norms, async_op=True)
+        self._told.append((numbers, work))
+
+    def hear_norms(self) -> list[float]:
+        numbers, work = self._told.popleft()
+        start = time.monotonic()
+        try:
+            if work is not None:
+                work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            rank, cause = dist.get_rank(), str(error).strip().splitlines()[0]
+            if time.monotonic() - start >= self._timeout:
+                raise ChannelError(f"rank {rank} {NOT_HEARD.format(self._timeout)}") from error
+            raise ChannelError(f"rank {rank} lost another rank at the gradient norms: {cause}") from error
+        finally:
+            self.waited += time.monotonic() - start
+        return [float(number) for number in numbers]
 
     def _may_send(self, message: Message) -> bool:
         return sum(not self._finished(transfer) for transfer in self._sent[message.edge]) < self.bound

@@ -8,7 +8,7 @@ and shape, so that sum(decoded) = sum(x) - residual. Evaluations are not encoded
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -71,6 +71,12 @@ class WrappedChannel:
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         self._channel.wait([*map(self.travels, receives)], [*map(self.travels, sends)])
+
+    def tell_norms(self, squares: Mapping[int, float], stages: int) -> None:
+        self._channel.tell_norms(squares, stages)
+
+    def hear_norms(self) -> list[float]:
+        return self._channel.hear_norms()
 
 
 class Feedback:

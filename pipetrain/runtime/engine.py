@@ -6,6 +6,7 @@ from the program, so there is no synchronous or asynchronous mode here, and a ne
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -66,6 +67,8 @@ class _Window:
     inputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # (stage, microbatch) -> inputs
     grads: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # -> gradients of its outputs
     to_send: dict[tuple[int, int, int], Tensors] = field(default_factory=dict)  # (stage, mb, to stage)
+    squares: dict[int, dict[int, float]] = field(default_factory=dict)  # version -> stage -> squared norm
+    norms: dict[int, float] = field(default_factory=dict)  # -> norm of the whole gradient, once heard
     raw_bytes: Counter[int] = field(default_factory=Counter)  # stage -> bytes sent, before encoding
 
 
@@ -125,6 +128,7 @@ class Engine:
             Op.SEND_B: self._send,
             Op.RECV_B: self._recv_gradient,
             Op.REDUCE: self._reduce,
+            Op.NORM: self._norm,
             Op.STEP: self._step,
         }
         self._evaluate = {**self._train, Op.F: self._predict}
@@ -183,6 +187,9 @@ class Engine:
                     watch.start(None)
                     self._wait(action, window)
                     continue
+                if action.op is Op.STEP and action.version in window.squares.keys() - window.norms.keys():
+                    watch.start(None)
+                    window.norms[action.version] = math.sqrt(sum(window.channel.hear_norms()))
                 watch.start(action)
                 with record_function(str(action)) if profiled else nullcontext():
                     methods[action.op](action, window)
@@ -290,9 +297,17 @@ class Engine:
     def _reduce(self, action: Action, window: _Window) -> None:
         self._stages[action.stage].reduce()
 
+    def _norm(self, action: Action, window: _Window) -> None:
+        """Tell the other ranks, together with the last NORM of this rank for a version."""
+        squares = window.squares.setdefault(action.version, {})
+        squares[action.stage] = self._stages[action.stage].squared_norm()
+        if len(squares) == len(self._stages):
+            window.channel.tell_norms(squares, len(self._placement))
+
     def _step(self, action: Action, window: _Window) -> None:
         stage = self._stages[action.stage]
-        stage.step(keep=window.order.needed(action.stage, action.version - 1))
+        keep = window.order.needed(action.stage, action.version - 1)
+        stage.step(keep, window.norms.get(action.version))
         held = stage.weights.held
         limit = self.bounds[action.stage].versions
         assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Condition
 
 from torch import Tensor
 
-from pipetrain.runtime.channel import Edge, Message, expired
+from pipetrain.runtime.channel import NOT_HEARD, ChannelError, Edge, Message, expired
 
 
 class LocalChannel:
@@ -22,6 +22,7 @@ class LocalChannel:
         self.waited = self.coded = 0.0
         self.carried = 0
         self._expected: dict[Edge, deque[Message]] = {}
+        self._told = self._heard = 0
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         for message in messages:
@@ -77,6 +78,22 @@ class LocalChannel:
                 lambda: any(map(self.arrived, receives)) or any(map(self.room, sends)), receives, sends
             )
 
+    def tell_norms(self, squares: Mapping[int, float], stages: int) -> None:
+        with self._wire.changed:
+            self._wire.norms[self._told].update(squares)
+            self._told += 1
+            self._stages = stages
+            self._wire.changed.notify_all()
+
+    def hear_norms(self) -> list[float]:
+        norms, start = self._wire.norms[self._heard], time.monotonic()
+        self._heard += 1
+        with self._wire.changed:
+            if not self._wire.changed.wait_for(lambda: len(norms) == self._stages, self._timeout):
+                raise ChannelError(f"a rank {NOT_HEARD.format(self._timeout)}")
+        self.waited += time.monotonic() - start
+        return [norms[stage] for stage in range(self._stages)]
+
     def _await(
         self, ready: Callable[[], bool], receives: Sequence[Message], sends: Sequence[Message]
     ) -> None:
@@ -95,3 +112,4 @@ class Wire:
         self.sent: Counter[Edge] = Counter()
         self.posted: Counter[Edge] = Counter()
         self.taken: Counter[Edge] = Counter()
+        self.norms: defaultdict[int, dict[int, float]] = defaultdict(dict)  # exchange -> stage -> square

@@ -2,7 +2,7 @@
 
 There is one process group per directed edge, because two directions on one communicator deadlock when both
 ends send first. Every rank creates and warms up all groups in the same order. A separate gloo group over all
-ranks carries the collectives (an epoch's figures).
+ranks carries the collectives (an epoch's figures), and another one the gradient norms, during a window.
 """
 
 from __future__ import annotations
@@ -167,6 +167,7 @@ class Mesh:
         self._seal = store.seal if store else None
         self._edges = list(edges)
         self._groups: dict[Edge, dist.ProcessGroup] = {}
+        self._norms: dist.ProcessGroup | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._owned = world.size > 1 and not dist.is_initialized()
@@ -196,6 +197,9 @@ class Mesh:
             if self.world.rank in ends:
                 assert isinstance(group, dist.ProcessGroup)
                 self._groups[edge] = group
+        norms = dist.new_group(timeout=2 * limit, backend="gloo")
+        assert isinstance(norms, dist.ProcessGroup)
+        self._norms = norms
         place = torch.device("cpu") if self.staged else self.device
         for edge in self._edges:  # the first message makes a connection: send one now, edge by edge
             src, dst = (self.placement[stage] for stage in edge)
@@ -206,7 +210,9 @@ class Mesh:
                 dist.recv(token, src, group=self._groups[edge])
 
     def channel(self, buffer_size: int, channels_last: bool = False) -> DistChannel:
-        return DistChannel(self._groups, buffer_size, self._timeout, self.device, self.staged, channels_last)
+        return DistChannel(
+            self._groups, buffer_size, self._timeout, self.device, self.staged, channels_last, self._norms
+        )
 
     def gather(self, what: str, item: object) -> list[object]:
         """Return one picklable object per rank; `what` names it. Raises ChannelError, TrainingStopped."""

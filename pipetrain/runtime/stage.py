@@ -96,6 +96,7 @@ class Stage:
     `copy_input`: the first layer works in place; `copy_output`: the last one keeps its output. `compile`: use
     torch.compile. `skip_not_finite`: a non-finite gradient skips the update, with its changes of the buffers,
     instead of stopping the training. `ema`: evaluate a moving average of the weights, see Weights.
+    `clip_grad_norm`: the most that the norm of a batch's gradient may be, otherwise it is scaled to it.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Stage:
         compile: bool = False,
         skip_not_finite: bool = False,
         ema: float | None = None,
+        clip_grad_norm: float | None = None,
     ) -> None:
         self.index = index
         self._numerics = numerics or Numerics()
@@ -125,6 +127,10 @@ class Stage:
         self._trained = Counter()
         self._evaluated = Counter()
         self._watch = FiniteWatch(index)
+        self._clip = clip_grad_norm
+        self._norm: Tensor | None = None  # of the stage's gradient
+        self._norms: list[Tensor] = []  # by which the updates of the window were clipped
+        self._reduced: list[int] = []  # the microbatches of the gradient that is to be stepped
         self._skips = skip_not_finite
         self._skip = False
         self.skipped = 0  # number of updates skipped because of a non-finite gradient
@@ -225,14 +231,33 @@ class Stage:
             self._losses.append(torch.stack(self._batch_losses).sum())
             self._batch_losses = []
         numbers = witness([numbers_of(gradient) for gradient in gradients.values()]) if gradients else None
+        if self._clip is not None:
+            self._norm = self.weights.gradient_norm()
         if self._skips:
             self._skip = numbers is not None and not bool(numbers.isfinite().all())
-            self._forget_buffers(mbs)
+            self._reduced = mbs
         elif numbers is not None:
             self._watch.add(partial(blame_weights, list(gradients), mbs), self.weights.updates, numbers)
 
-    def step(self, keep: bool) -> None:
-        """Update the weights; `keep` the previous version for later actions."""
+    def squared_norm(self) -> float:
+        """Return the squared norm of the batch's gradient, as far as it is this stage's."""
+        assert self._norm is not None, f"stage {self.index} clips no gradient"
+        return float(self._norm) ** 2
+
+    def step(self, keep: bool, norm: float | None = None) -> None:
+        """Update the weights; `keep` the previous version for later actions.
+
+        The gradient is clipped by `norm`, that of the whole model, or None for that of this stage.
+        """
+        if self._clip is not None:
+            assert self._norm is not None
+            by = self._norm if norm is None else torch.tensor(norm, dtype=torch.float64)
+            self._norms.append(by)
+            self._skip = self._skip or (self._skips and not bool(by.isfinite()))
+            if not self._skip:
+                self.weights.clip(self._clip, by)
+        if self._skips:
+            self._forget_buffers(self._reduced)
         self.weights.step(keep, self._skip)
         self.skipped += self._skip
         self._skip = False
@@ -262,6 +287,11 @@ class Stage:
         """Return the mean loss of each update since the last call; empty except at the last stage."""
         losses, self._losses = self._losses, []
         return torch.stack(losses).tolist() if losses else []
+
+    def take_norms(self) -> list[float]:
+        """Return the norm by which each update of the window was clipped; empty without clipping."""
+        norms, self._norms = self._norms, []
+        return [float(norm) for norm in norms]
 
     def state(self) -> dict[str, Tensor]:
         """Return copies, in host memory, of the state between two windows.
@@ -299,6 +329,7 @@ class Stage:
         """Start counting versions from 0. No microbatch may be open."""
         assert not self._saved, f"microbatches {sorted(self._saved)} outlived their window"
         self._watch.check(self.weights.updates, wait=True)
+        self._norms = []
         self.weights.begin_window()
 
     @torch.no_grad()
@@ -323,7 +354,7 @@ class Stage:
     @torch.no_grad()
     def _count(self, counter: Counter, loss: Tensor, outputs: tuple[Tensor, ...], target: Target) -> None:
         assert self._task is not None
-        made = self._made(outputs)
+        made = self._made(tuple(t.detach() for t in outputs))
         sums = {metric.name: metric.sums(made, target.value) for metric in self._task.metrics}
         counter.add(loss, target.weight, target.samples, sums)
 

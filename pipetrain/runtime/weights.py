@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -242,6 +243,18 @@ class Weights:
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._live.items() if p.grad is not None}
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of all gradients, a scalar as torch.nn.utils.clip_grad_norm_ computes it."""
+        for parameter in self._live.values():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()  # whose values are those of the sum
+        norm: Tensor = get_total_norm([numbers_of(gradient) for gradient in self.gradients().values()])
+        return norm
+
+    def clip(self, most: float, norm: Tensor) -> None:
+        """Scale all gradients by `most` / `norm` where that is below 1, as torch does."""
+        clip_grads_with_norm_(self._live.values(), most, norm)
 
     def step(self, keep: bool, skip: bool = False) -> None:
         """Make the next version, `keep` the previous one for later actions; `skip` drops the gradient."""

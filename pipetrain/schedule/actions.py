@@ -21,7 +21,10 @@ class ScheduleError(ValueError):
 
 
 class Op(StrEnum):
-    """The operation of an action. B is a whole backward; I and W are its two halves."""
+    """The operation of an action. B is a whole backward; I and W are its two halves.
+
+    NORM tells all stages the norm of a stage's gradient; where a program has it, STEP waits for all of them.
+    """
 
     F = "F"
     B = "B"
@@ -32,11 +35,12 @@ class Op(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
+    NORM = "NORM"
     STEP = "STEP"
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})  # uses a microbatch and a weight version
-UPDATE = frozenset({Op.REDUCE, Op.STEP})  # `version` is the new one; no microbatch
+UPDATE = frozenset({Op.REDUCE, Op.NORM, Op.STEP})  # `version` is the new one; no microbatch
 COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})  # a microbatch, no version
 
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
@@ -44,7 +48,7 @@ RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 
 NO_PEER = -1
 _NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}  # from the stage
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|F|B|I|W)(\d+)?(?:@(\d+))?(?:>(\d+))?")
+_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|NORM|STEP|F|B|I|W)(\d+)?(?:@(\d+))?(?:>(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,11 @@ def placement(program: Program) -> list[int]:
             action = next(action for action in program[others[0]] if action.stage == stage)
             raise ScheduleError(f"stage {stage} is on rank {first}, yet rank {others[0]} has {action}")
     return [first for first, *_ in ranks]
+
+
+def has_norms(program: Program) -> bool:
+    """Return whether updates wait for the gradient norm of all stages."""
+    return any(action.op is Op.NORM for actions in program for action in actions)
 
 
 def shortened(actions: Sequence[Action], batches: int, microbatches: int) -> list[Action]:

@@ -24,6 +24,7 @@ from pipetrain.schedule.actions import (
     ranks_of,
 )
 from pipetrain.schedule.lower import Route, compute_only, lower
+from pipetrain.schedule.transforms import with_norms, without_norms
 
 _COUNTED = {
     Op.F: ("forwards",),
@@ -34,13 +35,20 @@ _COUNTED = {
 _NEEDS = {Op.B: "forwards", Op.I: "forwards", Op.W: "input gradients"}
 
 
-def check(program: Program, batches: int, microbatches: int, routes: Sequence[Route] | None = None) -> None:
+def check(
+    program: Program,
+    batches: int,
+    microbatches: int,
+    routes: Sequence[Route] | None = None,
+    norms: bool = False,
+) -> None:
     """Refuse an unsound lowered program: raises ScheduleError, naming rank and action.
 
     Every stage has each microbatch's F once, then its B (or I, then W) once, each kind ascending; a backward
     reads its forward's version; a version is read only after the STEP that makes it, so never one newer than
     the microbatch's batch; batch n's STEP makes version n + 1 after exactly its backwards and before any of
-    the next batch; communication is what `lower` makes of the rest.
+    the next batch; communication is what `lower` makes of the rest. `norms`: every update waits for the norms
+    of all stages, and both are where `with_norms` puts them; otherwise there are none.
     """
     ranks = ranks_of(program)
     idle = [rank for rank, actions in enumerate(program) if not actions]
@@ -58,17 +66,19 @@ def check(program: Program, batches: int, microbatches: int, routes: Sequence[Ro
     for (index, rank), stage in stages.items():
         if problem := stage.end(batches):
             raise ScheduleError(f"rank {rank}, at its end, has done of stage {index} {problem}")
-    _check_communication(program, routes)
+    _check_communication(program, routes, norms)
 
 
-def _check_communication(program: Program, routes: Sequence[Route] | None) -> None:
-    for rank, (actions, right) in enumerate(zip(program, lower(compute_only(program), routes), strict=True)):
+def _check_communication(program: Program, routes: Sequence[Route] | None, norms: bool) -> None:
+    compute = compute_only(program)
+    canonical = lower(with_norms(compute) if norms else without_norms(compute), routes)
+    for rank, (actions, right) in enumerate(zip(program, canonical, strict=True)):
         if actions != right:
             for found, wanted in zip_longest(actions, right):
                 if found != wanted:
                     raise ScheduleError(
                         f"rank {rank} has {found or 'nothing more'} where {wanted or 'nothing'} belongs: its "
-                        f"communication must be what lower() makes"
+                        f"communication must be what lower() makes{', after with_norms()' if norms else ''}"
                     )
 
 

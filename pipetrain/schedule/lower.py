@@ -18,6 +18,7 @@ from pipetrain.schedule.actions import (
     Placement,
     Program,
     ScheduleError,
+    has_norms,
     ranks_of,
 )
 
@@ -61,13 +62,13 @@ class Wiring:
         """Return whether two stages run a microbatch on different ranks."""
         return self.rank(stage, mb) != self.rank(other, mb)
 
-    def lowered(self, action: Action) -> list[Action]:
+    def lowered(self, action: Action, reduced_for: Op = Op.STEP) -> list[Action]:
         """Return a compute action with the messages that it needs and makes."""
         if action.op is Op.F:
             return [*self._messages(Op.RECV_F, action), action, *self._messages(Op.SEND_F, action)]
         if action.op is Op.B or action.op is Op.I:
             return [*self._messages(Op.RECV_B, action), action, *self._messages(Op.SEND_B, action)]
-        if action.op is Op.STEP:
+        if action.op is reduced_for:
             return [Action(action.stage, Op.REDUCE, version=action.version), action]
         return [action]
 
@@ -79,16 +80,20 @@ class Wiring:
 def lower(program: Program, routes: Sequence[Route] | None = None) -> Program:
     """Add communication to a compute-only program.
 
-    REDUCE comes just before each STEP, RECV just before and SEND just after the F, B or I that uses or makes
-    the message. Stages on one rank exchange no messages. Raises ScheduleError for a program that already
-    communicates, or that leaves out a stage.
+    REDUCE comes just before each NORM, or in a program without them before each STEP, RECV just before and
+    SEND just after the F, B or I that uses or makes the message. Stages on one rank exchange no messages.
+    Raises ScheduleError for a program that already communicates, or that leaves out a stage.
     """
     for rank, actions in enumerate(program):
         for action in actions:
             if action.op in ADDED:
                 raise ScheduleError(f"rank {rank} has {action}: a schedule gives F, B, I, W and STEP alone")
     wiring = Wiring(ranks_of(program), routes)
-    return [[lowered for action in actions for lowered in wiring.lowered(action)] for actions in program]
+    reduced_for = Op.NORM if has_norms(program) else Op.STEP
+    return [
+        [lowered for action in actions for lowered in wiring.lowered(action, reduced_for)]
+        for actions in program
+    ]
 
 
 def compute_only(program: Program) -> Program:

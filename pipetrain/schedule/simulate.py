@@ -2,8 +2,9 @@
 
 The simulated channels have the bounds of the real ones, so a program that ends here cannot deadlock there.
 Every start is a maximum of known times, so ranks may be advanced in any order: each runs until it must wait
-for a message, which then wakes it. This is linear in the number of actions. The only collective is the REDUCE
-of a stage with replicas, which ends on all of them when the last has started it.
+for a message, which then wakes it. This is linear in the number of actions. There are two collectives: the
+REDUCE of a stage with replicas ends on all of them when the last has started it, and in a program with NORMs
+the STEPs of a batch wait until the norms of all stages have arrived.
 """
 
 from __future__ import annotations
@@ -12,11 +13,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pipetrain.schedule.actions import COMMUNICATION, SENDS, Action, Op, Program, ScheduleError, ranks_of
+from pipetrain.schedule.actions import (
+    COMMUNICATION,
+    SENDS,
+    Action,
+    Op,
+    Program,
+    ScheduleError,
+    has_norms,
+    ranks_of,
+)
 from pipetrain.schedule.lower import Route, Wiring
 from pipetrain.schedule.timeline import Row, Span, Timeline
 
 Cost = Callable[[Action], float]
+
+_TRAVEL = SENDS | {Op.NORM}  # whose rank goes on while the message travels
 
 _UNITS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
 
@@ -41,8 +53,8 @@ def simulate(
     """Simulate a lowered, checked program (or lowered `forward_only`). Raises Deadlock.
 
     `buffer_size` bounds each edge at both ends: receives posted ahead, and sends not yet arrived. `cost` is
-    the time of an action on its rank; for a SEND, the travel time of its message, during which the sender
-    goes on.
+    the time of an action on its rank; for a SEND or a NORM, the travel time of its message, during which the
+    sender goes on.
     """
     if buffer_size < 1:
         raise ScheduleError(f"simulate needs buffer_size >= 1; got buffer_size={buffer_size}")
@@ -100,6 +112,10 @@ class _Simulation:
         self._shares = len(set().union(*self._wiring.ranks)) < sum(map(len, self._wiring.ranks))
         self._done: set[tuple[int, Op, int]] = set()  # (stage, F or B, microbatch), where ranks have several
         self._reduced: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # each replica's REDUCE
+        self._told: set[tuple[int, int]] = set()  # the (stage, rank) of each NORM of a batch
+        if has_norms(program):
+            self._told = {(stage, rank) for stage, on in enumerate(self._wiring.ranks) for rank in on}
+        self._norms: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # version -> their arrivals
         self._waiting: list[_Edge | None] = [None] * len(program)
         self._ready = list(range(len(program)))
         self._rows = [Row(0.0, 0.0, []) for _ in program]
@@ -121,11 +137,15 @@ class _Simulation:
                 freed = self._exchange(rank, action, now)
             elif action.op is Op.REDUCE:
                 freed = self._reduce(rank, action, now)
+            elif action.op is Op.NORM:
+                freed = self._norm(rank, action, now)
+            elif action.op is Op.STEP and self._told:
+                freed = self._step(action, now)
             else:
                 freed = self._compute(action, now)
             if freed is None:
                 return
-            end = freed if action.op in SENDS else freed + self._cost(action)
+            end = freed if action.op in _TRAVEL else freed + self._cost(action)
             row.spans.append(Span(action, now, end, freed - now))
             row.ended = end
 
@@ -148,6 +168,17 @@ class _Simulation:
         if last:
             self._ready += [other for other in replicas if other != rank]
         return max(came.values())
+
+    def _norm(self, rank: int, action: Action, now: float) -> float:
+        came = self._norms[action.version]
+        came[action.stage, rank] = now + self._cost(action)
+        if len(came) == len(self._told):
+            self._ready += [other for other in range(len(self._rows)) if other != rank]
+        return now
+
+    def _step(self, action: Action, now: float) -> float | None:
+        came = self._norms[action.version]
+        return max(now, *came.values()) if len(came) == len(self._told) else None
 
     def _exchange(self, rank: int, action: Action, now: float) -> float | None:
         edge = self._edge(rank, action)
@@ -197,9 +228,12 @@ class _Simulation:
             came = self._reduced[action.stage, action.version]
             missing = [str(other) for other in self._wiring.ranks[action.stage] if other not in came]
             return f"rank {' and '.join(missing)} to do {action}"
+        if action.op is Op.STEP:
+            untold = {stage for stage, _ in self._told - self._norms[action.version].keys()}
+            return f"the norm of stage {' and '.join(map(str, sorted(untold)))}"
         if action.op not in COMMUNICATION:
-            stage, op, mb = next(needed for needed in self._needs(action) if needed not in self._done)
-            return f"{op} of microbatch {mb} at stage {stage}, which its own list has not done"
+            source, op, mb = next(needed for needed in self._needs(action) if needed not in self._done)
+            return f"{op} of microbatch {mb} at stage {source}, which its own list has not done"
         edge = self._edge(rank, action)
         if action.op in SENDS:
             other, index = edge.receiver, len(edge.received)

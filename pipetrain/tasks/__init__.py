@@ -105,9 +105,9 @@ class Classification(Task):
         self,
         label_smoothing: float = 0.0,
         ignore_index: int = IGNORED,
-        metrics: Sequence[Metric] = (Accuracy(),),
+        metrics: Sequence[Metric] | None = None,
     ) -> None:
-        super().__init__(metrics=metrics)
+        super().__init__(metrics=[Accuracy(ignore_index)] if metrics is None else metrics)
         self._smoothing = label_smoothing
         self._ignored = ignore_index
 
@@ -127,6 +127,11 @@ class Classification(Task):
 
     def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
         scores, labels = _tensor(outputs, "scores [n, classes]"), _tensor(targets, "labels")
+        if not labels.is_floating_point() and scores.shape[2:] != labels.shape[1:]:
+            raise ValueError(
+                f"scores {list(scores.shape)} are for labels {[len(scores), *scores.shape[2:]]}, with the "
+                f"classes along dimension 1 (for tokens [n, t] there is task=language_modelling)"
+            )
         return functional.cross_entropy(scores, labels, ignore_index=self._ignored, label_smoothing=smoothing)
 
 
@@ -207,12 +212,6 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
     samples [n, ...]; `classes`: of the data set, None if unknown. The outputs are made up. Losses of parts of
     the samples must add up to that of all.
     """
-    known = task.classes_of(outputs)
-    if classes is not None and known is not None and known < classes:
-        raise ConfigError(
-            f"the model gives {outputs} (layer {layer}), scores of {known} classes, and the data set has "
-            f"{classes}: give the last layer at least {classes} outputs"
-        )
     n = len(as_tuple(targets)[0])
     first = outputs.specs[0].shape[0]
     per_sample = sum(spec.numel for spec in outputs.specs) / first
@@ -228,13 +227,27 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
         f"task {task} cannot take the model's {outputs} (layer {layer}) with targets "
         f"{' + '.join(map(str, specs_of(as_tuple(wanted))))}"
     )
-    whole = _tried(task.loss, given, wanted, where)
-    if whole.dim() or not whole.is_floating_point():
+    _tried(task.loss, given, _first_class(wanted), where)
+    known = task.classes_of(outputs)
+    if classes is not None and known is not None and known < classes:
         raise ConfigError(
-            f"the loss of task {task} must be one number, the mean over what counts; it returns "
-            f"{specs_of([whole])[0]}"
+            f"the model gives {outputs} (layer {layer}), scores of {known} classes, and the data set has "
+            f"{classes}: give the last layer at least {classes} outputs"
         )
-    _tried(task.evaluation_loss, given, wanted, where)
+    whole = _tried(task.loss, _differentiable(given), wanted, where)
+    for loss in (whole, _tried(task.evaluation_loss, given, wanted, where)):
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            returned = specs_of([loss])[0] if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"the loss of task {task} must be one number in a tensor, the mean over what counts; it "
+                f"returns {returned}"
+            )
+    if not whole.requires_grad:
+        raise ConfigError(
+            f"the loss of task {task} has no gradient with respect to the outputs: compute it from them by "
+            f"differentiable operations, without detach() or item()"
+        )
+    whole = whole.detach()
     weight = float(_tried(lambda _, some: torch.as_tensor(task.weight(some)), given, wanted, where))
     for metric in task.metrics:
         sums = _tried(metric.sums, given, wanted, f"metric {metric.name} of {where}")
@@ -254,6 +267,19 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
             f"microbatches, weighted by weight(targets), is another: let it be a mean over what counts (not "
             f"a sum, and without a term between samples), and let weight say what each target counts for"
         )
+
+
+def _first_class(targets: Value) -> Value:
+    """Return targets of the same form whose whole numbers are 0, a label that every model has."""
+    if isinstance(targets, Tensor):
+        return targets if targets.is_floating_point() else torch.zeros_like(targets)
+    return tuple(t if t.is_floating_point() else torch.zeros_like(t) for t in targets)
+
+
+def _differentiable(value: Value) -> Value:
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.is_floating_point())
+    return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in value)
 
 
 def _tried(call: Callable[[Value, Value], Tensor], outputs: Value, targets: Value, where: str) -> Tensor:

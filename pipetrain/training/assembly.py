@@ -42,6 +42,7 @@ def make_stages(
             compile=settings.compile,
             skip_not_finite=settings.on_nan == "skip",
             ema=settings.ema,
+            clip_grad_norm=settings.clip_grad_norm,
         )
         for index, rank in enumerate(plan.placement)
         if rank == mesh.world.rank

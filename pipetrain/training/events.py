@@ -18,6 +18,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import histogram_raw, hparams, image, scalar, text
 
+from pipetrain.training.figures import EpochFigures
 from pipetrain.training.history import History
 from pipetrain.training.run import Run
 
@@ -44,37 +45,51 @@ def introduction(run: Run, config: str, picture: bytes) -> bytes:
     return _record(Event(file_version="brain.Event:2", wall_time=now)) + _records(summaries, now)
 
 
-def points(history: History) -> bytes:
-    """Return the points of a history's newest epoch."""
+def scalars(history: History) -> dict[str, float]:
+    """Return the values of a history's newest epoch, by name."""
     figures = history.last
-    scalars = {
+    values = {
         "loss/train": figures.trained.mean_loss,
         "loss/val": figures.evaluated.mean_loss,
         "speed/learning_rate": figures.lr,
         "speed/samples_per_s": figures.samples_per_s,
     }
     for metric, trained, evaluated in history.metrics_of(figures):
-        scalars[f"{metric.title}/train"] = trained
-        scalars[f"{metric.title}/val"] = evaluated
-    summaries = []
+        values[f"{metric.title}/train"] = trained
+        values[f"{metric.title}/val"] = evaluated
     for stage, (actual, planned) in enumerate(zip(history.measured_last(), history.predicted, strict=False)):
         stats = figures.stages[stage]
-        scalars[f"staleness/stage{stage}"] = stats.max_staleness
-        scalars[f"staleness_mean/stage{stage}"] = stats.mean_staleness
-        summaries.append(_distribution(f"distribution/staleness/stage{stage}", stats.staleness))
-        scalars[f"sent_mib/stage{stage}"] = stats.bytes_sent / 2**20
-        scalars[f"codec_s/stage{stage}"] = stats.codec_s
+        values[f"staleness/stage{stage}"] = stats.max_staleness
+        values[f"staleness_mean/stage{stage}"] = stats.mean_staleness
+        values[f"sent_mib/stage{stage}"] = stats.bytes_sent / 2**20
+        values[f"codec_s/stage{stage}"] = stats.codec_s
         for suffix, times in (("", actual), ("_predicted", planned)):
-            scalars[f"bubble{suffix}/stage{stage}"] = times.bubble
-            scalars[f"wait{suffix}/stage{stage}"] = times.wait
+            values[f"bubble{suffix}/stage{stage}"] = times.bubble
+            values[f"wait{suffix}/stage{stage}"] = times.wait
             if times.stage_time_s is not None:
-                scalars[f"stage_time{suffix}/stage{stage}"] = times.stage_time_s
-    summaries += [scalar(name, value) for name, value in scalars.items()]
-    losses = (
-        _records([scalar("loss/update", loss)], figures.ended, update)
-        for update, loss in figures.losses.items()
+                values[f"stage_time{suffix}/stage{stage}"] = times.stage_time_s
+    return values
+
+
+def updates(figures: EpochFigures) -> dict[int, dict[str, float]]:
+    """Return the values of an epoch's updates, by their numbers and names."""
+    return {
+        update: {f"{name}/update": value for name, value in values.items()}
+        for update, values in figures.groups.items()
+    }
+
+
+def points(history: History) -> bytes:
+    """Return the points of a history's newest epoch."""
+    figures = history.last
+    summaries = [scalar(name, value) for name, value in scalars(history).items()]
+    for stage, stats in sorted(figures.stages.items()):
+        summaries.append(_distribution(f"distribution/staleness/stage{stage}", stats.staleness))
+    by_update = (
+        _records([scalar(name, value) for name, value in values.items()], figures.ended, update)
+        for update, values in updates(figures).items()
     )
-    return _records(summaries, figures.ended, figures.epoch) + b"".join(losses)
+    return _records(summaries, figures.ended, figures.epoch) + b"".join(by_update)
 
 
 def outcome(summary: Mapping[str, Any]) -> bytes:

@@ -34,6 +34,7 @@ class EpochFigures:
     evaluated: Tally
     score: Loss  # by which epochs are compared; higher is better
     losses: dict[int, Loss]  # mean losses of groups of updates, by the number (from 1) of the last one
+    rates: dict[int, float]  # the learning rates of these last updates
     lr: float  # of the last update
     train_s: float
     eval_s: float
@@ -45,6 +46,11 @@ class EpochFigures:
     def samples_per_s(self) -> float:
         """Training samples per second, without evaluation."""
         return self.trained.samples / self.train_s
+
+    @property
+    def groups(self) -> dict[int, dict[str, float]]:
+        """The values of each group of updates, by the number of its last update."""
+        return {update: {"loss": loss, "lr": self.rates[update]} for update, loss in self.losses.items()}
 
     @property
     def updates(self) -> int:
@@ -95,6 +101,7 @@ def read_progress(manifest: Manifest) -> Progress:
         and len(progress.losses) == position.batch
         and all(figures.epoch == number for number, figures in enumerate(history, 1))
         and all(figures.train_s > _LEAST for figures in history)
+        and all(figures.losses.keys() == figures.rates.keys() for figures in history)
         and all(known.keys() == stages for known in counted)
         and all(
             stats.updates <= position.update and stats.max_staleness <= position.update

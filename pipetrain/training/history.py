@@ -125,9 +125,12 @@ class History:
     def update_rows(self, number: int) -> bytes:
         """Return a part of updates.csv: the header as number 0, then the rows of each epoch."""
         if number == 0:
-            return _line(["update", "train_loss"])
-        losses = self.epochs[number - 1].losses
-        return b"".join(_line([str(update), f"{loss:.6g}"]) for update, loss in losses.items())
+            return _line(["update", "train_loss", "lr"])
+        groups = self.epochs[number - 1].groups
+        rows = (
+            [str(update), *(f"{value:.6g}" for value in values.values())] for update, values in groups.items()
+        )
+        return b"".join(map(_line, rows))
 
     def summary(self, machine: Machine) -> dict[str, Any]:
         settings, facts, last, best = self._run.settings, self._run.facts, self.last, self.best

@@ -25,6 +25,7 @@ from pipetrain.training.figures import EpochFigures
 from pipetrain.training.files import Files, Growing, why, write_whole
 from pipetrain.training.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES
 from pipetrain.training.history import History, Machine
+from pipetrain.training.loggers import TENSORBOARD, Loggers, Points
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Trace, about_trace
 
@@ -34,11 +35,22 @@ log = logging.getLogger("pipetrain")
 class Recorder:
     """Writes metrics.csv, summary.json, TensorBoard events and the progress of one run into its folder.
 
+    The chosen trackers (see pipetrain.training.loggers) get the same figures.
     It writes nothing before `begin`.
     """
 
-    def __init__(self, folder: Path, cfg: DictConfig, run: Run, machine: Machine, files: Files) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        cfg: DictConfig,
+        run: Run,
+        machine: Machine,
+        files: Files,
+        loggers: Loggers | None = None,
+    ) -> None:
         self._folder = folder
+        self._loggers = loggers or Loggers()
+        self._tensorboard = TENSORBOARD in cfg.logger
         self._run = run
         self._plan = run.plan
         self._machine = machine
@@ -75,6 +87,8 @@ class Recorder:
         """Log the run's model, data and plan; record the epochs that are already done."""
         self._history.epochs.extend(history)
         self._write()
+        for epochs in range(1, 1 + len(history)):
+            self._track(self._history.until(epochs))
         self._introduce()
         self._bar.spoke()
 
@@ -87,6 +101,7 @@ class Recorder:
         self._bar.spoke()
         self._history.epochs.append(figures)
         self._write()
+        self._track(self._history)
         log.info(
             "epoch %d/%d: train loss %s; val loss %s; %.0f samples/s, %.1f s",
             figures.epoch,
@@ -108,8 +123,15 @@ class Recorder:
         parts = 1 + len(self._history.epochs)
         self._files.due(self._metrics.path, partial(self._metrics.grow, parts))
         self._files.due(self._updates.path, partial(self._updates.grow, parts))
-        self._files.due(self._events.path, partial(self._events.grow, parts + bool(self._outcome)))
+        if self._tensorboard:
+            self._files.due(self._events.path, partial(self._events.grow, parts + bool(self._outcome)))
         self._files.write()
+
+    def _track(self, history: History) -> None:
+        """Send a history's newest epoch to the trackers."""
+        figures = history.last
+        values, updates = events.scalars(history), events.updates(figures)
+        self._loggers.log(Points(figures.epoch, figures.ended, values, updates))
 
     def _event(self, number: int) -> bytes:
         """Return a part of TensorBoard's file: introduction, epochs, outcome."""
@@ -153,7 +175,8 @@ class Recorder:
         if self._run.facts.note:
             log.info("%s", self._run.facts.note)
         log.info("run folder: %s", self._folder)
-        log.info("look at it: %s", _tensorboard(self._folder))
+        if self._tensorboard:
+            log.info("look at it: %s", _tensorboard(self._folder))
         failed = self._files.failed
         if not failed:
             path = self._folder / SUMMARY  # last: it marks the run as finished
@@ -167,6 +190,7 @@ class Recorder:
                 f"{'; '.join(dict.fromkeys(failed.values()))}; make room and start it again with "
                 f"run_dir={self._folder} resume=auto"
             )
+        self._loggers.finish(summary)
 
     def _outcome_told(self) -> str:
         """Return the last and the best value of the task's first metric, or of the loss."""

@@ -282,13 +282,16 @@ class Trainer:
                 f"the loss of the evaluation after update {self._position.update} is nan: the weights "
                 f"are not finite, or the model's outputs for the test samples; lower lr, or see on_nan"
             )
+        every, first = self._run.settings.log_every, self._position.update - len(losses) + 1
+        means, peak = by_update(losses, first, every), self._run.settings.lr
         epoch_figures = EpochFigures(
             epoch=epoch + 1,
             trained=trained,
             evaluated=evaluated,
             score=self._run.task.score(evaluated),
-            losses=by_update(losses, self._position.update - len(losses) + 1, self._run.settings.log_every),
-            lr=self._run.settings.lr * self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
+            losses=means,
+            rates={update: peak * self._rate(update - 1) for update in means},
+            lr=peak * self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
             train_s=max(figures.train_s for figures in ranks),
             eval_s=max(figures.eval_s for figures in ranks),
             stages={stage: stats for figures in ranks for stage, stats in figures.stages.items()},

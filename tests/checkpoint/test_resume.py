@@ -25,7 +25,7 @@ from pipetrain.cli import contained
 from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.stage import Stage
-from pipetrain.training.figures import most_accurate
+from pipetrain.training.figures import best_epoch
 from tests.support.cases import SCHEDULES, Case, Epochs, Saved, compare, config, make_run, run_in_threads
 from tests.support.damage import forge, put
 
@@ -252,7 +252,7 @@ def named_best(folder: Path) -> Position:
 @pytest.mark.parametrize(("every", "unit"), [(5, "epochs"), (3, "updates")])
 def test_the_best_epoch_is_saved_even_where_no_checkpoint_is_due(every, unit, tmp_path):
     _, epochs = run_in_threads(ONE_BEST, saved=Saved(tmp_path, every=every, unit=unit, keep=1))
-    assert [figures.evaluated.correct for figures in epochs] == [1, 1, 4, 4, 4]
+    assert [figures.evaluated.sums["acc"][0] for figures in epochs] == [1, 1, 4, 4, 4]
     assert named_best(tmp_path) == Position(3, 0, 12)
     assert [path.name for path in checkpoints(tmp_path)] == ["update-00000012", "update-00000020"]
 
@@ -260,7 +260,7 @@ def test_the_best_epoch_is_saved_even_where_no_checkpoint_is_due(every, unit, tm
 def test_all_ranks_save_the_best_epoch_alike(tmp_path):
     case = replace(ONE_BEST, ranks=3)
     _, epochs = run_in_threads(case, saved=Saved(tmp_path, every=1000, keep=1))
-    assert named_best(tmp_path).epoch == most_accurate(epochs).epoch < 5
+    assert named_best(tmp_path).epoch == best_epoch(epochs).epoch < 5
 
 
 def test_without_checkpoints_the_best_epoch_is_not_saved_either(tmp_path):
@@ -375,6 +375,7 @@ PROGRESS: dict[str, Callable[[dict[str, Any]], object]] = {
     "without its times": without(*FIRST, "train_s"),
     "without a stage": without(*FIRST, "stages", "1"),
     "with a loss less": lambda data: data["progress"]["losses"].pop(),
+    "without the rates": lambda data: data["progress"]["history"][0]["rates"].clear(),
     "with a stage more": lambda data: data["progress"]["stages"].update(
         {"2": data["progress"]["stages"]["0"]}
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.data import Augment, Split, Transform, inputs
+from pipetrain.data import Augment, Draw, Images, ImageSplit, loaded
 from pipetrain.data.augment import draw, key
 from pipetrain.errors import ConfigError
 
@@ -21,30 +22,31 @@ IMAGES = torch.randint(0, 256, (SAMPLES, 3, 32, 32), generator=torch.Generator()
     torch.uint8
 )
 IDS = torch.arange(SAMPLES)
-SPLIT = Split(IMAGES, IDS)
-TRAIN = Transform(MEAN, STD, Augment(crop=4, flip=True), seed=3, epoch=5)
+HELD = Images(IMAGES, IDS)
+SPLIT = ImageSplit(HELD, MEAN, STD, Augment(crop=4, flip=True))
+DRAW = Draw(seed=3, epoch=5)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.permutations(range(60)), st.integers(1, 60))
 def test_any_order_and_any_batch_gives_the_same_images(order, size):
-    whole = TRAIN(IMAGES, IDS)
+    whole = SPLIT.inputs(IDS, DRAW)
     assert whole.is_contiguous()
     for ids in torch.tensor(order).split(size):
-        assert torch.equal(TRAIN(IMAGES[ids], ids), whole[ids])
+        assert torch.equal(SPLIT.inputs(ids, DRAW), whole[ids])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_any_number_of_workers_gives_the_same_images(workers):
-    whole = TRAIN(IMAGES, IDS)
+    whole = SPLIT.inputs(IDS, DRAW)
     ids = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1)).split(33)
-    made = list(inputs(SPLIT, ids, TRAIN, workers=workers, timeout=30))
+    made = list(loaded(partial(SPLIT.inputs, draw=DRAW), ids, workers=workers, timeout=30))
     assert torch.equal(torch.cat(made), whole[torch.cat(ids)])
 
 
-@pytest.mark.parametrize("other", [replace(TRAIN, seed=4), replace(TRAIN, epoch=6)])
+@pytest.mark.parametrize("other", [Draw(4, 5), Draw(3, 6)])
 def test_another_seed_or_epoch_gives_other_images(other):
-    same = (TRAIN(IMAGES, IDS) == other(IMAGES, IDS)).flatten(1).all(1)
+    same = (SPLIT.inputs(IDS, DRAW) == SPLIT.inputs(IDS, other)).flatten(1).all(1)
     assert same.float().mean() < 0.05
 
 
@@ -94,7 +96,8 @@ def test_the_images_of_a_seed_never_change():
 
 def test_padding_is_black_before_normalisation():
     white = torch.full((50, 3, 32, 32), 255, dtype=torch.uint8)
-    out = Transform(MEAN, STD, Augment(4, False))(white, torch.arange(50))
+    split = ImageSplit(Images(white, torch.zeros(50)), MEAN, STD, Augment(4, False))
+    out = split.inputs(torch.arange(50), Draw(0, 0))
     black = ((torch.zeros(3) - torch.tensor(MEAN)) / torch.tensor(STD))[:, None]
     corner = out[:, :, 0, 0].T  # (3, n): black where the crop reaches the border
     assert ((corner == black) | (corner > 2)).all()
@@ -103,7 +106,7 @@ def test_padding_is_black_before_normalisation():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_evaluation_only_normalises(dtype):
-    out = Transform(MEAN, STD, dtype=dtype)(IMAGES, IDS)
+    out = replace(SPLIT, dtype=dtype).inputs(IDS, None)
     mean, std = (torch.tensor(x, dtype=dtype)[:, None, None] for x in (MEAN, STD))
     assert out.dtype == dtype
     assert torch.equal(out, (IMAGES.to(dtype) / 255 - mean) / std)
@@ -112,7 +115,7 @@ def test_evaluation_only_normalises(dtype):
 def test_nothing_to_do_changes_nothing_and_the_source_is_left_alone():
     before = IMAGES.clone()
     assert torch.equal(Augment(0, False)(IMAGES, IDS, 0, 0), IMAGES)
-    TRAIN(IMAGES, IDS)
+    SPLIT.inputs(IDS, DRAW)
     assert torch.equal(IMAGES, before)
 
 

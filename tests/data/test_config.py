@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,16 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
+from pipetrain.boundary import Example, TensorSpec, Value
 from pipetrain.cli import conf_dir
 from pipetrain.data import (
+    Data,
     DataMissing,
+    Draw,
     ImageData,
-    Split,
+    Images,
     cifar10,
+    declared_example,
     digits,
     fallback_message,
     load_augment,
@@ -37,7 +41,8 @@ def data_config(name: str, **overrides: Any) -> DictConfig:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs_have_the_keys_of_every_data_set(name):
     data, digits_ = data_config(name), data_config("digits")
-    assert set(data) >= set(digits_) - {"augment"}
+    assert set(data) >= set(digits_) - {"augment", "source"}
+    assert "source" in data or {"train", "test"} <= set(data)
     assert set(data.recipe) == set(digits_.recipe)
 
 
@@ -45,8 +50,9 @@ def test_digits_are_loaded():
     loaded = load_data(data_config("digits", train_limit=100, test_limit=30))
     whole = digits.load()
     assert (loaded.name, len(loaded.train), len(loaded.test)) == ("digits", 100, 30)
-    assert loaded.train.labels.tolist() == whole.train.labels[:100].tolist()
-    assert loaded.mean == whole.mean
+    ids = torch.arange(100)
+    assert loaded.train.targets(ids, None).tolist() == whole.train.labels[:100].tolist()
+    assert loaded.train.mean == whole.mean
     assert len(load_data(data_config("digits", train_limit=99_999)).train) == 1437
 
 
@@ -93,7 +99,7 @@ def test_numbers_that_cannot_be_are_refused(overrides):
     [
         ({"_target_": "no.such.module"}, "data.source cannot be made"),
         ({"_target_": "pipetrain.data.digits.load", "colour": "red"}, "colour"),
-        ({"_target_": "builtins.dict"}, "must give a pipetrain.data.ImageData; got dict"),
+        ({"_target_": "builtins.dict"}, "data.source must give a pipetrain.data.Data or ImageData; got dict"),
     ],
 )
 def test_a_source_that_is_none_is_refused_in_one_sentence(source, says):
@@ -107,8 +113,9 @@ def test_a_source_that_is_none_is_refused_in_one_sentence(source, says):
 
 def own(**fields: Any) -> ImageData:
     """Give somebody's own data set: 30 black images, 20 of them to train on."""
-    split = Split(torch.zeros(20, 3, 32, 32, dtype=torch.uint8), torch.arange(20) % 10)
-    data = ImageData("own", split, split.first(10), classes=10, mean=(0.5,) * 3, std=(0.2,) * 3)
+    images, labels = torch.zeros(20, 3, 32, 32, dtype=torch.uint8), torch.arange(20) % 10
+    train, test = Images(images, labels), Images(images[:10], labels[:10])
+    data = ImageData("own", train, test, classes=10, mean=(0.5,) * 3, std=(0.2,) * 3)
     return replace(data, **fields)
 
 
@@ -131,3 +138,148 @@ def test_augment_may_be_none_and_must_be_sound():
         load_augment(data_config("digits", **{"augment.crop": -1}))
     with pytest.raises(ConfigError, match=r"must give a pipetrain\.data\.Augment; got dict"):
         load_augment(DictConfig({"augment": {"_target_": "builtins.dict"}}))
+
+
+# Data sets of any kind
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Samples of two tensors, or of one."""
+
+    n: int = 6
+    pair: bool = False
+
+    def __len__(self) -> int:
+        return self.n
+
+    def inputs(self, ids: torch.Tensor, draw: Draw | None) -> Value:
+        x = ids[:, None].double().expand(-1, 3)
+        return (x, ids) if self.pair else x
+
+    def targets(self, ids: torch.Tensor, draw: Draw | None) -> Value:
+        return ids % 2
+
+    def first(self, n: int) -> Numbers:
+        return replace(self, n=min(n, self.n))
+
+    def checksum(self) -> int:
+        return self.n
+
+
+def whole(pair: bool = False) -> Data:
+    return Data("whole", Numbers(6, pair), Numbers(3, pair), classes=2)
+
+
+def own_config(**fields: Any) -> DictConfig:
+    data = {**data_config("digits"), "name": "own", "sample": None, "source": None}
+    return DictConfig({**data, **fields})
+
+
+SPLITS = {
+    "train": {"_target_": f"{__name__}.Numbers"},
+    "test": {"_target_": f"{__name__}.Numbers", "n": 3, "pair": True},
+}
+
+
+def test_a_data_set_is_two_splits_or_a_source_of_both():
+    loaded = load_data(own_config(**SPLITS, classes=2, train_limit=4))
+    assert (loaded.name, len(loaded.train), len(loaded.test), loaded.classes) == ("own", 4, 3, 2)
+    source = load_data(own_config(source={"_target_": f"{__name__}.whole", "pair": True}, test_limit=2))
+    assert (source.name, len(source.train), len(source.test), source.classes) == ("whole", 6, 2, 2)
+    specs = TensorSpec((3,), torch.float64), TensorSpec((), torch.int64)
+    assert source.facts.example == Example(specs, single=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {},
+            "data=own has no train: give data.source, a function that returns both splits, or",
+        ),
+        ({"train": SPLITS["train"]}, "data=own has no test: give data.source"),
+        ({**SPLITS, "test": {"_target_": "builtins.dict"}}, "data.test has no sample"),
+        ({**SPLITS, "train": {"_target_": "no.such.thing"}}, "data.train cannot be made: "),
+        (
+            {**SPLITS, "train": {"_target_": f"{__name__}.Numbers", "colour": 1}},
+            "data.train cannot be made: ",
+        ),
+        ({**SPLITS, "train": {"_target_": f"{__name__}.Numbers", "n": 0}}, "data.train has no sample"),
+    ],
+)
+def test_splits_that_cannot_be_are_refused(fields, says):
+    with pytest.raises(ConfigError) as error:
+        load_data(own_config(**fields))
+    assert str(error.value).startswith(says)
+    assert "\n" not in str(error.value)
+
+
+# What one input is
+
+
+@pytest.mark.parametrize("name", ["cifar10", "digits"])
+def test_images_are_declared(name):
+    data = data_config(name)
+    assert declared_example(data, torch.float64) == Example((TensorSpec((3, 32, 32), torch.float64),))
+    assert declared_example(data, torch.float32) == Example((TensorSpec((3, 32, 32), torch.float32),))
+
+
+def test_a_declaration_may_name_a_dtype_and_may_be_missing():
+    sample = {"shape": [], "dtype": "int64"}
+    assert declared_example(DictConfig({"sample": sample}), torch.float32) == Example(
+        (TensorSpec((), torch.int64),)
+    )
+    assert declared_example(DictConfig({"sample": None}), torch.float32) is None
+    assert declared_example(DictConfig({}), torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"shape": [3, 32, 32]},
+        {"dtype": "float"},
+        {"shape": [3, 0], "dtype": "float"},
+        {"shape": [3, "x"], "dtype": "float"},
+        {"shape": 3, "dtype": "float"},
+        {"shape": [3], "dtype": "float3"},
+        {"shape": [3], "dtype": "nn"},
+        [3, 32, 32],
+        "float",
+        7,
+    ],
+)
+def test_a_declaration_that_is_none_is_refused(sample):
+    with pytest.raises(ConfigError) as error:
+        declared_example(DictConfig({"sample": sample}), torch.float32)
+    assert str(error.value).startswith("data.sample=")
+    assert str(error.value).endswith(
+        " must be the shape and dtype of one input, such as {shape: [3, 32, 32], dtype: float}, or null"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sample", "pair", "says"),
+    [
+        ({"shape": [4], "dtype": "float"}, False, "float64[3], and data.sample says float32[4]"),
+        (
+            {"shape": [3], "dtype": "float"},
+            True,
+            "float64[3] + int64[], and data.sample says float32[3]",
+        ),
+        ({"shape": [3], "dtype": "int64"}, False, "float64[3], and data.sample says int64[3]"),
+    ],
+)
+def test_a_declaration_that_the_data_set_contradicts_is_refused(sample, pair, says):
+    source = {"_target_": f"{__name__}.whole", "pair": pair}
+    with pytest.raises(ConfigError) as error:
+        load_data(own_config(source=source, sample=sample))
+    assert str(error.value) == (
+        f"the inputs of data set whole are {says}: correct data.sample, or set it to null"
+    )
+
+
+def test_a_declaration_of_the_run_s_dtype_is_of_whatever_numbers_the_data_set_gives():
+    """They become the run's dtype; only float64 for a run in float32 is refused, when it is planned."""
+    source = {"_target_": f"{__name__}.whole"}
+    load_data(own_config(source=source, sample={"shape": [3], "dtype": "float"}), torch.float64)

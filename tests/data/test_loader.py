@@ -13,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipetrain.data import Sampler, Split, Transform, inputs, pieces
+from pipetrain.data import Sampler, loaded, pieces
 from pipetrain.errors import ConfigError, TrainingStopped
 
-SPLIT = Split(torch.zeros(40, 3, 32, 32, dtype=torch.uint8), torch.arange(40))
-PLAIN = Transform((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+IMAGES = torch.zeros(40, 3, 32, 32)
+
+
+def plain(ids: Tensor) -> Tensor:
+    return IMAGES[ids]
 
 
 def no_children() -> bool:
@@ -96,18 +99,18 @@ def test_what_cannot_be_is_refused_in_one_sentence(arguments, says):
 
 @dataclass(frozen=True)
 class Misbehave:
-    """A transform that does something at sample 12."""
+    """A data set that does something at sample 12."""
 
     what: str
 
-    def __call__(self, images: Tensor, ids: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor) -> Tensor:
         if 12 in ids:
             if self.what == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.what == "hang":
                 time.sleep(1.5)
             raise ValueError("this image is no good")
-        return images.float()
+        return IMAGES[ids]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ class Misbehave:
 )
 def test_a_worker_that_fails_is_said_in_one_sentence(what, timeout, says):
     ids = torch.arange(40).split(8)
-    made = inputs(SPLIT, ids, Misbehave(what), workers=1, timeout=timeout)
+    made = loaded(Misbehave(what), ids, workers=1, timeout=timeout)
     with pytest.raises(TrainingStopped) as stop:
         list(made)
     assert re.search(says, str(stop.value))
@@ -130,7 +133,7 @@ def test_a_worker_that_fails_is_said_in_one_sentence(what, timeout, says):
 
 
 def test_workers_end_with_an_iterator_that_is_closed_early():
-    made = inputs(SPLIT, torch.arange(40).split(4), PLAIN, workers=2, timeout=30)
+    made = loaded(plain, torch.arange(40).split(4), workers=2, timeout=30)
     next(made)
     made.close()
     assert no_children()
@@ -138,15 +141,15 @@ def test_workers_end_with_an_iterator_that_is_closed_early():
 
 def test_random_state_of_the_run_is_left_alone():
     before = torch.get_rng_state()
-    list(inputs(SPLIT, torch.arange(40).split(8), PLAIN, workers=1, timeout=30))
+    list(loaded(plain, torch.arange(40).split(8), workers=1, timeout=30))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_microbatches_may_have_any_size():
     ids = [torch.tensor([3]), torch.tensor([5, 1, 2])]
-    assert [x.shape for x in inputs(SPLIT, ids, PLAIN)] == [(1, 3, 32, 32), (3, 3, 32, 32)]
+    assert [x.shape for x in loaded(plain, ids)] == [(1, 3, 32, 32), (3, 3, 32, 32)]
 
 
 def test_without_workers_an_error_comes_as_it_is():
     with pytest.raises(ValueError, match="no good"):
-        list(inputs(SPLIT, [torch.tensor([12])], Misbehave("raise")))
+        list(loaded(Misbehave("raise"), [torch.tensor([12])]))

@@ -105,12 +105,12 @@ def alone(job: Job, mesh: Mesh) -> tuple[int, int]:
     the gradient of the first. The first batch is not measured: it makes momenta and workspaces.
     """
     index, device = mesh.world.rank, mesh.device
-    stage = make_stages(job.plan, job.model, job.optimizer, job.plan.settings.rate(1), mesh)[index]
+    stage = make_stages(job.plan, job.model, job.task, job.optimizer, job.plan.settings.rate(1), mesh)[index]
     entries = job.plan.boundaries[job.size]
     last = index == job.plan.stages - 1
     x = _random(entries[index], device)
     grads = () if last else _random(entries[index + 1], device)
-    target = Target(job.labels[: job.size].to(device), 1.0) if last else None
+    target = Target(job.labels[: job.size].to(device), job.size, 1.0) if last else None
     stash = before = 0
     for _ in range(2):
         stage.begin_window()

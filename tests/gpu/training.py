@@ -86,7 +86,7 @@ def train(mesh: Mesh, say: Say, chosen: Sequence[Case]) -> bytes:
         whole = {n: t for state in mesh.gather("the weights", mine) for n, t in state.items()}  # type: ignore[attr-defined]
         left[case] = Trained(
             whole,
-            [(f.trained.mean_loss, f.evaluated.mean_loss, f.evaluated.accuracy) for f in listener.epochs],
+            [(f.trained.mean_loss, f.evaluated.mean_loss, f.score) for f in listener.epochs],
             sum(stats.bytes_sent for f in listener.epochs for stats in f.stages.values()),
         )
     return pickle.dumps(left) if mesh.world.rank == 0 else b""

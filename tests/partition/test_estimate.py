@@ -16,12 +16,13 @@ from pipetrain.partition.estimate import estimate
 from tests.support import models
 from tests.support.models import Fork, Join, Recompute, Through, tied
 
-IMAGES = TensorSpec((2, 3, 8, 8), torch.float32)
-
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32, needs: bool | None = True) -> Boundary:
     gradients = None if needs is None else (needs,)
     return Boundary((TensorSpec(shape, dtype),), needs_grad=gradients, requires_grad=gradients)
+
+
+IMAGES = spec(2, 3, 8, 8, needs=False)
 
 
 def test_a_convolution_and_a_linear_layer_by_hand():
@@ -104,7 +105,7 @@ class Labels(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dtypes_are_those_that_the_model_makes(dtype):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Labels()).to(dtype)
-    made = estimate(model, TensorSpec((2, 3, 8, 8), dtype))
+    made = estimate(model, spec(2, 3, 8, 8, dtype=dtype))
     assert made[1].output == spec(2, 4, 6, 6, dtype=dtype)
     assert made[2].output.specs == (
         TensorSpec((2, 4, 6, 6), dtype),
@@ -151,7 +152,7 @@ def test_a_layer_that_cannot_take_its_input_is_named():
 
 def test_batchnorm_over_one_value_a_channel_is_refused_in_training_alone():
     model = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4))
-    one = TensorSpec((1, 3, 8, 8), torch.float32)
+    one = spec(1, 3, 8, 8)
     with pytest.raises(ConfigError, match=r"layer 1 \(1\) .* float32\[1, 4, 1, 1\].*more than 1 value"):
         estimate(model, one)
     assert estimate(model.eval(), one)[1].output == spec(1, 4, 1, 1, needs=None)
@@ -216,7 +217,7 @@ class Sees(nn.Identity):
 
 @pytest.mark.parametrize("build", [models.small, models.recomputing_reentrant, models.caching, models.tied])
 def test_a_dear_model_is_estimated_without_numbers_and_alike(monkeypatch, build):
-    entry, kinds = TensorSpec((2, 3, 32, 32), torch.float32), []
+    entry, kinds = spec(2, 3, 32, 32), []
     cheap = estimate(build(), entry)
     monkeypatch.setattr(module, "CHEAP", -1)
     assert estimate(build(), entry) == cheap
@@ -451,7 +452,7 @@ def test_a_parameter_in_a_list_or_a_plain_attribute_is_a_registered_one():
 
 
 def test_a_shared_parameter_is_counted_where_it_stands():
-    assert [layer.params for layer in estimate(tied(), TensorSpec((2, 3, 32, 32), torch.float32))] == [
+    assert [layer.params for layer in estimate(tied(), spec(2, 3, 32, 32))] == [
         *(0, 48 * 48 + 48, 0, 48 * 48 + 48, 48 * 10 + 10)
     ]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 
-from pipetrain.boundary import TensorSpec
+from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.errors import ConfigError
 from pipetrain.numerics import Numerics
 from pipetrain.partition import measure
@@ -26,10 +26,14 @@ SGD: OptimizerFactory = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_de
 FLOAT = 4
 
 
+def entry(*shape: int) -> Boundary:
+    return Boundary((TensorSpec(shape, torch.float32),))
+
+
 def measured(
     model: nn.Sequential, shape: tuple[int, ...] = (2, 3, 32, 32), optimizer: OptimizerFactory = SGD
 ) -> list[LayerTime]:
-    layers = estimate(deepcopy(model).train(), TensorSpec(shape, torch.float32))
+    layers = estimate(deepcopy(model).train(), entry(*shape))
     return measure_layers(model, torch.randn(shape), layers, optimizer)
 
 
@@ -195,7 +199,7 @@ def test_layers_that_work_in_place_spoil_neither_the_input_nor_each_other():
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(3072, 8), nn.Tanh(), nn.ReLU(True))
     x = torch.randn(2, 3, 32, 32)
     before = x.clone()
-    layers = estimate(model, TensorSpec((2, 3, 32, 32), torch.float32))
+    layers = estimate(model, entry(2, 3, 32, 32))
     assert [layer.writes_input for layer in layers] == [True, False, False, False, True]
     measure_layers(model, x, layers, SGD)
     assert torch.equal(x, before)
@@ -239,8 +243,7 @@ def test_a_layer_that_fails_is_named_in_one_sentence(backward, why):
 def test_bf16_is_measured_in_bf16():
     wide = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     whole, half = (
-        measure_layers(wide, torch.randn(3, 8), estimate(wide, spec, numerics=numerics), SGD, numerics)
-        for spec in [TensorSpec((3, 8), torch.float32)]
+        measure_layers(wide, torch.randn(3, 8), estimate(wide, entry(3, 8), numerics=numerics), SGD, numerics)
         for numerics in (Numerics(), Numerics(autocast=True))
     )
     assert [layer.output_bytes for layer in whole] == [3 * 16 * 4, 3 * 16 * 4, 3 * 4 * 4]

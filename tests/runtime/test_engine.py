@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.runtime.channel import Message
@@ -22,6 +21,7 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import Bounds
 from pipetrain.schedule.programs import one_f_one_b, pipedream
 from pipetrain.schedule.timeline import Row
+from pipetrain.tasks import Classification
 from tests.support.cases import Case, compare, make_run, run_in_threads
 
 NORM = "model._target_=tests.support.models.with_norm"
@@ -160,11 +160,11 @@ class Ones:
     def size(self, mb: int) -> int:
         return 1
 
-    def input(self, mb: int) -> Tensor:
-        return torch.ones(1, 3)
+    def input(self, mb: int) -> tuple[Tensor, ...]:
+        return (torch.ones(1, 3),)
 
     def target(self, mb: int) -> Target:
-        return Target(torch.tensor([1]), 0.5)
+        return Target(torch.tensor([1]), 1.0, 0.5)
 
     def prepare(self) -> None: ...
 
@@ -182,7 +182,7 @@ def engine(rank_of: list[int], mine: list[int], bounds: Bounds) -> tuple[Engine,
             nn.Linear(3, 3),
             sgd,
             lambda update: 1.0,
-            loss=functional.cross_entropy if index == len(rank_of) - 1 else None,
+            task=Classification() if index == len(rank_of) - 1 else None,
         )
         for index in mine
     }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from operator import le
 
 import pytest
 import torch
 from torch.nn import functional
 
+from pipetrain.data import Draw
 from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
 
 pytestmark = pytest.mark.slow
@@ -101,8 +101,9 @@ def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microb
     for epoch in range(run.settings.epochs):
         for batch in run.sampler.epoch(epoch):
             for ids in batch:
-                x = replace(run.transform, epoch=epoch)(run.data.train.images[ids], ids)
-                loss = functional.cross_entropy(model(x), run.data.train.labels[ids]) / microbatches
+                x = run.data.train.inputs(ids, Draw(run.settings.seed, epoch))
+                y = run.data.train.targets(ids, None)
+                loss = functional.cross_entropy(model(x), y) / microbatches
                 loss.backward()
             optimizer.param_groups[0]["lr"] = run.settings.lr * rate(update)
             optimizer.step()

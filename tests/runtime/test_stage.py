@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipetrain.boundary import Boundary, TensorSpec
+from pipetrain.boundary import Boundary, TensorSpec, Value
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.stage import Stage, Target
+from pipetrain.tasks import Classification, Task
 from tests.support.models import Fork, Join
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -27,7 +28,7 @@ def stage(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
 
 
 def last(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
-    return stage(module, index, loss=functional.cross_entropy, **arguments)
+    return stage(module, index, task=Classification(), **arguments)
 
 
 def gradients(of: Stage, version: int = 0) -> list[Tensor]:
@@ -80,7 +81,7 @@ def test_the_last_stage_takes_the_loss_for_its_share_of_the_batch():
     loss = functional.cross_entropy(module(plain), LABELS)
     (wanted,) = torch.autograd.grad(0.25 * loss, plain)
     final = last(module)
-    assert final.forward(0, (x,), 0, Target(LABELS, 0.25)) == ()
+    assert final.forward(0, (x,), 0, Target(LABELS, 3.0, 0.25)) == ()
     (back,) = final.backward(0, (), 0)
     torch.testing.assert_close(back, wanted, rtol=1e-14, atol=1e-14)
     trained, _ = final.take_tallies()
@@ -236,7 +237,7 @@ def test_the_two_halves_of_a_backward_equal_the_whole(place):
     grads = () if place == "last" else (randn(3, 3),)
     for mb, x in enumerate(inputs):
         for of in (whole, split):
-            of.forward(mb, (x,), 0, Target(LABELS, 0.5))
+            of.forward(mb, (x,), 0, Target(LABELS, 3.0, 0.5))
     wanted = [whole.backward(mb, grads, 0) for mb in range(2)]
     halves = [split.backward_input(mb, grads, 0) for mb in range(2)]  # both, before either weight gradient
     assert gradients(split) == []
@@ -298,10 +299,10 @@ def test_a_backward_is_over_the_weights_of_its_forward():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_where(value):
-    final = stage(nn.Linear(3, 3), 3, loss=lambda output, labels: output.mean() * 0 + value)
+    final = stage(nn.Linear(3, 3), 3, task=Task(lambda output, labels: output.mean() * 0 + value))
     before = {name: tensor.clone() for name, tensor in final.module.state_dict().items()}
     with pytest.raises(TrainingStopped) as stop:
-        final.forward(7, (randn(3, 3),), 0, Target(LABELS, 1.0))
+        final.forward(7, (randn(3, 3),), 0, Target(LABELS, 3.0, 1.0))
     assert str(stop.value).startswith(
         f"the loss of microbatch 7 is {value} at stage 3, update 0: stopped before the update"
     )
@@ -332,14 +333,14 @@ def test_the_layer_where_a_loss_stopped_being_finite_is_named():
     with pytest.raises(
         TrainingStopped, match=r"microbatch 4 is nan \(first in layer bad\) at stage 2, update 0"
     ):
-        final.forward(4, (randn(3, 3),), 0, Target(LABELS, 1.0))
+        final.forward(4, (randn(3, 3),), 0, Target(LABELS, 3.0, 1.0))
     with pytest.raises(TrainingStopped, match="first in what came from stage 1"):
-        last(nn.Linear(3, 3), 2).forward(4, (randn(3, 3) / 0,), 0, Target(LABELS, 1.0))
+        last(nn.Linear(3, 3), 2).forward(4, (randn(3, 3) / 0,), 0, Target(LABELS, 3.0, 1.0))
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_update_and_names_microbatch_and_layer():
     final = last(steep())
-    final.forward(3, (randn(3, 3),), 0, Target(LABELS, 1.0))
+    final.forward(3, (randn(3, 3),), 0, Target(LABELS, 3.0, 1.0))
     with pytest.raises(
         TrainingStopped,
         match=r"gradient of microbatch 3 is not finite \(first in layer root\) at stage 1, up",
@@ -403,14 +404,14 @@ def test_an_update_whose_gradient_is_not_finite_can_be_skipped_and_is_counted():
     final = last(steep(), skip_not_finite=True)
     before = [p.clone() for p in final.module.parameters()]
     for update, skipped in enumerate((1, 1)):
-        final.forward(update, (randn(3, 3),), update, Target(LABELS, 1.0))
+        final.forward(update, (randn(3, 3),), update, Target(LABELS, 3.0, 1.0))
         final.backward(update, (), update)
         final.reduce()
         final.step(keep=False)
         assert (final.skipped, final.weights.updates) == (update + skipped, update + 1)
     assert all(torch.equal(p, old) for p, old in zip(final.module.parameters(), before, strict=True))
     nn.init.ones_(final.module.first.bias)
-    final.forward(2, (randn(3, 3),), 2, Target(LABELS, 1.0))
+    final.forward(2, (randn(3, 3),), 2, Target(LABELS, 3.0, 1.0))
     final.backward(2, (), 2)
     final.reduce()
     final.step(keep=False)
@@ -418,9 +419,56 @@ def test_an_update_whose_gradient_is_not_finite_can_be_skipped_and_is_counted():
     assert not torch.equal(final.module.head.weight, before[2])
 
 
+def trained(of: Stage, update: int, norm: float | None = None) -> None:
+    of.forward(update, (randn(3, 3),), update, Target(LABELS, 3.0, 1.0))
+    of.backward(update, (), update)
+    of.reduce()
+    of.step(keep=False, norm=norm)
+
+
+def test_an_update_whose_norm_is_not_finite_elsewhere_is_skipped_with_its_statistics():
+    final = last(nn.Sequential(OrderedDict(a=nn.BatchNorm1d(3))), skip_not_finite=True, clip_grad_norm=1.0)
+    before = {name: tensor.clone() for name, tensor in final.module.state_dict().items()}
+    trained(final, 0, norm=math.inf)
+    assert final.skipped == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in final.module.state_dict().items())
+    trained(final, 1, norm=2.0)
+    assert final.skipped == 1
+    assert not any(torch.equal(t, before[name]) for name, t in final.module.state_dict().items())
+
+
+def test_the_norms_that_updates_were_clipped_by_are_those_of_the_window():
+    final = last(nn.Linear(3, 3), clip_grad_norm=0.25)
+    trained(final, 0, norm=3.0)
+    twin = nn.Linear(3, 3).double()
+    twin.load_state_dict(final.module.state_dict())
+    functional.cross_entropy(twin(randn(3, 3)), LABELS).backward()
+    alone = float(torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.25))
+    trained(final, 1)
+    assert final.take_norms() == pytest.approx([3.0, alone], rel=1e-12)
+    trained(final, 2)
+    final.begin_window()
+    assert final.take_norms() == []
+
+
+def test_a_sparse_gradient_is_clipped_as_the_dense_one_of_its_sum():
+    ended = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(OrderedDict(a=nn.Embedding(5, 3, sparse=sparse), b=nn.Linear(3, 3)))
+        final = last(module, 0, clip_grad_norm=0.01)
+        final.forward(0, (torch.tensor([1, 1, 2]),), 0, Target(LABELS, 3.0, 1.0))
+        final.backward(0, (), 0)
+        final.reduce()
+        final.step(keep=False)
+        ended.append([*final.take_norms(), *(float(p.detach().sum()) for p in module.parameters())])
+    assert ended[1] == pytest.approx(ended[0], rel=1e-12)
+    assert ended[0][0] > 0.1
+
+
 def test_a_loss_that_is_not_finite_is_skipped_and_not_counted():
     final = last(nn.Linear(3, 3), skip_not_finite=True)
-    final.forward(0, (randn(3, 3) / 0,), 0, Target(LABELS, 1.0))
+    final.forward(0, (randn(3, 3) / 0,), 0, Target(LABELS, 3.0, 1.0))
     final.backward(0, (), 0)
     final.reduce()
     final.step(keep=False)
@@ -431,10 +479,10 @@ def test_a_loss_that_is_not_finite_is_skipped_and_not_counted():
 def test_predict_is_in_evaluation_mode_and_leaves_training_mode():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     final = last(module)
-    final.forward(0, (randn(3, 3),), 0, Target(LABELS, 1.0))
+    final.forward(0, (randn(3, 3),), 0, Target(LABELS, 3.0, 1.0))
     final.backward(0, (), 0)
     before = {name: tensor.clone() for name, tensor in final.module.state_dict().items()}
-    outputs = [final.predict((randn(3, 3),), LABELS) for _ in range(2)]
+    outputs = [final.predict((randn(3, 3),), Target(LABELS, 3.0, 1.0)) for _ in range(2)]
     assert outputs == [(), ()]
     assert final.module.training
     assert all(layer.training for layer in final.module)
@@ -445,7 +493,8 @@ def test_predict_is_in_evaluation_mode_and_leaves_training_mode():
     evaluated = final.take_tallies()[1]
     assert evaluated.samples == 6
     assert evaluated.mean_loss == pytest.approx(functional.cross_entropy(wanted, LABELS).item())
-    assert evaluated.accuracy == pytest.approx((wanted.argmax(1) == LABELS).double().mean().item())
+    accuracy = (wanted.argmax(1) == LABELS).double().mean().item()
+    assert Classification().values(evaluated)["acc"] == pytest.approx(accuracy)
 
 
 def test_predict_hands_on_plain_tensors_and_training_mode_survives_an_error():
@@ -460,17 +509,81 @@ def test_predict_hands_on_plain_tensors_and_training_mode_survives_an_error():
 
 
 def test_smoothing_is_for_training_alone():
-    smooth = stage(nn.Linear(3, 3), loss=partial(functional.cross_entropy, label_smoothing=0.5))
+    smooth = stage(nn.Linear(3, 3), task=Classification(label_smoothing=0.5))
     x = randn(3, 3)
-    smooth.forward(0, (x,), 0, Target(LABELS, 1.0))
+    smooth.forward(0, (x,), 0, Target(LABELS, 3.0, 1.0))
     smooth.backward(0, (), 0)
-    smooth.predict((x,), LABELS)
+    smooth.predict((x,), Target(LABELS, 3.0, 1.0))
     output = smooth.module(x)
     trained, evaluated = smooth.take_tallies()
     assert evaluated.mean_loss == pytest.approx(functional.cross_entropy(output, LABELS).item())
     assert trained.mean_loss == pytest.approx(
         functional.cross_entropy(output, LABELS, label_smoothing=0.5).item()
     )
+
+
+# Tasks
+
+
+class Heads(nn.Module):
+    """(x, skip) -> two outputs of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes, self.names = nn.Linear(3, 2), nn.Linear(3, 3)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.boxes(pair[0]), self.names(pair[1])
+
+
+def box_and_name(outputs: Value, targets: Value) -> Tensor:
+    (boxes, scores), (corners, labels) = outputs, targets
+    return functional.mse_loss(boxes, corners) + functional.cross_entropy(scores, labels)
+
+
+def right_names(outputs: Value, targets: Value) -> Tensor:
+    return (outputs[1].argmax(1) == targets[1]).double().mean()
+
+
+def test_inputs_outputs_and_targets_may_be_tuples():
+    task = Task(box_and_name, {"names": right_names})
+    final = stage(Heads(), task=task, entry=PAIR)
+    inputs, targets = (randn(3, 3), 2 * randn(3, 3)), (randn(3, 2), LABELS)
+    plain = tuple(t.clone().requires_grad_() for t in inputs)
+    loss = box_and_name(final.module(plain), targets)
+    wanted = torch.autograd.grad(0.25 * loss, plain)
+    assert final.forward(0, inputs, 0, Target(targets, 3.0, 0.25)) == ()
+    torch.testing.assert_close(final.backward(0, (), 0), wanted, rtol=1e-14, atol=1e-14)
+    assert final.predict(inputs, Target(targets, 3.0, 1.0)) == ()
+    right = right_names(final.module(inputs), targets).item()
+    for tally in final.take_tallies():
+        assert tally.mean_loss == pytest.approx(loss.item())
+        assert (tally.samples, task.values(tally)) == (3, {"names": pytest.approx(right)})
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_microbatch_whose_targets_are_all_ignored_trains_nothing_and_stops_nothing(halves):
+    """Its mean loss is NaN in torch, as that of no target."""
+    final, ignored = last(nn.Linear(3, 3)), torch.full((3,), -100)
+    final.forward(0, (randn(3, 3),), 0, Target(ignored, 0.0, 0.0))
+    (back,) = final.backward_input(0, (), 0) if halves else final.backward(0, (), 0)
+    if halves:
+        final.backward_weight(0, 0)
+    assert not back.any()
+    assert not any(gradient.any() for gradient in gradients(final))
+    final.reduce()
+    final.step(keep=False)
+    assert final.skipped == 0
+    assert final.take_losses() == [0.0]
+    final.predict((randn(3, 3),), Target(ignored, 0.0, 0.0))
+    for tally in final.take_tallies():
+        assert (tally.samples, tally.weight, tally.loss, tally.sums) == (3, 0, 0, {"acc": [0, 0]})
+
+
+def test_a_batch_in_which_nothing_counts_has_no_mean_loss_and_stops():
+    final, ignored = last(nn.Linear(3, 3), 2), torch.full((3,), -100)
+    with pytest.raises(TrainingStopped, match="the loss of microbatch 0 is nan"):
+        final.forward(0, (randn(3, 3),), 0, Target(ignored, 0.0, 0.5))
 
 
 # Through torch.compile

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from tests.support.cases import SCHEDULES, Case, config
-from tests.support.jobs import compare_clocks, exchange, overfill, starve, train_cases, vanish, watch
+from tests.support.jobs import (
+    compare_clocks,
+    die_before_norms,
+    exchange,
+    overfill,
+    starve,
+    tell_no_norms,
+    train_cases,
+    vanish,
+    watch,
+)
 from tests.support.worlds import run_world
 
 pytestmark = pytest.mark.processes
@@ -37,6 +47,21 @@ def _cases(ranks: int) -> list[Case]:
 def test_every_schedule_equals_the_reference(ranks):
     cases = _cases(ranks)
     assert run_world(train_cases, ranks, cases) == [len(cases)] * ranks
+
+
+def test_clipping_by_the_norm_of_the_model_equals_the_reference():
+    words = (NORM, "microbatches=3", "clip_grad_norm=0.25", "window=2", "epochs=2")
+    cases = [
+        Case("1f1b", 3, (*words, "partition=even", "buffer_size=1")),
+        Case("interleaved_1f1b", 3, (*words, "partition=even")),
+        Case("pipedream", 3, (*words, "partition=[1,7]", "clip_grad_norm_over=model", "ema=0.5")),
+    ]
+    assert run_world(train_cases, 3, cases) == [3] * 3
+
+
+def test_norms_that_do_not_come_are_named_and_so_is_a_dead_rank():
+    assert run_world(tell_no_norms, 2) == ["", "rank 1 waited 1 s for the gradient norms of the other ranks"]
+    assert run_world(die_before_norms, 2)[1].startswith("rank 1 lost another rank at the gradient norms: ")
 
 
 def test_eight_stages_and_one_message_under_way():

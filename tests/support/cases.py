@@ -31,7 +31,7 @@ from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import Data, Images, ImageSplit, load_augment
 from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
-from pipetrain.schedule.actions import Op, Program
+from pipetrain.schedule.actions import Op, Program, has_norms
 from pipetrain.seal import Seal, SealedStore
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.run import Run, prepare
@@ -92,12 +92,17 @@ def tiny_data(train: int, test: int = 11, cfg: DictConfig | None = None) -> Data
     return Data("tiny", split(train, True), split(test, False), 10)
 
 
+def prepared(cfg: DictConfig, schedule: str, ranks: int, train: int, test: int = 11, **others: Any) -> Run:
+    """Prepare a run over tiny data."""
+    data = tiny_data(train, test, cfg)
+    return prepare(cfg, schedule, ranks, data.facts, data, **others)
+
+
 @lru_cache(maxsize=8)
 def make_run(case: Case, resumed: int = 0) -> Run:
     """Prepare a case as a rank would, in float64, after so many batches of an epoch."""
     cfg = _config(case)
-    data = tiny_data(case.train_samples, cfg=cfg)
-    return prepare(cfg, case.schedule, case.ranks, data.facts, data, resumed=resumed)
+    return prepared(cfg, case.schedule, case.ranks, case.train_samples, resumed=resumed)
 
 
 @lru_cache(maxsize=16)
@@ -115,8 +120,7 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
     cfg = _config(case, case.reference_model)
     run = make_run(case)
     if case.reference_model:
-        data = tiny_data(case.train_samples, cfg=cfg)
-        run = prepare(cfg, case.schedule, case.ranks, data.facts, data)
+        run = prepared(cfg, case.schedule, case.ranks, case.train_samples)
     assert run.data is not None
     recipe = reference.Recipe(
         data=run.data,
@@ -131,6 +135,8 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
         rate=run.settings.rate(run.updates),
         label_smoothing=run.settings.label_smoothing,
         bf16=run.settings.precision == "bf16",
+        clip=run.settings.clip_grad_norm,
+        clip_by_stage=not has_norms(run.plan.window.program),
         ema=run.settings.ema,
         skip=run.settings.on_nan == "skip",
     )
@@ -291,14 +297,20 @@ class Saved:
 
 
 def run_in_threads(
-    case: Case, listener: Listener | None = None, saved: Saved | None = None, source: Path | None = None
+    case: Case,
+    listener: Listener | None = None,
+    saved: Saved | None = None,
+    source: Path | None = None,
+    runs: Sequence[Run] = (),
 ) -> tuple[dict[str, Tensor], Epochs]:
     """Train a case with one thread a rank over the local channel; return the whole state and the figures.
 
-    It saves as `saved` says, and goes on from the checkpoint `source`.
+    It saves as `saved` says, and goes on from the checkpoint `source`. `runs`: what each rank has prepared,
+    in place of the case's run on tiny data.
     """
     manifest = None if source is None else read_whole(source)
-    run = make_run(case, 0 if manifest is None else manifest.position.batch)
+    run = runs[0] if runs else make_run(case, 0 if manifest is None else manifest.position.batch)
+    runs = runs or [run] * case.ranks
     keepers = saved.keepers(case.ranks, tensors_of(run.build_model())) if saved else [None] * case.ranks
     wire, barrier, board = Wire(), Barrier(case.ranks), [None] * case.ranks
     listener, state, errors = listener or Listener(), {}, []
@@ -306,7 +318,7 @@ def run_in_threads(
     meshes = [LocalMesh(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
     # Here, one after the other: a model's weights come from the process's one random generator.
     trainers = [
-        Trainer(run, mesh, None if mesh.world.rank else listener, keeper)  # type: ignore[arg-type]
+        Trainer(runs[mesh.world.rank], mesh, None if mesh.world.rank else listener, keeper)  # type: ignore[arg-type]
         for mesh, keeper in zip(meshes, keepers, strict=True)
     ]
     for trainer in trainers if manifest else ():

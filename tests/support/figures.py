@@ -15,6 +15,7 @@ def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:
         evaluated=Tally(loss=30.0, weight=10, samples=10, sums={"acc": [correct, 10]}),
         score=correct / 10,
         losses={4 * epoch - 2: 2.5 / epoch, 4 * epoch: 1.5 / epoch},
+        rates={4 * epoch - 2: 0.2 / epoch, 4 * epoch: 0.1 / epoch},
         lr=0.1 / epoch,
         train_s=train_s,
         eval_s=0.5,

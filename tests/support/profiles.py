@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pipetrain.boundary import TensorSpec
+from pipetrain.boundary import Boundary
 from pipetrain.partition.estimate import estimate
 from pipetrain.partition.profile import LayerTime, Profile
 
@@ -24,7 +24,7 @@ def profile(layers: Sequence[LayerTime], latency_s: float = 0, s_per_byte: float
 
 
 def profile_of(
-    model: nn.Sequential, entry: TensorSpec, seconds: Sequence[float], latency_s: float = 0
+    model: nn.Sequential, entry: Boundary, seconds: Sequence[float], latency_s: float = 0
 ) -> Profile:
     """A profile of a real model's layers: `seconds` for each one's forward, and twice that backward."""
     layers = [

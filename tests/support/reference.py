@@ -6,6 +6,7 @@ that the theory says, all at once in one pass over the whole model.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from pipetrain.boundary import as_tuple, named_layers
 from pipetrain.data import Data, Draw, Sampler
 from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
+
+IGNORED = -100  # a label that does not count
 
 Delay = Callable[[int, int], int]
 """(stage, microbatch of the window) -> the version that it reads, counted from the window's start."""
@@ -73,6 +76,8 @@ class Recipe:
     rate: Callable[[int], float]  # as a fraction of the peak
     label_smoothing: float = 0.0
     bf16: bool = False  # layers under autocast, and what crosses a cut cast to bf16
+    clip: float | None = None  # the most that the norm of a gradient may be
+    clip_by_stage: bool = False
     ema: float | None = None  # the decay of the average that is evaluated
     skip: bool = False  # an update whose gradient is not finite is left out, with all that its batch changed
 
@@ -101,7 +106,7 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
             history, delay = [_snapshot(live)], next(delay_of)
             mb = 0
             for batch in batches[start:end]:
-                samples = sum(map(len, batch))
+                whole = sum(_counting(recipe.data.train.targets(ids, draw)) for ids in batch)
                 buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
                 optimizer.zero_grad()
                 for ids in batch:
@@ -110,18 +115,20 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
                     with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
                         scores = functional_call(model, weights, (x,))
                     scores = scores.float() if recipe.bf16 else scores
-                    loss = functional.cross_entropy(scores, y, label_smoothing=recipe.label_smoothing)
+                    mb += 1
+                    if not (counting := _counting(y)):
+                        continue
+                    loss = _loss(scores, y, recipe.label_smoothing)
                     leaves = {name: w for name, w in weights.items() if w.requires_grad}
-                    share = loss * (len(ids) / samples)
+                    share = loss * (counting / whole)
                     grads = torch.autograd.grad(share, list(leaves.values()), allow_unused=True)
                     for name, grad in zip(leaves, grads, strict=True):
                         p = live[name]
                         if grad is not None:
                             p.grad = grad if p.grad is None else p.grad + grad
                     if loss.isfinite() or not recipe.skip:
-                        loss_sum += loss.item() * len(ids)
-                        counted += len(ids)
-                    mb += 1
+                        loss_sum += loss.item() * counting
+                        counted += counting
                 for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                     group["lr"] = peak * recipe.rate(update)
                 made = [p.grad for p in live.values() if p.grad is not None]
@@ -129,6 +136,9 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
                     for name, buffer in model.named_buffers():
                         buffer.copy_(buffers[name])
                 else:
+                    if recipe.clip is not None:
+                        for parameters in _clipped_together(live, recipe):
+                            torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
                     optimizer.step()
                 if averaged is not None:
                     averaged.update_parameters(model)
@@ -139,6 +149,14 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
         val_loss, val_acc = _evaluate(averaged.module if averaged is not None else model, recipe)
         outcomes.append((loss_sum / counted, val_loss, val_acc))
     return Outcome({name: t.detach().clone() for name, t in model.state_dict().items()}, outcomes)
+
+
+def _clipped_together(live: dict[str, nn.Parameter], recipe: Recipe) -> list[list[nn.Parameter]]:
+    ends = [0, *recipe.cuts, sys.maxsize] if recipe.clip_by_stage else [0, sys.maxsize]
+    return [
+        [p for name, p in live.items() if start <= int(name.split(".", 1)[0]) < end]
+        for start, end in pairwise(ends)
+    ]
 
 
 def _narrow(layer: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> object:
@@ -171,5 +189,15 @@ def _evaluate(model: nn.Sequential, recipe: Recipe) -> tuple[float, float]:
         output = model(x)
     output = output.float() if recipe.bf16 else output
     model.train()
-    accuracy = (output.argmax(1) == labels).double().mean().item()
-    return functional.cross_entropy(output, labels).item(), accuracy
+    right = output.argmax(1 if labels.dim() == 1 else -1) == labels
+    return _loss(output, labels).item(), right[labels != IGNORED].double().mean().item()
+
+
+def _counting(labels: Tensor) -> int:
+    return int((labels != IGNORED).sum())
+
+
+def _loss(scores: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """The mean over labels [n], or tokens [n, t], that are not padding."""
+    classes = scores.shape[-1]
+    return functional.cross_entropy(scores.view(-1, classes), labels.flatten(), label_smoothing=smoothing)

@@ -10,10 +10,8 @@ import pytest
 
 from pipetrain.checkpoint.files import Manifest, Position
 from pipetrain.tally import Tally
-from pipetrain.training.figures import Progress, by_update, most_accurate, read_progress
+from pipetrain.training.figures import Progress, best_epoch, by_update, read_progress
 from tests.support.figures import figures
-
-NOTHING = Tally()  # has no accuracy
 
 
 @pytest.mark.parametrize(
@@ -24,22 +22,22 @@ NOTHING = Tally()  # has no accuracy
         ([5, 9, 9], 2),
         ([0, 0], 1),
         ([None, 0, 0], 2),
+        ([None, -7, -6], 3),  # as of a loss
         ([1, None], 1),
         ([None, None], 1),
     ],
 )
-def test_the_best_epoch_is_the_first_of_the_most_accurate_ones(correct, best):
+def test_the_best_epoch_is_the_first_of_the_highest_score(correct, best):
     history = [
-        replace(figures(epoch, right or 0), **({} if right is not None else {"evaluated": NOTHING}))
+        replace(figures(epoch), score=math.nan if right is None else float(right))
         for epoch, right in enumerate(correct, 1)
     ]
-    assert most_accurate(history).epoch == best
+    assert best_epoch(history).epoch == best
 
 
 def test_what_is_written_is_read():
-    progress = Progress(
-        [figures(1), figures(2)], Tally(3.5, 2, 12), 1.5, 7.0, figures(2).stages, [2.5, 2.0, 1.5]
-    )
+    tally = Tally(3.5, 11.5, 12, {"acc": [2.0, 12.0], "ppl": []})
+    progress = Progress([figures(1), figures(2)], tally, 1.5, 7.0, figures(2).stages, [2.5, 2.0, 1.5])
     saved = json.loads(json.dumps(progress.to_json()))
     manifest = Manifest("r", Position(2, 3, 11), {}, {"placement": [0, 1]}, {}, saved, {})
     assert read_progress(manifest) == progress

@@ -25,7 +25,7 @@ def test_a_table_has_every_epoch_of_a_few():
         history.epochs.append(figures(epoch, correct))
     assert [row[0] for row in rows(history)] == ["1", "2", "3"]
     assert [row[-1] for row in rows(history)] == ["2.0", "best", "2.0"]
-    assert rows(history)[1][:5] == ["2", "1.0000", "50.00%", "3.0000", "90.00%"]
+    assert rows(history)[1][:7] == ["2", "1.0000", "50.00", "%", "3.0000", "90.00", "%"]
     widths = {len(line.removesuffix("  best")) for line in history.table().splitlines()}
     assert len(widths) == 1
 

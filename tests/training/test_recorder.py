@@ -28,11 +28,12 @@ from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, StageStats
 from pipetrain.training import recorder as module
 from pipetrain.training.files import Files
-from pipetrain.training.history import COLUMNS, Machine
+from pipetrain.training.history import Machine
+from pipetrain.training.loggers import Loggers, Points
 from pipetrain.training.recorder import Recorder
-from pipetrain.training.run import Run, prepare
+from pipetrain.training.run import Run
 from pipetrain.training.tracer import Trace
-from tests.support.cases import config, tiny_data
+from tests.support.cases import config, prepared
 from tests.support.disk import full_disk
 from tests.support.figures import figures
 from tests.support.traces import as_measured
@@ -74,7 +75,7 @@ def made(tmp_path) -> tuple[Recorder, Run, Path]:
     words = ["data=digits", "model._target_=tests.support.models.with_norm", "schedule=pipedream"]
     words += ["microbatches=2", "batch_size=12", "epochs=3", "partition=[4]", "seed=5", "window=2"]
     cfg = contained(config(words), folder)
-    run = prepare(cfg, "pipedream", 2, tiny_data(44))
+    run = prepared(cfg, "pipedream", 2, 44)
     recorder = Recorder(folder, cfg, run, MACHINE, Files())
     recorder.begin()
     return recorder, run, folder
@@ -89,7 +90,6 @@ def test_a_row_an_epoch_is_there_at_once(made):
     recorder.epoch(figures(1))
     recorder.epoch(figures(2, correct=7))
     header, first, second = csv.reader((folder / "metrics.csv").read_text().splitlines())
-    assert header == COLUMNS
     assert header[:5] == ["epoch", "train_loss", "train_acc", "val_loss", "val_acc"]
     assert header[5:] == ["lr", "samples_per_s", "epoch_s", "eval_s", "elapsed_s"]
     one, two = (dict(zip(header, map(float, row), strict=True)) for row in (first, second))
@@ -194,9 +194,51 @@ def test_the_losses_of_updates_are_a_table_and_a_curve(made):
     recorder.epoch(figures(1))
     recorder.epoch(figures(2))
     rows = (folder / "updates.csv").read_text().splitlines()
-    assert rows == ["update,train_loss", "2,2.5", "4,1.5", "6,1.25", "8,0.75"]
-    curve = events(folder).Scalars("loss/update")
-    assert [(point.step, point.value) for point in curve] == [(2, 2.5), (4, 1.5), (6, 1.25), (8, 0.75)]
+    assert rows == ["update,train_loss,lr", "2,2.5,0.2", "4,1.5,0.1", "6,1.25,0.1", "8,0.75,0.05"]
+    curves = scalars(folder)
+    assert curves["loss/update"] == [(2, 2.5), (4, 1.5), (6, 1.25), (8, 0.75)]
+    assert curves["lr/update"] == [
+        (step, pytest.approx(lr)) for step, lr in ((2, 0.2), (4, 0.1), (6, 0.1), (8, 0.05))
+    ]
+
+
+def test_trackers_get_what_tensorboard_has_and_a_resumed_run_sends_its_history_too(made, tmp_path):
+    _, run, folder = made
+    cfg = contained(config(["data=digits", "logger=wandb"]), tmp_path / "again")
+    loggers = _Listening()
+    recorder = Recorder(tmp_path / "again", cfg, run, MACHINE, Files(), loggers)
+    for each in (recorder, made[0]):
+        each.begin([figures(1)])
+        each.epoch(figures(2))
+        each.close()
+    shown = {
+        tag: points for tag, points in scalars(folder).items() if not tag.startswith(("result/", "_hparams"))
+    }
+    for tag, points in shown.items():
+        sent = [
+            (step, values[tag])
+            for epoch in loggers.points
+            for step, values in ({epoch.epoch: epoch.values} | dict(epoch.updates)).items()
+            if tag in values
+        ]
+        assert sorted(sent) == [(step, pytest.approx(value)) for step, value in points], tag
+    assert loggers.ended == [json.loads((tmp_path / "again" / "summary.json").read_text())]
+    assert not list((tmp_path / "again").glob("events*"))  # logger=wandb alone leaves TensorBoard out
+
+
+class _Listening(Loggers):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[Points] = []
+        self.ended: list[object] = []
+
+    def log(self, points: Points) -> None:
+        self.points.append(points)
+
+    def finish(self, summary: object) -> None:
+        self.ended.append(summary)
 
 
 def test_how_late_gradients_were_is_a_bar_for_each_number(made):
@@ -217,7 +259,7 @@ def test_epochs_of_another_pipeline_say_nothing_of_these_stages(tmp_path):
     """One that was trained on two stages, and one on three."""
     words = ["data=digits", "model._target_=tests.support.models.with_norm", "schedule=1f1b", "epochs=2"]
     cfg = contained(config([*words, "microbatches=3", "batch_size=12"]), tmp_path)
-    recorder = Recorder(tmp_path, cfg, prepare(cfg, "1f1b", 3, tiny_data(44)), MACHINE, Files())
+    recorder = Recorder(tmp_path, cfg, prepared(cfg, "1f1b", 3, 44), MACHINE, Files())
     recorder.begin([replace(figures(1), stages={})])
     now = figures(2)
     recorder.epoch(replace(now, stages={**now.stages, 2: now.stages[1]}))
@@ -248,8 +290,8 @@ def test_a_run_is_shown_under_its_name():
 def test_the_log_has_the_data_set_a_line_an_epoch_and_where_to_look(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="pipetrain")
     cfg = contained(config(["data=digits", "model=mlp", "epochs=2"]), tmp_path)
-    data = tiny_data(128, 64)
-    run = prepare(cfg, "1f1b", 2, type(data)(**{**vars(data), "note": "what was asked for is not there"}))
+    run = prepared(cfg, "1f1b", 2, 128, 64)
+    run = replace(run, facts=replace(run.facts, note="what was asked for is not there"))
     recorder = Recorder(tmp_path, cfg, run, MACHINE, Files())
     recorder.begin()
     recorder.epoch(figures(1))
@@ -363,7 +405,7 @@ def test_what_a_full_disk_took_is_written_when_there_is_room(made, twin, tmp_pat
         with full_disk() if epoch in full else nullcontext():
             recorder.epoch(figures(epoch))
         rows = list(csv.reader((folder / "metrics.csv").read_text().splitlines()))
-        assert all(len(row) == len(COLUMNS) for row in rows)  # none of them is a half
+        assert all(len(row) == 10 for row in rows)  # none of them is a half
         written = written if epoch in full else epoch
         assert len(rows) == 1 + written
     twin.close()
@@ -379,7 +421,7 @@ def test_what_a_full_disk_took_is_written_when_there_is_room(made, twin, tmp_pat
 
 def test_a_disk_that_is_full_at_the_start_is_no_end_and_all_is_there_later(tmp_path, caplog):
     cfg = contained(config(["data=digits", "model=mlp"]), tmp_path)
-    run = prepare(cfg, "1f1b", 2, tiny_data(128, 64))
+    run = prepared(cfg, "1f1b", 2, 128, 64)
     with full_disk():
         recorder = Recorder(tmp_path, cfg, run, MACHINE, Files())
         recorder.begin()

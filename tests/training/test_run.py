@@ -12,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipetrain.boundary import Example, TensorSpec
 from pipetrain.building import Models
 from pipetrain.data import DataMissing
 from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import ScheduleError
-from pipetrain.training.run import _even, check_early, obtain_data, prepare
-from tests.support.cases import config, tiny_data
+from pipetrain.training.run import _even, check_early, obtain_data
+from tests.support.cases import config, prepared
 
 
 @pytest.fixture
@@ -38,13 +39,14 @@ def absent(closed: str, tmp_path: Path, *overrides: str):
 
 def test_a_data_set_that_is_there_is_taken_as_it_was_asked_for():
     cfg = config(["data=digits", "data.train_limit=50", "data.test_limit=20"])
-    used, data = obtain_data(cfg)
+    used, data = obtain_data(cfg, torch.float64)
     assert used is cfg
+    assert data.train.inputs(torch.arange(1), None).dtype is torch.float64
     assert (data.name, len(data.train), len(data.test), data.note) == ("digits", 50, 20, "")
 
 
 def test_the_fallback_says_what_was_missing_and_why(closed, tmp_path, caplog):
-    used, data = obtain_data(absent(closed, tmp_path))
+    used, data = obtain_data(absent(closed, tmp_path), torch.float32)
     assert (used.data.name, data.name, len(data.train), len(data.test)) == ("digits", "digits", 1437, 360)
     (record,) = [record for record in caplog.records if record.name == "pipetrain"]
     said = record.getMessage()
@@ -59,16 +61,17 @@ def test_the_fallback_says_what_was_missing_and_why(closed, tmp_path, caplog):
 def test_the_recipe_goes_with_the_data_set_really_used(closed, tmp_path):
     cfg = absent(closed, tmp_path)
     assert (cfg.epochs, cfg.optim.lr, cfg.lr_schedule) == (150, 0.05, "cosine")
-    used, _ = obtain_data(cfg)
+    used, _ = obtain_data(cfg, torch.float32)
     assert (used.epochs, used.optim.lr, used.warmup) == (6, 0.005, 0.05)
     assert (cfg.data.name, cfg.epochs) == ("cifar10", 150)  # what was composed is left alone
-    adam, _ = obtain_data(absent(closed, tmp_path, "optim=adamw"))
+    adam, _ = obtain_data(absent(closed, tmp_path, "optim=adamw"), torch.float32)
     assert adam.optim.lr == config(["data=digits"]).data.recipe.adamw_lr
 
 
 def test_what_was_overridden_by_hand_is_kept(closed, tmp_path):
     used, _ = obtain_data(
-        absent(closed, tmp_path, "epochs=9", "optim.lr=0.3", "lr_schedule=constant", "label_smoothing=0.2")
+        absent(closed, tmp_path, "epochs=9", "optim.lr=0.3", "lr_schedule=constant", "label_smoothing=0.2"),
+        torch.float32,
     )
     assert (used.epochs, used.optim.lr, used.lr_schedule, used.label_smoothing) == (9, 0.3, "constant", 0.2)
     assert used.warmup == 0.05
@@ -80,7 +83,8 @@ def test_limits_and_the_loader_s_settings_are_carried_over(closed, tmp_path):
             closed,
             tmp_path,
             *("data.train_limit=70", "data.test_limit=30", "data.workers=2", "data.drop_last=true"),
-        )
+        ),
+        torch.float32,
     )
     assert (len(data.train), len(data.test)) == (70, 30)
     assert (used.data.workers, used.data.drop_last) == (2, True)
@@ -89,16 +93,16 @@ def test_limits_and_the_loader_s_settings_are_carried_over(closed, tmp_path):
 
 
 def test_what_rank_0_found_the_others_find_without_asking(closed, tmp_path):
-    used, data = obtain_data(absent(closed, tmp_path, "data.train_limit=70"))
-    again, same = obtain_data(used)
+    used, data = obtain_data(absent(closed, tmp_path, "data.train_limit=70"), torch.float32)
+    again, same = obtain_data(used, torch.float32)
     assert again is used
-    assert torch.equal(same.train.images, data.train.images)
+    assert same.fingerprint == data.fingerprint
     assert same.note == ""
 
 
 def test_without_a_fallback_the_error_names_the_ways_out(closed, tmp_path):
     with pytest.raises(DataMissing) as error:
-        obtain_data(absent(closed, tmp_path, "data.fallback=null"))
+        obtain_data(absent(closed, tmp_path, "data.fallback=null"), torch.float32)
     said = str(error.value)
     assert "\n" not in said
     for way in ("data.root", "data.source.url", "data=digits"):
@@ -108,12 +112,12 @@ def test_without_a_fallback_the_error_names_the_ways_out(closed, tmp_path):
 @pytest.mark.parametrize("name", ["foo", "cifar100", "''", "3"])
 def test_an_unknown_fallback_is_refused_whether_it_is_needed_or_not(name):
     with pytest.raises(ConfigError, match="is unknown; choose one of cifar10, digits, or null"):
-        obtain_data(config(["data=digits", f"data.fallback={name}"]))
+        obtain_data(config(["data=digits", f"data.fallback={name}"]), torch.float32)
 
 
 def test_a_data_set_is_no_fallback_of_itself(closed, tmp_path):
     with pytest.raises(DataMissing):
-        obtain_data(absent(closed, tmp_path, "data.fallback=cifar10"))
+        obtain_data(absent(closed, tmp_path, "data.fallback=cifar10"), torch.float32)
 
 
 # The run
@@ -121,13 +125,14 @@ def test_a_data_set_is_no_fallback_of_itself(closed, tmp_path):
 
 def test_prepare_brings_the_parts_together():
     cfg = config(["data=digits", "model=mlp", "batch_size=12", "microbatches=4", "epochs=3", "seed=9"])
-    run = prepare(cfg, "1f1b", 2, tiny_data(44, 30))
+    run = prepared(cfg, "1f1b", 2, 44, 30)
     assert run.updates == 3 * 4
     assert run.evaluation_sizes == [10, 10, 10]
     assert run.plan.stages == 2
     assert run.sampler.batch_sizes == [12, 12, 12, 8]
     assert ({3, 2}, {10}) == (set(run.plan.boundaries), set(run.plan.evaluated))
-    assert (run.transform.seed, run.transform.mean) == (9, (0.5,) * 3)
+    assert (run.facts.train, run.facts.test, run.settings.seed) == (44, 30, 9)
+    assert run.facts.example == run.plan.example == Example((TensorSpec((3, 32, 32), torch.float32),))
 
 
 def test_one_model_is_planned_and_trained_and_nothing_keeps_it():
@@ -135,7 +140,7 @@ def test_one_model_is_planned_and_trained_and_nothing_keeps_it():
     models = Models()
     check_early(cfg, "1f1b", 2, models)
     seen = weakref.ref(models.see(cfg, 9, torch.float32))
-    run = prepare(cfg, "1f1b", 2, tiny_data(44), models=models)
+    run = prepared(cfg, "1f1b", 2, 44, models=models)
     model = run.build_model()
     assert model is seen()
     for a, b in zip(model.parameters(), run.build_model().parameters(), strict=True):
@@ -146,7 +151,7 @@ def test_one_model_is_planned_and_trained_and_nothing_keeps_it():
 
 def test_every_rank_prepares_the_same():
     cfg = config(["data=digits", "model=mlp", "batch_size=12", "seed=9"])
-    first, second = (prepare(cfg, "1f1b", 2, tiny_data(44)) for _ in range(2))
+    first, second = (prepared(cfg, "1f1b", 2, 44) for _ in range(2))
     assert first.plan == second.plan
     for a, b in zip(first.build_model().parameters(), second.build_model().parameters(), strict=True):
         assert torch.equal(a, b)
@@ -157,14 +162,14 @@ def test_every_rank_prepares_the_same():
 
 def test_dropping_the_last_batch_makes_fewer_updates():
     words = ["data=digits", "model=mlp", "batch_size=12", "epochs=3", "data.drop_last=true"]
-    run = prepare(config(words), "1f1b", 2, tiny_data(44))
+    run = prepared(config(words), "1f1b", 2, 44)
     assert (run.updates, run.sampler.batch_sizes) == (9, [12] * 3)
 
 
 def test_a_last_batch_too_small_to_cut_is_refused_with_the_ways_out():
     cfg = config(["data=digits", "model=mlp", "batch_size=12", "microbatches=4"])
     with pytest.raises(ConfigError) as error:
-        prepare(cfg, "1f1b", 2, tiny_data(38))
+        prepared(cfg, "1f1b", 2, 38)
     assert "the last batch has 2 of 38 samples, fewer than microbatches=4" in str(error.value)
     assert "data.drop_last=true" in str(error.value)
 

@@ -75,19 +75,20 @@ def test_initial_weights_are_the_same_on_any_partition_and_any_world():
 def evaluated(trainer: Trainer, last: int) -> tuple[int, float, float]:
     trainer.evaluate(0)
     tally = trainer.stages[last].take_tallies()[1]
-    return tally.samples, tally.mean_loss, tally.accuracy
+    return tally.samples, tally.mean_loss, trainer._run.task.values(tally)["acc"]
 
 
 def plainly(run: Run, trainer: Trainer) -> tuple[float, float]:
     """Loss and accuracy of the whole model on all test samples at once."""
-    split = run.data.test
+    split, ids = run.data.test, torch.arange(run.facts.test)
     model = run.build_model()
     model.load_state_dict(state_of(trainer, run))
     model.eval()
     with torch.no_grad():
-        output = model(replace(run.transform, augment=None)(split.images, torch.arange(len(split))))
-    accuracy = (output.argmax(1) == split.labels).double().mean().item()
-    return functional.cross_entropy(output, split.labels).item(), accuracy
+        output = model(split.inputs(ids, None))
+    labels = split.targets(ids, None)
+    accuracy = (output.argmax(1) == labels).double().mean().item()
+    return functional.cross_entropy(output, labels).item(), accuracy
 
 
 @pytest.mark.parametrize("batch_size", [2, 4, 6, 12, 64])
@@ -144,7 +145,7 @@ def test_an_epoch_s_figures_are_of_the_weights_after_its_last_update():
     trainer = trainer_of(run, recorder=listener)
     trainer.fit()
     (figures,) = listener.epochs
-    assert (figures.evaluated.mean_loss, figures.evaluated.accuracy) == pytest.approx(plainly(run, trainer))
+    assert (figures.evaluated.mean_loss, figures.score) == pytest.approx(plainly(run, trainer))
 
 
 class Spoils(nn.Module):
@@ -202,6 +203,8 @@ def test_the_losses_of_updates_make_up_that_of_the_epoch(schedule):
     _, epochs = run_in_threads(case)
     for number, figures in enumerate(epochs):
         assert list(figures.losses) == [4 * number + n for n in (1, 2, 3, 4)]
+        rate = make_run(case).settings.rate(8)  # of the peak
+        assert figures.rates == {update: 0.05 * rate(update - 1) for update in figures.losses}
         sizes = (12, 12, 12, 8)
         loss = sum(n * loss for n, loss in zip(sizes, figures.losses.values(), strict=True)) / 44
         assert loss == pytest.approx(figures.trained.mean_loss, rel=1e-12)
@@ -230,8 +233,11 @@ def test_progress_counts_each_update_once_and_each_evaluated_microbatch_once(sch
     ]
 
 
-def test_only_the_rank_of_the_first_stage_makes_images():
-    run = make_run(Case("1f1b", 2, (NORM,)))
+def test_the_first_rank_reads_inputs_the_last_targets_and_the_middle_nothing():
+    run = make_run(Case("1f1b", 3, (NORM,)))
     ids = [torch.arange(3)]
-    assert trainer_of(run, 0, 2)._images(run.data.train, ids, run.transform) is not None
-    assert trainer_of(run, 1, 2)._images(run.data.train, ids, run.transform) is None
+    first, middle, last = (trainer_of(run, rank, 3)._read("train", ids, None) for rank in range(3))
+    assert [values is not None for values in (*first, *middle, *last)] == [True, *[False] * 4, True]
+    assert torch.equal(next(last[1]), run.data.train.targets(ids[0], None))
+    nothing = replace(run, data=None)
+    assert trainer_of(nothing, 1, 3)._read("test", ids, None) == (None, None)

@@ -1,0 +1,149 @@
+"""Clipping by the norm of a model, in the program: what waits for what, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipetrain.schedule.actions import Action, Op, Program, ScheduleError, parse_program
+from pipetrain.schedule.check import check
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import (
+    gpipe,
+    interleaved_1f1b,
+    layer_dist,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+)
+from pipetrain.schedule.simulate import Deadlock, simulate
+from pipetrain.schedule.transforms import with_norms
+from tests.schedule.cases import CASES, NAMES, Case
+from tests.schedule.mutants import mutants
+from tests.schedule.test_check import figures, refused
+
+FLUSH = (layer_dist, gpipe, one_f_one_b, interleaved_1f1b)
+
+
+def clipped(program: Program) -> Program:
+    return lower(with_norms(program))
+
+
+def test_a_norm_follows_the_last_backward_and_a_step_comes_as_late_as_it_may() -> None:
+    program = parse_program("0F0@0 0B0@0 0STEP@1 0F1@0 0F2@1 0B1@0 0STEP@2 0B2@1 0STEP@3")
+    assert with_norms(program) == parse_program(
+        "0F0@0 0B0@0 0NORM@1 0F1@0 0STEP@1 0F2@1 0B1@0 0NORM@2 0STEP@2 0B2@1 0NORM@3 0STEP@3"
+    )
+    halves = parse_program("0F0@0 0F1@0 0I0@0 0W0@0 0STEP@1 0I1@0 0W1@0 0STEP@2")
+    assert with_norms(halves) == parse_program(
+        "0F0@0 0F1@0 0I0@0 0W0@0 0NORM@1 0I1@0 0STEP@1 0W1@0 0NORM@2 0STEP@2"
+    )
+
+
+def test_a_rank_of_several_stages_tells_all_their_norms_before_it_waits() -> None:
+    (rank,) = with_norms(interleaved_1f1b(1, 2, 1, virtual=2))
+    assert [str(a) for a in rank if a.op in (Op.NORM, Op.STEP)] == [
+        *("1NORM@1", "0NORM@1", "0STEP@1", "1STEP@1"),
+        *("1NORM@2", "0NORM@2", "0STEP@2", "1STEP@2"),
+    ]
+
+
+def test_the_gradient_is_summed_before_its_norm() -> None:
+    assert clipped(one_f_one_b(1, 1, 1)) == parse_program("0F0@0 0B0@0 0REDUCE@1 0NORM@1 0STEP@1")
+
+
+sizes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.sampled_from(FLUSH), sizes, st.integers(1, 3))
+def test_a_flush_schedule_waits_for_nothing_that_it_would_not_wait_for_anyway(
+    schedule, size, buffer_size
+) -> None:
+    program = schedule(*size)
+    sound = clipped(program)
+    check(sound, *size[1:], norms=True)
+    plain = simulate(lower(program), size[2], buffer_size=buffer_size)
+    run = simulate(sound, size[2], buffer_size=buffer_size)
+    assert (run.makespan, run.activations) == (plain.makespan, plain.activations)
+    told = {a: end for row in run.rows for a, _, end, *_ in row.spans if a.op is Op.NORM}
+    for row in run.rows:
+        for action, start, _, waited, *_ in row.spans:
+            if action.op is Op.STEP:
+                norms = [end for norm, end in told.items() if norm.version == action.version]
+                assert len(norms) == len({a.stage for actions in program for a in actions})
+                assert start + waited >= max(norms)
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_what_is_held_and_read_stays_the_same(case: Case) -> None:
+    program = case.schedule(3, 4, 4)
+    run, plain = (simulate(lower(made), 4) for made in (with_norms(program), program))
+    assert (run.activations, run.versions, run.staleness) == (
+        plain.activations,
+        plain.versions,
+        plain.staleness,
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "free", "waits"), [(pipedream, 0.0448, 0.3402), (pipedream_2bw, 0.0448, 0.3043)]
+)
+def test_what_it_costs_an_asynchronous_schedule(schedule, free: float, waits: float) -> None:
+    """As conf/config.yaml and docs/schedules.md say it: 4 stages, 16 batches of 4 microbatches."""
+    program = schedule(4, 16, 4)
+    bubbles = [simulate(made, 4).bubble for made in (lower(program), clipped(program))]
+    assert bubbles == pytest.approx([free, waits], abs=1e-4)
+
+
+def test_a_norm_that_travels_holds_up_every_step() -> None:
+    def cost(action: Action) -> float:
+        return {Op.F: 1.0, Op.B: 2.0, Op.NORM: 0.5}.get(action.op, 0.0)
+
+    run = simulate(clipped(gpipe(2, 2, 1)), 1, cost=cost)
+    assert run.makespan == simulate(lower(gpipe(2, 2, 1)), 1, cost=cost).makespan + 2 * 0.5
+    assert [span.waited for row in run.rows for span in row.spans if span.action.op is Op.STEP] == [
+        *(0.5, 0.5),
+        *(2.5, 2.5),
+    ]
+
+
+# Mutants
+
+
+@pytest.mark.parametrize("schedule", [*FLUSH, pipedream, pipedream_2bw])
+@pytest.mark.parametrize("size", [(2, 2, 2), (3, 1, 3), (1, 1, 1)])
+def test_no_mutant_survives(schedule, size) -> None:
+    _, batches, microbatches = size
+    program = clipped(schedule(*size))
+    check(program, batches, microbatches, norms=True)
+    assert list(_survivors(program, batches, microbatches)) == []
+
+
+def _survivors(program: Program, batches: int, microbatches: int) -> Iterator[str]:
+    right = figures(program, microbatches)
+    for what, mutant in mutants(program, reach=4):
+        try:
+            check(mutant, batches, microbatches, norms=True)
+        except ScheduleError:
+            continue
+        if figures(mutant, microbatches) == right:
+            yield what
+
+
+def test_norms_that_are_not_asked_for_are_refused_and_missing_ones_too() -> None:
+    program = pipedream(2, 2, 1)
+    assert refused(clipped(program), 2, 1)
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 has 0STEP@1 where 0NORM@1 belongs.*after with_norms\(\)"
+    ):
+        check(lower(program), 2, 1, norms=True)
+
+
+def test_a_step_before_the_norm_of_its_own_rank_is_a_deadlock() -> None:
+    early = parse_program("0F0@0 1F0@0 1B0@0 1REDUCE@1 1NORM@1 1STEP@1 0B0@0 0REDUCE@1 0NORM@1 0STEP@1")
+    with pytest.raises(Deadlock, match="rank 0 at 1STEP@1 waits for the norm of stage 0"):
+        simulate(early, 1)
