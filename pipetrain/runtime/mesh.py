@@ -238,20 +238,15 @@ class Mesh:
         if self.world.size == 1:
             return item
         text = json.dumps([what, item]).encode() if self.world.rank == source else b""
-        first = torch.zeros(SHORT, dtype=torch.uint8)
-        first[:8] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little")), dtype=torch.uint8)
-        if head := text[: SHORT - 8]:
-            first[8 : 8 + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        first = bytearray((len(text).to_bytes(8, "little") + text[: SHORT - 8]).ljust(SHORT))
         try:
-            dist.broadcast(first, source, group=self._all)
-            size = int.from_bytes(bytes(first[:8].numpy()), "little")
-            content = bytes(first[8 : 8 + size].numpy())
+            dist.broadcast(torch.frombuffer(first, dtype=torch.uint8), source, group=self._all)
+            size = int.from_bytes(first[:8], "little")
+            content = bytes(first[8 : 8 + size])
             if size > SHORT - 8:
-                rest = torch.zeros(size - len(content), dtype=torch.uint8)
-                if self.world.rank == source:
-                    rest = torch.frombuffer(bytearray(text[SHORT - 8 :]), dtype=torch.uint8)
-                dist.broadcast(rest, source, group=self._all)
-                content += bytes(rest.numpy())
+                rest = bytearray(text[SHORT - 8 :].ljust(size - len(content)))
+                dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, group=self._all)
+                content += rest
         except RuntimeError as error:
             raise self._lost(f"hear {what} from rank {source}", error) from error
         theirs, told = json.loads(content)
@@ -347,9 +342,9 @@ class Mesh:
 
         The connections close when no message refers to them any longer.
         """
-        groups = [self._all, *self._groups.values()] if self.world.size > 1 else []
+        groups = [self._all, self._norms, *self._groups.values()] if self.world.size > 1 else []
         self._groups.clear()
-        self._all = None
+        self._all = self._norms = None
         with suppress(Exception):  # the error that was the cause counts
             for group in groups:
                 dist.destroy_process_group(group)
