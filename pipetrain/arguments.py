@@ -29,7 +29,7 @@ from pipetrain.tasks.metrics import MetricFunction
 _OTHERS = {  # keys of the configuration that the arguments and methods of Pipeline stand for
     "model", "data", "task", "loss", "metrics", "optim", "schedule", "lr_schedule", "experiment", "defaults",
     "epochs", "batch_size", "label_smoothing", "warmup", "log_every", "trace", "checkpoint", "resume",
-    "run_dir", "hydra", "codec",
+    "run_dir", "hydra", "codec", "logger",
 }  # fmt: skip
 
 
@@ -90,6 +90,11 @@ def configuration(
             close = difflib.get_close_matches(key, [*known, "codec_forward", "codec_backward"], n=1)
             meant = f"; did you mean {close[0]}" if close else f"; choose of {', '.join(known)}"
             raise ConfigError(f"Pipeline takes no {key}{meant}")
+    if options.get("partition") == "profile" or isinstance(options.get("partition"), Mapping):
+        raise ConfigError(
+            "partition=profile measures in a run of the command line: give Pipeline the cuts that such a run "
+            "prints, as partition=[8], or one of even, params, flops"
+        )
     if dtype is None and isinstance(model, nn.Module):
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     given = {key: value for key, value in options.items() if key in known and value is not None}
