@@ -60,8 +60,8 @@ def test_inputs_and_targets_of_an_augmented_data_set_fit(monkeypatch, tmp_path):
 
 def test_segmentation_finds_discs_and_rectangles(monkeypatch, tmp_path):
     """A third of the classes, and so of the mean IoU, is had by calling everything background."""
-    words = ("data.source.size=16", "data.sample.shape=[3,16,16]", "data.train_limit=256", "data.test_limit=32")
-    words += ("batch_size=16", "epochs=2", "optim.lr=0.01")
+    words = ("data.source.size=16", "data.sample.shape=[3,16,16]", "data.train_limit=256")
+    words += ("data.test_limit=32", "batch_size=16", "epochs=2", "optim.lr=0.01")
     train_here(monkeypatch, tmp_path, "experiment=segmentation", *words)
     assert summary(tmp_path)["val_miou"] > 0.35
 
