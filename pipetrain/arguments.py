@@ -90,11 +90,6 @@ def configuration(
             close = difflib.get_close_matches(key, [*known, "codec_forward", "codec_backward"], n=1)
             meant = f"; did you mean {close[0]}" if close else f"; choose of {', '.join(known)}"
             raise ConfigError(f"Pipeline takes no {key}{meant}")
-    if options.get("partition") == "profile" or isinstance(options.get("partition"), Mapping):
-        raise ConfigError(
-            "partition=profile measures in a run of the command line: give Pipeline the cuts that such a run "
-            "prints, as partition=[8], or one of even, params, flops"
-        )
     if dtype is None and isinstance(model, nn.Module):
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     given = {key: value for key, value in options.items() if key in known and value is not None}

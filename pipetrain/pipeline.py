@@ -16,7 +16,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,18 +36,28 @@ from pipetrain.arguments import (
     read_task,
     refuse_elsewhere,
 )
-from pipetrain.blueprint import AnySize, Plan, Samples, make_plan, prove, settle_clipping
+from pipetrain.blueprint import (
+    AnySize,
+    Plan,
+    Samples,
+    make_plan,
+    profile_conditions,
+    prove,
+    settle_clipping,
+)
 from pipetrain.boundary import Example, Value, as_tuple, cast_floats, specs_of
 from pipetrain.building import one_line, prove_model
 from pipetrain.checkpoint import direct
 from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
-from pipetrain.config import read_settings, share_of_cores
+from pipetrain.config import Settings, read_settings, share_of_cores
 from pipetrain.data import pieces
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.optimizer import prove_optimizer
 from pipetrain.partition.estimate import Layer
+from pipetrain.partition.profile import PROFILE, read_profile
+from pipetrain.profiling import make_profile, measure_together
 from pipetrain.rate import Rate
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.engine import Progress as Tick
@@ -137,8 +147,10 @@ class Pipeline:
         where = placement(window_of.program)
         self._optimizer = prove_optimizer(optimizer, param_groups, model, len(where))
         self._rate = read_rate(lr_schedule)
-        groups = optimizer_over(self._optimizer, model.named_parameters()).param_groups
-        self._peak = float(groups[0].get("lr", 0.0))
+        made = optimizer_over(self._optimizer, model.named_parameters())
+        self._peak = float(made.param_groups[0].get("lr", 0.0))
+        cfg.optim = {"_target_": type(made).__name__}
+        self._cfg = cfg
         torch.set_num_threads(self._settings.threads or share_of_cores(world.local_size))
         device = choose_device(world, self._settings.device)
         mesh = Mesh(world, where, edges(window_of.program), device, None, self._settings.timeout)
@@ -375,7 +387,7 @@ class Pipeline:
                 f"dtype=float64"
             ) from error
         sizes = Samples([full * m, full * m + m], [full, full + 1])
-        plan = make_plan(replace(settings, window=1), self._schedule, copied(model), form.inputs, sizes)
+        plan = self._make_plan(replace(settings, window=1), model, form.inputs, sizes)
         self._on_first("the task", reader, partial(self._prove_task, plan.layers[-1]))
         plan = replace(
             plan,
@@ -391,6 +403,24 @@ class Pipeline:
         if self._source is not None:
             direct.load_source(self._source, self._runner, self._mesh, self._optimizer)
 
+    def _make_plan(
+        self, settings: Settings, model: nn.Sequential, example: Example, samples: Samples
+    ) -> Plan:
+        """Return the plan of a window; for partition=profile, by a profile that is read or measured now."""
+        make = partial(make_plan, schedule=self._schedule, example=example, samples=samples)
+        profile = None
+        if settings.partition == PROFILE:
+            conditions = profile_conditions(self._cfg, settings)
+            if settings.profile is not None:
+                profile = read_profile(settings.profile, conditions)
+            else:
+                by_flops = replace(settings, partition="flops", memory_limit=None)
+                draft = make(by_flops, model=copied(model))
+                with self._together():
+                    found = measure_together(self._mesh, draft, lambda: (copied(model), self._optimizer))
+                profile = make_profile(conditions, draft, self._mesh.device, found)
+        return make(settings, model=copied(model), profile=profile)
+
     def _prove_task(self, layer: Layer, reader: Reader) -> None:
         first = reader.first()
         assert first is not None
@@ -398,18 +428,22 @@ class Pipeline:
 
     # What is left of a training
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, ema: bool = False) -> dict[str, Tensor]:
         """Return the model's state_dict in host memory on rank 0, for plain PyTorch; empty on the others.
 
-        All ranks must call it.
+        `ema`: with the moving average of the weights, where the option `ema` keeps one. All ranks must call
+        it. Raises ConfigError for an average that is not there.
         """
+        if ema and (self._settings.ema is None or not self.updates):
+            raise ConfigError("there is no moving average of the weights: give Pipeline ema=0.999, and train")
         self._refuse_stopped()
         if self._model is not None:  # nothing has been trained
             whole = self._model.state_dict() if not self.rank else {}
             return {key: t.detach().clone() for key, t in whole.items()}
         mine: dict[str, Tensor] = {}
         for stage in self._begun.stages.values():
-            mine |= stage.module.state_dict()
+            with stage.weights.averaged() if ema else nullcontext():
+                mine |= stage.module.state_dict()
         state = {}
         for key, (shape, dtype) in self._facts.items():
             owner = self.plan.placement[self._stage_of(key)]

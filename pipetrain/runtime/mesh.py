@@ -238,6 +238,8 @@ class Mesh:
         if self.world.size == 1:
             return item
         text = json.dumps([what, item]).encode() if self.world.rank == source else b""
+        if self._seal and text:
+            text = self._seal.close(f"from rank {source}", text)
         first = bytearray((len(text).to_bytes(8, "little") + text[: SHORT - 8]).ljust(SHORT))
         try:
             dist.broadcast(torch.frombuffer(first, dtype=torch.uint8), source, group=self._all)
@@ -249,6 +251,8 @@ class Mesh:
                 content += rest
         except RuntimeError as error:
             raise self._lost(f"hear {what} from rank {source}", error) from error
+        if self._seal:
+            content = self._seal.open(f"from rank {source}", content)
         theirs, told = json.loads(content)
         if theirs != what:
             raise ChannelError(

@@ -132,8 +132,6 @@ def test_the_options_on_the_page_are_options():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"partition": "profile"}, r"as partition=\[8\], or one of even, params, flops"),
-        ({"partition": {"profile": "profile.json"}}, r"as partition=\[8\]"),
         ({"logger": "tensorboard"}, "takes no logger"),
     ],
 )
