@@ -1,0 +1,102 @@
+"""Suite `api`: what pipetrain.Pipeline adds to the engine, over stages so small that nearly all is overhead.
+
+One Pipeline takes turns with its own engine, which is given the same plan, window and batch from memory. What
+is between them is the API: reading the batch on rank 0, telling the ranks of it, sending the targets to the
+last one, and telling every rank the loss.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+
+from benchmark.contestants import BatchFeed, race
+from benchmark.overhead import TASK
+from benchmark.report import Row, Series, Verdict
+from benchmark.tasks import Job, Scale, prepare
+from benchmark.worlds import Say, run_world, titled
+from pipetrain import Pipeline
+from pipetrain.runtime.mesh import Mesh
+
+RANKS, MICROBATCHES, BATCHES = 2, 4, 50
+SCHEDULES = ("1f1b", "pipedream")
+ENGINE, STEP, TRAIN, LOADER = "engine alone", "step", "train, a list", "train, a DataLoader"
+MOST_MS = 1.0
+
+
+class Way:
+    """One way to train a number of batches."""
+
+    def __init__(self, name: str, batches: int, train: Callable[[], list[float]]) -> None:
+        self.name, self.batches, self.microbatches = name, batches, MICROBATCHES
+        self.losses: list[float] = []
+        self._train = train
+
+    def run(self) -> None:
+        """Train them."""
+        self.losses = self._train()
+
+
+def suite(scale: Scale, say: Say) -> Iterator[Row]:
+    """Measure each schedule in processes of its own, and give the rows as they come."""
+    batches = 10 if scale.quick else BATCHES
+    for schedule in SCHEDULES:
+        title = f"api, {schedule}"
+        yield from make_rows(title, *run_world(measure, RANKS, titled(say, title), schedule, batches, scale))
+
+
+def measure(mesh: Mesh, say: Say, schedule: str, batches: int, scale: Scale) -> Series:
+    """Race the ways to train, on one rank."""
+    return race(mesh, ways(mesh, schedule, batches), scale.rounds, say)
+
+
+def ways(mesh: Mesh, schedule: str, batches: int) -> list[Way]:
+    """Make a Pipeline, and the ways to train it. An asynchronous schedule has one window, and no step."""
+    job = prepare(TASK.extended(f"microbatches={MICROBATCHES}"), schedule, RANKS, batches)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    os.environ |= dict(zip(names, map(str, (mesh.world.rank, RANKS) * 2), strict=True))
+    batch = job.samples, job.targets
+    pipe = Pipeline(
+        job.model,
+        job.task,
+        job.optimizer,
+        schedule,
+        microbatches=MICROBATCHES,
+        partition="even",
+        threads=1,
+        device="cpu",
+    )
+    list(pipe.train([batch] * batches))  # which plans, and proves the window
+    window = max(job.plan.windows)
+    loader: DataLoader[Any] = DataLoader(ConcatDataset([TensorDataset(*batch)] * batches), len(job.samples))
+    made = [
+        Way(ENGINE, batches, partial(_engine, pipe, job, mesh, window, batches)),
+        Way(TRAIN, batches, lambda: list(pipe.train([batch] * batches))),
+        Way(LOADER, batches, lambda: list(pipe.train(loader))),
+    ]
+    if window == 1:
+        made.append(Way(STEP, batches, lambda: [pipe.step(*batch) for _ in range(batches)]))
+    return made
+
+
+def _engine(pipe: Pipeline, job: Job, mesh: Mesh, window: int, batches: int) -> list[float]:
+    feed = BatchFeed(job, mesh.device)
+    for _ in range(batches // window):
+        pipe.engine.train(pipe.plan.order(window, mesh.world.rank), feed, MICROBATCHES)
+    last = pipe.stages.get(RANKS - 1)
+    return last.take_losses() if last else []
+
+
+def make_rows(benchmark: str, series: Series, *others: Series) -> list[Row]:
+    """Hold the milliseconds that each way adds to a batch of the engine against the target."""
+    rows = [Row(benchmark, ENGINE, [1000 * s for s in series[ENGINE]], "ms")]
+    for name in (name for name in series if name != ENGINE):
+        added = [1000 * (s - alone) for s, alone in zip(series[name], series[ENGINE], strict=True)]
+        verdict = Verdict(f"< {MOST_MS:g} ms a batch", median(added) < MOST_MS)
+        rows.append(Row(benchmark, f"{name}: added to it", added, "ms", verdicts=[verdict]))
+    return rows
