@@ -209,8 +209,8 @@ def make_plan(
             f"dtype=float64"
         ) from error
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
-    norms = waits_for_norms(settings, schedule, max(lengths))
-    windows = {n: prove(settings, schedule, n, norms) for n in sorted(lengths, reverse=True)}
+    settings = settle_clipping(settings, schedule, max(lengths))
+    windows = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}
     where = placement(next(iter(windows.values())).program)
     program = lower(forward_only(where, len(samples.evaluation)))
     simulate(program, 1, buffer_size=settings.buffer_size)
@@ -253,23 +253,25 @@ def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]
     return [end - start for start, end in pairwise(ends) if end > start]
 
 
-def waits_for_norms(settings: Settings, schedule: Schedule, batches: int) -> bool:
-    """Return whether updates wait for the gradient norm of all stages. Raises ConfigError.
+def settle_clipping(settings: Settings, schedule: Schedule, batches: int) -> Settings:
+    """Return the settings with clip_grad_norm_over=auto decided by a window of `batches`. Raises ConfigError.
 
-    By default they do where no forward reads old weights, so that the pipeline is empty then anyway.
+    It becomes model where no forward reads old weights, so that the pipeline is empty at an update anyway.
     """
-    if settings.clip_grad_norm is None or settings.clip_grad_norm_over == "stage":
-        return False
-    asked = settings.clip_grad_norm_over == "model"
-    if asked and isinstance(schedule, Policy):
+    over, decides = settings.clip_grad_norm_over, isinstance(schedule, Policy)
+    if settings.clip_grad_norm is None or over == "stage":
+        return settings
+    if over == "model" and decides:
         raise ConfigError(
             f"clip_grad_norm_over=model needs a schedule with a fixed order, and {settings.schedule} decides "
             f"its order while it runs: choose clip_grad_norm_over=stage, or another schedule"
         )
-    if asked or isinstance(schedule, Policy):
-        return asked
-    program, m = _compute(settings, schedule, batches), settings.microbatches
-    return all(a.version == a.mb // m for actions in program for a in actions if a.op is Op.F)
+    if over == "auto":
+        program = [] if decides else _compute(settings, schedule, batches)
+        forwards = [a for actions in program for a in actions if a.op is Op.F]
+        flushes = not decides and all(a.version == a.mb // settings.microbatches for a in forwards)
+        over = "model" if flushes else "stage"
+    return replace(settings, clip_grad_norm_over=over)
 
 
 def _compute(settings: Settings, schedule: Schedule, batches: int) -> Program:
@@ -284,9 +286,10 @@ def _compute(settings: Settings, schedule: Schedule, batches: int) -> Program:
         ) from error
 
 
-def prove(settings: Settings, schedule: Schedule, batches: int, norms: bool = False) -> Window:
+def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
     """Make the program of one window, and check it for soundness and deadlock. Raises ScheduleError."""
     compute = _compute(settings, schedule, batches)
+    norms = settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model"
     placement(compute)  # one rank a stage: the engine has no replicas yet
     program = lower(with_norms(compute) if norms else compute)
     check(program, batches, settings.microbatches, norms=norms)

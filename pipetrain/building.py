@@ -17,7 +17,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from torch import nn
 
 from pipetrain.boundary import specs_of
@@ -39,10 +39,18 @@ def build(cfg: DictConfig, group: str) -> Any:
         return instantiate(cfg[group])
     except InstantiationException as error:
         raise not_built(group, cfg[group], error) from error
+    except InterpolationKeyError as error:
+        missing = one_line(error).split("'")[1]
+        raise ConfigError(
+            f"{group} needs {missing}, which the configuration does not have: choose another {group}= or "
+            f"{missing.split('.')[0]}="
+        ) from error
 
 
 def not_built(key: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
     """Return the error for a `_target_` that could not be called; it names an unknown argument."""
+    if isinstance(error.__cause__, ConfigError):
+        return error.__cause__
     text = re.sub(
         r", set env var HYDRA_FULL_ERROR=1 \S+ \S+ \S+ exception\.|full_key: \S+", "", one_line(error)
     )

@@ -32,7 +32,7 @@ from pipetrain.arguments import (
     read_task,
     refuse_elsewhere,
 )
-from pipetrain.blueprint import AnySize, Plan, Samples, make_plan, prove
+from pipetrain.blueprint import AnySize, Plan, Samples, make_plan, prove, settle_clipping
 from pipetrain.boundary import Example, Value, as_tuple, cast_floats, specs_of
 from pipetrain.building import prove_model
 from pipetrain.checkpoint import direct
@@ -89,8 +89,8 @@ class Pipeline:
       done with the first batch.
     - `dtype`: of weights and floating-point data; None: the model's.
     - `options`: any other key of the configuration, with its default there: partition, buffer_size, timeout,
-      device, precision, memory_format, compile, threads, on_nan, seed (of dropout; None leaves torch's
-      generator as it is), codec_forward, codec_backward (a name of conf/codec), and so on.
+      device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout; None
+      leaves torch's generator as it is), codec_forward, codec_backward (a name of conf/codec), and so on.
 
     Raises ConfigError and ScheduleError for what cannot be trained as one process would train it.
     """
@@ -128,6 +128,7 @@ class Pipeline:
         model.train()
         # A window of several batches tells whether weights are read late.
         batches = self._schedule.batches if isinstance(self._schedule, FixedProgram) else 4
+        self._settings = settle_clipping(self._settings, self._schedule, batches)
         window_of = prove(self._settings, self._schedule, batches)
         self._asynchronous = any(bounds.staleness for bounds in window_of.bounds)
         where = placement(window_of.program)

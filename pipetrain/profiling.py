@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from omegaconf import DictConfig
+from torch import nn
 
 from pipetrain.blueprint import Plan, profile_conditions
 from pipetrain.boundary import Value
 from pipetrain.building import Models
-from pipetrain.config import share_of_cores
+from pipetrain.config import Settings, share_of_cores
 from pipetrain.errors import ConfigError
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.balance import STRATEGIES
@@ -25,9 +28,12 @@ from pipetrain.partition.profile import Facts, LayerTime, Profile, average
 from pipetrain.partition.stages import Prediction
 from pipetrain.runtime.mesh import Mesh, World, choose_device
 from pipetrain.runtime.roundtrip import Link, slowest_link
+from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.seal import SealedStore
 
 log = logging.getLogger("pipetrain")
+
+Measured = tuple[nn.Sequential, OptimizerFactory]
 
 
 def measure(
@@ -44,7 +50,7 @@ def measure(
     start = time.perf_counter()
     found = take_part(cfg, draft, world, device, store, models)
     log.info("profiled in %.1f s", time.perf_counter() - start)
-    return make_profile(cfg, draft, device, found)
+    return make_profile(profile_conditions(cfg, draft.settings), draft, device, found)
 
 
 def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
@@ -73,26 +79,39 @@ def take_part(
     local_size = world.local_size if world.size > 1 else settings.ranks
     torch.set_num_threads(settings.threads or share_of_cores(local_size))
     mesh = Mesh(world, draft.placement, draft.edges, device, store, settings.timeout)
-    found = measure_together(mesh, cfg, draft, models)
+    found = measure_together(mesh, draft, partial(_copied, cfg, settings, models or Models()))
     mesh.close()
     return found
 
 
-def measure_together(mesh: Mesh, cfg: DictConfig, draft: Plan, models: Models | None = None) -> Found:
-    """Measure messages, then layers (of a copy of the model) on all ranks at once. Raises ChannelError."""
+def _copied(cfg: DictConfig, settings: Settings, models: Models) -> Measured:
+    model = models.copy(cfg, settings.seed, settings.dtype)
+    return model, make_optimizer(cfg, model)
+
+
+def measure_together(mesh: Mesh, draft: Plan, make: Callable[[], Measured]) -> Found:
+    """Measure messages, then layers on all ranks at once. Raises ChannelError.
+
+    `make`: returns a model that is not trained afterwards, in host memory, and its optimizer's factory.
+    """
     link = slowest_link(mesh, draft.settings.buffer_size)
-    layers = _layers(cfg, draft, mesh.device, models or Models())
-    return Found(link, mesh.gather("the times of the layers", layers))
+    layers = _layers(draft, mesh.device, make)
+    told = mesh.agree(
+        "the times of the layers", layers if isinstance(layers, str) else list(map(asdict, layers))
+    )
+    return Found(
+        link, [one if isinstance(one, str) else [LayerTime(**layer) for layer in one] for one in told]
+    )
 
 
-def make_profile(cfg: DictConfig, draft: Plan, device: torch.device, found: Found) -> Profile:
+def make_profile(conditions: Facts, draft: Plan, device: torch.device, found: Found) -> Profile:
     """Make one profile of all ranks' measurements. Raises ConfigError if a layer failed on any."""
     for failure in found.by_rank:
         if isinstance(failure, str):
             raise ConfigError(failure)
     settings = draft.settings
     return Profile(
-        conditions=profile_conditions(cfg, settings),
+        conditions=conditions,
         machine=_machine(device, len(found.by_rank)),
         input_bytes=draft.boundaries[settings.batch_size // settings.microbatches][0].nbytes,
         latency_s=found.link.latency_s,
@@ -107,16 +126,17 @@ def _machine(device: torch.device, ranks: int) -> Facts:
     return {"device": name, "ranks": ranks, "threads": threads, "torch": version}
 
 
-def _layers(cfg: DictConfig, draft: Plan, device: torch.device, models: Models) -> list[LayerTime] | str:
+def _layers(draft: Plan, device: torch.device, make: Callable[[], Measured]) -> list[LayerTime] | str:
     settings, cuda = draft.settings, device.type == "cuda"
     size = settings.batch_size // settings.microbatches
     try:
         with torch.random.fork_rng([device] if cuda else []):
-            model = models.copy(cfg, settings.seed, settings.dtype).to(device)
+            model, optimizer = make()
+            model.to(device)
             entry = draft.example.of(size)
             made = tuple(made_up(spec, device) for spec in entry.specs)
             x: Value = made[0] if entry.single else made
-            return measure_layers(model, x, draft.layers, make_optimizer(cfg, model), draft.numerics)
+            return measure_layers(model, x, draft.layers, optimizer, draft.numerics)
     except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
         return " ".join(str(error).split())
     finally:

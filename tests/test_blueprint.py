@@ -19,7 +19,15 @@ from pipetrain.config import Settings, read_settings
 from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import Profile
-from pipetrain.schedule.actions import Action, Op, Program, Schedule, ScheduleError, parse_program
+from pipetrain.schedule.actions import (
+    Action,
+    Op,
+    Program,
+    Schedule,
+    ScheduleError,
+    has_norms,
+    parse_program,
+)
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import Deadlock, simulate
 from tests.support.cases import config
@@ -312,6 +320,13 @@ def test_a_schedule_that_deadlocks_is_refused_and_who_waits_for_whom_is_said():
     )
     assert said.startswith("deadlock with buffer_size=1: rank 0 at 0SEND_F")
     assert "rank 1 at 1SEND_B" in said
+
+
+@pytest.mark.parametrize(("window", "over"), [("1", "model"), ("2", "stage"), ("null", "stage")])
+def test_windows_of_all_lengths_are_clipped_alike_also_a_short_last_one_that_reads_nothing_late(window, over):
+    made = plan(f"window={window}", "clip_grad_norm=1", schedule=pipedream)
+    assert made.settings.clip_grad_norm_over == over
+    assert {has_norms(w.program) for w in made.windows.values()} == {over == "model"}
 
 
 def test_what_is_proved_is_the_buffer_that_will_be_enforced():

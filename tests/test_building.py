@@ -63,6 +63,14 @@ def test_dtype_is_a_conversion_of_the_same_weights():
         (["+model.colour=red"], "vgg16 takes no colour; leave it out with ~model.colour"),
         (["model=mlp", "+model.depth=1"], "model mlp needs depth >= 2"),
         (["model=mlp", "+model.width=x"], "model cannot be built"),
+        (
+            ["model=mlp", "+model.width=0"],
+            "model mlp needs depth >= 2 and width >= 1; got depth=6, width=0: ",
+        ),
+        (
+            ["model=gpt"],
+            "model needs data.block, which the configuration does not have: choose another model= or data=",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(overrides, says):

@@ -80,9 +80,10 @@ def test_each_optimizer_is_built_with_each_data_set_s_rate(option, data):
 def test_each_data_set_can_be_asked_for(option):
     cfg = composed(f"data={option}")
     assert cfg.data.name == option
-    if "source" in cfg.data:  # found, and not loaded
-        assert callable(instantiate(cfg.data.source, _partial_=True))
-    assert (load_augment(cfg.data) is not None) == ("augment" in cfg.data)
+    for part in ("source", "train", "test"):
+        if cfg.data.get(part) is not None:
+            assert callable(instantiate(cfg.data[part], _partial_=True))  # found, and not loaded
+    assert (load_augment(cfg.data) is None) == (cfg.data.get("augment") is None)
     assert cfg.data.fallback in {None, *OPTIONS["data"]}
     assert cfg.data.recipe.lr_schedule in SHAPES
     assert cfg.epochs == cfg.data.recipe.epochs

@@ -103,6 +103,22 @@ def test_simulated_and_formula_agree_for_every_schedule(schedule):
         assert all(simulated == formula for simulated, formula in shown.values()), shown
 
 
+@pytest.mark.parametrize(
+    ("schedule", "over", "by", "bubble"),
+    [
+        ("1f1b", "auto", "the model: each update waits for the norms of all stages", "0.4286"),
+        ("pipedream", "auto", "each stage", "0.0448"),
+        ("pipedream", "model", "the model: each update waits for the norms of all stages", "0.3402"),
+        ("fbp", "auto", "each stage", "0.0448"),
+    ],
+)
+def test_what_clipping_costs_is_seen(schedule, over, by, bubble):
+    words = ("clip_grad_norm=0.5", f"clip_grad_norm_over={over}")
+    text = command.describe(planned(schedule, 4, 4, 16, "model=mlp", *words))
+    assert f"\nclip_grad_norm 0.5 by the norm of {by}\n" in text
+    assert figures(text)["bubble"][0] == bubble
+
+
 def test_a_schedule_without_a_formula_says_so():
     cfg = config(["data=digits", "schedule=gpipe", "model=mlp"])
     read = read_settings(cfg, "homemade", None)

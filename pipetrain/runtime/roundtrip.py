@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from statistics import median
 
@@ -39,8 +39,8 @@ def slowest_link(mesh: Mesh, buffer_size: int) -> Link:
         if len(set(ranks)) == 2 and frozenset(ranks) not in met and mesh.world.rank in ranks:
             mine.append(_measure(channel, mesh, stage))
         met.add(frozenset(ranks))
-    by_rank: list[list[Link]] = mesh.gather("the times of messages", mine)  # type: ignore[assignment]
-    links = [link for found in by_rank for link in found]
+    told = mesh.agree("the times of messages", list(map(astuple, mine)))
+    links = [Link(*link) for found in told for link in found]
     return max(links, key=lambda link: link.seconds(LARGE), default=Link())
 
 

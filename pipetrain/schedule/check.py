@@ -70,8 +70,8 @@ def check(
 
 
 def _check_communication(program: Program, routes: Sequence[Route] | None, norms: bool) -> None:
-    compute = without_norms(compute_only(program))
-    canonical = lower(with_norms(compute) if norms else compute, routes)
+    compute = compute_only(program)
+    canonical = lower(with_norms(compute) if norms else without_norms(compute), routes)
     for rank, (actions, right) in enumerate(zip(program, canonical, strict=True)):
         if actions != right:
             for found, wanted in zip_longest(actions, right):

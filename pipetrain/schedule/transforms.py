@@ -14,7 +14,7 @@ def with_norms(program: Program) -> Program:
     forward that reads what it makes, or the next batch's first backward. So the norms travel meanwhile, and a
     rank with several stages has a NORM of each before it waits.
     """
-    return [_of_rank(actions) for actions in program]
+    return [_of_rank(actions) for actions in without_norms(program)]
 
 
 def without_norms(program: Program) -> Program:

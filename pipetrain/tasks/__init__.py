@@ -127,6 +127,11 @@ class Classification(Task):
 
     def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
         scores, labels = _tensor(outputs, "scores [n, classes]"), _tensor(targets, "labels")
+        if not labels.is_floating_point() and scores.shape[2:] != labels.shape[1:]:
+            raise ValueError(
+                f"scores {list(scores.shape)} are for labels {[len(scores), *scores.shape[2:]]}, with the "
+                f"classes along dimension 1 (for tokens [n, t] there is task=language_modelling)"
+            )
         return functional.cross_entropy(scores, labels, ignore_index=self._ignored, label_smoothing=smoothing)
 
 
@@ -207,12 +212,6 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
     samples [n, ...]; `classes`: of the data set, None if unknown. The outputs are made up. Losses of parts of
     the samples must add up to that of all.
     """
-    known = task.classes_of(outputs)
-    if classes is not None and known is not None and known < classes:
-        raise ConfigError(
-            f"the model gives {outputs} (layer {layer}), scores of {known} classes, and the data set has "
-            f"{classes}: give the last layer at least {classes} outputs"
-        )
     n = len(as_tuple(targets)[0])
     first = outputs.specs[0].shape[0]
     per_sample = sum(spec.numel for spec in outputs.specs) / first
@@ -228,6 +227,13 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
         f"task {task} cannot take the model's {outputs} (layer {layer}) with targets "
         f"{' + '.join(map(str, specs_of(as_tuple(wanted))))}"
     )
+    _tried(task.loss, given, _first_class(wanted), where)
+    known = task.classes_of(outputs)
+    if classes is not None and known is not None and known < classes:
+        raise ConfigError(
+            f"the model gives {outputs} (layer {layer}), scores of {known} classes, and the data set has "
+            f"{classes}: give the last layer at least {classes} outputs"
+        )
     whole = _tried(task.loss, _differentiable(given), wanted, where)
     for loss in (whole, _tried(task.evaluation_loss, given, wanted, where)):
         if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
@@ -261,6 +267,13 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
             f"microbatches, weighted by weight(targets), is another: let it be a mean over what counts (not "
             f"a sum, and without a term between samples), and let weight say what each target counts for"
         )
+
+
+def _first_class(targets: Value) -> Value:
+    """Return targets of the same form whose whole numbers are 0, a label that every model has."""
+    if isinstance(targets, Tensor):
+        return targets if targets.is_floating_point() else torch.zeros_like(targets)
+    return tuple(t if t.is_floating_point() else torch.zeros_like(t) for t in targets)
 
 
 def _differentiable(value: Value) -> Value:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median
 
@@ -17,6 +18,7 @@ from benchmark.contestants import FULL, RIVALS, SCHEDULES, Alone, Contestant, Ou
 from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Job, Scale, Task, compose_task, prepare, schedules
 from benchmark.worlds import Say, run_world, titled
+from pipetrain.blueprint import profile_conditions
 from pipetrain.partition.balance import STRATEGIES, choose_cuts
 from pipetrain.partition.estimate import Layer
 from pipetrain.partition.profile import PROFILE
@@ -80,8 +82,10 @@ def candidate_cuts(layers: Sequence[Layer], stages: int) -> dict[Cut, list[str]]
 def profiled_cut(mesh: Mesh, task: Task) -> Cut:
     """Return the cut of partition=profile, for whole batches."""
     whole = task.extended(WHOLE)
-    cfg, draft = compose_task(whole, "1f1b"), prepare(whole, "1f1b", RANKS).plan
-    profile = make_profile(cfg, draft, mesh.device, measure_together(mesh, cfg, draft))
+    cfg, job = compose_task(whole, "1f1b"), prepare(whole, "1f1b", RANKS)
+    draft = job.plan
+    found = measure_together(mesh, draft, lambda: (deepcopy(job.model), job.optimizer))
+    profile = make_profile(profile_conditions(cfg, draft.settings), draft, mesh.device, found)
     return tuple(prepare(whole.extended("partition=profile"), "1f1b", RANKS, profile=profile).plan.cuts)
 
 

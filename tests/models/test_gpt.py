@@ -11,10 +11,13 @@ from torch.nn import functional
 
 from pipetrain.boundary import Example, TensorSpec
 from pipetrain.building import build
+from pipetrain.data import Split, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.models import gpt
 from pipetrain.partition.crossing import refuse_cuts
 from pipetrain.partition.estimate import estimate
+from pipetrain.training.run import prepare
+from tests.support import cases
 from tests.support.cases import config
 
 SMALL = {"depth": 2, "heads": 2, "width": 8, "sequence": 16, "vocabulary": 11}
@@ -193,3 +196,37 @@ def test_a_tied_head_is_trained_with_the_embedding_and_cannot_be_cut_from_it():
         "layer 4 (head) of stage 1 shares its weight with stage 0; choose a partition that keeps both layers "
         "in one stage, or give each its own (for model=gpt: model.tied=false)"
     )
+
+
+def test_a_pipeline_trains_it_on_text_as_one_process_does(monkeypatch):
+    shape = [f"model.{name}={SMALL[name]}" for name in ("depth", "heads", "width")]
+    limits = ["data.block=16", "data.train_limit=20", "data.test_limit=6", "batch_size=8", "epochs=1"]
+    chosen = [
+        "experiment=gpt",
+        "model.vocabulary=256",
+        "dtype=float64",
+        "optim.lr=0.01",
+        "lr_schedule=constant",
+    ]
+    cfg = config([*chosen, "warmup=0", *shape, *limits])
+    data = load_data(cfg.data, torch.float64)
+    run = prepare(cfg, "1f1b", 2, data.facts, data)
+    monkeypatch.setattr(cases, "make_run", lambda case, resumed: run)
+    state, (figures,) = cases.run_in_threads(cases.Case("1f1b", 2))
+
+    model = run.build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=cfg.optim.weight_decay)
+
+    def loss_of(split: Split, ids: torch.Tensor) -> torch.Tensor:
+        scores, targets = model(split.inputs(ids, None)), split.targets(ids, None)
+        return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    for batch in run.sampler.epoch(0):  # of 8, 8 and 4 samples
+        optimizer.zero_grad()
+        loss_of(data.train, torch.cat(batch)).backward()
+        optimizer.step()
+    assert state.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
+    assert figures.evaluated.mean_loss == pytest.approx(loss_of(data.test, torch.arange(6)).item(), rel=1e-10)
+    assert figures.score == pytest.approx(-math.exp(figures.evaluated.mean_loss))

@@ -419,6 +419,53 @@ def test_an_update_whose_gradient_is_not_finite_can_be_skipped_and_is_counted():
     assert not torch.equal(final.module.head.weight, before[2])
 
 
+def trained(of: Stage, update: int, norm: float | None = None) -> None:
+    of.forward(update, (randn(3, 3),), update, Target(LABELS, 3.0, 1.0))
+    of.backward(update, (), update)
+    of.reduce()
+    of.step(keep=False, norm=norm)
+
+
+def test_an_update_whose_norm_is_not_finite_elsewhere_is_skipped_with_its_statistics():
+    final = last(nn.Sequential(OrderedDict(a=nn.BatchNorm1d(3))), skip_not_finite=True, clip_grad_norm=1.0)
+    before = {name: tensor.clone() for name, tensor in final.module.state_dict().items()}
+    trained(final, 0, norm=math.inf)
+    assert final.skipped == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in final.module.state_dict().items())
+    trained(final, 1, norm=2.0)
+    assert final.skipped == 1
+    assert not any(torch.equal(t, before[name]) for name, t in final.module.state_dict().items())
+
+
+def test_the_norms_that_updates_were_clipped_by_are_those_of_the_window():
+    final = last(nn.Linear(3, 3), clip_grad_norm=0.25)
+    trained(final, 0, norm=3.0)
+    twin = nn.Linear(3, 3).double()
+    twin.load_state_dict(final.module.state_dict())
+    functional.cross_entropy(twin(randn(3, 3)), LABELS).backward()
+    alone = float(torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.25))
+    trained(final, 1)
+    assert final.take_norms() == pytest.approx([3.0, alone], rel=1e-12)
+    trained(final, 2)
+    final.begin_window()
+    assert final.take_norms() == []
+
+
+def test_a_sparse_gradient_is_clipped_as_the_dense_one_of_its_sum():
+    ended = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(OrderedDict(a=nn.Embedding(5, 3, sparse=sparse), b=nn.Linear(3, 3)))
+        final = last(module, 0, clip_grad_norm=0.01)
+        final.forward(0, (torch.tensor([1, 1, 2]),), 0, Target(LABELS, 3.0, 1.0))
+        final.backward(0, (), 0)
+        final.reduce()
+        final.step(keep=False)
+        ended.append([*final.take_norms(), *(float(p.detach().sum()) for p in module.parameters())])
+    assert ended[1] == pytest.approx(ended[0], rel=1e-12)
+    assert ended[0][0] > 0.1
+
+
 def test_a_loss_that_is_not_finite_is_skipped_and_not_counted():
     final = last(nn.Linear(3, 3), skip_not_finite=True)
     final.forward(0, (randn(3, 3) / 0,), 0, Target(LABELS, 3.0, 1.0))

@@ -15,6 +15,7 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import gpipe, interleaved_1f1b, one_f_one_b, pipedream, pipedream_2bw
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs
+from pipetrain.schedule.transforms import with_norms
 from tests.support.traces import about, as_measured
 
 UNEVEN = Costs(
@@ -31,6 +32,7 @@ PROGRAMS = {
     "interleaved_1f1b": (interleaved_1f1b(2, 1, 4, virtual=2), 4),
     "pipedream": (pipedream(4, 6, 1), 1),
     "pipedream_2bw": (pipedream_2bw(3, 4, 3), 3),
+    "clipped by the norm of the model": (with_norms(pipedream_2bw(3, 4, 3)), 3),
 }
 
 

@@ -11,6 +11,7 @@ from pipetrain.schedule.draw import as_figure, as_png, as_text
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import forward_only, gpipe, interleaved_1f1b, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import simulate, unit_cost
+from pipetrain.schedule.transforms import with_norms
 from tests.schedule.cases import CASES, NAMES, Case, accepted
 
 
@@ -40,6 +41,13 @@ def test_several_stages_a_rank_and_halves_of_a_backward_in_text() -> None:
     assert lines(as_text(simulate(lower(split), 2)))[1:] == [
         "rank 0  F0 F1 .  I0 W0 I1 W1|",
         "rank 1  .  F0 I0 F1 I1 W0 W1|",
+    ]
+
+
+def test_steps_that_wait_for_the_norms_of_all_stages_are_drawn_together() -> None:
+    assert lines(as_text(simulate(lower(with_norms(pipedream(2, 2, 2))), 2)))[1:] == [
+        "rank 0  F0 F1 .  .  B0--- F2 B1---|F3 .  .  B2--- .  B3---|",
+        "rank 1  .  F0 B0--- F1 B1--- .  . |F2 B2--- F3 B3--- .  . |",
     ]
 
 

@@ -136,8 +136,10 @@ def die_before_norms(world: World, store: SealedStore) -> str:
     """Rank 0 dies while rank 1 waits for its norms; returns what rank 1's error says."""
     mesh = Mesh(world, [0, 1], [], CPU, store, DEADLINE_S)
     if world.rank == 0:
+        store.raw.wait(["connected"])
         dist.destroy_process_group()
         return ""
+    store.set("connected", "1")
     channel = mesh.channel(1)
     channel.tell_norms({1: 4.0}, 2)
     return _complaint(channel.hear_norms)
@@ -197,11 +199,13 @@ def profile_then_train(world: World, store: SealedStore, words: Sequence[str]) -
     cfg = config([*words, "partition=profile"])
     draft = check_early(cfg, "1f1b", world.size)
     profile = measure(cfg, draft, world, CPU, store.under("profile"))
-    cuts = prepare(cfg, "1f1b", world.size, tiny_data(44), profile).plan.cuts
+    data = tiny_data(44, cfg=cfg)
+    cuts = prepare(cfg, "1f1b", world.size, data.facts, data, profile).plan.cuts
     ended = []
     for name, partition in (("measured", "profile"), ("given", str(cuts))):
         cfg = config([*words, f"partition={partition}"])
-        run = prepare(cfg, "1f1b", world.size, tiny_data(44), profile if name == "measured" else None)
+        used = profile if name == "measured" else None
+        run = prepare(cfg, "1f1b", world.size, data.facts, data, used)
         mesh = Mesh(world, run.plan.placement, run.plan.edges, CPU, store.under(name), DEADLINE_S)
         trainer = Trainer(run, mesh, Listener() if world.rank == 0 else None)  # type: ignore[arg-type]
         trainer.fit()

@@ -175,7 +175,10 @@ def test_outputs_and_targets_may_be_several_tensors():
     ],
 )
 def test_too_few_classes_are_refused(task, outputs, known):
-    assert refused(task, outputs, labels(7), 10) == (
+    targets = torch.zeros(
+        (7, *({1: (), 2: (20,), 3: (2, 2)}[len(outputs.specs[0].shape) - 1])), dtype=torch.int64
+    )
+    assert refused(task, outputs, targets, 10) == (
         f"the model gives {outputs} (layer head), scores of {known} classes, and the data set has 10: give "
         f"the last layer at least 10 outputs"
     )
@@ -317,3 +320,8 @@ def test_a_loss_without_a_gradient_is_refused():
     outputs = Boundary((TensorSpec((4, 1), torch.float32),))
     with pytest.raises(ConfigError, match="has no gradient with respect to the outputs"):
         prove_task(task, outputs, "last", torch.zeros(4, 1), None)
+
+
+def test_tokens_are_no_labels():
+    outputs, tokens = spec(20, 9), torch.zeros(7, 20, dtype=torch.int64)
+    assert "there is task=language_modelling" in refused(Classification(), outputs, tokens, 9)

@@ -134,7 +134,7 @@ def by_versions(run: Run) -> tuple[dict[str, Tensor], float]:
         (Case("pipedream", 2, ("partition=[1]",)), by_versions),
         (Case("1f1b", 3, ("partition=[2,4]",)), plain),
     ],
-    ids=str,
+    ids=["1f1b on 2", "pipedream on 2", "1f1b on 3"],
 )
 def test_padded_tokens_count_for_nothing_however_unevenly_they_lie(case, wanted):
     """The rank in the middle has no data at all."""
