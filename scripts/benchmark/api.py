@@ -1,24 +1,23 @@
 """Suite `api`: what pipetrain.Pipeline adds to the engine, over stages so small that nearly all is overhead.
 
-One Pipeline takes turns with its own engine, which is given the same plan, window and batch from memory. What
-is between them is the API: reading the batch on rank 0, telling the ranks of it, sending the targets to the
-last one, and telling every rank the loss.
+A Pipeline takes turns with an engine of the same plan, which is given the same batch from memory. What is
+between them is the API: reading the batch on rank 0, telling the ranks of it, sending the targets to the last
+one, and telling every rank the loss.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from statistics import median
 from typing import Any
 
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
-from benchmark.contestants import BatchFeed, race
+from benchmark.contestants import Contestant, Ours, race
 from benchmark.overhead import TASK
 from benchmark.report import Row, Series, Verdict
-from benchmark.tasks import Job, Scale, prepare
+from benchmark.tasks import Scale, prepare
 from benchmark.worlds import Say, run_world, titled
 from pipetrain import Pipeline
 from pipetrain.runtime.mesh import Mesh
@@ -55,12 +54,12 @@ def measure(mesh: Mesh, say: Say, schedule: str, batches: int, scale: Scale) -> 
     return race(mesh, ways(mesh, schedule, batches), scale.rounds, say)
 
 
-def ways(mesh: Mesh, schedule: str, batches: int) -> list[Way]:
-    """Make a Pipeline, and the ways to train it. An asynchronous schedule has one window, and no step."""
-    job = prepare(TASK.extended(f"microbatches={MICROBATCHES}"), schedule, RANKS, batches)
+def ways(mesh: Mesh, schedule: str, batches: int) -> list[Contestant]:
+    """Make the engine, a Pipeline and its ways to train. An asynchronous schedule has one window, no step."""
+    task = TASK.extended(f"microbatches={MICROBATCHES}")
+    mine, job = (prepare(task, schedule, RANKS, batches) for _ in range(2))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     os.environ |= dict(zip(names, map(str, (mesh.world.rank, RANKS) * 2), strict=True))
-    batch = job.samples, job.targets
     pipe = Pipeline(
         job.model,
         job.task,
@@ -71,25 +70,16 @@ def ways(mesh: Mesh, schedule: str, batches: int) -> list[Way]:
         threads=1,
         device="cpu",
     )
-    list(pipe.train([batch] * batches))  # which plans, and proves the window
-    window = max(job.plan.windows)
+    batch = job.samples, job.targets
     loader: DataLoader[Any] = DataLoader(ConcatDataset([TensorDataset(*batch)] * batches), len(job.samples))
-    made = [
-        Way(ENGINE, batches, partial(_engine, pipe, job, mesh, window, batches)),
+    made: list[Contestant] = [
+        Ours(ENGINE, mine, mesh, batches),
         Way(TRAIN, batches, lambda: list(pipe.train([batch] * batches))),
         Way(LOADER, batches, lambda: list(pipe.train(loader))),
     ]
-    if window == 1:
+    if max(job.plan.windows) == 1:
         made.append(Way(STEP, batches, lambda: [pipe.step(*batch) for _ in range(batches)]))
     return made
-
-
-def _engine(pipe: Pipeline, job: Job, mesh: Mesh, window: int, batches: int) -> list[float]:
-    feed = BatchFeed(job, mesh.device)
-    for _ in range(batches // window):
-        pipe.engine.train(pipe.plan.order(window, mesh.world.rank), feed, MICROBATCHES)
-    last = pipe.stages.get(RANKS - 1)
-    return last.take_losses() if last else []
 
 
 def make_rows(benchmark: str, series: Series, *others: Series) -> list[Row]:
