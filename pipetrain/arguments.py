@@ -19,6 +19,7 @@ from pipetrain.boundary import Value
 from pipetrain.building import make_schedule
 from pipetrain.cli import conf_dir
 from pipetrain.errors import ConfigError
+from pipetrain.rate import Rate, learning_rate
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Action, Op, Program, Schedule, ScheduleError, parse_program
 from pipetrain.schedule.lower import ADDED
@@ -28,7 +29,7 @@ from pipetrain.tasks.metrics import MetricFunction
 _OTHERS = {  # keys of the configuration that the arguments and methods of Pipeline stand for
     "model", "data", "task", "loss", "metrics", "optim", "schedule", "lr_schedule", "experiment", "defaults",
     "epochs", "batch_size", "label_smoothing", "warmup", "log_every", "trace", "checkpoint", "resume",
-    "run_dir", "hydra", "codec",
+    "run_dir", "hydra", "codec", "logger",
 }  # fmt: skip
 
 
@@ -47,6 +48,18 @@ def read_task(
     if not callable(loss):
         raise ConfigError("Pipeline needs loss=, a function (outputs, targets) -> mean, or a Task")
     return Task(loss, metrics, weight)
+
+
+def read_rate(lr_schedule: Rate | None) -> Rate:
+    """Return the learning rate as a fraction of the optimizer's, tried for update 0. Raises ConfigError."""
+    if lr_schedule is None:
+        return lambda update: 1.0
+    if not callable(lr_schedule):
+        raise ConfigError(
+            f"lr_schedule={lr_schedule} must be a function of the update number (0, 1, ...) that returns a "
+            f"fraction of the optimizer's rate"
+        )
+    return learning_rate(lr_schedule, 0.0, 1)
 
 
 def configuration(

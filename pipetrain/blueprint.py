@@ -204,7 +204,7 @@ def make_plan(
         example = example.cast(settings.dtype)
     except ValueError as error:
         raise ConfigError(
-            f"the inputs are {' + '.join(map(str, example.specs))} a sample, and with dtype="
+            f"the inputs are {example} a sample, and with dtype="
             f"{str(settings.dtype).removeprefix('torch.')} {error}: let the data set give others, or set "
             f"dtype=float64"
         ) from error

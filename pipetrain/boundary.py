@@ -70,6 +70,9 @@ class Example:
     specs: tuple[TensorSpec, ...]
     single: bool = True
 
+    def __str__(self) -> str:
+        return " + ".join(map(str, self.specs))
+
     def of(self, samples: int) -> Boundary:
         """Return the input of a microbatch: tensors [samples, ...], without gradients."""
         specs = tuple(TensorSpec((samples, *spec.shape), spec.dtype) for spec in self.specs)

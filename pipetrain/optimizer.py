@@ -57,6 +57,11 @@ def prove_optimizer(
     Raises ConfigError.
     """
     name = getattr(factory, "__qualname__", type(factory).__qualname__)
+    if not callable(factory):
+        raise ConfigError(
+            f"optimizer must be a function of the parameters, such as lambda p: {name}(p, ...), as each "
+            f"stage has its own; got {name}"
+        )
     cfg = OmegaConf.create({"optim": {"_target_": name, "groups": groups}, "checkpoint": {"every": 1}})
     return _tried(cfg, factory, _groups(cfg, model), model, stages)
 

@@ -5,7 +5,7 @@
     print(pipe.evaluate(test_loader))
 
 Every process of torchrun runs the same program, and each holds the stages of its rank; without torchrun there
-is one process. The command line's trainer is a caller of this class: `Pipeline.of_run`.
+is one process. What runs the windows is Runner, as for the command line.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +31,38 @@ from pipetrain.arguments import (
     configuration,
     copied,
     level,
+    read_rate,
     read_schedule,
     read_task,
     refuse_elsewhere,
 )
-from pipetrain.blueprint import AnySize, Plan, Samples, make_plan, prove, settle_clipping
+from pipetrain.blueprint import (
+    AnySize,
+    Plan,
+    Samples,
+    make_plan,
+    profile_conditions,
+    prove,
+    settle_clipping,
+)
 from pipetrain.boundary import Example, Value, as_tuple, cast_floats, specs_of
-from pipetrain.building import prove_model
+from pipetrain.building import one_line, prove_model
 from pipetrain.checkpoint import direct
 from pipetrain.checkpoint.resume import tensors_of
+from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
-from pipetrain.config import read_settings, share_of_cores
+from pipetrain.config import Settings, read_settings, share_of_cores
 from pipetrain.data import pieces
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.optimizer import prove_optimizer
+from pipetrain.partition.estimate import Layer
+from pipetrain.partition.profile import PROFILE, read_profile
+from pipetrain.profiling import make_profile, measure_together
 from pipetrain.rate import Rate
 from pipetrain.runtime.allocator import keep_freed_memory
-from pipetrain.runtime.coded import Feedback
-from pipetrain.runtime.engine import Ends, Observer
 from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.mesh import Mesh, World, choose_device
-from pipetrain.runtime.order import Listed, Order
+from pipetrain.runtime.order import Listed
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 from pipetrain.schedule.actions import Schedule, placement
@@ -57,10 +71,9 @@ from pipetrain.schedule.programs import forward_only
 from pipetrain.tally import Tally
 from pipetrain.tasks import LossFunction, Metric, Task, prove_task
 from pipetrain.tasks.metrics import MetricFunction
-from pipetrain.training.assembly import make_engine, make_stages
-from pipetrain.training.feed import WindowFeed
-from pipetrain.training.loading import BadBatch, Batches, Form, Reader, WindowSource, pair
-from pipetrain.training.run import Run
+from pipetrain.training.bar import Bar
+from pipetrain.training.loading import BadBatch, Batches, Form, Reader, WindowSource
+from pipetrain.training.runner import Runner
 
 EVALUATED_AT_ONCE = 16  # batches of a window of an evaluation
 _open: weakref.ReferenceType[Pipeline] | None = None  # the pipeline of this process
@@ -119,7 +132,7 @@ class Pipeline:
         if optimizer is None:
             raise ConfigError("Pipeline needs optimizer=, such as lambda p: torch.optim.SGD(p, 0.01)")
         self._task = read_task(loss, task, metrics, weight)
-        world = World.from_environment()
+        world = World.current()
         cfg, name = configuration(model, schedule, microbatches, window, dtype, options)
         self._schedule = read_schedule(cfg, schedule)
         self._settings = replace(read_settings(cfg, name, world.size), model=type(model).__name__)
@@ -133,9 +146,11 @@ class Pipeline:
         self._asynchronous = any(bounds.staleness for bounds in window_of.bounds)
         where = placement(window_of.program)
         self._optimizer = prove_optimizer(optimizer, param_groups, model, len(where))
-        self._rate = lr_schedule or (lambda update: 1.0)
-        groups = optimizer_over(self._optimizer, model.named_parameters()).param_groups
-        self._peak = float(groups[0].get("lr", 0.0))
+        self._rate = read_rate(lr_schedule)
+        made = optimizer_over(self._optimizer, model.named_parameters())
+        self._peak = float(made.param_groups[0].get("lr", 0.0))
+        cfg.optim = {"_target_": type(made).__name__}
+        self._cfg = cfg
         torch.set_num_threads(self._settings.threads or share_of_cores(world.local_size))
         device = choose_device(world, self._settings.device)
         mesh = Mesh(world, where, edges(window_of.program), device, None, self._settings.timeout)
@@ -145,84 +160,26 @@ class Pipeline:
         self._model: nn.Sequential | None = model
         self._mesh = mesh
         self._form: Form | None = None
-        self._plan: Plan | None = None
-        self.stages: dict[int, Stage] = {}
-        self.feedback = Feedback()
+        self._runner: Runner | None = None  # from the first batch on
+        self._source: Source | None = None  # what was loaded before it
+        self._stopped = ""  # the error that ended it
         self._conditions = tensors_of(model)
         self._facts = {key: (tuple(t.shape), t.dtype) for key, t in model.state_dict().items()}
         self._layers = list(model._modules)
+        self._bar = Bar()
         self.metrics: dict[str, float] = {}
         """Of the last pass of `train`: loss, the metrics, learning_rate and samples_per_s."""
         global _open
         _open = weakref.ref(self)
         if sample is not None:
-            self._begin(pair(sample, "sample"))
-
-    # What the trainer of the command line uses
-
-    @classmethod
-    def of_run(cls, run: Run, mesh: Mesh) -> Pipeline:
-        """Return the pipeline of a planned run."""
-        pipe = cls.__new__(cls)
-        pipe._task, pipe._settings, pipe._mesh = run.task, run.settings, mesh
-        pipe._optimizer, pipe._rate = run.optimizer, run.settings.rate(run.updates)
-        pipe.feedback = Feedback()
-        # The whole model is built, as its initial weights depend on the order of layers, and then dropped.
-        pipe._assemble(run.plan, run.build_model())
-        return pipe
-
-    def _assemble(self, plan: Plan, model: nn.Sequential) -> None:
-        self._plan = plan
-        self.stages = make_stages(plan, model, self._task, self._optimizer, self._rate, self._mesh)
-        self.engine = make_engine(plan, self.stages, self._mesh, feedback=self.feedback)
-
-    def train_window(
-        self,
-        order: Order,
-        sizes: Sequence[Sequence[int]],
-        inputs: Iterator[Value] | None,
-        targets: Iterator[Value] | None,
-        tick: Tick = lambda stage: None,
-        observe: Observer | None = None,
-        ends: Ends | None = None,
-    ) -> list[float]:
-        """Train the batches of one window; return the mean loss of each update on the last stage's rank.
-
-        `sizes`: the samples of each microbatch of each batch; `inputs`, `targets`: those of each microbatch,
-        on the ranks of the first and the last stage. The others return nothing. See Engine.train for the
-        rest.
-        """
-        feed = self._feed(sizes, inputs, targets)
-        self.engine.train(order, feed, self._settings.microbatches, tick, observe, ends)
-        last = self.stages.get(self.plan.stages - 1)
-        return [] if last is None else last.take_losses()
-
-    def evaluate_window(
-        self,
-        order: Order,
-        sizes: Sequence[int],
-        inputs: Iterator[Value] | None,
-        targets: Iterator[Value] | None,
-        tick: Tick = lambda stage: None,
-        ends: Ends | None = None,
-    ) -> None:
-        """Predict microbatches of these `sizes` with the newest weights; the last stage counts."""
-        self.engine.evaluate(order, self._feed([[size] for size in sizes], inputs, targets), tick, ends)
-
-    def _feed(
-        self, sizes: Sequence[Sequence[int]], inputs: Iterator[Value] | None, targets: Iterator[Value] | None
-    ) -> WindowFeed:
-        dtype = self._settings.dtype
-        return WindowFeed(sizes, inputs, targets, self._task.weight, self._mesh.device, dtype)
+            self._begin(Reader([sample], "sample") if not self.rank else None)
 
     # What a program uses
 
     @property
     def plan(self) -> Plan:
         """The cuts, and the program of a window with what was proven of it; prints as pipetrain.plan does."""
-        if self._plan is None:
-            raise ConfigError("the plan is made with the first batch: give Pipeline sample=(inputs, targets)")
-        return self._plan
+        return self._begun.plan
 
     @property
     def rank(self) -> int:
@@ -231,133 +188,148 @@ class Pipeline:
     @property
     def updates(self) -> int:
         """The number of updates so far."""
-        return next(iter(self.stages.values())).weights.updates if self.stages else 0
+        if self._runner is None:
+            return self._source.manifest.position.update if self._source else 0
+        return next(iter(self._runner.stages.values())).weights.updates
 
     def train(self, loader: Batches, window: int | None = None) -> Iterator[float]:
         """Train one pass over a loader; yield the mean loss of each update, on every rank.
 
         `loader` yields (inputs, targets), tensors [n, ...] or tuples of them; only that of rank 0 is read.
         `window`: batches between two drains; by default that of the schedule: one batch where a schedule
-        flushes, the whole pass where it does not. The losses of a window come at its end. Raises
-        TrainingStopped for a batch that cannot be trained on, and if numbers are not finite.
+        flushes, the whole pass where it does not. The losses of a window come at its end. Raises ConfigError
+        for a loader without batches, and TrainingStopped for a batch that cannot be trained on, and if
+        numbers are not finite.
         """
         if window is not None and (type(window) is not int or window < 1):
             raise ConfigError(f"window={window} must be a whole number of batches, 1 or more")
         return self._pass(loader, window or self._settings.window)
 
     def _pass(self, loader: Batches, window: int | None) -> Iterator[float]:
-        reader, samples, began = self._reader(loader, "batch", window), 0, time.perf_counter()
-        while sizes := self._next_window(reader, window):
+        samples, began = 0, time.perf_counter()
+        if self._runner and self._runner.last:
+            self._runner.last.take_trained()  # what steps, or a pass that was left, have counted
+        for reader, sizes in self._windows(loader, window):
             losses = self._train(sizes, reader)
             samples += sum(sizes)
             yield from losses
-        last = self.stages.get(self.plan.stages - 1) if self._plan else None
-        tally = self._told("the metrics", lambda: None if last is None else last.take_trained())
-        if tally is not None:
-            rate = self._rate(max(0, self.updates - 1))
-            seconds = time.perf_counter() - began
-            self.metrics = self._values(tally)
-            self.metrics |= {"learning_rate": self._peak * rate, "samples_per_s": samples / seconds}
+        self.metrics = self._values(
+            "the metrics",
+            Stage.take_trained,
+            learning_rate=self._peak * self._rate(max(0, self.updates - 1)),
+            samples_per_s=samples / (time.perf_counter() - began),
+        )
 
     def step(self, inputs: Value | None = None, targets: Value | None = None) -> float:
         """Train on one batch; return its mean loss on every rank. Only the tensors of rank 0 are read.
 
-        Raises ConfigError for a schedule that does not flush, which needs several batches at once.
+        Raises ConfigError for a schedule that does not flush, which needs several batches at once, and
+        TrainingStopped as `train` does.
         """
         if self._asynchronous:
             raise ConfigError(
                 f"schedule {self._settings.schedule} is asynchronous, and a step of one batch would drain "
                 f"it: use `for loss in pipe.train(loader)`, or a schedule that flushes, such as 1f1b"
             )
-        reader = self._reader([(inputs, targets)], "batch", 1)
-        (loss,) = self._train(self._next_window(reader, 1), reader)
+        reader, sizes = next(self._windows([(inputs, targets)], 1))
+        (loss,) = self._train(sizes, reader)
         return loss
 
     def evaluate(self, loader: Batches) -> dict[str, float]:
-        """Return the mean loss and the metrics over a loader, with the newest weights, on every rank."""
-        reader = self._reader(loader, "batch", EVALUATED_AT_ONCE)
-        while sizes := self._next_window(reader, EVALUATED_AT_ONCE):
-            full = self._settings.batch_size // self._settings.microbatches
-            cut = [pieces(size, -(-size // full)) for size in sizes]
-            flat = list(itertools.chain.from_iterable(cut))
-            source = self._source(cut, reader)
-            program = lower(forward_only(self.plan.placement, len(flat)))
-            order = Listed(program[self.rank], len(flat))
-            self.evaluate_window(order, flat, source.inputs, source.targets)
-            source.close()
-        last = self.stages.get(self.plan.stages - 1) if self._plan else None
-        tally = self._told("the evaluation", lambda: None if last is None else last.take_evaluated())
-        if tally is None:
-            raise ConfigError("the loader to evaluate has no batch")
-        return self._values(tally)
+        """Return the mean loss and the metrics over a loader, with the newest weights, on every rank.
 
-    def _values(self, tally: Tally) -> dict[str, float]:
-        return {"loss": tally.mean_loss, **self._task.values(tally)}
+        Raises ConfigError for a loader without batches, and TrainingStopped for a bad batch.
+        """
+        for reader, sizes in self._windows(loader, EVALUATED_AT_ONCE):
+            with self._together():
+                self._evaluate(sizes, reader)
+        return self._values("the evaluation", Stage.take_evaluated)
+
+    def _values(self, what: str, take: Callable[[Stage], Tally], **more: float) -> dict[str, float]:
+        """Return what the last stage has counted, and `more` of its rank, on every rank."""
+        values, last = None, self._begun.last
+        if last is not None:
+            tally = take(last)
+            values = {"loss": tally.mean_loss, **self._task.values(tally), **more}
+        told: dict[str, float] = self._tell(what, values, self.plan.placement[-1])
+        return told
+
+    def _tell(self, what: str, item: Any, source: int = 0) -> Any:
+        with self._together():
+            return self._mesh.tell(what, item, source)
 
     # One pass over a loader
 
-    def _reader(self, loader: Batches, what: str, window: int | None) -> Reader | None:
-        """Return rank 0's reader; begin with the first batch, together with all ranks."""
-        if self._mesh.world.rank:
-            reader, error = None, self._mesh.tell("the loader")
-        else:
-            reader, error = Reader(loader, what), None
-            if window is None and reader.length is None:
-                error = (
-                    f"schedule {self._settings.schedule} trains a whole pass as one window, and a loader "
-                    f"without length does not say how long that is: give train(loader, window=...)"
-                )
-            self._mesh.tell("the loader", error)
-        if error:
-            raise ConfigError(error)
-        if self._plan is None:
-            self._begin(None if reader is None else self._tried(reader.first))
-        return reader
+    def _windows(self, loader: Batches, window: int | None) -> Iterator[tuple[Reader | None, list[int]]]:
+        """Yield rank 0's reader and the samples of each batch of a window, until the loader's end."""
+        self._refuse_stopped()
+        reader = None if self.rank else Reader(loader, "batch", self._form)
+        if self._runner is None:
+            self._begin(reader)
+        empty = True
+        while sizes := self._on_first("the next window", reader, lambda reader: reader.window(window)):
+            yield reader, sizes
+            empty = False
+        if empty:
+            raise ConfigError("the loader has no batch: give one that has, and that can be read again")
 
-    def _tried(self, read: Callable[[], Any]) -> Any:
-        """Return what rank 0 reads, or its error, which the others are told."""
+    def _on_first(self, what: str, reader: Reader | None, read: Callable[[Reader], Any]) -> Any:
+        """Return on every rank what `read` returns on rank 0; raise its error there, and tell the others."""
+        found, error = None, None
         try:
-            return read()
-        except Exception as error:
-            return error
-
-    def _next_window(self, reader: Reader | None, window: int | None) -> list[int]:
-        """Return the samples of each batch of the next window, as rank 0 reads them; empty at the end."""
-        m = self._settings.microbatches
-
-        def read() -> list[int]:
-            assert reader is not None
-            sizes = reader.window(window)
-            if small := [size for size in sizes if size < m]:
-                raise BadBatch(
-                    f"a batch of {small[0]} samples cannot be cut into microbatches={m}: leave it out, as "
-                    f"DataLoader(drop_last=True) does, or choose another batch size"
-                )
-            return sizes
-
-        found = self._tried(read) if reader is not None else None
-        told = self._mesh.tell("the next window", str(found) if isinstance(found, Exception) else found)
-        if isinstance(found, Exception):
-            raise found
-        if isinstance(told, str):
-            raise TrainingStopped(f"rank 0 stopped: {told}")
-        sizes: list[int] = told
-        return sizes
+            found = None if reader is None else read(reader)
+        except Exception as caught:  # a loader may raise anything
+            error = caught
+        text = None if error is None else one_line(error) or type(error).__name__
+        found, text, refused = self._tell(what, [found, text, isinstance(error, ConfigError)])
+        if error is not None:
+            raise error
+        if text is not None:
+            raise (ConfigError if refused else TrainingStopped)(f"rank 0 stopped: {text}")
+        return found
 
     def _train(self, sizes: Sequence[int], reader: Reader | None) -> list[float]:
-        plan, m = self.plan, self._settings.microbatches
+        """Train a window on batches of these `sizes`; return their mean losses on every rank."""
+        m, plan = self._settings.microbatches, self.plan
+        if min(sizes) < m:
+            raise BadBatch(
+                f"a batch of {min(sizes)} samples cannot be cut into microbatches={m}: leave it out, as "
+                f"DataLoader(drop_last=True) does, or choose another batch size"
+            )
         self._prove(len(sizes))
-        cut = [pieces(size, m) for size in sizes]
-        source = self._source(cut, reader)
-        order = plan.order(len(sizes), self.rank)
-        losses = self.train_window(order, cut, source.inputs, source.targets)
-        source.close()
-        told: list[float] = self._mesh.tell("the losses", losses, plan.placement[-1])
+        with self._together():
+            losses = self._train_window([pieces(size, m) for size in sizes], reader)
+            told: list[float] = self._mesh.tell("the losses", losses, plan.placement[-1])
         return told
 
-    def _source(self, cut: Sequence[Sequence[int]], reader: Reader | None) -> WindowSource:
+    def _train_window(self, cut: Sequence[Sequence[int]], reader: Reader | None) -> list[float]:
+        runner, source = self._begun, self._source_of(cut, reader)
+        order, tick = runner.plan.order(len(cut), self.rank), self._tick("training", len(cut))
+        losses = runner.train(order, cut, source.inputs, source.targets, tick)
+        source.close()
+        return losses
+
+    def _evaluate(self, sizes: Sequence[int], reader: Reader | None) -> None:
+        """Evaluate batches of these `sizes`, in microbatches as large as those of training at most."""
+        full = self._settings.batch_size // self._settings.microbatches
+        cut = [pieces(size, -(-size // full)) for size in sizes]
+        flat = list(itertools.chain.from_iterable(cut))
+        source = self._source_of(cut, reader)
+        program = lower(forward_only(self.plan.placement, len(flat)))
+        order = Listed(program[self.rank], len(flat))
+        self._begun.evaluate(order, flat, source.inputs, source.targets, self._tick("evaluation", len(flat)))
+        source.close()
+
+    def _source_of(self, cut: Sequence[Sequence[int]], reader: Reader | None) -> WindowSource:
         assert self._form is not None
         return WindowSource(self._mesh, self.plan.placement[-1], cut, self._form, reader)
+
+    def _tick(self, what: str, total: int) -> Tick:
+        """Return what shows rank 0's progress in a window of many steps."""
+        if self.rank or total == 1:
+            return lambda stage: None
+        first = min(self._begun.stages)
+        return lambda stage: self._bar.tick(what, total) if stage == first else None
 
     def _prove(self, batches: int) -> None:
         """Prove the program of a window of so many batches, if that has not been done."""
@@ -365,55 +337,58 @@ class Pipeline:
         if batches not in plan.windows:
             assert isinstance(plan.windows, dict)
             plan.windows[batches] = prove(self._settings, self._schedule, batches)
-            self.engine.bounds = {stage: plan.peaks(stage) for stage in self.stages}
+            self._begun.engine.bounds = {stage: plan.peaks(stage) for stage in self._begun.stages}
 
-    def _told(self, what: str, tally: Callable[[], Tally | None]) -> Tally | None:
-        """Return the tally of the last stage's rank on every rank; None if nothing was counted."""
-        if self._plan is None:
-            return None
-        mine = tally()
-        data = None if mine is None else [mine.loss, mine.weight, mine.samples, mine.sums]
-        told = Tally(*self._mesh.tell(what, data, self.plan.placement[-1]))
-        return told if told.samples else None
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Run a part of what all ranks do together: after an error this rank leaves them for good."""
+        try:
+            yield
+        except Exception as error:
+            self._bar.close()
+            self._stopped, self._runner = one_line(error) or type(error).__name__, None
+            for cause in (error, error.__cause__):  # frames refer to messages under way
+                traceback.clear_frames(cause.__traceback__ if cause else None)
+            self._mesh.abandon()
+            raise
+
+    def _refuse_stopped(self) -> None:
+        if self._stopped:
+            raise TrainingStopped(
+                f"this Pipeline has ended with an error: {self._stopped}; start the program again, from a "
+                f"checkpoint if there is one"
+            )
+
+    @property
+    def _begun(self) -> Runner:
+        self._refuse_stopped()
+        if self._runner is None:
+            raise ConfigError("the plan is made with the first batch: give Pipeline sample=(inputs, targets)")
+        return self._runner
 
     # The start
 
-    def _begin(self, batch: tuple[Value, Value] | Exception | None) -> None:
-        """Plan for the first batch (of rank 0), prove the task on it, and make this rank's stages."""
-        told: Any = None
-        if isinstance(batch, Exception):
-            told = str(batch)
-        elif batch is not None:
-            form = Form(*map(Example.in_batch, batch))
-            told = [form.to_json(), len(as_tuple(batch[0])[0])]
-        told = self._mesh.tell("the first batch", told)
-        if isinstance(batch, Exception):
-            raise batch
-        if told is None:
-            return  # the loader is empty
-        if isinstance(told, str):
-            raise TrainingStopped(f"rank 0 stopped: {told}")
-        form, size = Form.from_json(told[0]), told[1]
-        m, model = self._settings.microbatches, self._model
+    def _begin(self, reader: Reader | None) -> None:
+        """Plan for the first batch of rank 0, prove the task on it, and make this rank's stages."""
+        first = self._on_first("the first batch", reader, _first)
+        if first is None:
+            return
+        form, samples, model = Form.from_json(first[0]), first[1], self._model
         assert model is not None
-        if size % m:
+        m = self._settings.microbatches
+        full = max(1, samples // m)  # in a microbatch
+        settings = replace(self._settings, batch_size=full * m)
+        try:
+            form.targets.cast(settings.dtype)
+        except ValueError as error:
             raise ConfigError(
-                f"microbatches={m} does not divide the first batch of {size} samples; choose a divisor of "
-                f"it, or another batch size"
-            )
-        settings = replace(self._settings, batch_size=size)
-        samples = Samples([size, size + m], [size // m, size // m + 1])
-        plan = make_plan(replace(settings, window=1), self._schedule, copied(model), form.inputs, samples)
-        error = ""
-        if isinstance(batch, tuple):
-            layer = plan.layers[-1]
-            try:
-                prove_task(self._task, layer.output, layer.name, cast_floats(batch[1], settings.dtype), None)
-            except ConfigError as wrong:
-                error = str(wrong)
-        if error := self._mesh.tell("the task", error):
-            raise ConfigError(error)
-        self._settings, self._form = settings, form
+                f"the targets are {form.targets} a sample, and with dtype="
+                f"{str(settings.dtype).removeprefix('torch.')} {error}: let the loader give others, or set "
+                f"dtype=float64"
+            ) from error
+        sizes = Samples([full * m, full * m + m], [full, full + 1])
+        plan = self._make_plan(replace(settings, window=1), model, form.inputs, sizes)
+        self._on_first("the task", reader, partial(self._prove_task, plan.layers[-1]))
         plan = replace(
             plan,
             settings=settings,
@@ -421,25 +396,54 @@ class Pipeline:
             evaluated=AnySize(plan.evaluated),
             windows=dict(plan.windows),
         )
-        self._assemble(plan, model)
+        self._settings, self._form = settings, form
+        with self._together():
+            self._runner = Runner(plan, model, self._task, self._optimizer, self._rate, self._mesh)
         self._model = None
+        if self._source is not None:
+            direct.load_source(self._source, self._runner, self._mesh, self._optimizer)
+
+    def _make_plan(
+        self, settings: Settings, model: nn.Sequential, example: Example, samples: Samples
+    ) -> Plan:
+        """Return the plan of a window; for partition=profile, by a profile that is read or measured now."""
+        make = partial(make_plan, schedule=self._schedule, example=example, samples=samples)
+        profile = None
+        if settings.partition == PROFILE:
+            conditions = profile_conditions(self._cfg, settings)
+            if settings.profile is not None:
+                profile = read_profile(settings.profile, conditions)
+            else:
+                by_flops = replace(settings, partition="flops", memory_limit=None)
+                draft = make(by_flops, model=copied(model))
+                with self._together():
+                    found = measure_together(self._mesh, draft, lambda: (copied(model), self._optimizer))
+                profile = make_profile(conditions, draft, self._mesh.device, found)
+        return make(settings, model=copied(model), profile=profile)
+
+    def _prove_task(self, layer: Layer, reader: Reader) -> None:
+        first = reader.first()
+        assert first is not None
+        prove_task(self._task, layer.output, layer.name, cast_floats(first[1], self._settings.dtype), None)
 
     # What is left of a training
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, ema: bool = False) -> dict[str, Tensor]:
         """Return the model's state_dict in host memory on rank 0, for plain PyTorch; empty on the others.
 
-        All ranks must call it.
+        `ema`: with the moving average of the weights, where the option `ema` keeps one. All ranks must call
+        it. Raises ConfigError for an average that is not there.
         """
+        if ema and (self._settings.ema is None or not self.updates):
+            raise ConfigError("there is no moving average of the weights: give Pipeline ema=0.999, and train")
+        self._refuse_stopped()
         if self._model is not None:  # nothing has been trained
-            return (
-                {key: t.detach().clone() for key, t in self._model.state_dict().items()}
-                if not self.rank
-                else {}
-            )
+            whole = self._model.state_dict() if not self.rank else {}
+            return {key: t.detach().clone() for key, t in whole.items()}
         mine: dict[str, Tensor] = {}
-        for stage in self.stages.values():
-            mine |= stage.module.state_dict()
+        for stage in self._begun.stages.values():
+            with stage.weights.averaged() if ema else nullcontext():
+                mine |= stage.module.state_dict()
         state = {}
         for key, (shape, dtype) in self._facts.items():
             owner = self.plan.placement[self._stage_of(key)]
@@ -469,16 +473,21 @@ class Pipeline:
         `load` goes on from it, and `python -m pipetrain.export` makes plain weights of it. All ranks must
         call it. Raises TrainingStopped if a rank cannot write.
         """
-        where = self._mesh, self.plan, self._conditions, self.feedback
-        return direct.save(Path(folder), self.stages, *where, self.updates)
+        return direct.save(Path(folder), self._begun, self._mesh, self._conditions, self.updates)
 
     def load(self, folder: str | Path) -> None:
-        """Go on from the newest checkpoint under a folder, of any cuts and schedule, after the first batch.
+        """Go on from the newest checkpoint under a folder, or this one; of any cuts and schedule.
 
-        All ranks must call it. Raises ConfigError for a checkpoint of another model.
+        All ranks must call it. Raises ConfigError, also for a checkpoint of another model.
         """
-        where = self._mesh, self.plan, self._conditions, self.feedback
-        direct.restore(Path(folder), self.stages, *where, self._optimizer)
+        self._refuse_stopped()
+        source = direct.find(Path(folder), self._mesh, self._conditions)
+        direct.load_random(source, self._mesh)
+        if self._model is not None:
+            direct.load_weights(source, self._model)
+            self._source = source  # the rest follows at the first batch
+        else:
+            direct.load_source(source, self._begun, self._mesh, self._optimizer)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -490,8 +499,15 @@ class Pipeline:
     def close(self) -> None:
         """Leave the process groups, so that another Pipeline can be made. All ranks must call it."""
         global _open
-        self._mesh.close()
+        if not self._stopped:
+            self._mesh.close()
         _open = None
+
+
+def _first(reader: Reader) -> list[Any] | None:
+    """Return what the other ranks need to know of the first batch; None if there is none."""
+    first = reader.first()
+    return first and [Form(*map(Example.in_batch, first)).to_json(), len(as_tuple(first[0])[0])]
 
 
 def _refuse_second() -> None:

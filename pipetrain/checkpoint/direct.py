@@ -8,15 +8,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipetrain.blueprint import Plan
+import torch
+from torch import nn
+
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
+    MANIFEST,
     PARTIAL,
     Manifest,
     Part,
     Position,
     Tensors,
     folder_name,
+    folders,
     publish,
     stage_file,
     write_part,
@@ -30,54 +34,40 @@ from pipetrain.checkpoint.state import (
     saved_residuals,
     set_random_state,
 )
+from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.runtime.coded import Feedback
+from pipetrain.runtime.finite import numbers_of
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.timeline import StageStats
 from pipetrain.training.assembly import slots
 from pipetrain.training.figures import Progress
+from pipetrain.training.runner import Runner
 
 
-def save(
-    folder: Path,
-    stages: Mapping[int, Stage],
-    mesh: Mesh,
-    plan: Plan,
-    conditions: Mapping[str, Any],
-    feedback: Feedback,
-    updates: int,
-) -> Path:
+def save(folder: Path, runner: Runner, mesh: Mesh, conditions: Mapping[str, Any], updates: int) -> Path:
     """Write a checkpoint under `folder`; return its folder. Raises TrainingStopped if a rank cannot."""
     checkpoints = folder.expanduser().absolute() / CHECKPOINTS
     partial = checkpoints / (folder_name(updates) + PARTIAL)
     run: str = mesh.tell("the run's name", uuid.uuid4().hex)
+    stages, plan = runner.stages, runner.plan
 
     def write() -> dict[str, list[Any]]:
         files = {stage_file(index): stage.state() for index, stage in stages.items()}
         files[stage_file(min(stages))] |= random_state(mesh.world.rank, mesh.device)
-        files[stage_file(min(stages))] |= residual_state(feedback.residuals)
+        files[stage_file(min(stages))] |= residual_state(runner.feedback.residuals)
         metadata = {"run": run, "update": str(updates)}
         parts = {name: write_part(partial, name, tensors, metadata) for name, tensors in files.items()}
         return {name: [part.sha256, part.nbytes] for name, part in parts.items()}
 
-    written = _agreed(mesh, "what it saved", write)
-    parts = {name: Part(*part) for one in written for name, part in one.items()}
-    progress = Progress(stages={stage: StageStats() for stage in range(plan.stages)})
-    cuts: Any = plan.pipeline
-    manifest = Manifest(
-        run,
-        Position(0, 0, updates),
-        conditions,
-        cuts,
-        {},
-        progress.to_json(),
-        parts,
-    )
     try:
+        written = _agreed(mesh, "what it saved", "save", write)
+        parts = {name: Part(*part) for one in written for name, part in one.items()}
+        progress = Progress(stages={stage: StageStats() for stage in range(plan.stages)}).to_json()
+        cuts: Any = plan.pipeline
+        manifest = Manifest(run, Position(0, 0, updates), conditions, cuts, {}, progress, parts)
         published = _agreed(
-            mesh, "the checkpoint", lambda: str(publish(partial, manifest)) if mesh.world.rank == 0 else ""
+            mesh, "the checkpoint", "save", lambda: "" if mesh.world.rank else str(publish(partial, manifest))
         )
     except TrainingStopped:
         shutil.rmtree(partial, ignore_errors=True)
@@ -85,54 +75,70 @@ def save(
     return Path(published[0])
 
 
-def restore(
-    folder: Path,
-    stages: Mapping[int, Stage],
-    mesh: Mesh,
-    plan: Plan,
-    conditions: Mapping[str, Any],
-    feedback: Feedback,
-    optimizer: OptimizerFactory,
-) -> None:
-    """Load the newest checkpoint under `folder`, or this one. Raises ConfigError and DamagedCheckpoint."""
+def find(folder: Path, mesh: Mesh, conditions: Mapping[str, Any]) -> Source:
+    """Return the newest checkpoint under `folder`, or this one, verified. Raises ConfigError on all ranks."""
+    found: list[Source] = []
+    try:
+        _agreed(
+            mesh, "the checkpoint that it found", "load", lambda: found.append(_found(folder, conditions))
+        )
+    except TrainingStopped as error:
+        raise ConfigError(str(error)) from error
+    return found[0]
+
+
+def _found(folder: Path, conditions: Mapping[str, Any]) -> Source:
+    inside = [*folders(folder.expanduser() / CHECKPOINTS), folder.expanduser() / MANIFEST]
+    if not any(path.exists() for path in inside):
+        raise ConfigError(f"{folder} is neither a checkpoint nor a folder with {CHECKPOINTS}")
     source = find_source(str(folder), folder)
-    if source is None:
-        raise ConfigError(f"{folder} holds no checkpoint")
+    assert source is not None
     theirs = source.manifest.conditions
     for key in conditions:
         if theirs.get(key) != conditions[key]:
             raise ConfigError(
                 f"{source.folder} is of another model: {difference(key, theirs.get(key), conditions[key])}"
             )
-    load_source(source, stages, mesh, plan, feedback, optimizer)
+    return source
 
 
-def load_source(
-    source: Source,
-    stages: Mapping[int, Stage],
-    mesh: Mesh,
-    plan: Plan,
-    feedback: Feedback,
-    optimizer: OptimizerFactory,
-) -> None:
-    """Load a checkpoint's weights and optimizer state; of the same pipeline, random states and residuals too.
+def load_random(source: Source, mesh: Mesh) -> None:
+    """Restore this rank's random state, if a rank of its number has saved one. Raises DamagedCheckpoint.
+
+    That of rank 0 decides how a DataLoader shuffles, so this comes before the first batch is read.
+    """
+    tensors = Tensors(source.folder, list(source.manifest.parts))
+    if f"random/{mesh.world.rank}/cpu" in tensors:
+        set_random_state(tensors, mesh.world.rank, mesh.device)
+
+
+@torch.no_grad()
+def load_weights(source: Source, model: nn.Module) -> None:
+    """Load a checkpoint's parameters and buffers into a whole model. Raises DamagedCheckpoint."""
+    tensors = Tensors(source.folder, list(source.manifest.parts))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        numbers_of(tensor.data).copy_(tensors[f"model/{name}"])
+
+
+def load_source(source: Source, runner: Runner, mesh: Mesh, optimizer: OptimizerFactory) -> None:
+    """Load a checkpoint's weights and optimizer state; of the same pipeline, its codecs' residuals too.
 
     Raises DamagedCheckpoint.
     """
     tensors = Tensors(source.folder, list(source.manifest.parts))
-    for stage in stages.values():
+    for stage in runner.stages.values():
         load(stage, tensors, source.manifest.position.update, optimizer)
-    if source.manifest.pipeline == plan.pipeline:
-        set_random_state(tensors, mesh.world.rank, mesh.device)
-        feedback.residuals = saved_residuals(tensors, slots(plan, mesh.world.rank), mesh.device)
+    if source.manifest.pipeline == runner.plan.pipeline:
+        wanted = slots(runner.plan, mesh.world.rank)
+        runner.feedback.residuals = saved_residuals(tensors, wanted, mesh.device)
 
 
-def _agreed(mesh: Mesh, what: str, act: Callable[[], Any]) -> list[Any]:
+def _agreed(mesh: Mesh, what: str, verb: str, act: Callable[[], Any]) -> list[Any]:
     """Return what each rank's act returns. Raises TrainingStopped on all ranks if it fails on one."""
     try:
         mine = [act(), ""]
-    except (OSError, TypeError, ValueError) as error:
-        mine = [None, f"rank {mesh.world.rank} cannot save: {error}"]
+    except (OSError, TypeError, ValueError, DamagedCheckpoint) as error:
+        mine = [None, f"rank {mesh.world.rank} cannot {verb}: {error}"]
     told = mesh.agree(what, mine)
     for _, failure in told:
         if failure:

@@ -118,10 +118,10 @@ class _Trial:
         self._kept += 0 if dear else nbytes
         try:
             return self._run(name, module, value, _fake_mode() if dear else None)
-        except Exception:
+        except Exception as error:
             if nbytes > MOST_REAL:
                 raise
-            if not dear:
+            if not dear and "dtype" not in str(error) and "scalar type" not in str(error):
                 with suppress(Exception):  # such as a layer that only a GPU can run
                     return self._run(name, module, value, _fake_mode())
                 raise

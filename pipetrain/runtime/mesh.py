@@ -8,6 +8,7 @@ ranks carries the collectives (an epoch's figures), and another one the gradient
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import pickle
@@ -25,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from pipetrain.boundary import TensorSpec
 from pipetrain.errors import ConfigError
@@ -53,6 +56,15 @@ class World:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         defaults = (0, 1, 0, 1)
         return cls(*(int(os.environ.get(n, d)) for n, d in zip(names, defaults, strict=True)))
+
+    @classmethod
+    def current(cls) -> World:
+        """Return the world of the process group, if there is one, else that of torchrun."""
+        if not dist.is_initialized():
+            return cls.from_environment()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local = (int(os.environ.get(n, d)) for n, d in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size)))
+        return cls(rank, size, *local)
 
 
 def choose_device(world: World, device: str) -> torch.device:
@@ -120,6 +132,15 @@ def _all_gather(content: bytes, ranks: int, group: Any) -> list[bytes]:
     return [bytes(t[: int(n)].numpy()) for t, n in zip(gathered, sizes, strict=True)]
 
 
+_meetings = itertools.count()
+
+
+def _fresh_store(limit: timedelta) -> Any:
+    """Return torchrun's store under a new prefix: the keys of groups that were closed remain in it."""
+    store, _, _ = next(rendezvous("env://", timeout=limit))
+    return PrefixStore(f"pipetrain/{next(_meetings)}", store)
+
+
 class Mesh:
     """The process groups of one run. `placement[stage]` is the stage's rank.
 
@@ -162,9 +183,13 @@ class Mesh:
         raw = store.raw if store else None
         if self._owned:
             dist.init_process_group(
-                "gloo", store=raw, rank=self.world.rank, world_size=self.world.size, timeout=limit
+                "gloo",
+                store=raw or _fresh_store(limit),
+                rank=self.world.rank,
+                world_size=self.world.size,
+                timeout=limit,
             )
-        self._all = dist.group.WORLD if self._owned else dist.new_group(timeout=limit, backend="gloo")
+        self._all: Any = dist.group.WORLD if self._owned else dist.new_group(timeout=limit, backend="gloo")
         for edge in self._edges:
             ends = [self.placement[stage] for stage in edge]
             # Twice the limit, so that the channel's own deadline, which names the message, comes first.
@@ -212,24 +237,29 @@ class Mesh:
         """
         if self.world.size == 1:
             return item
-        text = json.dumps(item).encode() if self.world.rank == source else b""
-        first = torch.zeros(SHORT, dtype=torch.uint8)
-        first[:8] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little")), dtype=torch.uint8)
-        if head := text[: SHORT - 8]:
-            first[8 : 8 + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        text = json.dumps([what, item]).encode() if self.world.rank == source else b""
+        if self._seal and text:
+            text = self._seal.close(f"from rank {source}", text)
+        first = bytearray((len(text).to_bytes(8, "little") + text[: SHORT - 8]).ljust(SHORT))
         try:
-            dist.broadcast(first, source, group=self._all)
-            size = int.from_bytes(bytes(first[:8].numpy()), "little")
-            content = bytes(first[8 : 8 + size].numpy())
+            dist.broadcast(torch.frombuffer(first, dtype=torch.uint8), source, group=self._all)
+            size = int.from_bytes(first[:8], "little")
+            content = bytes(first[8 : 8 + size])
             if size > SHORT - 8:
-                rest = torch.zeros(size - len(content), dtype=torch.uint8)
-                if self.world.rank == source:
-                    rest = torch.frombuffer(bytearray(text[SHORT - 8 :]), dtype=torch.uint8)
-                dist.broadcast(rest, source, group=self._all)
-                content += bytes(rest.numpy())
+                rest = bytearray(text[SHORT - 8 :].ljust(size - len(content)))
+                dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, group=self._all)
+                content += rest
         except RuntimeError as error:
             raise self._lost(f"hear {what} from rank {source}", error) from error
-        return json.loads(content)
+        if self._seal:
+            content = self._seal.open(f"from rank {source}", content)
+        theirs, told = json.loads(content)
+        if theirs != what:
+            raise ChannelError(
+                f"rank {self.world.rank} waits for {what}, and rank {source} is at {theirs}: let all ranks "
+                f"call the same methods in the same order"
+            )
+        return told
 
     def agree(self, what: str, item: Any) -> list[Any]:
         """Return each rank's `item`: JSON. Raises ChannelError."""
@@ -310,3 +340,15 @@ class Mesh:
         """Destroy the process groups, after a successful run."""
         if self._owned:
             dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Leave the other ranks after an error: what they wait for from this one fails at once.
+
+        The connections close when no message refers to them any longer.
+        """
+        groups = [self._all, self._norms, *self._groups.values()] if self.world.size > 1 else []
+        self._groups.clear()
+        self._all = self._norms = None
+        with suppress(Exception):  # the error that was the cause counts
+            for group in groups:
+                dist.destroy_process_group(group)

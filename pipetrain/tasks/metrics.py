@@ -35,6 +35,7 @@ class Metric:
         raise NotImplementedError
 
     def text(self, value: float) -> str:
+        """Return a value as people read it."""
         return f"{value:.2%}".replace("%", " %") if self.percent else f"{value:.4g}"
 
 

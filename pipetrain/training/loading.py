@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from pipetrain.boundary import Example, TensorSpec, Value, as_tuple
-from pipetrain.errors import TrainingStopped
+from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.runtime.mesh import Mesh
 
 Batches = Iterable[Any]
@@ -40,13 +39,12 @@ def pair(batch: Any, what: str) -> tuple[Value, Value]:
         _value(part, f"{name} of {what}") for part, name in zip(batch, ("inputs", "targets"), strict=True)
     )
     for name, part in (("inputs", inputs), ("targets", targets)):
-        lengths = {len(t) if t.dim() else 0 for t in as_tuple(part)}
-        if lengths != {len(as_tuple(inputs)[0])}:
-            raise BadBatch(
-                f"{what} has {len(as_tuple(inputs)[0])} inputs and {min(lengths)} {name}: each "
-                f"sample needs one"
-            )
-    if not len(as_tuple(inputs)[0]):
+        for tensor in as_tuple(part):
+            if len(tensor) != _samples(inputs):
+                raise BadBatch(
+                    f"{what} has {_samples(inputs)} inputs and {len(tensor)} {name}: each sample needs one"
+                )
+    if not _samples(inputs):
         raise BadBatch(f"{what} has no sample")
     return inputs, targets
 
@@ -101,57 +99,86 @@ class Form:
         for name, mine, value in (("inputs", self.inputs, inputs), ("targets", self.targets, targets)):
             if (theirs := Example.in_batch(value)) != mine:
                 raise BadBatch(
-                    f"{what} has {name} {_told(theirs)} a sample, and those of the first batch were "
-                    f"{_told(mine)}: pad or crop them to one shape"
+                    f"{what} has {name} {theirs} a sample, and those of the first batch were {mine}: "
+                    f"let all batches have one shape and dtype"
                 )
 
 
-def _told(example: Example) -> str:
-    return " + ".join(map(str, example.specs))
-
-
 class Reader:
-    """Rank 0's pass over a loader: the sizes of the next window, then its batches."""
+    """Rank 0's pass over a loader: the sizes of the next window, then its batches.
 
-    def __init__(self, loader: Batches, what: str) -> None:
+    `form`: what every sample looks like; None: as those of the first batch.
+    """
+
+    def __init__(self, loader: Batches, what: str, form: Form | None = None) -> None:
+        self.form = form
+        self._loader = loader
         self._what = what
-        self._sizes = known_sizes(loader)
-        self.length = len(loader) if isinstance(loader, Sized) else None
-        self._batches = enumerate(iter(loader))
-        self._read = 0
+        self._batches: Iterator[Any] | None = None
+        self._held: deque[tuple[Value, Value]] = deque()  # batches read and not yet taken
+        self._read = 0  # the number of batches read
+        self._announced = 0
 
     def first(self) -> tuple[Value, Value] | None:
-        """Return the next batch without taking it; None at the end."""
-        for number, batch in self._batches:
-            self._batches = enumerate(chain([batch], (b for _, b in self._batches)), number)
-            return pair(batch, f"{self._what} {number}")
-        return None
+        """Return the first batch without taking it; None if there is none. Raises BadBatch."""
+        return self._held[0] if self._held or self._read_one() else None
 
     def window(self, batches: int | None) -> list[int]:
-        """Return the samples of each batch of the next window; empty at the end.
+        """Return the samples of each of the next `batches` (None: of all that are left); empty at the end.
 
-        Batches whose sizes are unknown are read into memory for it.
+        A window of one batch is read at once, so that an error of the loader comes before the window begins.
+        So are batches whose sizes are unknown. Raises BadBatch, and ConfigError for a loader without length.
         """
-        if self._sizes is not None:
-            sizes = self._sizes[self._read :][:batches]
+        known = None if batches == 1 else known_sizes(self._loader)
+        if known is not None:
+            sizes = known[self._announced :][:batches]
         else:
-            held = list(islice(self._batches, batches))
-            sizes = [len(as_tuple(pair(batch, f"{self._what} {number}")[0])[0]) for number, batch in held]
-            self._batches = chain(held, self._batches)  # type: ignore[assignment]
-        self._read += len(sizes)
+            if batches is None and not isinstance(self._loader, Sized):
+                raise ConfigError(
+                    "this schedule trains a whole pass as one window, and a loader without length does not "
+                    "say how long that is: give train(loader, window=...)"
+                )
+            while (batches is None or len(self._held) < batches) and self._read_one():
+                pass
+            sizes = [_samples(inputs) for inputs, _ in self._held]
+        self._announced += len(sizes)
         return sizes
 
-    def take(self, size: int, form: Form) -> tuple[Value, Value]:
+    def take(self, size: int) -> tuple[Value, Value]:
         """Return the next batch, of `size` samples. Raises BadBatch for another one."""
-        number, batch = next(self._batches, (-1, None))
-        what = f"{self._what} {number}"
-        if number < 0:
-            raise BadBatch(f"the loader ended before the {self._read} batches that it said it has")
-        inputs, targets = pair(batch, what)
-        form.refuse_other(inputs, targets, what)
-        if len(as_tuple(inputs)[0]) != size:
-            raise BadBatch(f"{what} has {len(as_tuple(inputs)[0])} samples, and its sampler said {size}")
+        if not self._held and not self._read_one():
+            raise BadBatch(
+                f"the loader ended after {self._read} batches, and its sampler said {self._announced}"
+            )
+        inputs, targets = self._held.popleft()
+        if _samples(inputs) != size:
+            raise BadBatch(
+                f"{self._what} {self._read - 1} has {_samples(inputs)} samples, and its sampler said {size}"
+            )
         return inputs, targets
+
+    def _read_one(self) -> bool:
+        """Read one more batch; return False at the end."""
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        batch = next(self._batches, _END)
+        if batch is _END:
+            return False
+        what = f"{self._what} {self._read}"
+        inputs, targets = pair(batch, what)
+        if self.form is None:
+            self.form = Form(Example.in_batch(inputs), Example.in_batch(targets))
+        self.form.refuse_other(inputs, targets, what)
+        self._held.append((inputs, targets))
+        self._read += 1
+        return True
+
+
+_END = object()
+
+
+def _samples(value: Value) -> int:
+    return len(as_tuple(value)[0])
 
 
 class WindowSource:
@@ -192,7 +219,7 @@ class WindowSource:
     def _read(self) -> None:
         assert self._reader is not None
         sizes = next(self._to_read)
-        inputs, targets = self._reader.take(sum(sizes), self._form)
+        inputs, targets = self._reader.take(sum(sizes))
         self._inputs += _cut(inputs, sizes)
         if self._last == self._mesh.world.rank:
             self._targets += _cut(targets, sizes)

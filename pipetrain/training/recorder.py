@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from pipetrain.errors import NotRecorded
 from pipetrain.schedule import chrome
@@ -24,6 +20,7 @@ from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.draw import as_png
 from pipetrain.tally import Tally
 from pipetrain.training import events
+from pipetrain.training.bar import Bar
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.files import Files, Growing, why, write_whole
 from pipetrain.training.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES
@@ -33,8 +30,6 @@ from pipetrain.training.run import Run
 from pipetrain.training.tracer import Trace, about_trace
 
 log = logging.getLogger("pipetrain")
-
-SILENCE_S = 10.0  # between two lines of progress, without a terminal
 
 
 class Recorder:
@@ -61,9 +56,7 @@ class Recorder:
         self._machine = machine
         self._files = files
         self._history = History(run)
-        self._spoke = time.perf_counter()
-        self._done = 0
-        self._bar: Any = None
+        self._bar = Bar()
         config, picture = OmegaConf.to_yaml(cfg, resolve=True), as_png(self._history.simulated)
         files.text(folder / CONFIG, config)
         files.whole(folder / "timeline.png", lambda new: new.write_bytes(picture))
@@ -97,27 +90,15 @@ class Recorder:
         for epochs in range(1, 1 + len(history)):
             self._track(self._history.until(epochs))
         self._introduce()
-        self._spoke = time.perf_counter()
+        self._bar.spoke()
 
     def tick(self, what: str, total: int) -> None:
         """Count one of `total` steps of `what`, and show the progress."""
-        self._done += 1
-        if sys.stderr.isatty():
-            if self._bar is None:
-                self._bar = tqdm(total=total, desc=what, leave=False)
-            self._bar.update()
-        elif time.perf_counter() - self._spoke > SILENCE_S:
-            self._spoke = time.perf_counter()
-            log.info("%s: %d of %d", what, self._done, total)
-        if self._done == total:
-            self._done = 0
-            if self._bar is not None:
-                self._bar.close()
-            self._bar = None
+        self._bar.tick(what, total)
 
     def epoch(self, figures: EpochFigures) -> None:
         """Record a finished epoch, and log a line about it."""
-        self._spoke = time.perf_counter()
+        self._bar.spoke()
         self._history.epochs.append(figures)
         self._write()
         self._track(self._history)
@@ -223,8 +204,7 @@ class Recorder:
 
     def stop(self, not_saved: int | None) -> None:
         """End without a summary. Raises NotRecorded if the checkpoint of the last update was `not_saved`."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         self._write()
         if not_saved is not None:
             raise NotRecorded(

@@ -26,7 +26,6 @@ from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.data import Draw, loaded
 from pipetrain.errors import TrainingStopped
-from pipetrain.pipeline import Pipeline
 from pipetrain.runtime.engine import Ends, Observer
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Listed
@@ -37,6 +36,7 @@ from pipetrain.tally import Tally
 from pipetrain.training.assembly import slots
 from pipetrain.training.figures import EpochFigures, Progress, Stats, by_update, read_progress
 from pipetrain.training.run import Run
+from pipetrain.training.runner import Runner
 from pipetrain.training.tracer import Tracer
 
 if TYPE_CHECKING:  # the recorder imports Matplotlib and TensorBoard, which training does not need
@@ -69,8 +69,9 @@ class Trainer:
         self._recorder = recorder
         self._keeper = keeper
         self._rate = run.settings.rate(run.updates)
-        self.pipe = Pipeline.of_run(run, mesh)
-        self.stages, self._engine = self.pipe.stages, self.pipe.engine
+        # The whole model is built, as its initial weights depend on the order of layers, and then dropped.
+        self.runner = Runner(run.plan, run.build_model(), run.task, run.optimizer, self._rate, mesh)
+        self.stages, self._engine = self.runner.stages, self.runner.engine
         # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
         torch.manual_seed((run.settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
         self._position = Position()
@@ -103,7 +104,7 @@ class Trainer:
             self._engine.stats = {index: self._progress.stages[index] for index in self.stages}
             rank, device = self._mesh.world.rank, self._mesh.device
             set_random_state(tensors, rank, device)
-            self.pipe.feedback.residuals = saved_residuals(tensors, slots(self._run.plan, rank), device)
+            self.runner.feedback.residuals = saved_residuals(tensors, slots(self._run.plan, rank), device)
         else:  # the statistics are of other stages
             history = [replace(figures, stages={}) for figures in self._progress.history]
             self._progress = replace(self._progress, history=history, stages={})
@@ -177,7 +178,7 @@ class Trainer:
             stages={stage: stats for _, stages in gathered for stage, stats in stages.items()},
             losses=losses,
         )
-        residuals, pipeline = self.pipe.feedback.residuals, self._run.plan.pipeline
+        residuals, pipeline = self.runner.feedback.residuals, self._run.plan.pipeline
         self._keeper.save(self.stages, self._mesh, self._position, pipeline, progress, residuals)
 
     def _elapsed(self) -> float:
@@ -192,7 +193,7 @@ class Trainer:
         order = Listed(run.plan.evaluation[self._mesh.world.rank], len(ids))
         eval_s = [figures.eval_s / len(ids) for figures in self._progress.history[-1:]]
         samples = self._read("test", ids, None)
-        self.pipe.evaluate_window(order, run.evaluation_sizes, *samples, tick, self._ends(len(ids), *eval_s))
+        self.runner.evaluate(order, run.evaluation_sizes, *samples, tick, self._ends(len(ids), *eval_s))
         return order.batches == len(ids)
 
     def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
@@ -213,7 +214,7 @@ class Trainer:
         for length in window_lengths(len(batches), run.settings.window, start):
             chosen = batches[start : start + length]
             order = run.plan.order(length, self._mesh.world.rank)
-            self._losses += self.pipe.train_window(
+            self._losses += self.runner.train(
                 order,
                 [[len(ids) for ids in batch] for batch in chosen],
                 inputs,

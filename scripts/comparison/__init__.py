@@ -6,5 +6,6 @@ its own, it never imports torch: that would take memory and cores from the runs 
 
 Asked: `experiment` is what can be asked for, `request` reads the command line. Done: `runs` starts and keeps
 runs in the `workers`, which `processes` starts and ends; `cli` goes through them. Shown: `table`, `record`
-beside it, `plots`, `verdict`, and `report`, which puts all of them on one page.
+beside it, `plots`, `verdict`, and `report`, which puts all of them on one page. `metric` is what the runs are
+compared by.
 """

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from comparison import plots, record, report, request, table
+from comparison.metric import ACCURACY, Metric, metric_of
 from comparison.processes import Workers, interruptible
 from comparison.request import Request
 from comparison.runs import Outcome, Runs
@@ -17,7 +18,6 @@ from comparison.table import duration
 from pipetrain.errors import ConfigError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-FILES = (*table.FILES, *plots.FILES, report.FILE)
 
 
 def main(arguments: Sequence[str] | None = None, workers: Workers | None = None) -> int:
@@ -41,10 +41,10 @@ def compare(asked: Request, workers: Workers) -> int:
     with runs.claimed() as lock:
         runs.check(specs, asked.fresh)
         if asked.fresh:
+            for name in files(runs.metric(specs)):
+                (out / name).unlink(missing_ok=True)
             for spec in specs:
                 runs.forget(spec)
-            for name in FILES:
-                (out / name).unlink(missing_ok=True)
         outcomes: list[Outcome] = []
         try:
             for number, spec in enumerate(specs, 1):
@@ -61,13 +61,19 @@ def compare(asked: Request, workers: Workers) -> int:
                 with suppress(KeyboardInterrupt):
                     write(asked, outcomes, runs)
             return INTERRUPTED
-    written = [name for name in FILES if (out / name).exists()]
+    metric = metric_of([outcome.summary for outcome in outcomes if outcome.summary])
+    written = [name for name in files(metric) if (out / name).exists()]
     print(f"\n{text}\nwritten to {out}: {', '.join(written)}")
     failed = [outcome.spec.title for outcome in outcomes if outcome.summary is None]
     if failed:
         count = f"{len(failed)} of {len(specs)} runs failed"
         print(f"{count}: {', '.join(failed)}; start again to try them again")
     return FAILED if failed else 0
+
+
+def files(metric: Metric) -> list[str]:
+    """Return the names of what is written."""
+    return [*table.FILES, *plots.files(metric), report.FILE]
 
 
 def write(asked: Request, outcomes: Sequence[Outcome], runs: Runs) -> str:
@@ -83,7 +89,11 @@ def say(outcome: Outcome, runs: Runs) -> None:
     """End the run's line; where it failed, with its own last words and where there are more."""
     if outcome.summary is not None:
         kept = ", kept from before" if outcome.kept else ""
-        print(f"{100 * outcome.summary['val_acc']:.1f} % in {duration(outcome.wall_s)}{kept}")
+        metric = metric_of([outcome.summary])
+        value = metric.value(outcome.summary, "val")
+        name = "" if metric == ACCURACY else f"{metric.name} "
+        text = f"{value:.1f} %" if metric.percent else metric.text(value)
+        print(f"{name}{text} in {duration(outcome.wall_s)}{kept}")
         return
     print(f"FAILED ({outcome.failure}) after {duration(outcome.wall_s)}")
     for line in runs.last_words(outcome.spec):

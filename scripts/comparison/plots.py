@@ -1,4 +1,4 @@
-"""The comparison as pictures: accuracy by epoch and by time, throughput, bytes, and the schedules' timelines.
+"""The comparison as pictures: the metric by epoch and by time, throughput, bytes, and the timelines.
 
 The same figures are written as PNG beside the table and stand as SVG in the report. A method has one colour,
 one marker and one line style in all of them, so curves can be told apart without colours too. Curves over
@@ -22,10 +22,11 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from comparison.metric import Metric
 from comparison.runs import Spec
-from comparison.table import Row, by_model, size
+from comparison.table import Row, by_model, compared, size
 from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.schedule.draw import as_figure
 from pipetrain.schedule.lower import lower
@@ -36,7 +37,6 @@ from pipetrain.schedule.timeline import Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FILES = ("accuracy_epoch.png", "accuracy_seconds.png", "throughput.png", "bytes.png")
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, without yellow.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555")
@@ -68,22 +68,28 @@ class Picture:
     caption: str = ""
 
 
+def files(metric: Metric) -> list[str]:
+    """Return the names of the pictures of a comparison by a metric."""
+    return [f"{metric.slug}_epoch.png", f"{metric.slug}_seconds.png", "throughput.png", "bytes.png"]
+
+
 def write(out: Path, methods: Sequence[str], rows: Sequence[Row]) -> list[Picture]:
     """Write the pictures of the runs that finished as PNG; return them for the report.
 
     `methods`: the names of all of them, which decide how each is drawn.
     """
+    metric = compared(rows)
     panels = by_model([row for row in rows if row.done])
     sent = by_model([row for rows in panels.values() for row in rows if row.values("bytes_per_epoch")])
     with matplotlib.rc_context(STYLE):
         drawn = [
-            ("Accuracy by epoch", _accuracy(panels, methods, "epoch")),
-            ("Accuracy by time", _accuracy(panels, methods, "elapsed_s")),
+            (f"{metric.heading} by epoch", _over(panels, methods, "epoch")),
+            (f"{metric.heading} by time", _over(panels, methods, "elapsed_s")),
             ("Throughput", _bars(panels, methods, "samples_per_s", "training samples a second", _number)),
             ("Bytes", _bars(sent, methods, "bytes_per_epoch", "on the wire in an epoch's training", size)),
         ]
         pictures = []
-        for name, (title, figure) in zip(FILES, drawn, strict=True):
+        for name, (title, figure) in zip(files(metric), drawn, strict=True):
             (out / name).unlink(missing_ok=True)
             if figure is None:
                 continue
@@ -91,7 +97,7 @@ def write(out: Path, methods: Sequence[str], rows: Sequence[Row]) -> list[Pictur
             svg = BytesIO()
             figure.savefig(svg, format="svg", metadata={"Date": None})
             words = "; ".join(
-                f"{model} by {row.method}: {row.mean('val_acc'):.2f} % after the last epoch"
+                f"{model} by {row.method}: {metric.text(fmean(row.last))} after the last epoch"
                 for model, rows in panels.items()
                 for row in rows
             )
@@ -118,20 +124,19 @@ def _panels(panels: dict[str, list[Row]], height: float) -> tuple[Figure, list[A
     return figure, axes
 
 
-def _accuracy(panels: dict[str, list[Row]], methods: Sequence[str], key: str) -> Figure | None:
-    """Draw the mean accuracy of the seeds, with a band from the least to the most."""
+def _over(panels: dict[str, list[Row]], methods: Sequence[str], key: str) -> Figure | None:
+    """Draw the seeds' mean metric over a column of metrics.csv, in a band from the least to the most."""
     if not panels:
         return None
     figure, axes = _panels(panels, 4.4)
     for one, rows in zip(axes, panels.values(), strict=True):
         for place, row in enumerate(rows):
-            x, accuracy = np.mean(_curves(row, key), axis=0), 100 * np.array(_curves(row, "val_acc"))
-            mean, style = accuracy.mean(axis=0), methods.index(row.method) % len(COLOURS)
+            metric, x = row.metric, np.mean(_curves(row, key), axis=0)
+            y = metric.scale * np.array(_curves(row, f"val_{metric.name}"))
+            mean, style = y.mean(axis=0), methods.index(row.method) % len(COLOURS)
             below = len(rows) - 1 - place if key == "epoch" else 0  # how many curves may cover this one
             every = max(1, len(x) // MARKS)
-            one.fill_between(
-                x, accuracy.min(axis=0), accuracy.max(axis=0), color=COLOURS[style], alpha=0.13, lw=0
-            )
+            one.fill_between(x, y.min(axis=0), y.max(axis=0), color=COLOURS[style], alpha=0.13, lw=0)
             one.plot(
                 x,
                 mean,
@@ -143,9 +148,10 @@ def _accuracy(panels: dict[str, list[Row]], methods: Sequence[str], key: str) ->
                 markevery=(place % every, every),
                 markeredgecolor="white",
                 markeredgewidth=0.6,
-                label=f"{row.method}  {mean[-1]:.2f} %",
+                label=f"{row.method}  {metric.text(mean[-1])}",
             )
-        _percent(one)
+        one.set_ylabel(f"test {compared(rows).title}")
+        (_percent if compared(rows).percent else _fitted)(one)
         if key == "epoch":
             one.xaxis.set_major_locator(MaxNLocator(integer=True))
             one.set_xlabel("epoch")
@@ -168,12 +174,22 @@ def _curves(row: Row, key: str) -> list[list[float]]:
 
 
 def _percent(axes: Axes) -> None:
-    """Scale an axis of accuracies: no wider than 0 to 100 %, no narrower than a point."""
+    """Scale an axis of percentages: no wider than 0 to 100 %, no narrower than a point."""
     low, high = axes.get_ylim()
     middle, half = (low + high) / 2, max(high - low, 1.0) / 2
     axes.set_ylim(max(-0.5, middle - half), min(100.5, middle + half))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
-    axes.set_ylabel("test accuracy")
+
+
+def _fitted(axes: Axes) -> None:
+    """Scale an axis of numbers: by logarithms where a curve of positive ones spans more than a decade."""
+    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
+    values = values[np.isfinite(values)]
+    if values.size and 0 < 10 * values.min() < values.max():
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _bars(

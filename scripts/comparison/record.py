@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from comparison import table
 from comparison.experiment import Record, ReportedRow
+from comparison.metric import ACCURACY
 from comparison.table import Row, aligned, dash, duration, times, two
 
-OURS = (table.MODEL, table.METHOD, table.ACC, table.LAST_ACC, table.EACHTIME, table.SPEEDUP)
+OURS = (table.MODEL, table.METHOD, table.BEST, table.LAST, table.EACHTIME, table.SPEEDUP)
 AS_PRINTED = ("method", "model", "device", "data_worker", "buffer_size")
 THEIRS = (*AS_PRINTED, "epoch", "acc", "eachtime", "speedup", "notes")
 TEXT = ("method", "model", "device", "notes")
@@ -95,7 +96,7 @@ def markdown(rows: Sequence[Row], record: Record) -> str:
     found = pairs(rows, record)
     if not found:
         return ""
-    head = [*(column.name for column in OURS), *(f"record: {name}" for name in THEIRS)]
+    head = [*(column.head(ACCURACY) for column in OURS), *(f"record: {name}" for name in THEIRS)]
     lines = [f"Beside the record: {record.source}. {LEGEND}", *remarks(found)]
     lines += [f"[{number}] {fault}" for number, fault in notes(found, record)]
     return aligned([head, *cells(found, record)], TEXT) + "\n" + "\n".join(lines) + "\n"

@@ -20,14 +20,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from comparison import record, table
+from comparison.metric import ACCURACY, Metric
 from comparison.plots import Picture, timelines
 from comparison.request import Request
 from comparison.runs import Outcome, Runs, Spec, Summary, words
-from comparison.table import Column, Row, by_model, dash, duration, two
+from comparison.table import Column, Row, by_model, compared, dash, duration, two
 from comparison.verdict import verdict
 
 FILE = "report.html"
-RUN = ("run", "state", "last acc", "best acc", "s an epoch", "whole run", "other load", "started", "records")
+RUN = ("run", "state", "last {}", "best {}", "s an epoch", "whole run", "other load", "started", "records")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +70,13 @@ def write(
             (o.spec.title, o.failure, duration(o.wall_s), "\n".join(runs.last_words(o.spec))) for o in failed
         ],
         beside=_beside(asked, rows),
+        metric=compared(rows).heading,
         pictures=pictures,
         wide=len(by_model(rows)) > 1,
         timelines=drawn,
         missing=missing,
         ran=_ran(rows),
-        runs=_every_run(asked, outcomes),
+        runs=_every_run(asked, outcomes, compared(rows)),
         commands="\n\n".join(shlex.join(_command(spec, asked)) for spec in asked.specs),
         overrides=_overrides(asked),
         machine=_machine(outcomes),
@@ -125,7 +127,7 @@ def _grid(name: str, columns: Sequence[Column], rows: Sequence[Row]) -> Grid:
         (model, [[column.cell(row) for column in columns] for row in of_model])
         for model, of_model in by_model(rows).items()
     ]
-    return Grid(name, [column.name for column in columns], blocks, table.TEXT)
+    return Grid(name, [column.head(compared(rows)) for column in columns], blocks, table.TEXT)
 
 
 def _beside(asked: Request, rows: Sequence[Row]) -> dict[str, Any] | None:
@@ -134,7 +136,7 @@ def _beside(asked: Request, rows: Sequence[Row]) -> dict[str, Any] | None:
     found = record.pairs(rows, reported) if reported else []
     if reported is None or not found:
         return None
-    ours, theirs = [column.name for column in record.OURS[1:]], record.THEIRS[:-1]
+    ours, theirs = [column.head(ACCURACY) for column in record.OURS[1:]], record.THEIRS[:-1]
     blocks = []
     for model in by_model(rows):
         lines = record.cells([pair for pair in found if pair.ours.model == model], reported)
@@ -198,7 +200,7 @@ def _ran(rows: Sequence[Row]) -> Grid | None:
     return Grid("How each method ran", ["method", *RAN], blocks, ("method", "codecs")) if blocks else None
 
 
-def _every_run(asked: Request, outcomes: Sequence[Outcome]) -> Grid:
+def _every_run(asked: Request, outcomes: Sequence[Outcome], metric: Metric) -> Grid:
     """Return a line for each run that was asked for, also where it is not made yet."""
     made = {outcome.spec: outcome for outcome in outcomes}
     lines = []
@@ -210,12 +212,15 @@ def _every_run(asked: Request, outcomes: Sequence[Outcome]) -> Grid:
         links = Markup('<a href="runs/{}.log">output</a>').format(name)
         if s is not None:
             links += Markup(' <a href="runs/{}/">folder</a>').format(name)
-        figures = [two(100 * s["val_acc"]), two(100 * s["best_val_acc"]), two(s["epoch_s"])] if s else "---"
+        figures = ["-"] * 3
+        if s is not None:
+            figures = [*(metric.number(metric.value(s, of)) for of in ("val", "best_val")), two(s["epoch_s"])]
         load = dash(outcome.other_load, two)
         date = outcome.made.get("date", "-")
         state = "failed" if s is None else "done"
         lines.append([spec.title, state, *figures, duration(outcome.wall_s), load, date, links])
-    return Grid("Every run", RUN, [("", lines)], ("run", "state", "started", "records"))
+    head = [name.format(metric.name) for name in RUN]
+    return Grid("Every run", head, [("", lines)], ("run", "state", "started", "records"))
 
 
 def _command(spec: Spec, asked: Request) -> list[str]:

@@ -129,12 +129,33 @@ def _specs(options: argparse.Namespace, overrides: tuple[str, ...], asked: Exper
         model: merged(asked.overrides, asked.models.get(model or given.get("model", ""), ()), overrides)
         for model in models
     }
-    return [
+    specs = [
         Spec(method, seed, model, words[model], nproc)
         for seed in options.seeds or asked.seeds
         for model in models
         for method in chosen
     ]
+    _refuse_other_tasks(specs)
+    return specs
+
+
+def _refuse_other_tasks(specs: Sequence[Spec]) -> None:
+    """Raise ConfigError for overrides that give some of the runs other metrics."""
+    tasks = {spec.title: " ".join(_task(spec)) or "the default task" for spec in specs}
+    (title, first), *others = tasks.items()
+    for other, task in others:
+        if task != first:
+            raise ConfigError(
+                f"{title} has {first}, and {other} has {task}: their metrics may differ; compare them in two "
+                "comparisons, or give all runs the same metrics="
+            )
+
+
+def _task(spec: Spec) -> list[str]:
+    """Return the overrides that decide a run's metrics."""
+    words = [(split(word)[0].partition(".")[0], word) for word in spec.arguments]
+    metrics = [word for key, word in words if key == "metrics"]
+    return metrics or [word for key, word in words if key in ("experiment", "task", "loss")]
 
 
 def _methods(options: argparse.Namespace, asked: Experiment) -> list[Method]:

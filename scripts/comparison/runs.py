@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison.experiment import Method
+from comparison.metric import Metric, metric_of
 from comparison.processes import Workers
 from pipetrain.cli import quoted
 from pipetrain.errors import ConfigError
@@ -35,8 +36,7 @@ from pipetrain.errors import ConfigError
 Summary = dict[str, Any]
 
 NEEDED = "model data schedule device lr batch_size data_workers buffer_size epochs updates"
-NEEDED += " val_acc best_val_acc best_epoch samples_per_s epoch_s total_s"
-CURVES = ("epoch", "val_acc", "elapsed_s")
+NEEDED += " best_epoch samples_per_s epoch_s total_s"  # and the metric of the last and of the best epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,11 @@ class Runs:
                     f"{mark.get('nproc')} processes); choose another --out, or start over with --fresh"
                 )
 
+    def metric(self, specs: Sequence[Spec]) -> Metric:
+        """Return the metric of the runs that are done, also by other overrides."""
+        found = (self._found(spec)[1] for spec in specs)
+        return metric_of([outcome.summary for outcome in found if outcome and outcome.summary])
+
     def kept(self, spec: Spec) -> Outcome | None:
         """Return the run if it is done."""
         mark, outcome = self._found(spec)
@@ -193,15 +198,16 @@ class Runs:
 
 
 def read_records(folder: Path) -> tuple[Summary, dict[str, list[float]]]:
-    """Return a run's summary and the curves of its metrics. Raises ValueError where they are not whole."""
+    """Return a run's summary and the curve of its metric. Raises ValueError where they are not whole."""
     try:
         summary = json.loads((folder / "summary.json").read_text())
-        missing = [key for key in NEEDED.split() if key not in summary]
+        metric = f"val_{metric_of([summary]).name}"
+        missing = [key for key in (*NEEDED.split(), metric, f"best_{metric}") if key not in summary]
         with (folder / "metrics.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
         if not rows:
             raise ValueError("no epoch")
-        curves = {key: [float(row[key]) for row in rows] for key in CURVES}
+        curves = {key: [float(row[key]) for row in rows] for key in ("epoch", metric, "elapsed_s")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"it left no whole summary.json and metrics.csv: {error}") from error
     if missing:

@@ -2,7 +2,8 @@
 
 What it shows of every comparison is what to trust: the last epoch, and means over the seeds with their
 deviation. Beside a published record come its columns, with its meaning: the best epoch of all seeds and its
-accuracy, which flatters, because it is chosen on the test set.
+accuracy, which flatters, because it is chosen on the test set. Where another metric is compared, such as
+perplexity, it takes the place of accuracy.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from comparison.metric import Metric, metric_of, metrics_of
 from comparison.runs import Outcome, Summary
 
 FILES = ("table.md", "table.csv", "runs.csv")
 # What should be alike in all runs of a model: keys of summary.json, and of what a run was made on, in words.
 FAIR: tuple[str, ...] = ("model", "data", "device", "lr", "batch_size", "data_workers", "epochs", "updates")
-FAIR += ("threads", "precision", "memory_format")
+FAIR += ("threads", "precision", "memory_format", "task")
 MADE = {"machine": "machine", "torch": "torch version", "pipetrain": "pipetrain revision"}
 BUSY = 0.25  # cores that other programs may take before it is said
 
@@ -46,14 +50,24 @@ class Row:
 
     @property
     def best(self) -> Summary:
-        """The summary of the run with the best accuracy of all epochs; empty where none finished."""
-        return max(self.done, key=lambda summary: summary["best_val_acc"], default={})
+        """The summary of the run with the best epoch of all; empty where none finished."""
+        metric = self.metric
+        return max(self.done, key=lambda summary: metric.worth(metric.value(summary, "best_val")), default={})
+
+    @property
+    def metric(self) -> Metric:
+        """What its runs are compared by."""
+        return metric_of(self.done)
+
+    @property
+    def last(self) -> list[float]:
+        """The metric after the last epoch of each finished run."""
+        return [self.metric.value(summary, "val") for summary in self.done]
 
     def values(self, key: str) -> list[float]:
-        """Return a figure of each finished run; none where one does not say it. Accuracies in percent."""
+        """Return a figure of each finished run; none where one does not say it."""
         found = [summary.get(key) for summary in self.done]
-        factor = 100 if key.endswith("_acc") else 1
-        return [] if None in found else [factor * value for value in found if value is not None]
+        return [] if None in found else [value for value in found if value is not None]
 
     def mean(self, key: str) -> float | None:
         """Return a figure's mean over the finished runs."""
@@ -108,11 +122,20 @@ def dash(value: float | None, form: Callable[[float], str]) -> str:
     return "-" if value is None else form(value)
 
 
+def deviation(values: Sequence[float]) -> float:
+    """Return the sample deviation; NaN where a value is infinite or NaN."""
+    return stdev(values) if all(map(isfinite, values)) else nan
+
+
+METRIC = "{metric}"
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column: what it says of a row, and how a number is written.
 
-    A value that is a list has an entry a seed, and is shown as mean and sample deviation: `90.00 ± 1.00`.
+    A value that is a list has an entry a seed, and is shown as mean and sample deviation: `90.00 ± 1.00`. The
+    name of the metric stands for METRIC in a column's name, and its values are written as it says.
     """
 
     name: str
@@ -122,20 +145,28 @@ class Column:
     def cell(self, row: Row) -> str:
         """Return what is printed; a dash where there is nothing to say, `failed` where no run finished."""
         value = self.value(row)
-        if self.name in ("acc", "last_acc") and not row.done:
+        if self in (BEST, LAST) and not row.done:
             return "failed"
-        if isinstance(value, list):
-            deviation = f" ± {stdev(value):.2f}" if len(value) > 1 else ""
-            return f"{fmean(value):.2f}{deviation}" if value else "-"
-        return value or "-" if isinstance(value, str) else dash(value, self.form)
+        if value is None or isinstance(value, str):
+            return value or "-"
+        values = value if isinstance(value, list) else [value]
+        if not values:
+            return "-"
+        mean = fmean(values) if len(values) > 1 else values[0]
+        form = partial(row.metric.number, level=mean) if METRIC in self.name else self.form
+        return form(mean) + (f" ± {form(deviation(values))}" if len(values) > 1 else "")
+
+    def head(self, metric: Metric) -> str:
+        """Return its name in a comparison by a metric."""
+        return self.name.replace(METRIC, metric.name)
 
 
 TEXT = ("method", "dataset", "model", "device")
 METHOD = Column("method", lambda row: row.method)
 MODEL = Column("model", lambda row: row.model)
-ACC = Column("acc", lambda row: max(row.values("best_val_acc"), default=None))
+BEST = Column(METRIC, lambda row: row.metric.value(row.best, "best_val") if row.done else None)
 EACHTIME = Column("eachtime", lambda row: row.mean("epoch_s"), duration)
-LAST_ACC = Column("last_acc", lambda row: row.values("val_acc"))
+LAST = Column(f"last_{METRIC}", lambda row: row.last)
 SPEEDUP = Column("speedup", lambda row: row.speedup(), times)
 RECORD = (
     METHOD,
@@ -147,27 +178,27 @@ RECORD = (
     Column("data_worker", lambda row: row.alike("data_workers")),
     Column("buffer_size", lambda row: row.alike("buffer_size")),
     Column("epoch", lambda row: row.best.get("best_epoch"), str),
-    ACC,
+    BEST,
     EACHTIME,
 )
 RESULTS = (
-    LAST_ACC,
+    LAST,
     SPEEDUP,
     Column("train_s", lambda row: row.values("epoch_s")),
     Column("whole_s", lambda row: [summary["total_s"] / summary["epochs"] for summary in row.done]),
-    Column("best_acc", lambda row: row.values("best_val_acc")),
+    Column(f"best_{METRIC}", lambda row: [row.metric.value(summary, "best_val") for summary in row.done]),
     Column("bytes", lambda row: row.mean("bytes_per_epoch"), size),
     Column("bytes_ratio", lambda row: row.ratio("bytes_per_epoch"), lambda value: f"{value:.3f}"),
     Column("codec_s", lambda row: row.mean("codec_s_per_epoch")),
     Column("seeds", lambda row: row.seeds),
 )
 MEANING = {
-    "epoch": "epoch and acc: the best epoch of all seeds, counted from 1, and its test accuracy in %",
+    "epoch": "epoch and {metric}: the best epoch of all seeds, counted from 1, and its test {title}",
     "eachtime": "eachtime: mean time of an epoch's training, without evaluation",
-    "last_acc": "last_acc: mean test accuracy in % after the last epoch",
+    LAST.name: "last_{metric}: mean test {title} after the last epoch",
     "speedup": "speedup: train_s of the model's first row over that of the row",
     "train_s": "train_s: seconds of an epoch's training; whole_s: with evaluation and all else",
-    "best_acc": "best_acc: mean of each seed's best epoch",
+    f"best_{METRIC}": "best_{metric}: mean of each seed's best epoch",
     "bytes": "bytes: on the wire in an epoch's training; bytes_ratio: to those of the model's first row",
     "codec_s": "codec_s: seconds of an epoch in codecs, all stages together",
 }
@@ -192,6 +223,11 @@ def make_rows(outcomes: Sequence[Outcome]) -> list[Row]:
     return rows
 
 
+def compared(rows: Sequence[Row]) -> Metric:
+    """Return the metric that the rows are compared by; accuracy where no run finished."""
+    return metric_of([summary for row in rows for summary in row.done])
+
+
 def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Return the rows of each model."""
     models = dict.fromkeys(row.model for row in rows)
@@ -210,11 +246,12 @@ def write(out: Path, rows: Sequence[Row], beside: str | None = None) -> str:
     `beside`: the record's table in Markdown; None where there is no record, whose columns are then left out.
     """
     shown = filled((METHOD, MODEL, *RESULTS) if beside is None else (*RECORD, *RESULTS), rows)
-    lines = [[column.name for column in shown], *([column.cell(row) for column in shown] for row in rows)]
+    head = [column.head(compared(rows)) for column in shown]
+    lines = [head, *([column.cell(row) for column in shown] for row in rows)]
     text = aligned(lines, TEXT) + "\n" + "\n".join([meaning(shown, rows), *remarks(rows)]) + "\n"
     text += f"\n{beside}" if beside else ""
     (out / "table.md").write_text(text)
-    _write_csv(out / "table.csv", [_plain(row) for row in rows])
+    _write_csv(out / "table.csv", [_plain(row, compared(rows)) for row in rows])
     _write_csv(out / "runs.csv", [_run(outcome) for row in rows for outcome in row.outcomes])
     return text
 
@@ -236,16 +273,16 @@ def aligned(lines: Sequence[Sequence[str]], text: Collection[str]) -> str:
     return said
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def _plain(row: Row, metric: Metric) -> dict[str, Any]:
     """Return a row as plain values by column, those of a list as mean and deviation."""
     line: dict[str, Any] = {}
     for column in (*RECORD, *RESULTS[:-1]):
-        value = column.value(row)
+        name, value = column.head(metric), column.value(row)
         if isinstance(value, list):
-            line[column.name] = fmean(value) if value else None
-            line[f"{column.name}_dev"] = stdev(value) if len(value) > 1 else None
+            line[name] = fmean(value) if value else None
+            line[f"{name}_dev"] = deviation(value) if len(value) > 1 else None
         else:
-            line[column.name] = value
+            line[name] = value
     return line | {"finished": len(row.done), "runs": len(row.outcomes)}
 
 
@@ -262,8 +299,11 @@ def _run(outcome: Outcome) -> dict[str, Any]:
         "wall_s": round(outcome.wall_s, 1),
         "other_load": outcome.other_load,
     }
-    for key, value in (outcome.summary or {}).items():
-        if key.endswith("_acc"):
+    summary = outcome.summary or {}
+    percent = [metric.name for metric in metrics_of(summary) if metric.percent]
+    shares = [f"{of}_{name}" for name in percent for of in ("train", "val", "best_val")]
+    for key, value in summary.items():
+        if key in shares:
             line[f"{key}_percent"] = 100 * value
         elif isinstance(value, (str, int, float)):
             line.setdefault(key, value)
@@ -285,7 +325,10 @@ def meaning(shown: Sequence[Column], rows: Sequence[Row]) -> str:
     several = len(seeds) > 1
     said = [f"{len(seeds)} seed{'s' * several} ({', '.join(map(str, seeds))})"]
     said += ["±: sample deviation over the seeds" if several else "One run has no deviation"]
-    return ". ".join([*said, *(MEANING[column.name] for column in shown if column.name in MEANING)]) + "."
+    metric = compared(rows)
+    title = metric.title + " in %" * metric.percent + f" ({metric.direction})" * (not metric.higher)
+    known = [MEANING[column.name] for column in shown if column.name in MEANING]
+    return ". ".join([*said, *(text.format(metric=metric.name, title=title) for text in known)]) + "."
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:

@@ -1,7 +1,7 @@
 """What a comparison found, in plain words: which method is fastest, what that costs, and whether it is noise.
 
 Computed from the same rows as the table, by rules that are said with the figures: a time within five
-percent is a tie, and a difference of times or accuracies is noise as long as its 95 % interval by Welch's
+percent is a tie, and a difference of times or of the metric is noise as long as its 95 % interval by Welch's
 t-test holds 0. The best of several methods is better than it should be by chance alone, so the 5 % are
 divided by the number of methods that the first is compared with (Bonferroni). With one seed, or seeds that
 all came out the same, nothing is said of noise, because nothing is known of it.
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from math import sqrt
+from math import isfinite, sqrt
 from statistics import fmean
 
+from comparison.metric import ACCURACY
 from comparison.table import Row, by_model, duration
 
 TIE = 0.05
@@ -42,7 +43,7 @@ def _of_model(model: str, rows: Sequence[Row]) -> str:
         said = [f"{where}: only {first.method} finished; there is nothing to compare it with."]
     else:
         fastest = min(done, key=lambda row: fmean(row.values("epoch_s")))
-        said = [f"{where}: {_speed(first, fastest, len(done) - 1)}", *_accuracy(first, fastest, done)]
+        said = [f"{where}: {_speed(first, fastest, len(done) - 1)}", *_quality(first, fastest, done)]
         said += _bytes(first, fastest, done)
     return " ".join(said + _untaught(done))
 
@@ -56,7 +57,7 @@ def _speed(first: Row, fastest: Row, compared: int) -> str:
         tie = f"no method was faster than {first.method} by more than five percent"
         return f"{tie}; the fastest was {fastest.method}."
     times = f"{_time(b)} against {_time(a)} an epoch of training"
-    margin = noise(first, fastest, "epoch_s", compared)
+    margin = noise(first.values("epoch_s"), fastest.values("epoch_s"), compared)
     if margin is not None and a - b <= margin:
         noisy = f"{fastest.method} took {times}, a difference within the noise (±{_time(margin)} at 95 %)"
         return f"no method was measurably faster than {first.method}: {noisy}."
@@ -68,51 +69,61 @@ def _time(seconds: float) -> str:
     return duration(seconds) if seconds >= 10 else f"{seconds:.2g}s"
 
 
-def _accuracy(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
-    """Say what the fastest costs, or how the others do where the first is; and which is most accurate."""
-    best, compared = max(done, key=_last), len(done) - 1
+def _quality(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
+    """Say what the fastest costs, or how the others do where the first is; and which is best."""
+    metric, compared = first.metric, len(done) - 1
+    best = max(done, key=lambda row: metric.worth(_last(row)))
     if fastest is not first:
-        said = [f"{fastest.method} stands at {_last(fastest):.2f} %, {difference(fastest, first, compared)}"]
+        said = [f"{fastest.method} stands at {_text(fastest)}, {difference(fastest, first, compared)}"]
     else:
-        said = [f"{first.method} stands at {_last(first):.2f} %"]
+        said = [f"{first.method} stands at {_text(first)}"]
         said += [
-            f"{row.method} at {_last(row):.2f} %, {difference(row, first, compared)}"
+            f"{row.method} at {_text(row)}, {difference(row, first, compared)}"
             for row in done
             if row not in (first, best)
         ]
-    said = [f"After the last epoch {'; '.join(said)}."]
+    known = metric == ACCURACY
+    by = "" if known else f", in {metric.title} ({metric.direction}),"
+    said = [f"After the last epoch{by} {'; '.join(said)}."]
     if best not in (fastest, first):
         more = difference(best, first, compared)
-        said.append(f"The most accurate, {best.method}, has {_last(best):.2f} %, {more}.")
+        said.append(f"The {'most accurate' if known else 'best'}, {best.method}, has {_text(best)}, {more}.")
     return said
 
 
 def _last(row: Row) -> float:
-    return fmean(row.values("val_acc"))
+    return fmean(row.last)
+
+
+def _text(row: Row) -> str:
+    return row.metric.text(_last(row))
 
 
 def difference(row: Row, first: Row, compared: int) -> str:
-    """Say how a row's last accuracy differs from another's, and whether that may be noise."""
-    points = _last(row) - _last(first)
-    direction = "above" if points > 0 else "below"
-    said = f"{abs(points):.2f} points {direction} {first.method}" if points else f"the same as {first.method}"
-    margin = noise(row, first, "val_acc", compared)
+    """Say how a row's last value of the metric differs from another's, and whether that may be noise."""
+    metric, level, gap = first.metric, _last(first), _last(row) - _last(first)
+    if not isfinite(gap):
+        return f"not to be compared with the {_text(first)} of {first.method}"
+    unit, direction = " points" * metric.percent, "above" if gap > 0 else "below"
+    said = f"{metric.number(abs(gap), level)}{unit} {direction} {first.method}"
+    said = said if gap else f"the same as {first.method}"
+    margin = noise(row.last, first.last, compared)
     if margin is None:
         return f"{said} ({TOO_FEW})"
-    if abs(points) <= margin:
-        return f"{said}, which is within the noise (±{margin:.2f} at 95 %)"
-    return f"{said}, which is more than noise (±{margin:.2f} at 95 %)"
+    width = f"(±{metric.number(margin, level)} at 95 %)"
+    if abs(gap) <= margin:
+        return f"{said}, which is within the noise {width}"
+    return f"{said}, which is more than noise {width}"
 
 
-def noise(a: Row, b: Row, key: str, compared: int = 1) -> float | None:
-    """Return half of Welch's 95 % interval of the difference of two rows' means of a figure.
+def noise(ours: Sequence[float], theirs: Sequence[float], compared: int = 1) -> float | None:
+    """Return half of Welch's 95 % interval of the difference of two rows' means, of a value a seed.
 
     `compared`: how many such differences are looked at. None where a row has one seed, or all seeds of both
     came out the same, which says nothing of the next one.
     """
     from scipy.stats import ttest_ind
 
-    ours, theirs = a.values(key), b.values(key)
     if min(len(ours), len(theirs)) < 2 or len({*ours}) == len({*theirs}) == 1:
         return None
     with warnings.catch_warnings():  # scipy warns where all seeds of one of them came out the same
@@ -129,14 +140,14 @@ def _bytes(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
         return []
     said = [f"{least.method} sent the least: {ratio:.1%} of the bytes of {first.method}."]
     if least not in (first, fastest):
-        said.append(f"It ends at {_last(least):.2f} %, {difference(least, first, len(done) - 1)}.")
+        said.append(f"It ends at {_text(least)}, {difference(least, first, len(done) - 1)}.")
     return said
 
 
 def _untaught(done: Sequence[Row]) -> list[str]:
     """Name the methods that end no better than guessing, within two standard deviations of such a guess."""
     classes = CLASSES.get(done[0].alike("data"))
-    if classes is None:
+    if classes is None or done[0].metric != ACCURACY:
         return []
     chance = 1 / classes
 

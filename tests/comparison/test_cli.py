@@ -100,6 +100,27 @@ def test_workers_make_a_run_as_torchrun_would_and_go_on_after_a_refused_one(out,
     assert log.startswith("pipetrain: mlp on digits (64 train, 360 test samples), schedule layer_dist, 2 x ")
 
 
+def test_perplexity_takes_the_place_of_accuracy(out, capsys):
+    words = ("--", "model=gpt", "data=text", "task=language_modelling")
+    assert compare("--schedules", "pipedream", "gpipe", "--out", str(out), *words) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("[1/2] pipedream seed 0 ... ppl 6.500 in 0.")
+    assert "| pipedream | vgg16 |" not in said
+    assert "| pipedream | gpt   |    6.500 |" in said
+    assert "last_ppl: mean test perplexity (lower is better) after the last epoch" in said
+
+
+def test_fresh_removes_the_pictures_of_the_metric_that_was_compared(out):
+    text = ("model=gpt", "data=text", "task=language_modelling")
+    assert compare("--schedules", "gpipe", "--out", str(out), "--", *text) == 0
+    old, mine = out / "perplexity_epoch.png", out / "my_loss_epoch.png"
+    old.touch()
+    mine.touch()
+    assert compare("--schedules", "gpipe", "--out", str(out), "--fresh", *DIGITS) == 0
+    assert not old.exists()
+    assert mine.exists()
+
+
 @pytest.mark.parametrize("what", ["empty", "partial"])
 def test_a_run_without_whole_records_has_failed(out, capsys, monkeypatch, what):
     misbehave(monkeypatch, pipedream=what)

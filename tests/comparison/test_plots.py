@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
@@ -10,24 +11,32 @@ import pytest
 
 from comparison import plots
 from comparison.experiment import of_schedule
+from comparison.metric import ACCURACY, metric_of
 from comparison.runs import Outcome, Spec
 from comparison.table import by_model, make_rows
 from tests.comparison.support import asked
 
 
-def outcome(schedule: str, seed: int, accuracies: list[float], model: str = "vgg16") -> Outcome:
-    summary = {"model": model, "data": "digits", "samples_per_s": 100.0 + seed, "val_acc": accuracies[-1]}
-    epochs = [float(epoch) for epoch in range(1, len(accuracies) + 1)]
-    curves = {"epoch": epochs, "val_acc": accuracies, "elapsed_s": [10 * epoch for epoch in epochs]}
-    return Outcome(Spec(of_schedule(schedule), seed, model, (), 2), 1.0, summary, curves)
+def outcome(schedule: str, seed: int, values: list[float], model: str = "vgg16", **more: Any) -> Outcome:
+    summary = {"model": model, "data": "digits", "samples_per_s": 100.0 + seed, **more}
+    key = f"val_{metric_of([summary]).name}"
+    epochs = [float(epoch) for epoch in range(1, len(values) + 1)]
+    curves = {"epoch": epochs, key: values, "elapsed_s": [10 * epoch for epoch in epochs]}
+    spec = Spec(of_schedule(schedule), seed, model, (), 2)
+    return Outcome(spec, 1.0, summary | {key: values[-1]}, curves)
 
 
+MSE: dict[str, Any] = {"metrics": [{"name": "mse", "higher": False, "percent": False}]}
 SEEDS = [outcome(s, k, [0.3, 0.9, 0.97 - k / 100]) for s in ("gpipe", "1f1b") for k in range(3)]
 CASES = {
     "two models and other epochs": [
         *SEEDS,
         outcome("gpipe", 3, [0.3, 0.8], "mlp"),
         outcome("1f1b", 0, [0.1]),
+    ],
+    "errors that are infinite or no number": [
+        *(outcome("gpipe", seed, [5.0, 4.0, 0.25], **MSE) for seed in range(2)),
+        *(outcome("1f1b", seed, [9.0, value, 3.0], **MSE) for seed, value in enumerate([np.inf, np.nan])),
     ],
     "odd names, all right and all wrong": [
         outcome(name, 0, [value, value])
@@ -45,10 +54,10 @@ def draw(out: Path, outcomes: list[Outcome]) -> list[plots.Picture]:
 @pytest.mark.parametrize("outcomes", CASES.values(), ids=CASES.keys())
 @pytest.mark.filterwarnings("error")
 def test_every_comparison_can_be_drawn(tmp_path, outcomes):
-    assert [picture.title for picture in draw(tmp_path, outcomes)] == [
-        *("Accuracy by epoch", "Accuracy by time", "Throughput")
-    ]
-    for name in plots.FILES[:3]:
+    titles = [picture.title for picture in draw(tmp_path, outcomes)]
+    metric = metric_of([outcomes[0].summary or {}])
+    assert titles == [f"{metric.heading} by epoch", f"{metric.heading} by time", "Throughput"]
+    for name in plots.files(metric)[:3]:
         image = matplotlib.image.imread(tmp_path / name)
         assert min(image.shape[:2]) > 150
         for colour in plots.COLOURS[:2]:  # of a method, in every picture
@@ -66,7 +75,7 @@ def test_curves_can_be_told_apart_without_colours_and_their_axis_is_plain():
     names = [f"s{i}" for i in range(7)]
     rows = make_rows([outcome(name, 0, [0.9751, 0.97512, 0.97513] * 4) for name in names])
     for key in ("epoch", "elapsed_s"):
-        figure = plots._accuracy(by_model(rows), names, key)
+        figure = plots._over(by_model(rows), names, key)
         assert figure is not None
         figure.canvas.draw()
         (axes,) = figure.axes
@@ -77,6 +86,36 @@ def test_curves_can_be_told_apart_without_colours_and_their_axis_is_plain():
         ticks = [label.get_text() for label in axes.get_yticklabels()]
         assert 3 <= len(set(ticks)) == len(ticks) <= 12
         assert all(96 < float(tick.removesuffix(" %")) < 99 for tick in ticks)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [([900.0, 30.0, 7.5], "log"), ([9.0, 8.0, 7.5], "linear"), ([0.004, 0.00399, 0.00398], "linear")],
+)
+def test_an_axis_of_numbers_is_fitted_and_logarithmic_where_they_span_decades(values, scale):
+    rows = make_rows([outcome("gpipe", 0, values, **MSE)])
+    figure = plots._over(by_model(rows), ["gpipe"], "epoch")
+    assert figure is not None
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    assert (axes.get_yscale(), axes.get_ylabel()) == (scale, "test squared error")
+    low, high = axes.get_ylim()
+    assert low < min(values) < max(values) < high
+    assert max(values) - min(values) > 0.5 * (high - low) or scale == "log"
+    ticks = {float(label.get_text()) for label in axes.get_yticklabels()}  # plain numbers, each another
+    assert len(ticks) == len(axes.get_yticklabels()) >= 3
+    assert not any(label.get_text() for label in axes.get_yticklabels(minor=True))
+
+
+def test_pictures_are_named_after_the_metric(tmp_path):
+    pictures = draw(tmp_path, [outcome("gpipe", 0, [0.25, 0.125], **MSE)])
+    assert [picture.title for picture in pictures] == [
+        *("Squared error by epoch", "Squared error by time", "Throughput")
+    ]
+    assert pictures[0].words.endswith("vgg16 by gpipe: 0.1250 after the last epoch")
+    names = {"squared_error_epoch.png", "squared_error_seconds.png", "throughput.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert plots.files(ACCURACY)[:2] == ["accuracy_epoch.png", "accuracy_seconds.png"]
 
 
 def test_methods_of_one_schedule_share_a_timeline():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from comparison import cli, report
+from comparison.metric import ACCURACY
 from tests.comparison import browser
 from tests.comparison.support import compare
 
@@ -40,6 +41,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 ],
             ),
             ("failed", 1, {"gpipe": "fail"}, ["--schedules", "gpipe"]),
+            ("text", 0, {}, ["--schedules", "gpipe", "pipedream", "task=language_modelling", "model=gpt"]),
         ]:
             out = tmp_path_factory.mktemp(name)
             patch.setenv("FAKE", json.dumps(fails))
@@ -119,7 +121,28 @@ def test_it_says_what_was_found_and_how_to_find_it_again(pages):
     for heading in ("Results", "Beside the record", "Timelines", "Every run", "Settings", "To make it again"):
         assert f"<h2>{heading}</h2>" in pages["whole"].read_text()
     assert pages["whole"].read_text().count("<img") == 4 + 3  # pictures and schedules
-    assert {path.name for path in pages["whole"].parent.iterdir()} == {*cli.FILES, "runs"}
+    assert {path.name for path in pages["whole"].parent.iterdir()} == {*cli.files(ACCURACY), "runs"}
+
+
+def test_perplexity_stands_where_accuracy_did(pages):
+    text = Reader(pages["text"]).text
+    assert (
+        "After the last epoch, in perplexity (lower is better), pipedream stands at 6.500, 0.600 above"
+        in text
+    )
+    for words in (
+        "last_ppl",
+        "best_ppl",
+        "last ppl",
+        "best ppl",
+        "Perplexity and speed",
+        "Perplexity by time",
+    ):
+        assert words in text
+    assert "accura" not in text.lower()
+    assert {path.name for path in pages["text"].parent.glob("*.png")} == {
+        *("perplexity_epoch.png", "perplexity_seconds.png", "throughput.png")
+    }
 
 
 def test_where_nothing_finished_it_says_so_and_shows_what_was_meant(pages):

@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from comparison import request
 from comparison.runs import words
 from pipetrain.cli import quoted
+from pipetrain.errors import ConfigError
 from tests.comparison.support import asked, compare
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,8 @@ REFUSED = {
     "--method 'mine: schedule=1f2b'": "method mine: there is no 1f2b; choose from 1f1b, ",
     "--method 'a b: schedule=gpipe' --method 'a+b: schedule=gpipe'": "the methods a b and a+b would share",
     "--method 'slow: schedule=gpipe optim.lr=0.1' optim.lr=1": "optim.lr is set by the method slow; leave ",
+    "--method 'a: schedule=gpipe' --method 'b: schedule=gpipe task=regression'": "a seed 0 has the default "
+    "task, and b seed 0 has task=regression: their metrics may differ",
     "--experiment nothing": "--experiment: there is no nothing; choose from xdypipe, or FILE.yaml",
     "--experiment no/such.yaml": "--experiment: no/such.yaml cannot be read: No such file",
 }
@@ -49,6 +52,13 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(tmp_path, monkey
     assert compare(*shlex.split(typed)) == 2
     assert capsys.readouterr().err.startswith(f"compare: {why}")
     assert not list(tmp_path.iterdir())
+
+
+def test_methods_of_other_losses_are_compared_by_one_metric():
+    words = ["--method", "a: schedule=gpipe", "--method", "b: schedule=gpipe loss._target_=my.loss"]
+    with pytest.raises(ConfigError, match=r"b seed 0 has loss\._target_=my\.loss"):
+        asked(*words)
+    assert len(asked(*words, "metrics.mine._target_=my.metric")) == 2
 
 
 def test_the_folder_is_named_after_what_is_compared():

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 
 from comparison.experiment import of_schedule
+from comparison.metric import ACCURACY
 from comparison.runs import Outcome, Spec
 from comparison.table import RECORD, duration, make_rows, remarks, size, write
 
 PUBLISHED = "method dataset model device lr batch_size data_worker buffer_size epoch acc eachtime"
 GOLDEN = Path(__file__).with_name("golden_table.md")
 DONE: dict[str, Any] = {"best_val_acc": 0.9, "val_acc": 0.9, "best_epoch": 1, "epoch_s": 5.0}
+
+
+PPL: dict[str, Any] = {"metrics": [{"name": "ppl", "higher": False, "percent": False}], "best_epoch": 2}
 
 
 def outcome(schedule: str, seed: int, **summary: Any) -> Outcome:
@@ -48,7 +52,7 @@ def head(text: str) -> list[str]:
 def test_the_markdown_beside_a_record_to_the_letter(tmp_path):
     assert write(tmp_path, make_rows(three_methods()), beside="") == GOLDEN.read_text()
     assert (tmp_path / "table.md").read_text() == GOLDEN.read_text()
-    assert [column.name for column in RECORD] == PUBLISHED.split()
+    assert [column.head(ACCURACY) for column in RECORD] == PUBLISHED.split()
 
 
 def test_without_a_record_its_columns_and_those_that_say_nothing_are_left_out(tmp_path):
@@ -72,6 +76,65 @@ def test_the_csv_holds_plain_numbers(tmp_path):
     assert [run["run"] for run in runs][2:4] == ["vgg16-layer_dist-seed2", "vgg16-gpipe-seed0"]
     assert [run["state"] for run in runs][2:5] == ["done", "done", "failed"]
     assert runs[3]["best_val_acc_percent"] == "90.4"
+
+
+def test_another_metric_takes_the_place_of_accuracy_in_its_own_unit_and_direction(tmp_path):
+    rows = make_rows(
+        [
+            outcome("1f1b", 0, **PPL, epoch_s=5.0, val_ppl=12.345, best_val_ppl=11.0),
+            outcome("1f1b", 1, **(PPL | {"best_epoch": 3}), epoch_s=5.0, val_ppl=12.545, best_val_ppl=10.5),
+            outcome("gpipe", 0),
+        ]
+    )
+    text = write(tmp_path, rows, beside="")
+    assert head(text) == [word.replace("acc", "ppl") for word in head(GOLDEN.read_text())]
+    line, failed = (
+        dict(zip(head(text), map(str.strip, cells.split("|")[1:]), strict=False))
+        for cells in text.splitlines()[2:4]
+    )
+    assert (line["epoch"], line["ppl"]) == ("3", "10.50")
+    assert (line["last_ppl"], line["best_ppl"]) == ("12.45 ± 0.14", "10.75 ± 0.35")
+    assert (failed["ppl"], failed["last_ppl"], failed["best_ppl"]) == ("failed", "failed", "-")
+    assert (
+        "epoch and ppl: the best epoch of all seeds, counted from 1, and its test perplexity (lower is"
+        in text
+    )
+    with (tmp_path / "runs.csv").open() as file:
+        assert next(csv.DictReader(file))["val_ppl"] == "12.345"
+    with (tmp_path / "table.csv").open() as file:
+        assert next(csv.DictReader(file))["last_ppl"] == "12.445"
+
+
+def test_runs_of_percentages_are_in_percent_and_other_metrics_beside_them_as_they_are(tmp_path):
+    metrics = [
+        {"name": "miou", "higher": True, "percent": True},
+        {"name": "spread", "higher": False, "percent": False},
+    ]
+    values = {"val_miou": 0.5, "best_val_miou": 0.75, "train_miou": 0.25, "val_spread": 0.125}
+    text = write(
+        tmp_path, make_rows([outcome("gpipe", 0, metrics=metrics, best_epoch=1, epoch_s=1.0, **values)])
+    )
+    assert "last_miou: mean test mean IoU in % after the last epoch" in text
+    with (tmp_path / "runs.csv").open() as file:
+        (run,) = csv.DictReader(file)
+    found = {key: run[key] for key in run if "miou" in key or "spread" in key}
+    assert found == {
+        "val_miou_percent": "50",
+        "best_val_miou_percent": "75",
+        "train_miou_percent": "25",
+        "val_spread": "0.125",
+    }
+
+
+def test_an_infinite_perplexity_does_not_stop_the_table(tmp_path):
+    values = [(10.0, 9.0), (float("inf"), float("nan"))]
+    runs = [
+        outcome("gpipe", seed, **PPL, epoch_s=1.0, val_ppl=last, best_val_ppl=best)
+        for seed, (last, best) in enumerate(values)
+    ]
+    text = write(tmp_path, make_rows(runs), beside="")
+    assert "| inf ± nan |" in text
+    assert "|     2 | 9.000 |" in text
 
 
 def test_nothing_is_faster_than_a_first_row_that_failed():

@@ -7,8 +7,6 @@ import json
 import logging
 import re
 import shutil
-import sys
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -518,31 +516,3 @@ def test_a_disk_that_is_full_at_the_end_leaves_no_summary_and_a_resumed_run_writ
     twin.close()
     assert json.loads((tmp_path / "again" / "summary.json").read_text())["epochs"] == 1
     assert [step for step, _ in scalars(tmp_path / "again")["loss/train"]] == [1]
-
-
-# Progress
-
-
-def test_off_a_terminal_nothing_is_drawn_and_a_long_epoch_says_how_far_it_is(made, caplog, monkeypatch):
-    recorder, _, _ = made
-    caplog.set_level(logging.INFO, logger="pipetrain")
-    start = time.perf_counter()
-    for passed in (1, 5, 11, 12, 30):
-        monkeypatch.setattr(module.time, "perf_counter", lambda now=start + passed: now)
-        recorder.tick("epoch 1", 6)
-    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch 1")]
-    assert said == ["epoch 1: 3 of 6", "epoch 1: 5 of 6"]
-    assert recorder._bar is None
-
-
-def test_on_a_terminal_a_bar_counts_and_is_gone_at_the_end(made, monkeypatch):
-    recorder, _, _ = made
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    for _ in range(2):
-        recorder.tick("epoch 1", 3)
-    assert (recorder._bar.n, recorder._bar.total, recorder._bar.desc) == (2, 3, "epoch 1")
-    recorder.tick("epoch 1", 3)
-    assert recorder._bar is None
-    recorder.tick("evaluation 1", 2)
-    assert (recorder._bar.n, recorder._bar.total) == (1, 2)
-    recorder.tick("evaluation 1", 2)

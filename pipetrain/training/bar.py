@@ -1,0 +1,47 @@
+"""The progress of a pass: a bar in a terminal, a line in the log now and then elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+log = logging.getLogger("pipetrain")
+
+SILENCE_S = 10.0  # between two lines of progress, without a terminal
+
+
+class Bar:
+    """Counts the steps of one pass after another."""
+
+    def __init__(self) -> None:
+        self._done = 0
+        self._bar: Any = None
+        self.spoke()
+
+    def spoke(self) -> None:
+        """Start the time of silence anew, as something else has been logged."""
+        self._spoke = time.perf_counter()
+
+    def tick(self, what: str, total: int) -> None:
+        """Count one of `total` steps of `what`, and show the progress."""
+        self._done += 1
+        if sys.stderr.isatty():
+            if self._bar is None:
+                self._bar = tqdm(total=total, desc=what, leave=False)
+            self._bar.update()
+        elif time.perf_counter() - self._spoke > SILENCE_S:
+            self.spoke()
+            log.info("%s: %d of %d", what, self._done, total)
+        if self._done == total:
+            self.close()
+
+    def close(self) -> None:
+        """End the pass, finished or not."""
+        self._done = 0
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None

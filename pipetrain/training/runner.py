@@ -1,0 +1,80 @@
+"""One rank's stages and their engine, which run the windows of the command line and of Pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from pipetrain.blueprint import Plan
+from pipetrain.boundary import Value
+from pipetrain.rate import Rate
+from pipetrain.runtime.coded import Feedback
+from pipetrain.runtime.engine import Ends, Observer
+from pipetrain.runtime.engine import Progress as Tick
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.order import Order
+from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.tasks import Task
+from pipetrain.training.assembly import make_engine, make_stages
+from pipetrain.training.feed import WindowFeed
+
+
+class Runner:
+    """Trains and evaluates windows with this rank's stages of a whole `model`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Sequential,
+        task: Task,
+        optimizer: OptimizerFactory,
+        rate: Rate,
+        mesh: Mesh,
+    ) -> None:
+        self.plan = plan
+        self._task = task
+        self._mesh = mesh
+        self.feedback = Feedback()
+        self.stages = make_stages(plan, model, task, optimizer, rate, mesh)
+        self.engine = make_engine(plan, self.stages, mesh, feedback=self.feedback)
+        self.last = self.stages.get(plan.stages - 1)
+        """The last stage, which counts; None if another rank holds it."""
+
+    def train(
+        self,
+        order: Order,
+        sizes: Sequence[Sequence[int]],
+        inputs: Iterator[Value] | None,
+        targets: Iterator[Value] | None,
+        tick: Tick = lambda stage: None,
+        observe: Observer | None = None,
+        ends: Ends | None = None,
+    ) -> list[float]:
+        """Train the batches of one window; return the mean loss of each update on the last stage's rank.
+
+        `sizes`: the samples of each microbatch of each batch; `inputs`, `targets`: those of each microbatch,
+        on the ranks of the first and the last stage. The others return nothing. See Engine.train for the
+        rest.
+        """
+        feed = self._feed(sizes, inputs, targets)
+        self.engine.train(order, feed, self.plan.settings.microbatches, tick, observe, ends)
+        return [] if self.last is None else self.last.take_losses()
+
+    def evaluate(
+        self,
+        order: Order,
+        sizes: Sequence[int],
+        inputs: Iterator[Value] | None,
+        targets: Iterator[Value] | None,
+        tick: Tick = lambda stage: None,
+        ends: Ends | None = None,
+    ) -> None:
+        """Predict microbatches of these `sizes` with the newest weights; the last stage counts."""
+        self.engine.evaluate(order, self._feed([[size] for size in sizes], inputs, targets), tick, ends)
+
+    def _feed(
+        self, sizes: Sequence[Sequence[int]], inputs: Iterator[Value] | None, targets: Iterator[Value] | None
+    ) -> WindowFeed:
+        dtype = self.plan.settings.dtype
+        return WindowFeed(sizes, inputs, targets, self._task.weight, self._mesh.device, dtype)

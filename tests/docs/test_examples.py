@@ -1,0 +1,140 @@
+"""The examples of docs/python.md and of the README, run as they stand; the page shows what they are."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+import pipetrain
+from pipetrain.arguments import configuration
+from tests.support.deadlines import DEADLINE_S
+from tests.support.processes import CHECKOUT, MARK, kill
+
+DOCS = CHECKOUT / "docs"
+EXAMPLES = DOCS / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+ALONE = ["mlp", "torch_pipelining"]  # each started as a person starts it
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+NUMBER = re.compile(r"\d+\.\d+(?:e-?\d+)?")
+
+
+def torchrun(folder: Path, *words: str) -> str:
+    """Run a program on two ranks, in a folder; return what it says."""
+    mark = uuid.uuid4().hex
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CHECKOUT), MARK: mark}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *words]
+    try:
+        ended = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    finally:
+        kill(mark)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in NUMBER.findall(text)]
+
+
+@pytest.mark.processes
+def test_every_example_runs_on_two_ranks(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    examples = [str(EXAMPLES / f"{name}.py") for name in NAMES if name not in ALONE]
+    again = [str(EXAMPLES / "saving.py"), f"{EXAMPLES / 'own_schedule.py'} {EXAMPLES / 'by_twos.txt'}"]
+    torchrun(tmp_path, "-m", "tests.docs.run_examples", str(out), *examples, *again)
+    said = {path.name: path.read_text() for path in out.iterdir()}
+
+    perplexities = [float(number) for number in re.findall(r"perplexity (\S+)", said["gpt"])]
+    assert perplexities[-1] < 3 < perplexities[0]
+    updates = [line.split(":")[0] for line in said["asynchronous"].splitlines()]
+    assert updates == ["update 20", "update 24", "update 28", "update 32", "staleness of stage 0"]
+    first, second = said["saving"].splitlines()
+    assert first.startswith("after 4 updates")
+    assert second.startswith("after 8 updates")
+    trained = [numbers(line) for line in (first, second)]
+    assert all(ours == pytest.approx(plain, abs=2e-4) for ours, plain in trained)
+    assert trained[1][0] < trained[0][0]
+    by_function, by_file = said["own_schedule"].split("Sequential, schedule by_twos: 2 stages")[1:]
+    assert by_function == by_file
+    assert float(re.search(r"close (\S+)%", said["own_task"]).group(1)) > 50
+    assert len(numbers(said["from_torchgpipe"])) == 4
+    assert len(numbers(said["from_deepspeed"])) == 10
+
+    theirs = numbers(torchrun(tmp_path, str(EXAMPLES / "torch_pipelining.py")))
+    assert numbers(said["from_pipelining"]) == pytest.approx(theirs, rel=1e-12)
+    assert len(theirs) == 4
+
+
+@pytest.mark.processes
+def test_the_readme_s_example_runs_as_it_says(tmp_path):
+    losses = numbers(torchrun(tmp_path, str(EXAMPLES / "mlp.py")))
+    assert len(losses) == 6
+    assert losses[-1] < losses[1]
+
+
+@pytest.mark.slow
+def test_it_runs_in_one_process(capsys, monkeypatch):
+    monkeypatch.setattr("pipetrain.pipeline.share_of_cores", lambda _: 1)
+    runpy.run_path(str(EXAMPLES / "mlp.py"))["pipe"].close()
+    assert len(numbers(capsys.readouterr().out)) == 6
+
+
+def test_the_first_example_has_fifteen_lines():
+    assert sum(bool(line) for line in (EXAMPLES / "mlp.py").read_text().splitlines()) <= 15
+
+
+def test_what_the_page_shows_is_what_is_run():
+    """Only what is not ours is quoted; the files that are shown whole are shown whole."""
+    page, texts = (DOCS / "python.md").read_text(), {n: (EXAMPLES / f"{n}.py").read_text() for n in NAMES}
+    theirs = ("from torchgpipe import", "import deepspeed")
+    ours = [block for block in BLOCK.findall(page) if not any(name in block for name in theirs)]
+    for block in ours:
+        assert any(block in text for text in texts.values()), block
+    for name in ("mlp", "gpt", *(n for n in NAMES if "from_" in n), "torch_pipelining"):
+        assert texts[name] in ours, name
+    for name in NAMES:
+        assert f"{name}.py" in page
+
+
+def test_the_readme_shows_the_first_example():
+    assert (EXAMPLES / "mlp.py").read_text() in BLOCK.findall((CHECKOUT / "README.md").read_text())
+
+
+def test_the_names_on_the_page_are_there():
+    page = (DOCS / "python.md").read_text()
+    for name in set(re.findall(r"\bpipe\.(\w+)", page)) - {"metrics"}:
+        assert hasattr(pipetrain.Pipeline, name), name
+    for name in set(re.findall(r"`pipetrain\.(\w+)`", page)):
+        assert name in pipetrain.__all__, name
+
+
+def test_the_options_on_the_page_are_options():
+    (call,) = re.findall(r"`(Pipeline\(\.\.\., partition.*?\))`", (DOCS / "python.md").read_text(), re.DOTALL)
+    options = eval(call.replace("Pipeline(..., ", "dict("))
+    configuration(None, "1f1b", None, None, "float32", options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"logger": "tensorboard"}, "takes no logger"),
+    ],
+)
+def test_an_option_of_the_command_line_alone_is_refused(options, said):
+    with pytest.raises(pipetrain.ConfigError, match=said):
+        configuration(None, "1f1b", None, None, "float32", options)

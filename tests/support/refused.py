@@ -1,0 +1,212 @@
+"""Programs that Pipeline must refuse: what each rank is told, for one process and for two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Sampler
+
+from pipetrain import ConfigError, Metric, Pipeline, ScheduleError, TrainingStopped
+from pipetrain.errors import ChannelError
+from pipetrain.runtime.mesh import World
+from pipetrain.seal import SealedStore
+from tests.support.programs import process_group
+
+Program = Callable[[int], object]
+KNOWN = (ConfigError, ScheduleError, TrainingStopped, ChannelError)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def sgd(parameters: Any) -> SGD:
+    return SGD(parameters, 0.1)
+
+
+def batch(n: int = 8, features: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.ones(n, features), torch.arange(n) % 3
+
+
+def pipe(**given: Any) -> Pipeline:
+    options = {
+        "model": model(),
+        "loss": functional.cross_entropy,
+        "optimizer": sgd,
+        "device": "cpu",
+        "threads": 1,
+    }
+    return Pipeline(**{"timeout": 60.0, **options, **given})
+
+
+def step(*given: Any, **options: Any) -> object:
+    return pipe(**options).step(*(given or batch()))
+
+
+def train(batches: Any, window: int | None = None, **options: Any) -> object:
+    return list(pipe(**options).train(batches, window))
+
+
+def failing_later(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that fails for labels of 2."""
+    if (targets == 2).any():
+        raise RuntimeError("no label 2, please")
+    return functional.cross_entropy(outputs, targets)
+
+
+def raising() -> Iterator[Any]:
+    yield batch()
+    raise OSError("the disk is gone")
+
+
+class Lying(Sampler[int]):
+    """Says that it has more samples than it yields."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(16))
+
+
+class Loud(Metric):
+    """Fails."""
+
+    name = "loud"
+
+    def sums(self, outputs: Any, targets: Any) -> Tensor:
+        raise RuntimeError("not a number in sight")
+
+
+class Coupled(SGD):
+    """Divides every gradient by the norm of all."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1e-3)
+        return super().step(closure)
+
+
+def samples(n: int = 24) -> list[Any]:
+    x, y = batch(n)
+    return list(zip(x, y, strict=True))
+
+
+def zeros(n: int = 8) -> tuple[Tensor, Tensor]:
+    return torch.ones(n, 4), torch.zeros(n, dtype=torch.int64)
+
+
+def twice(rank: int) -> None:
+    first = pipe()
+    try:
+        pipe()
+    finally:
+        first.close()
+
+
+ALIKE: dict[str, tuple[Program, str]] = {
+    "a vector": (
+        lambda rank: step(loss=lambda o, t: functional.cross_entropy(o, t, reduction="none")),
+        r"the loss of task Task must be one number.*, the mean over what counts; it returns float32\[8\]",
+    ),
+    "a metric": (lambda rank: step(metrics=[Loud()]), "metric loud of .* not a number in sight"),
+    "shapes": (
+        lambda rank: train([batch(), batch(8, 5)]),
+        r"batch 1 has inputs float32\[5\] a sample, and those of the first batch were float32\[4\]",
+    ),
+    "shapes in a window": (
+        lambda rank: train([batch(), batch(8, 5)], 2),
+        r"batch 1 has inputs float32\[5\] a sample, and those of the first batch were float32\[4\]",
+    ),
+    "length": (lambda rank: step(batch()[0], batch(7)[1]), "batch 0 has 8 inputs and 7 targets"),
+    "meta": (lambda rank: step(model=model().to("meta")), "0.weight of the model is on meta: build the"),
+    "two": (twice, r"this process has a Pipeline already: call close\(\)"),
+    "no optimizer": (lambda rank: step(optimizer=None), "Pipeline needs optimizer="),
+    "no loss": (lambda rank: step(loss=None), "Pipeline needs loss="),
+    "no Sequential": (lambda rank: step(model=nn.Linear(4, 3)), "needs an nn.Sequential .* not Linear"),
+    "option": (lambda rank: step(bufer_size=3), "Pipeline takes no bufer_size; did you mean buffer_size"),
+    "codec": (lambda rank: step(codec_forward="zip"), "codec_forward=zip is unknown; choose one of half"),
+    "schedule": (lambda rank: step(schedule="1fb"), "schedule=1fb is neither a file nor one of 1f1b, fbp"),
+    "rate": (lambda rank: step(lr_schedule="cosine"), "lr_schedule=cosine must be a function of the update"),
+    "window": (lambda rank: train([batch()], 0), "window=0 must be a whole number of batches"),
+    "small": (lambda rank: train([batch(), batch(3)]), "a batch of 3 samples cannot be cut"),
+    "empty": (lambda rank: train([]), "the loader has no batch"),
+    "empty evaluation": (lambda rank: pipe().evaluate(iter([])), "the loader has no batch"),
+    "no pair": (lambda rank: train([torch.ones(8, 4)]), "batch 0 must be a pair .*; it is a Tensor"),
+    "no tensor": (lambda rank: step([[1.0]], batch()[1]), "inputs of batch 0 must be a tensor .* got tuple"),
+    "no sample": (lambda rank: step(*batch(0)), "batch 0 has no sample"),
+    "float64": (lambda rank: step(batch()[0].double(), batch()[1]), "float64 numbers would be rounded"),
+    "float64 targets": (
+        lambda rank: step(torch.ones(8, 4), torch.ones(8, 3).double(), loss=functional.mse_loss),
+        r"the targets are float64\[3\] a sample, and with dtype=float32 float64 numbers would be rounded",
+    ),
+    "no loader": (lambda rank: train(7), "'int' object is not iterable"),
+    "not begun": (lambda rank: print(pipe().plan), "the plan is made with the first batch"),
+    "nothing to save": (lambda rank: pipe().save("nowhere"), "the plan is made with the first batch"),
+    "nothing to load": (lambda rank: pipe().load("/nowhere"), "/nowhere is neither a checkpoint nor"),
+}  # fmt: skip
+"""By name: a program, and what all of its ranks are told."""
+
+APART: dict[str, tuple[Program, str, str]] = {
+    "models": (
+        lambda rank: step(model=model() if rank else nn.Sequential(*model(), nn.Linear(3, 3))),
+        "rank 1 built another model than rank 0",
+        "rank 1 built another model than rank 0",
+    ),
+    "coupled": (
+        lambda rank: step(optimizer=lambda p: Coupled(p, 0.1)),
+        *["lets the step of one parameter depend"] * 2,
+    ),
+    "asynchronous": (lambda rank: step(schedule="pipedream"), *["schedule pipedream is asynchronous"] * 2),
+    "no length": (
+        lambda rank: train(iter([batch()]), schedule="pipedream"),
+        *["a loader without length does not say how long that is"] * 2,
+    ),
+    "integers": (
+        lambda rank: step(batch()[0].long(), batch()[1]),
+        "stage 0, action 0F0@0: RuntimeError: mat1 and mat2 must have the same dtype, but got Long and Float",
+        "rank 1 (lost rank 0|could not)",
+    ),
+    "raises": (lambda rank: train(raising()), "the disk is gone", "rank 0 stopped: the disk is gone"),
+    "ends early": (
+        lambda rank: train(DataLoader(samples(), 8, sampler=Lying()), schedule="pipedream"),  # type: ignore[arg-type]
+        "the loader ended after 2 batches, and its sampler said 3",
+        "rank 1 (lost rank 0|could not)",
+    ),
+    "a loss, later": (
+        lambda rank: train([zeros(), batch()], loss=failing_later),
+        "rank 0 (lost rank 1|could not)",
+        "stage 1, action 1F.*no label 2, please",
+    ),
+    "other calls": (
+        lambda rank: (
+            pipe(sample=batch()).evaluate([batch()])
+            if rank
+            else pipe(sample=batch()).save("/dev/null/nowhere")
+        ),
+        "rank 0 could not hear what it saved of rank ",
+        "rank 1 waits for the next window, and rank 0 is at the run's name",
+    ),
+}
+"""By name: a program, and what rank 0 and rank 1 are told."""
+
+
+def told(program: Program, rank: int) -> str:
+    """Return what a program is told; anything but one sentence of ours, or of the loader, is an error."""
+    from pipetrain import pipeline
+
+    pipeline._open = None
+    try:
+        program(rank)
+    except (*KNOWN, OSError, TypeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def all_told(world: World, store: SealedStore, names: Sequence[str]) -> list[str]:
+    with process_group(world, store):
+        return [told((ALIKE | APART)[name][0], world.rank) for name in names]

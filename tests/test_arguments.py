@@ -1,0 +1,96 @@
+"""Pipeline's arguments in the terms of the configuration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipetrain import Classification, ConfigError, ScheduleError, Task
+from pipetrain.arguments import (
+    FixedProgram,
+    configuration,
+    read_rate,
+    read_schedule,
+    read_task,
+    refuse_elsewhere,
+)
+from pipetrain.schedule.actions import format_program, parse_program
+from pipetrain.schedule.programs import gpipe, one_f_one_b
+
+MODEL = nn.Linear(2, 2)
+
+
+def settings(schedule="1f1b", microbatches=None, window=None, dtype=None, **options):
+    return configuration(MODEL, schedule, microbatches, window, dtype, options)[0]
+
+
+def test_a_shipped_schedule_brings_its_microbatches_and_window_and_an_argument_replaces_them():
+    assert (settings().microbatches, settings().window) == (4, 1)
+    assert (settings("pipedream").microbatches, settings("pipedream").window) == (1, None)
+    assert (settings("pipedream", 3, 2).microbatches, settings("pipedream", 3, 2).window) == (3, 2)
+    assert (settings(gpipe).microbatches, settings(gpipe).window) == (1, 1)
+
+
+def test_options_have_the_defaults_of_the_command_line():
+    cfg = settings()
+    assert (cfg.partition, cfg.buffer_size, cfg.timeout, cfg.on_nan) == ("flops", 2, 300, "stop")
+    assert settings(partition=[1], buffer_size=5).partition == [1]
+    assert settings(codec_forward="half").codec.forward != cfg.codec.forward
+
+
+def test_the_dtype_is_that_of_the_model():
+    assert settings().dtype == "float32"
+    assert configuration(nn.Linear(2, 2).double(), "1f1b", None, None, None, {})[0].dtype == "float64"
+    assert settings(dtype=torch.float64).dtype == "float64"
+
+
+def test_what_the_arguments_stand_for_is_no_option():
+    for key in ("batch_size", "epochs", "optim", "warmup"):
+        with pytest.raises(ConfigError, match=f"Pipeline takes no {key}"):
+            settings(**{key: 1})
+
+
+def test_a_loss_and_a_task_are_given_once():
+    task = Classification()
+    assert read_task(task, None, (), None) is task
+    assert read_task(None, task, (), None) is task
+    assert isinstance(read_task(functional.mse_loss, None, (), None), Task)
+    with pytest.raises(ConfigError, match="a Task has its loss, metrics and weight"):
+        read_task(functional.mse_loss, task, (), None)
+
+
+def test_a_rate_is_a_function_that_works():
+    assert read_rate(None)(3) == 1.0
+    assert read_rate(lambda update: 0.5**update)(3) == 0.125
+    with pytest.raises(ConfigError, match="lr_schedule fails for update 0: ZeroDivisionError"):
+        read_rate(lambda update: 1 / update)
+
+
+def test_a_program_of_one_batch_serves_any_number_of_them():
+    one, three = one_f_one_b(2, 1, 4), one_f_one_b(2, 3, 4)
+    assert FixedProgram("mine.txt", one)(2, 1, 4) == one
+    repeated = FixedProgram("mine.txt", one)(2, 3, 4)
+    assert [sorted(map(str, actions)) for actions in repeated] == [sorted(map(str, a)) for a in three]
+    assert FixedProgram("mine.txt", three)(2, 3, 4) == three
+
+
+@pytest.mark.parametrize("size", [(3, 3, 4), (2, 2, 4), (2, 6, 4), (2, 3, 2)])
+def test_a_program_of_another_size_is_refused(size):
+    with pytest.raises(ScheduleError, match=r"the program in mine.txt is of 2 ranks, 3 batches and 12 micro"):
+        FixedProgram("mine.txt", one_f_one_b(2, 3, 4))(*size)
+
+
+def test_a_program_file_is_read_with_or_without_its_messages(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text(format_program(one_f_one_b(2, 1, 4)))
+    assert read_schedule(settings(path), path)(2, 1, 4) == parse_program(path.read_text())
+    with pytest.raises(ConfigError, match=r"schedule=none.txt is neither a file nor one of 1f1b, fbp"):
+        read_schedule(settings("none.txt"), "none.txt")
+
+
+def test_a_model_that_is_elsewhere_is_refused():
+    refuse_elsewhere(MODEL)
+    with pytest.raises(ConfigError, match="weight of the model is on meta: build the model on the CPU"):
+        refuse_elsewhere(nn.Linear(2, 2, device="meta"))

@@ -1,0 +1,210 @@
+"""Pipeline trains as one process would, on any number of processes, and refuses the rest in one sentence."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from pipetrain import Pipeline, ScheduleError, Task, TrainingStopped, pipeline
+from pipetrain.schedule.actions import format_program
+from pipetrain.schedule.programs import one_f_one_b
+from tests.support.deadlines import DEADLINE_S
+from tests.support.programs import (
+    GROUPS,
+    JOBS,
+    Case,
+    accuracy,
+    evaluated,
+    labelled,
+    mlp,
+    momentum,
+    train_case,
+    train_cases,
+)
+from tests.support.refused import ALIKE, APART, all_told, told
+from tests.support.worlds import run_world
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Let no test meet the Pipeline that another one has left open."""
+    monkeypatch.setattr(pipeline, "_open", None)
+
+
+def cases(ranks: int) -> list[Case]:
+    m = {1: 4, 2: 4, 3: 3}[ranks]  # of which the interleaved schedule needs a multiple of the ranks
+    few = max(2, ranks)  # so that each microbatch has 2 samples, as a BatchNorm needs
+    every = [
+        *(Case(job, "1f1b", few if job == "normed" else m) for job in JOBS),
+        *(Case(job, "pipedream", 2) for job in JOBS),
+        Case("gpt", "pipedream_2bw", m),
+        Case("mlp", "gpipe", m, window=2),
+        Case("mlp", "pipedream", 1, window=2),
+        Case("mlp", "1f1b", m, by_step=True),
+        Case("mlp", "1f1b", m, options={"param_groups": GROUPS}),
+        Case("normed", "pipedream_2bw", few, window=2, options={"param_groups": GROUPS}),
+    ]
+    if ranks > 1:
+        every += [Case("gpt", "interleaved_1f1b", m), Case("tuples", "interleaved_1f1b", m, window=3)]
+    return every
+
+
+@pytest.mark.parametrize("case", cases(1), ids=lambda case: f"{case.job}-{case.schedule}")
+def test_one_process_trains_as_plain_pytorch_does(case):
+    train_case(case, 0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_processes_train_as_plain_pytorch_does_and_all_know_the_results(ranks):
+    """Each rank's loader shuffles otherwise; the batches are those of rank 0's."""
+    told = run_world(train_cases, ranks, cases(ranks))
+    assert all(rank == told[0] for rank in told[1:])
+    assert all(result["updates"] == 3 for result in told[0])
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_cannot_be_trained_is_refused_in_one_sentence(name):
+    program, sentence = ALIKE[name]
+    said = told(program, 0)
+    assert re.search(sentence, said), said
+    assert "\n" not in said
+
+
+@pytest.mark.processes
+def test_every_rank_is_told_and_none_waits_for_another():
+    names = [*ALIKE, *APART]
+    for name, zero, one in zip(names, *run_world(all_told, 2, names), strict=True):
+        wanted = APART[name][1:] if name in APART else (ALIKE[name][1],) * 2
+        for said, sentence in zip((zero, one), wanted, strict=True):
+            assert re.search(sentence, said), (name, zero, one)
+
+
+# The life of a pipeline
+
+
+def labelled_batches(n: int) -> list:
+    return list(DataLoader(labelled(n), batch_size=8))
+
+
+@pytest.fixture
+def pipe() -> Pipeline:
+    torch.manual_seed(0)
+    return Pipeline(mlp(), cross_entropy, momentum, metrics={"acc": accuracy}, device="cpu", threads=1)
+
+
+def test_a_pass_that_was_left_is_no_part_of_the_metrics_of_the_next(pipe):
+    for _ in pipe.train(labelled_batches(24)):
+        break
+    pipe.step(*labelled_batches(8)[0])
+    losses = list(pipe.train(labelled_batches(16)))
+    assert pipe.updates == 4
+    assert pipe.metrics["loss"] == pytest.approx(sum(losses) / 2)
+    assert set(pipe.metrics) == {"loss", "acc", "learning_rate", "samples_per_s"}
+
+
+def test_an_evaluation_within_a_pass_changes_neither_it_nor_its_metrics(pipe):
+    losses, seen = [], []
+    for loss in pipe.train(labelled_batches(24)):
+        losses.append(loss)
+        seen.append(pipe.evaluate(labelled_batches(11))["loss"])
+    assert len(set(seen)) == 3
+    assert pipe.metrics["loss"] == pytest.approx(sum(losses) / 3)
+
+
+def test_before_the_first_batch_there_are_weights_and_an_evaluation(pipe):
+    initial = pipe.state_dict()
+    twin = mlp()
+    twin.load_state_dict(initial)
+    found = pipe.evaluate(DataLoader(labelled(37), batch_size=19))  # 4 microbatches do not divide it
+    assert found == pytest.approx(evaluated(twin, Task(cross_entropy, {"acc": accuracy}), labelled(37)))
+    assert pipe.updates == 0
+    assert len(list(pipe.train(labelled_batches(24)))) == 3
+
+
+def test_what_fails_before_a_window_leaves_the_pipeline_as_it_was(pipe):
+    list(pipe.train(labelled_batches(8)))
+    before = pipe.state_dict()
+    with pytest.raises(ZeroDivisionError):
+        list(pipe.train(1 / 0 for _ in range(1)))
+    with pytest.raises(TrainingStopped, match="a batch of 2 samples cannot be cut"):
+        list(pipe.train(labelled_batches(2)))
+    assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
+    assert len(list(pipe.train(labelled_batches(8)))) == 1
+
+
+def test_what_fails_within_a_window_ends_the_pipeline(pipe):
+    x, y = labelled_batches(8)[0]
+    pipe.step(x, y)
+    with pytest.raises(TrainingStopped, match=r"action 0F0@0: IndexError: Target 10\d is out of bounds"):
+        pipe.step(x, y + 99)
+    for call in (lambda: pipe.step(x, y), pipe.state_dict, lambda: pipe.save("nowhere"), lambda: pipe.plan):
+        with pytest.raises(TrainingStopped, match="this Pipeline has ended with an error: rank 0, stage 0"):
+            call()
+    pipe.close()
+    Pipeline(mlp(), cross_entropy, momentum, device="cpu", threads=1).close()
+
+
+def test_the_first_batch_need_not_be_a_multiple_of_the_microbatches(pipe):
+    torch.manual_seed(0)
+    twin = mlp()
+    wanted = [cross_entropy(twin(x), y).item() for x, y in labelled_batches(7)]
+    assert list(pipe.train(labelled_batches(7))) == pytest.approx(wanted)
+
+
+def test_the_plan_is_there_with_a_sample_and_prints_as_the_command_does():
+    sample = labelled_batches(8)[0]
+    plan = Pipeline(mlp(), cross_entropy, momentum, sample=sample, device="cpu", threads=1).plan
+    assert "Sequential, schedule 1f1b: 1 stages on 1 ranks, batch 8 in 4 microbatches" in str(plan)
+
+
+def test_a_schedule_may_be_a_function_or_the_file_of_a_program(tmp_path):
+    losses = []
+    program = one_f_one_b(1, 1, 4)
+    (tmp_path / "mine.txt").write_text(format_program(program))
+    for schedule in ("1f1b", one_f_one_b, tmp_path / "mine.txt"):
+        pipeline._open = None
+        torch.manual_seed(0)
+        pipe = Pipeline(
+            mlp(), cross_entropy, momentum, schedule, microbatches=4, window=1, device="cpu", threads=1
+        )
+        losses.append(list(pipe.train(labelled_batches(24))))
+    assert losses[0] == losses[1] == losses[2]
+    pipeline._open = None
+    with pytest.raises(ScheduleError, match=r"mine.txt is of 1 ranks, 1 batches and 4 microbatches in all"):
+        Pipeline(mlp(), cross_entropy, momentum, tmp_path / "mine.txt", microbatches=2, device="cpu")
+
+
+def test_every_schedule_that_ships_is_listed_with_what_it_is():
+    listed = pipeline.schedules()
+    assert {"1f1b", "gpipe", "pipedream"} <= listed.keys()
+    assert listed["gpipe"].startswith("All forwards of a batch, then all its backwards")
+
+
+@pytest.mark.processes
+def test_torchrun_starts_it_and_a_closed_one_makes_room_for_another(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import torch, pipetrain\n"
+        "for schedule in ('1f1b', 'gpipe'):\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))\n"
+        "    sgd = lambda p: torch.optim.SGD(p, 0.1)\n"
+        "    loss = torch.nn.functional.mse_loss\n"
+        "    with pipetrain.Pipeline(model, loss, sgd, schedule, device='cpu', threads=1) as pipe:\n"
+        "        pipe.step(torch.ones(4, 2), torch.ones(4, 2))\n"
+        "        print(f'rank {pipe.rank} {schedule} {pipe.updates}\\n', end='')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert said == [f"rank {rank} {schedule} 1" for rank in (0, 1) for schedule in ("1f1b", "gpipe")]
