@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from pipetrain import Pipeline, ScheduleError, Task, TrainingStopped, pipeline
+from pipetrain import ConfigError, Pipeline, ScheduleError, Task, TrainingStopped, pipeline
 from pipetrain.schedule.actions import format_program
 from pipetrain.schedule.programs import one_f_one_b
 from tests.support.deadlines import DEADLINE_S
@@ -48,6 +48,8 @@ def cases(ranks: int) -> list[Case]:
         Case("mlp", "pipedream", 1, window=2),
         Case("mlp", "1f1b", m, by_step=True),
         Case("mlp", "1f1b", m, options={"param_groups": GROUPS}),
+        Case("mlp", "1f1b", m, options={"clip_grad_norm": 0.05, "ema": 0.6}),
+        Case("gpt", "pipedream", 2, options={"clip_grad_norm": 0.05, "ema": 0.6}),
         Case("normed", "pipedream_2bw", few, window=2, options={"param_groups": GROUPS}),
     ]
     if ranks > 1:
@@ -182,6 +184,24 @@ def test_a_schedule_may_be_a_function_or_the_file_of_a_program(tmp_path):
     pipeline._open = None
     with pytest.raises(ScheduleError, match=r"mine.txt is of 1 ranks, 1 batches and 4 microbatches in all"):
         Pipeline(mlp(), cross_entropy, momentum, tmp_path / "mine.txt", microbatches=2, device="cpu")
+
+
+def test_a_profile_may_choose_the_cuts():
+    with Pipeline(
+        mlp(),
+        cross_entropy,
+        momentum,
+        partition="profile",
+        threads=1,
+        sample=next(iter(DataLoader(labelled(8), 8))),
+    ) as made:
+        assert made.plan.prediction is not None
+        assert "profiled on" in str(made.plan)
+
+
+def test_without_an_average_there_is_none_to_give(pipe):
+    with pytest.raises(ConfigError, match="give Pipeline ema="):
+        pipe.state_dict(ema=True)
 
 
 def test_every_schedule_that_ships_is_listed_with_what_it_is():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, default_collate
 
 from pipetrain import LanguageModelling, Pipeline, Regression, Task, TrainingStopped
@@ -235,8 +236,14 @@ def plain(
     microbatches: int,
     cuts: Sequence[int],
     delay: Delay,
+    clip: float | None = None,
+    by_stage: bool = False,
+    average: AveragedModel | None = None,
 ) -> list[float]:
-    """Train in one process, microbatch by microbatch with delayed weights; return the loss of each update."""
+    """Train in one process, microbatch by microbatch with delayed weights; return the loss of each update.
+
+    `clip`: the most of the gradient's norm, of each stage's `by_stage`; `average` follows the weights.
+    """
     live = dict(model.named_parameters())
     peaks = [group["lr"] for group in optimizer.param_groups]
     losses: list[float] = []
@@ -264,7 +271,13 @@ def plain(
                 mb += 1
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * falling(len(losses))
+            if clip is not None:
+                for stage in range(len(cuts) + 1) if by_stage else [None]:
+                    mine = [p for name, p in live.items() if stage in (None, stages[name])]
+                    nn.utils.clip_grad_norm_(mine, clip)
             optimizer.step()
+            if average is not None:
+                average.update_parameters(model)
             history.append({name: p.detach().clone() for name, p in live.items()})
             losses.append(mean)
     return losses
@@ -300,6 +313,7 @@ def train_case(case: Case, rank: int) -> dict[str, Any]:
     test = DataLoader(job.samples(19), batch_size=5)
     metrics = pipe.evaluate(test)
     state = pipe.state_dict()
+    averaged = pipe.state_dict(ema=True) if "ema" in case.options else {}
     if rank == 0:
         length = case.window or pipe._settings.window or len(recorded.batches)
         windows = [recorded.batches[i : i + length] for i in range(0, len(recorded.batches), length)]
@@ -309,12 +323,21 @@ def train_case(case: Case, rank: int) -> dict[str, Any]:
         m = case.microbatches if stashing or not job.whole else 1
         optimizer = grouped(twin) if "param_groups" in case.options else momentum(twin.parameters())
         delay = DELAYS[case.schedule](pipe.plan.stages, m)
-        wanted = plain(twin, task, optimizer, windows, m, pipe.plan.cuts, delay)
+        decay = case.options.get("ema")
+        average = decay and AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        clip = case.options.get("clip_grad_norm")
+        cuts = pipe.plan.cuts
+        wanted = plain(twin, task, optimizer, windows, m, cuts, delay, clip, stashing, average)
         torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
         again = job.model()
         again.load_state_dict(state, strict=True)
         for name, tensor in twin.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-11)
+        if average:
+            assert averaged.keys() == state.keys()
+            for name, tensor in average.module.state_dict().items():
+                torch.testing.assert_close(averaged[name], tensor, rtol=1e-9, atol=1e-11)
+            again.load_state_dict(averaged, strict=True)
         expected = evaluated(again, task, job.samples(19))
         torch.testing.assert_close(metrics, expected, rtol=1e-9, atol=1e-11)
         weights = [float(task.weight(y)) for _, y in recorded.batches]
