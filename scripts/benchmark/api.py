@@ -2,20 +2,23 @@
 
 A Pipeline takes turns with an engine of the same plan, which is given the same batch from memory. What is
 between them is the API: reading the batch on rank 0, telling the ranks of it, sending the targets to the last
-one, and telling every rank the loss.
+one, and telling every rank the loss. A rank then starts a batch when the last stage has ended the one before.
+
+The processor time of each rank's thread is measured too, which other programs on the machine hardly change.
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
-from benchmark.contestants import Contestant, Ours, race
-from benchmark.overhead import TASK
+from benchmark.contestants import Contestant, Ours, race, rotated
+from benchmark.overhead import TASK, cpu_seconds
 from benchmark.report import Row, Series, Verdict
 from benchmark.tasks import Scale, prepare
 from benchmark.worlds import Say, run_world, titled
@@ -46,12 +49,21 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
     batches = 10 if scale.quick else BATCHES
     for schedule in SCHEDULES:
         title = f"api, {schedule}"
-        yield from make_rows(title, *run_world(measure, RANKS, titled(say, title), schedule, batches, scale))
+        by_rank = run_world(measure, RANKS, titled(say, title), schedule, batches, scale)
+        yield from make_rows(title, by_rank[0][0])
+        for rank, (_, processor) in enumerate(by_rank):
+            yield from make_rows(f"{title}, processor of rank {rank}", processor)
 
 
-def measure(mesh: Mesh, say: Say, schedule: str, batches: int, scale: Scale) -> Series:
-    """Race the ways to train, on one rank."""
-    return race(mesh, ways(mesh, schedule, batches), scale.rounds, say)
+def measure(mesh: Mesh, say: Say, schedule: str, batches: int, scale: Scale) -> tuple[Series, Series]:
+    """Race the ways to train, on one rank; returns the seconds a batch, and the processor's of its thread."""
+    made = ways(mesh, schedule, batches)
+    series = race(mesh, made, scale.rounds, say)
+    processor: defaultdict[str, list[float]] = defaultdict(list)
+    for number in range(scale.rounds):
+        for one in rotated(made, number):
+            processor[one.name].append(cpu_seconds(mesh, one) / one.batches)
+    return {one.name: series[one.name] for one in made}, dict(processor)
 
 
 def ways(mesh: Mesh, schedule: str, batches: int) -> list[Contestant]:
@@ -82,7 +94,7 @@ def ways(mesh: Mesh, schedule: str, batches: int) -> list[Contestant]:
     return made
 
 
-def make_rows(benchmark: str, series: Series, *others: Series) -> list[Row]:
+def make_rows(benchmark: str, series: Series) -> list[Row]:
     """Hold the milliseconds that each way adds to a batch of the engine against the target."""
     rows = [Row(benchmark, ENGINE, [1000 * s for s in series[ENGINE]], "ms")]
     for name in (name for name in series if name != ENGINE):
