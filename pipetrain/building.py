@@ -24,7 +24,7 @@ from pipetrain.boundary import specs_of
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import Schedule
-from pipetrain.tasks import Metric, Task
+from pipetrain.tasks import Mean, Metric, Task
 
 # Methods and hooks of a model that one process would run; a pipeline runs the layers only.
 _METHODS = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "train", "eval")
@@ -93,10 +93,16 @@ def make_task(cfg: DictConfig) -> Task:
         task = build(cfg, "task")
         if not isinstance(task, Task):
             raise ConfigError(f"task must be a {Task.__module__}.Task; got {type(task).__name__}")
+    node = cfg.task if cfg.get("loss") is None else cfg.loss
+    if cfg.get("label_smoothing") and "label_smoothing" not in node:
+        raise ConfigError(
+            f"label_smoothing={cfg.label_smoothing} has no effect on {node._target_}, which has no such "
+            f"argument: set label_smoothing=0"
+        )
     if metrics:
-        plain = {name: made for name, made in metrics.items() if not isinstance(made, Metric)}
-        named = {metric.name: metric for metric in Task(metrics=plain).metrics}
-        task.metrics = [named.get(name, made) for name, made in metrics.items()]
+        task.metrics = [
+            made if isinstance(made, Metric) else Mean(name, made) for name, made in metrics.items()
+        ]
     return task
 
 

@@ -111,7 +111,7 @@ def test_without_a_fallback_the_error_names_the_ways_out(closed, tmp_path):
 
 @pytest.mark.parametrize("name", ["foo", "cifar100", "''", "3"])
 def test_an_unknown_fallback_is_refused_whether_it_is_needed_or_not(name):
-    with pytest.raises(ConfigError, match="is unknown; choose one of cifar10, digits, or null"):
+    with pytest.raises(ConfigError, match=r"is unknown; choose one of cifar10, custom, .*, text, or null"):
         obtain_data(config(["data=digits", f"data.fallback={name}"]), torch.float32)
 
 
@@ -189,6 +189,10 @@ def test_an_evaluation_has_every_sample_once_in_even_pieces(samples, most):
 
 def test_check_early_needs_no_data(closed, tmp_path):
     check_early(absent(closed, tmp_path), "1f1b", 2)
+    undeclared = absent(closed, tmp_path, "data.sample=null", "data.fallback=null")
+    with pytest.raises(DataMissing):
+        check_early(undeclared, "1f1b", 2)
+    check_early(undeclared, "1f1b", 2, example=Example((TensorSpec((3, 32, 32), torch.float32),)))
     assert not (tmp_path / "sets").exists()
 
 
