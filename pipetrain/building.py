@@ -22,7 +22,7 @@ from torch import nn
 
 from pipetrain.boundary import specs_of
 from pipetrain.codec import Codec
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
 
@@ -69,11 +69,6 @@ def _not_taken(key: str, target: str, argument: str) -> str:
     close = difflib.get_close_matches(argument, known, n=1)
     meant = f"did you mean {close[0]}" if close else f"leave it out with ~{key}.{argument}"
     return f"{target} takes no {argument}; {meant}"
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's text as one line."""
-    return " ".join(str(error).split())
 
 
 def make_schedule(cfg: DictConfig) -> Schedule:

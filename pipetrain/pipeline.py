@@ -46,14 +46,14 @@ from pipetrain.blueprint import (
     settle_clipping,
 )
 from pipetrain.boundary import Example, Value, as_tuple, specs_of
-from pipetrain.building import one_line, prove_model
+from pipetrain.building import prove_model
 from pipetrain.checkpoint import direct
 from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
 from pipetrain.config import Settings, read_settings, share_of_cores
 from pipetrain.data import pieces
-from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.optimizer import prove_optimizer
 from pipetrain.partition.profile import PROFILE, read_profile
 from pipetrain.profiling import make_profile, measure_together

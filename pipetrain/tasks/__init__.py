@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.boundary import Boundary, Value, as_tuple, differentiable, on_each, specs_of
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.tally import Tally
 from pipetrain.tasks.metrics import Accuracy, Mean, MeanIoU, Metric, MetricFunction, Perplexity, SquaredError
 
@@ -105,8 +105,7 @@ class Task:
 
     def values(self, tally: Tally) -> dict[str, float]:
         """Return each metric over all that a tally has counted; NaN if nothing was."""
-        known, loss = tally.sums, tally.mean_loss
-        return {m.name: m.value(known[m.name], loss) if m.name in known else math.nan for m in self.metrics}
+        return {metric.name: _value(metric, tally) for metric in self.metrics}
 
     def score(self, tally: Tally) -> float:
         """Return the number by which epochs are compared; higher is better."""
@@ -199,6 +198,16 @@ def _counting(targets: Value, ignored: int) -> Tensor | float:
     """Return how many labels are not ignored; probabilities of classes count by the sample."""
     labels = as_tuple(targets)[0]
     return (labels != ignored).sum() if not labels.is_floating_point() else float(len(labels))
+
+
+def _value(metric: Metric, tally: Tally) -> float:
+    """Return a metric of a tally; NaN if it has counted nothing, even if the metric divides by that."""
+    if metric.name not in tally.sums:
+        return math.nan
+    try:
+        return metric.value(tally.sums[metric.name], tally.mean_loss)
+    except ZeroDivisionError:
+        return math.nan
 
 
 def _samples(targets: Value) -> float:
@@ -333,14 +342,15 @@ def _prove_metrics(task: Task, given: Value, wanted: Value, where: str) -> None:
         sums = _tried(metric.sums, given, wanted, of)
         if not isinstance(sums, Tensor) or sums.dim() != 1:
             raise ConfigError(f"metric {metric.name} of task {task} must return sums, a tensor [k]")
-        _tried(lambda *_, metric=metric, sums=sums: metric.value(sums.tolist(), 1.0), given, wanted, of)
+        tally = Tally(1.0, 1.0, 1, {metric.name: sums.tolist()})
+        _tried(lambda *_, metric=metric, tally=tally: _value(metric, tally), given, wanted, of)
 
 
 def _tried(call: Callable[[Value, Value], Any], outputs: Value, targets: Value, where: str) -> Any:
     try:
         return call(outputs, targets)
     except Exception as error:  # a user's function may raise anything
-        raise ConfigError(f"{where}: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise ConfigError(f"{where}: {one_line(error) or type(error).__name__}") from error
 
 
 def _part(value: Value, start: int, end: int) -> Value:

@@ -305,24 +305,31 @@ def test_a_metric_that_fails_is_named():
     )
 
 
-class Dividing(Metric):
+class Ratio(Metric):
     name = "ratio"
 
+    def __init__(self, count: int) -> None:
+        self._count = count
+
     def sums(self, outputs: Value, targets: Value) -> Tensor:
-        return outputs.new_zeros(2)
+        return outputs.new_zeros(self._count)
 
     def value(self, sums: Sequence[float], loss: float) -> float:
         return sums[0] / sums[1]
 
 
 def test_a_metric_whose_value_fails_is_named_before_the_start():
-    said = refused(Task(functional.cross_entropy, [Dividing()]), spec(4), labels(7))
-    assert said.startswith("metric ratio of task cross_entropy cannot take")
-    assert said.endswith(": float division by zero")
+    said = refused(Task(functional.mse_loss, [Ratio(1)]), spec(4), randn(7, 4))
+    assert said.startswith("metric ratio of task mse_loss cannot take")
+    assert said.endswith(": list index out of range")
 
 
-def test_of_what_was_not_counted_no_metric_is_asked():
-    assert math.isnan(Task(metrics=[Dividing()]).values(Tally())["ratio"])
+def test_of_what_was_not_counted_there_is_no_metric():
+    """Neither of the first samples, where that may be by chance, nor of all."""
+    task = Task(functional.mse_loss, [Ratio(2)])
+    prove_task(task, spec(4), "head", randn(7, 4), None)
+    assert math.isnan(task.values(Tally())["ratio"])
+    assert math.isnan(task.values(tally(1.0, ratio=[0.0, 0.0]))["ratio"])
 
 
 @pytest.mark.parametrize(
