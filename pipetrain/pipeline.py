@@ -263,10 +263,6 @@ class Pipeline:
         """Return and reset a tally of the last stage; None if another rank holds it."""
         return take(self._runner.last) if self._runner and self._runner.last else None
 
-    def _tell(self, what: str, item: Any, source: int = 0) -> Any:
-        with self._together():
-            return self._mesh.tell(what, item, source)
-
     # One pass over a loader
 
     def _windows(self, loader: Batches, window: int | None) -> Iterator[tuple[Reader | None, list[int]]]:
@@ -290,7 +286,8 @@ class Pipeline:
         except Exception as caught:  # a loader may raise anything
             error = caught
         text = None if error is None else one_line(error) or type(error).__name__
-        found, text, refused = self._tell(what, [found, text, isinstance(error, ConfigError)])
+        with self._together():
+            found, text, refused = self._mesh.tell(what, [found, text, isinstance(error, ConfigError)])
         if error is not None:
             raise error
         if text is not None:
