@@ -15,13 +15,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from pipetrain.boundary import Value
+from pipetrain.boundary import Value, bytes_of
 from pipetrain.building import make_schedule
 from pipetrain.cli import conf_dir
 from pipetrain.errors import ConfigError
 from pipetrain.rate import Rate, learning_rate
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.schedule.actions import Action, Op, Program, Schedule, ScheduleError, parse_program
+from pipetrain.schedule.actions import UPDATE, Action, Op, Program, Schedule, ScheduleError, parse_program
 from pipetrain.schedule.lower import ADDED
 from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
@@ -162,7 +162,8 @@ class FixedProgram:
 
     @staticmethod
     def _later(action: Action, batch: int, microbatches: int) -> Action:
-        return replace(action, mb=action.mb + batch * microbatches, version=action.version + batch)
+        shift = 0 if action.op in UPDATE else batch * microbatches  # an update has no microbatch
+        return replace(action, mb=action.mb + shift, version=action.version + batch)
 
 
 def refuse_elsewhere(model: object) -> None:
@@ -192,11 +193,6 @@ def level(model: nn.Module, mesh: Mesh) -> None:
     for tensor, *sums in zip(tensors.values(), *(digests for _, digests in told), strict=True):
         if len(set(sums)) > 1:
             mesh.copy_from_first("the initial weights", tensor.data)
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, uint8 [n]."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def copied(model: nn.Sequential) -> nn.Sequential:

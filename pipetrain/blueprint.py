@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from pipetrain.boundary import Boundary, Example
+from pipetrain.boundary import Boundary, Example, Value, cast_floats
 from pipetrain.building import make_schedule
 from pipetrain.config import Settings
 from pipetrain.data.loader import pieces
@@ -40,6 +40,7 @@ from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Timeline
 from pipetrain.schedule.transforms import with_norms
+from pipetrain.tasks import Task, prove_task
 
 if TYPE_CHECKING:
     from pipetrain.runtime.order import Order
@@ -200,14 +201,7 @@ def make_plan(
     partition=profile.
     """
     m, epoch = settings.microbatches, len(samples.batches)
-    try:
-        example = example.cast(settings.dtype)
-    except ValueError as error:
-        raise ConfigError(
-            f"the inputs are {example} a sample, and with dtype="
-            f"{str(settings.dtype).removeprefix('torch.')} {error}: let the data set give others, or set "
-            f"dtype=float64"
-        ) from error
+    example = _cast("inputs", example, settings.dtype)
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
     settings = settle_clipping(settings, schedule, max(lengths))
     windows = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}
@@ -244,6 +238,30 @@ def make_plan(
         prediction=prediction,
         policy=schedule if isinstance(schedule, Policy) else None,
     )
+
+
+def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = None) -> None:
+    """Refuse targets [n, ...] that would be rounded, and a task that cannot use them. Raises ConfigError.
+
+    `classes`: of the data set, None if unknown.
+    """
+    dtype, last = plan.settings.dtype, plan.layers[-1]
+    _cast("targets", Example.in_batch(targets), dtype)
+    outputs = last.output
+    if plan.numerics.autocast:  # the task gets float32
+        specs = (replace(s, dtype=dtype) if s.dtype.is_floating_point else s for s in outputs.specs)
+        outputs = replace(outputs, specs=tuple(specs))
+    prove_task(task, outputs, last.name, cast_floats(targets, dtype), classes)
+
+
+def _cast(what: str, example: Example, dtype: torch.dtype) -> Example:
+    try:
+        return example.cast(dtype)
+    except ValueError as error:
+        raise ConfigError(
+            f"the {what} are {example} a sample, and with dtype={str(dtype).removeprefix('torch.')} {error}: "
+            f"let the data set give others, or set dtype=float64"
+        ) from error
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:

@@ -6,8 +6,9 @@ Shapes are not sent: every rank computes every boundary before the start, and po
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,16 @@ class Example:
         specs = tuple(TensorSpec(tuple(t.shape[1:]), t.dtype) for t in as_tuple(value))
         return cls(specs, isinstance(value, Tensor))
 
+    def to_json(self) -> list[Any]:
+        """Return JSON data of which `from_json` makes the example again."""
+        specs = [[list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in self.specs]
+        return [self.single, *specs]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> Example:
+        single, *specs = data
+        return cls(tuple(TensorSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in specs), single)
+
     def cast(self, dtype: torch.dtype) -> Example:
         """Return the example with its floating-point tensors as `dtype`. Raises ValueError if that rounds."""
         specs = []
@@ -100,6 +111,11 @@ def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(tuple(t.shape), t.dtype) for t in tensors)
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, uint8 [n]."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
 def named_layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
     """Return the layers in order with their names; `named_children` would omit one that is used twice."""
     return list(zip(model._modules, model, strict=True))
@@ -113,11 +129,14 @@ def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tensors
 
 
+def on_each(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
+    """Return a value with each of its tensors changed."""
+    return change(value) if isinstance(value, Tensor) else tuple(map(change, value))
+
+
 def cast_floats(value: Value, dtype: torch.dtype) -> Value:
     """Return tensors with the floating-point ones as `dtype`."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    return tuple(t.to(dtype) if t.is_floating_point() else t for t in value)
+    return on_each(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def differentiable(tensor: Tensor) -> bool:

@@ -22,9 +22,9 @@ from torch import nn
 
 from pipetrain.boundary import specs_of
 from pipetrain.codec import Codec
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.schedule.actions import Schedule
-from pipetrain.tasks import Metric, Task
+from pipetrain.tasks import Mean, Metric, Task
 
 # Methods and hooks of a model that one process would run; a pipeline runs the layers only.
 _METHODS = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "train", "eval")
@@ -71,11 +71,6 @@ def _not_taken(key: str, target: str, argument: str) -> str:
     return f"{target} takes no {argument}; {meant}"
 
 
-def one_line(error: BaseException) -> str:
-    """Return an error's text as one line."""
-    return " ".join(str(error).split())
-
-
 def make_schedule(cfg: DictConfig) -> Schedule:
     """Return the program function that `cfg.schedule` names. Raises ConfigError."""
     schedule: Schedule = build(cfg, "schedule")
@@ -93,10 +88,16 @@ def make_task(cfg: DictConfig) -> Task:
         task = build(cfg, "task")
         if not isinstance(task, Task):
             raise ConfigError(f"task must be a {Task.__module__}.Task; got {type(task).__name__}")
+    node = cfg.task if cfg.get("loss") is None else cfg.loss
+    if cfg.get("label_smoothing") and "label_smoothing" not in node:
+        raise ConfigError(
+            f"label_smoothing={cfg.label_smoothing} has no effect on {node._target_}, which has no such "
+            f"argument: set label_smoothing=0"
+        )
     if metrics:
-        plain = {name: made for name, made in metrics.items() if not isinstance(made, Metric)}
-        named = {metric.name: metric for metric in Task(metrics=plain).metrics}
-        task.metrics = [named.get(name, made) for name, made in metrics.items()]
+        task.metrics = [
+            made if isinstance(made, Metric) else Mean(name, made) for name, made in metrics.items()
+        ]
     return task
 
 

@@ -24,3 +24,8 @@ class NotRecorded(RuntimeError):
 
 class ChannelError(RuntimeError):
     """A message that was not received or sent; the message says which, and between which ranks."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's text as one line."""
+    return " ".join(str(error).split())

@@ -20,12 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipetrain.building import one_line
 from pipetrain.checkpoint.files import CHECKPOINTS, Tensors, best
 from pipetrain.checkpoint.source import Source, find_source
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
 from pipetrain.ending import guarded
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.training.figures import best_epoch, read_progress
 
 _COMPLEX = {torch.float16: "complex32", torch.float32: "complex64", torch.float64: "complex128"}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipetrain.boundary import Value
+from pipetrain.boundary import Value, on_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,7 @@ class Numerics:
 
     def narrow(self, value: Value) -> Value:
         """Return a stage's output as it is sent: under autocast float32 becomes bf16."""
-        if not self.autocast:
-            return value
-        return _narrow(value) if isinstance(value, Tensor) else tuple(_narrow(tensor) for tensor in value)
+        return on_each(value, _narrow) if self.autocast else value
 
 
 def _narrow(tensor: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetrain.building import build, not_built, one_line
-from pipetrain.errors import ConfigError
+from pipetrain.building import build, not_built
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.runtime.memory import Memory
 from pipetrain.runtime.weights import Group, GroupedFactory, OptimizerFactory, optimizer_over
 

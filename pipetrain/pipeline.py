@@ -16,7 +16,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from pipetrain.arguments import (
     FixedProgram,
-    bytes_of,
     configuration,
     copied,
     level,
@@ -43,19 +42,19 @@ from pipetrain.blueprint import (
     make_plan,
     profile_conditions,
     prove,
+    prove_targets,
     settle_clipping,
 )
-from pipetrain.boundary import Example, Value, as_tuple, cast_floats, specs_of
-from pipetrain.building import one_line, prove_model
+from pipetrain.boundary import Example, Value, as_tuple, specs_of
+from pipetrain.building import prove_model
 from pipetrain.checkpoint import direct
 from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
 from pipetrain.config import Settings, read_settings, share_of_cores
 from pipetrain.data import pieces
-from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.optimizer import prove_optimizer
-from pipetrain.partition.estimate import Layer
 from pipetrain.partition.profile import PROFILE, read_profile
 from pipetrain.profiling import make_profile, measure_together
 from pipetrain.rate import Rate
@@ -69,7 +68,7 @@ from pipetrain.schedule.actions import Schedule, placement
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.programs import forward_only
 from pipetrain.tally import Tally
-from pipetrain.tasks import LossFunction, Metric, Task, prove_task
+from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
 from pipetrain.training.bar import Bar
 from pipetrain.training.loading import BadBatch, Batches, Form, Reader, WindowSource
@@ -139,12 +138,17 @@ class Pipeline:
         refuse_elsewhere(model)
         prove_model(model, "Pipeline needs", self._settings.dtype)
         model.train()
-        # A window of several batches tells whether weights are read late.
-        batches = self._schedule.batches if isinstance(self._schedule, FixedProgram) else 4
+        self._least = self._schedule.batches if isinstance(self._schedule, FixedProgram) else 1
+        batches = self._least if self._least > 1 else 4  # several tell whether weights are read late
         self._settings = settle_clipping(self._settings, self._schedule, batches)
         window_of = prove(self._settings, self._schedule, batches)
         self._asynchronous = any(bounds.staleness for bounds in window_of.bounds)
         where = placement(window_of.program)
+        if where[0]:
+            raise ConfigError(
+                f"schedule {name} has stage 0 on rank {where[0]}, and rank 0 reads the batches: let rank 0 "
+                f"have it"
+            )
         self._optimizer = prove_optimizer(optimizer, param_groups, model, len(where))
         self._rate = read_rate(lr_schedule)
         made = optimizer_over(self._optimizer, model.named_parameters())
@@ -164,8 +168,7 @@ class Pipeline:
         self._source: Source | None = None  # what was loaded before it
         self._stopped = ""  # the error that ended it
         self._conditions = tensors_of(model)
-        self._facts = {key: (tuple(t.shape), t.dtype) for key, t in model.state_dict().items()}
-        self._layers = list(model._modules)
+        self._entries = {key: specs_of([t])[0] for key, t in model.state_dict().items()}
         self._bar = Bar()
         self.metrics: dict[str, float] = {}
         """Of the last pass of `train`: loss, the metrics, learning_rate and samples_per_s."""
@@ -207,8 +210,8 @@ class Pipeline:
 
     def _pass(self, loader: Batches, window: int | None) -> Iterator[float]:
         samples, began = 0, time.perf_counter()
-        if self._runner and self._runner.last:
-            self._runner.last.take_trained()  # what steps, or a pass that was left, have counted
+        with self._together():
+            self._counted(Stage.take_trained)  # what steps, or a pass that was left, have counted
         for reader, sizes in self._windows(loader, window):
             losses = self._train(sizes, reader)
             samples += sum(sizes)
@@ -240,6 +243,8 @@ class Pipeline:
 
         Raises ConfigError for a loader without batches, and TrainingStopped for a bad batch.
         """
+        with self._together():
+            self._counted(Stage.take_evaluated)  # what an evaluation that failed has counted
         for reader, sizes in self._windows(loader, EVALUATED_AT_ONCE):
             with self._together():
                 self._evaluate(sizes, reader)
@@ -247,16 +252,16 @@ class Pipeline:
 
     def _values(self, what: str, take: Callable[[Stage], Tally], **more: float) -> dict[str, float]:
         """Return what the last stage has counted, and `more` of its rank, on every rank."""
-        values, last = None, self._begun.last
-        if last is not None:
-            tally = take(last)
-            values = {"loss": tally.mean_loss, **self._task.values(tally), **more}
-        told: dict[str, float] = self._tell(what, values, self.plan.placement[-1])
+        last = self.plan.placement[-1]
+        with self._together():
+            tally = self._counted(take)
+            values = tally and {"loss": tally.mean_loss, **self._task.values(tally), **more}
+            told: dict[str, float] = self._mesh.tell(what, values, last)
         return told
 
-    def _tell(self, what: str, item: Any, source: int = 0) -> Any:
-        with self._together():
-            return self._mesh.tell(what, item, source)
+    def _counted(self, take: Callable[[Stage], Tally]) -> Tally | None:
+        """Return and reset a tally of the last stage; None if another rank holds it."""
+        return take(self._runner.last) if self._runner and self._runner.last else None
 
     # One pass over a loader
 
@@ -281,7 +286,8 @@ class Pipeline:
         except Exception as caught:  # a loader may raise anything
             error = caught
         text = None if error is None else one_line(error) or type(error).__name__
-        found, text, refused = self._tell(what, [found, text, isinstance(error, ConfigError)])
+        with self._together():
+            found, text, refused = self._mesh.tell(what, [found, text, isinstance(error, ConfigError)])
         if error is not None:
             raise error
         if text is not None:
@@ -378,17 +384,9 @@ class Pipeline:
         m = self._settings.microbatches
         full = max(1, samples // m)  # in a microbatch
         settings = replace(self._settings, batch_size=full * m)
-        try:
-            form.targets.cast(settings.dtype)
-        except ValueError as error:
-            raise ConfigError(
-                f"the targets are {form.targets} a sample, and with dtype="
-                f"{str(settings.dtype).removeprefix('torch.')} {error}: let the loader give others, or set "
-                f"dtype=float64"
-            ) from error
-        sizes = Samples([full * m, full * m + m], [full, full + 1])
-        plan = self._make_plan(replace(settings, window=1), model, form.inputs, sizes)
-        self._on_first("the task", reader, partial(self._prove_task, plan.layers[-1]))
+        sizes = Samples([size * m for size in (full, full + 1) for _ in range(self._least)], [full, full + 1])
+        plan = self._make_plan(replace(settings, window=self._least), model, form.inputs, sizes)
+        self._on_first("the task", reader, partial(self._prove_task, plan))
         plan = replace(
             plan,
             settings=settings,
@@ -414,6 +412,11 @@ class Pipeline:
             if settings.profile is not None:
                 profile = read_profile(settings.profile, conditions)
             else:
+                if copied(model) is model:
+                    raise ConfigError(
+                        "partition=profile measures a copy of the model, which copy.deepcopy cannot make: "
+                        "choose another partition"
+                    )
                 by_flops = replace(settings, partition="flops", memory_limit=None)
                 draft = make(by_flops, model=copied(model))
                 with self._together():
@@ -421,10 +424,10 @@ class Pipeline:
                 profile = make_profile(conditions, draft, self._mesh.device, found)
         return make(settings, model=copied(model), profile=profile)
 
-    def _prove_task(self, layer: Layer, reader: Reader) -> None:
+    def _prove_task(self, plan: Plan, reader: Reader) -> None:
         first = reader.first()
         assert first is not None
-        prove_task(self._task, layer.output, layer.name, cast_floats(first[1], self._settings.dtype), None)
+        prove_targets(plan, self._task, first[1])
 
     # What is left of a training
 
@@ -434,38 +437,13 @@ class Pipeline:
         `ema`: with the moving average of the weights, where the option `ema` keeps one. All ranks must call
         it. Raises ConfigError for an average that is not there.
         """
-        if ema and (self._settings.ema is None or not self.updates):
+        if ema and (self._settings.ema is None or self._runner is None or not self.updates):
             raise ConfigError("there is no moving average of the weights: give Pipeline ema=0.999, and train")
         self._refuse_stopped()
         if self._model is not None:  # nothing has been trained
             whole = self._model.state_dict() if not self.rank else {}
             return {key: t.detach().clone() for key, t in whole.items()}
-        mine: dict[str, Tensor] = {}
-        for stage in self._begun.stages.values():
-            with stage.weights.averaged() if ema else nullcontext():
-                mine |= stage.module.state_dict()
-        state = {}
-        for key, (shape, dtype) in self._facts.items():
-            owner = self.plan.placement[self._stage_of(key)]
-            if owner == 0 and self.rank == 0:
-                state[key] = mine[key].detach().cpu().clone()
-            elif self.rank == 0:
-                state[key] = self._receive(key, shape, dtype, owner)
-            elif self.rank == owner:
-                work = self._mesh.post_tensor(bytes_of(mine[key].detach().cpu()), 0)
-                assert work is not None
-                work.wait()
-        return state
-
-    def _receive(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, owner: int) -> Tensor:
-        made = torch.empty(shape, dtype=dtype)
-        spec = bytes_of(made)
-        got = self._mesh.take_tensor(f"{key} of the model", specs_of([spec])[0], owner)
-        return got.view(dtype).reshape(shape)
-
-    def _stage_of(self, key: str) -> int:
-        layer = self._layers.index(key.partition(".")[0])
-        return sum(cut <= layer for cut in self.plan.cuts)
+        return direct.merged(self._begun, self._mesh, self._entries, ema)
 
     def save(self, folder: str | Path) -> Path:
         """Save the training's state under a folder that all ranks share; return the checkpoint's folder.

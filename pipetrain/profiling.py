@@ -19,7 +19,7 @@ from pipetrain.blueprint import Plan, profile_conditions
 from pipetrain.boundary import Value
 from pipetrain.building import Models
 from pipetrain.config import Settings, share_of_cores
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.balance import STRATEGIES
 from pipetrain.partition.estimate import made_up
@@ -138,7 +138,7 @@ def _layers(draft: Plan, device: torch.device, make: Callable[[], Measured]) -> 
             x: Value = made[0] if entry.single else made
             return measure_layers(model, x, draft.layers, optimizer, draft.numerics)
     except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
-        return " ".join(str(error).split())
+        return one_line(error)
     finally:
         if cuda:
             torch.cuda.empty_cache()

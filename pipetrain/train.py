@@ -261,7 +261,7 @@ def join(models: Models, job: Job, world: World) -> Part:
     cfg = OmegaConf.create(job.config)
     device = choose_device(world, cfg.device)
     if job.task == "profile":
-        draft = check_early(cfg, job.schedule, world.size, models)
+        draft = check_early(cfg, job.schedule, world.size, models, job.data.example)
         return lambda store: take_part(cfg, draft, world, device, store, models)
     profile = None if job.profile is None else Profile.from_json(job.profile)
     source = None if job.resume is None else read_source(Path(job.resume), world.rank)

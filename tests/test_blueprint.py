@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipetrain.blueprint import Plan, Samples, make_plan, prove, window_lengths
+from pipetrain.blueprint import Plan, Samples, make_plan, prove, prove_targets, window_lengths
 from pipetrain.boundary import Example, TensorSpec
 from pipetrain.building import make_schedule
 from pipetrain.config import Settings, read_settings
@@ -30,6 +30,7 @@ from pipetrain.schedule.actions import (
 )
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import Deadlock, simulate
+from pipetrain.tasks import Regression, Task
 from tests.support.cases import config
 from tests.support.models import Fork, complex_inside, tied, with_norm
 from tests.support.profiles import profile_of
@@ -233,6 +234,20 @@ def test_inputs_that_the_run_s_dtype_would_round_are_refused():
     assert str(error.value) == (
         "the inputs are float64[3, 32, 32] + int64[4] a sample, and with dtype=float32 float64 numbers would "
         "be rounded: let the data set give others, or set dtype=float64"
+    )
+
+
+def test_targets_that_the_run_s_dtype_would_round_are_refused():
+    made = plan("partition=even", model=nn.Sequential(FLAT, nn.Linear(48, 4), nn.Linear(4, 2)))
+    with pytest.raises(ConfigError, match=r"the targets are float64\[2\] a sample, .* would be rounded"):
+        prove_targets(made, Regression(), torch.zeros(4, 2, dtype=torch.float64))
+
+
+def test_a_task_gets_float32_from_layers_in_bf16():
+    """BCELoss takes only outputs and targets of one dtype."""
+    model = nn.Sequential(FLAT, nn.Linear(48, 2), nn.Sigmoid())
+    prove_targets(
+        plan("partition=even", "precision=bf16", model=model), Task(nn.BCELoss()), torch.zeros(4, 2)
     )
 
 

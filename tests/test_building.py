@@ -495,6 +495,14 @@ def test_metrics_by_name_are_functions_or_classes_and_replace_the_task_s():
         ),
         (["task._target_=no.such.thing"], "task cannot be built: Error locating target 'no.such.thing'"),
         (["+task.colour=red"], "task cannot be built"),
+        (
+            ["task=regression", "label_smoothing=0.1"],
+            "label_smoothing=0.1 has no effect on pipetrain.tasks.Regression, which has no such argument",
+        ),
+        (
+            ["+loss._target_=torch.nn.L1Loss", "label_smoothing=0.1"],
+            "label_smoothing=0.1 has no effect on torch.nn.L1Loss, which has no such argument",
+        ),
         (["loss=mse"], "loss needs a _target_: the dotted name of a function or a class"),
         (["+loss._target_=no.such.thing"], "loss cannot be built: "),
         (["+loss._target_=builtins.dict"], "loss must be a function; got dict"),

@@ -26,7 +26,7 @@ from pipetrain.seal import SECRET, Seal, SealedStore
 from pipetrain.training.folder import claim, read_key
 from tests.support.processes import DEADLINE_S
 
-FACTS = DataFacts("digits", 9, 3, "digits 9+3 0", "", [[3, 32, 32]], ["float32"], True)
+FACTS = DataFacts("digits", 9, 3, "digits 9+3 0", "", [True, [[3, 32, 32], "float32"]])
 
 # Agreement
 

@@ -123,6 +123,13 @@ def test_an_evaluation_within_a_pass_changes_neither_it_nor_its_metrics(pipe):
     assert pipe.metrics["loss"] == pytest.approx(sum(losses) / 3)
 
 
+def test_an_evaluation_that_failed_is_no_part_of_the_next(pipe):
+    known = pipe.evaluate(labelled_batches(24))
+    with pytest.raises(ZeroDivisionError):
+        pipe.evaluate(batch if n < 20 else 1 / 0 for n, batch in enumerate(labelled_batches(8) * 21))
+    assert pipe.evaluate(labelled_batches(24)) == known
+
+
 def test_before_the_first_batch_there_are_weights_and_an_evaluation(pipe):
     initial = pipe.state_dict()
     twin = mlp()
@@ -186,6 +193,18 @@ def test_a_schedule_may_be_a_function_or_the_file_of_a_program(tmp_path):
         Pipeline(mlp(), cross_entropy, momentum, tmp_path / "mine.txt", microbatches=2, device="cpu")
 
 
+def test_a_program_of_several_batches_is_a_window_of_its_own(tmp_path):
+    (tmp_path / "three.txt").write_text(format_program(one_f_one_b(1, 3, 4)))
+    losses = []
+    for schedule in ("1f1b", tmp_path / "three.txt"):
+        pipeline._open = None
+        torch.manual_seed(0)
+        pipe = Pipeline(mlp(), cross_entropy, momentum, schedule, microbatches=4, device="cpu", threads=1)
+        losses.append(list(pipe.train(labelled_batches(48), window=3)))
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+
+
 def test_a_profile_may_choose_the_cuts():
     with Pipeline(
         mlp(),
@@ -202,6 +221,17 @@ def test_a_profile_may_choose_the_cuts():
 def test_without_an_average_there_is_none_to_give(pipe):
     with pytest.raises(ConfigError, match="give Pipeline ema="):
         pipe.state_dict(ema=True)
+
+
+def test_a_loaded_average_is_not_taken_for_the_weights(tmp_path):
+    given = {"ema": 0.9, "device": "cpu", "threads": 1}
+    with Pipeline(mlp(), cross_entropy, momentum, **given) as pipe:
+        list(pipe.train(labelled_batches(24)))
+        pipe.save(tmp_path)
+    pipe = Pipeline(mlp(), cross_entropy, momentum, **given)
+    pipe.load(tmp_path)
+    with pytest.raises(ConfigError, match="there is no moving average of the weights"):
+        pipe.state_dict(ema=True)  # it is read with the first batch
 
 
 def test_every_schedule_that_ships_is_listed_with_what_it_is():

@@ -1,16 +1,18 @@
-"""Checkpoints of a Pipeline, written and read when its program says so."""
+"""The state of a Pipeline, collected, written and read when its program says so."""
 
 from __future__ import annotations
 
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipetrain.boundary import TensorSpec, bytes_of
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     MANIFEST,
@@ -43,6 +45,34 @@ from pipetrain.schedule.timeline import StageStats
 from pipetrain.training.assembly import slots
 from pipetrain.training.figures import Progress
 from pipetrain.training.runner import Runner
+
+
+def merged(runner: Runner, mesh: Mesh, entries: Mapping[str, TensorSpec], ema: bool) -> dict[str, Tensor]:
+    """Return the whole model's state_dict, in host memory, on rank 0; an empty one on the others.
+
+    `entries`: what each of its tensors is; `ema`: with the moving average of the weights.
+    Raises ChannelError.
+    """
+    mine: dict[str, Tensor] = {}
+    for stage in runner.stages.values():
+        with stage.weights.averaged() if ema else nullcontext():
+            mine |= stage.module.state_dict()
+    plan, state = runner.plan, {}
+    layers = [layer.name for layer in plan.layers]
+    for key, spec in entries.items():
+        layer = layers.index(key.partition(".")[0])
+        owner = plan.placement[sum(cut <= layer for cut in plan.cuts)]
+        if mesh.world.rank == owner == 0:
+            state[key] = mine[key].detach().cpu().clone()
+        elif mesh.world.rank == 0:
+            sent = TensorSpec((spec.nbytes,), torch.uint8)
+            got = mesh.take_tensor(f"{key} of the model", sent, owner)
+            state[key] = got.view(spec.dtype).reshape(spec.shape)
+        elif mesh.world.rank == owner:
+            work = mesh.post_tensor(bytes_of(mine[key].cpu()), 0)
+            assert work is not None
+            work.wait()
+    return state
 
 
 def save(folder: Path, runner: Runner, mesh: Mesh, conditions: Mapping[str, Any], updates: int) -> Path:

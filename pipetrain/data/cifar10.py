@@ -30,7 +30,7 @@ import torch
 from tqdm import tqdm
 
 from pipetrain.data.sets import DataMissing, ImageData, Images
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
@@ -69,9 +69,8 @@ def load(
         try:
             _unpack(_downloaded(url, timeout, total_timeout, max_bytes), folder)
         except OSError as error:
-            reason = " ".join(str(error).split())
             raise DataMissing(
-                f"CIFAR-10 is not in {folder} and could not be had from {url}: {reason}"
+                f"CIFAR-10 is not in {folder} and could not be had from {url}: {one_line(error)}"
             ) from error
     return ImageData(
         name="cifar10",

@@ -24,7 +24,7 @@ from pipetrain.data.augment import draw as draw_words
 from pipetrain.data.augment import key
 from pipetrain.data.sets import Draw, Split
 from pipetrain.data.tensors import Tensors, checksum
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 
 _HALVES = ("inputs", "targets")
 _READ_FIRST = 8  # samples that are read before the start, twice
@@ -225,7 +225,7 @@ class Items:
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"{self._what}: the {_HALVES[half]} of sample {number} are a {type(part).__name__}, and must "
-                f"be a tensor, a number, a NumPy array or a tuple of these ({' '.join(str(error).split())})"
+                f"be a tensor, a number, a NumPy array or a tuple of these ({one_line(error)})"
             ) from error
 
     def _refuse_another_shape(self, number: int, half: int, value: Value) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from pipetrain.data.augment import Words, key
 from pipetrain.data.augment import draw as draw_words
 from pipetrain.data.sets import Data, Draw
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 
 # torchvision.datasets.folder.IMG_EXTENSIONS
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -82,9 +82,7 @@ class ImageFiles:
                 box = _crop(*image.size, row, column)
                 pixels = image.convert("RGB").resize((self.size,) * 2, Image.Resampling.BILINEAR, box)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ConfigError(
-                f"{path} cannot be read as an image ({' '.join(str(error).split())})"
-            ) from error
+            raise ConfigError(f"{path} cannot be read as an image ({one_line(error)})") from error
         if self.flip and flip > 0.5:
             pixels = pixels.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return np.asarray(pixels)

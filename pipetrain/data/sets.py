@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from pipetrain.boundary import Example, TensorSpec, Value
+from pipetrain.boundary import Example, Value, bytes_of
 from pipetrain.errors import ConfigError
 
 
@@ -52,21 +52,18 @@ class Split(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What every rank needs to know of a data set. `shapes`, `dtypes`: of one input's tensors."""
+    """What every rank needs to know of a data set. `sample`: an Example of its inputs, as JSON."""
 
     name: str
     train: int  # samples
     test: int
     fingerprint: str
     note: str
-    shapes: list[list[int]]
-    dtypes: list[str]
-    single: bool
+    sample: list[Any]
 
     @property
     def example(self) -> Example:
-        pairs = zip(self.shapes, self.dtypes, strict=True)
-        return Example(tuple(TensorSpec(tuple(s), getattr(torch, dtype)) for s, dtype in pairs), self.single)
+        return Example.from_json(self.sample)
 
 
 @dataclass(frozen=True)
@@ -98,9 +95,7 @@ class Data:
             test=len(self.test),
             fingerprint=self.fingerprint,
             note=self.note,
-            shapes=[list(spec.shape) for spec in first.specs],
-            dtypes=[str(spec.dtype).removeprefix("torch.") for spec in first.specs],
-            single=first.single,
+            sample=first.to_json(),
         )
 
 
@@ -194,5 +189,5 @@ def crc(*tensors: Tensor) -> int:
     """Return a checksum of the bytes of tensors in host memory."""
     checksum = 0
     for tensor in tensors:
-        checksum = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, checksum)
+        checksum = zlib.crc32(bytes_of(tensor).numpy().data, checksum)
     return checksum

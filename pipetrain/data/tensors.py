@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipetrain.boundary import Value, as_tuple, specs_of
+from pipetrain.boundary import Value, as_tuple, on_each, specs_of
 from pipetrain.data.sets import Draw, crc
 
 
@@ -41,4 +41,4 @@ def checksum(tensors: Sequence[Tensor]) -> int:
 
 
 def _rows(value: Value, rows: Tensor | slice) -> Value:
-    return value[rows] if isinstance(value, Tensor) else tuple(tensor[rows] for tensor in value)
+    return on_each(value, lambda tensor: tensor[rows])

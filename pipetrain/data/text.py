@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pipetrain.data.sets import Data, Draw
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 
 SHAKESPEARE = Path(__file__).with_name("texts") / "shakespeare.txt"  # see README.md beside it
 BYTES = 256  # the vocabulary without a tokenizer
@@ -161,9 +161,8 @@ def _tokenizer(path: Path) -> Any:
     try:
         coder = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exceptions
-        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"data.tokenizer={path} is no tokenizer.json of the package tokenizers: {reason}"
+            f"data.tokenizer={path} is no tokenizer.json of the package tokenizers: {one_line(error)}"
         ) from error
     coder.no_truncation()
     coder.no_padding()

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from pipetrain.boundary import Boundary, TensorSpec, Value, as_tuple, describe, named_layers
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
 from pipetrain.places import places, standing_in
 
@@ -65,14 +65,14 @@ def estimate(model: nn.Sequential, entry: Boundary, numerics: Numerics | None = 
             with _fake_mode() if entry.nbytes > MOST_REAL else nullcontext():
                 made = tuple(map(made_up, entry.specs))
         except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"a microbatch of {entry} cannot be made: {_line(error)}") from error
+            raise ConfigError(f"a microbatch of {entry} cannot be made: {one_line(error)}") from error
         value: Value = made[0] if entry.single else made
         for index, (name, module) in enumerate(named_layers(model)):
             try:
                 run = trial.run(name, module, value)
             except Exception as error:
                 raise ConfigError(
-                    f"layer {index} ({name}) of the model cannot take {describe(value)}: {_line(error)}"
+                    f"layer {index} ({name}) of the model cannot take {describe(value)}: {one_line(error)}"
                 ) from error
             if run.wrong:
                 raise ConfigError(f"layer {index} ({name}) of the model {run.wrong}")
@@ -279,10 +279,6 @@ def _registered(module: nn.Module) -> set[str]:
 def storage_of(tensor: Tensor) -> int:
     """Return the address of the storage that a tensor shares with its views."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 @cache

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.boundary import Value, as_tuple, named_layers
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
 from pipetrain.partition.estimate import Layer, storage_of, strided
 from pipetrain.partition.profile import LayerTime
@@ -146,7 +146,7 @@ class _Bench:
         except Exception as error:
             raise ConfigError(
                 f"layer {index} ({self._layers[index][0]}) of the model cannot be profiled: "
-                f"{type(error).__name__}: {' '.join(str(error).split())}"
+                f"{type(error).__name__}: {one_line(error)}"
             ) from error
         self.spans.append(((part, index), start, self._clock.mark()))
 

@@ -312,8 +312,8 @@ class Mesh:
         answer = torch.zeros(1, dtype=torch.float64)
         for _ in range(ROUNDS):
             asked = now()
-            dist.send(answer, 0)
-            dist.recv(answer, 0)
+            dist.send(answer, 0, group=self._all)
+            dist.recv(answer, 0, group=self._all)
             answered = now()
             rounds.append(((answered - asked) / 2, answer.item() - (asked + answered) / 2))
         error, offset = min(rounds)
@@ -322,8 +322,8 @@ class Mesh:
     def _tell_time(self, rank: int, now: Callable[[], float]) -> None:
         token = torch.zeros(1, dtype=torch.float64)
         for _ in range(ROUNDS):
-            dist.recv(token, rank)
-            dist.send(torch.tensor([now()], dtype=torch.float64), rank)
+            dist.recv(token, rank, group=self._all)
+            dist.send(torch.tensor([now()], dtype=torch.float64), rank, group=self._all)
 
     def _lost(self, doing: str, error: RuntimeError) -> ChannelError:
         cause = str(error).strip().splitlines()[0]
@@ -337,18 +337,24 @@ class Mesh:
         )
 
     def close(self) -> None:
-        """Destroy the process groups, after a successful run."""
-        if self._owned:
-            dist.destroy_process_group()
+        """Destroy the process groups, after a successful run; one that the program made itself stays."""
+        for group in self._made():
+            dist.destroy_process_group(group)
 
     def abandon(self) -> None:
         """Leave the other ranks after an error: what they wait for from this one fails at once.
 
         The connections close when no message refers to them any longer.
         """
-        groups = [self._all, self._norms, *self._groups.values()] if self.world.size > 1 else []
+        groups = self._made()
         self._groups.clear()
         self._all = self._norms = None
         with suppress(Exception):  # the error that was the cause counts
             for group in groups:
                 dist.destroy_process_group(group)
+
+    def _made(self) -> list[Any]:
+        """Return the groups to destroy; all others go with the default group, if that is ours."""
+        if self.world.size == 1 or self._owned:
+            return [self._all] if self._owned else []
+        return [self._all, self._norms, *self._groups.values()]

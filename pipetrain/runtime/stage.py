@@ -15,7 +15,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from pipetrain.boundary import Boundary, Value, as_tuple, differentiable, needs_grad, requires_grad
+from pipetrain.boundary import (
+    Boundary,
+    Value,
+    as_tuple,
+    cast_floats,
+    differentiable,
+    needs_grad,
+    requires_grad,
+)
 from pipetrain.errors import TrainingStopped
 from pipetrain.numerics import Numerics
 from pipetrain.rate import Rate
@@ -430,9 +438,8 @@ class Stage:
 
     def _made(self, outputs: tuple[Tensor, ...]) -> Value:
         """Return the model's outputs as the task takes them."""
-        if self._numerics.autocast:
-            outputs = tuple(t.float() if t.is_floating_point() else t for t in outputs)
-        return outputs[0] if self._single_output else outputs
+        made = outputs[0] if self._single_output else outputs
+        return cast_floats(made, torch.float32) if self._numerics.autocast else made
 
     def _take(self, mb: int, version: int) -> _Saved:
         saved = self._saved.pop(mb)

@@ -225,9 +225,13 @@ class Weights:
 
     @torch.no_grad()
     def load_average(self, average: Mapping[str, Tensor]) -> None:
-        """Restore from `average`; a weight that is missing in it begins from its present value."""
-        if self._ema is not None and average:
-            self._average = {name: _leaf(p, copy=True) for name, p in self._live.items()}
+        """Restore from `average`; a weight that is missing in it begins from its present value.
+
+        An empty one begins anew with the next step.
+        """
+        if self._ema is not None:
+            copies = {name: _leaf(p, copy=True) for name, p in self._live.items()}
+            self._average = copies if average else {}
             for name in average.keys() & self._live.keys():
                 numbers_of(self._average[name].data).copy_(average[name])
 

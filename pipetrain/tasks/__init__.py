@@ -9,15 +9,17 @@ A task of one's own is a subclass of Task, or a loss function with metrics; see 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipetrain.boundary import Boundary, Value, as_tuple, specs_of
-from pipetrain.errors import ConfigError
+from pipetrain.boundary import Boundary, Value, as_tuple, differentiable, on_each, specs_of
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.tally import Tally
 from pipetrain.tasks.metrics import Accuracy, Mean, MeanIoU, Metric, MetricFunction, Perplexity, SquaredError
 
@@ -49,7 +51,8 @@ class Task:
     """A loss with metrics; the first metric decides which epoch is best, without metrics the loss does.
 
     `loss` and `weight` are functions, or methods of a subclass. By default targets count by the sample, and
-    for torch's cross_entropy as that averages: without ignored targets, and by its class weights.
+    for torch's cross_entropy as that averages: without ignored targets, and by its class weights. Other
+    losses need a `weight` for whole-number targets of -100, which they may ignore.
     `metrics`: Metric objects, or functions (outputs, targets) -> mean by name, of which higher is better.
     """
 
@@ -66,7 +69,21 @@ class Task:
         self.metrics = list(metrics)
 
     def __str__(self) -> str:
-        return type(self).__name__
+        """Return the name of the loss function, or of the class that has its own loss."""
+        loss = self._loss.func if isinstance(self._loss, partial) else self._loss
+        own = loss is None or type(self) is not Task
+        return type(self).__name__ if own else getattr(loss, "__name__", type(loss).__name__)
+
+    def to(self, device: torch.device) -> Task:
+        """Move the modules and tensors of the task, such as class weights, to a device; return the task."""
+        for name, held in vars(self).items():
+            if isinstance(held, nn.Module | Tensor):
+                setattr(self, name, held.to(device))
+            elif isinstance(held, partial):
+                values = held.keywords.items()
+                moved = {key: t.to(device) if isinstance(t, Tensor) else t for key, t in values}
+                setattr(self, name, partial(held.func, *held.args, **moved))
+        return self
 
     def loss(self, outputs: Value, targets: Value) -> Tensor:
         """Return the mean loss over what counts, a scalar."""
@@ -79,7 +96,7 @@ class Task:
         return self.loss(outputs, targets)
 
     def weight(self, targets: Value) -> Tensor | float:
-        """Return how much targets count for."""
+        """Return how much targets, in host memory, count for."""
         return self._weight(targets)
 
     def classes_of(self, outputs: Boundary) -> int | None:
@@ -88,7 +105,7 @@ class Task:
 
     def values(self, tally: Tally) -> dict[str, float]:
         """Return each metric over all that a tally has counted; NaN if nothing was."""
-        return {m.name: m.value(tally.sums.get(m.name, []), tally.mean_loss) for m in self.metrics}
+        return {metric.name: _value(metric, tally) for metric in self.metrics}
 
     def score(self, tally: Tally) -> float:
         """Return the number by which epochs are compared; higher is better."""
@@ -183,6 +200,25 @@ def _counting(targets: Value, ignored: int) -> Tensor | float:
     return (labels != ignored).sum() if not labels.is_floating_point() else float(len(labels))
 
 
+def _value(metric: Metric, tally: Tally) -> float:
+    """Return a metric of a tally; NaN if it has counted nothing, even if the metric divides by that."""
+    if metric.name not in tally.sums:
+        return math.nan
+    try:
+        return metric.value(tally.sums[metric.name], tally.mean_loss)
+    except ZeroDivisionError:
+        return math.nan
+
+
+def _samples(targets: Value) -> float:
+    if any((t == IGNORED).any() for t in as_tuple(targets) if t.dtype == torch.int64):
+        raise ValueError(
+            f"targets of {IGNORED}, which losses of torch ignore, need a weight(targets): how many targets "
+            f"the loss averages over"
+        )
+    return float(len(as_tuple(targets)[0]))
+
+
 def _weight_of(loss: LossFunction | None) -> WeightFunction:
     """Return how a known loss of torch weights its targets; samples for any other."""
     options: Mapping[str, object] = {}
@@ -192,14 +228,16 @@ def _weight_of(loss: LossFunction | None) -> WeightFunction:
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         function, options = functional.cross_entropy, vars(loss) | loss._buffers
     if function not in (functional.cross_entropy, functional.nll_loss):
-        return lambda targets: float(len(as_tuple(targets)[0]))
+        return _samples
     ignored, by_class = options.get("ignore_index", IGNORED), options.get("weight")
     assert isinstance(ignored, int)
     if not isinstance(by_class, Tensor):
         return lambda targets: _counting(targets, ignored)
 
-    def weight(targets: Value) -> Tensor:
+    def weight(targets: Value) -> Tensor | float:
         labels = as_tuple(targets)[0]
+        if labels.is_floating_point():  # torch does not average probabilities by class weights
+            return float(len(labels))
         return by_class.cpu()[labels[labels != ignored].cpu()].sum()
 
     return weight
@@ -209,8 +247,8 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
     """Refuse a task that cannot take a model's outputs with these targets. Raises ConfigError.
 
     `outputs`: the boundary after the last `layer`, for any number of samples; `targets`: those of a few
-    samples [n, ...]; `classes`: of the data set, None if unknown. The outputs are made up. Losses of parts of
-    the samples must add up to that of all.
+    samples [n, ...]; `classes`: of the data set, None if unknown. The outputs are made up: numbers from 0
+    to 1, which a loss of probabilities takes too. Losses of parts of the samples must add up to that of all.
     """
     n = len(as_tuple(targets)[0])
     first = outputs.specs[0].shape[0]
@@ -219,7 +257,7 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
     wanted = _part(targets, 0, n)
     generator = torch.Generator().manual_seed(0)
     made = tuple(
-        torch.randn((n * spec.shape[0] // first, *spec.shape[1:]), generator=generator).to(spec.dtype)
+        torch.rand((n * spec.shape[0] // first, *spec.shape[1:]), generator=generator).to(spec.dtype)
         for spec in outputs.specs
     )
     given: Value = made[0] if outputs.single else made
@@ -227,32 +265,18 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
         f"task {task} cannot take the model's {outputs} (layer {layer}) with targets "
         f"{' + '.join(map(str, specs_of(as_tuple(wanted))))}"
     )
-    _tried(task.loss, given, _first_class(wanted), where)
+    # Label 0, which every model has, as a wrong number of classes has an error of its own.
+    form = on_each(wanted, lambda t: t if t.is_floating_point() else torch.zeros_like(t))
+    _tried(task.loss, given, form, where)
     known = task.classes_of(outputs)
     if classes is not None and known is not None and known < classes:
         raise ConfigError(
             f"the model gives {outputs} (layer {layer}), scores of {known} classes, and the data set has "
             f"{classes}: give the last layer at least {classes} outputs"
         )
-    whole = _tried(task.loss, _differentiable(given), wanted, where)
-    for loss in (whole, _tried(task.evaluation_loss, given, wanted, where)):
-        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-            returned = specs_of([loss])[0] if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(
-                f"the loss of task {task} must be one number in a tensor, the mean over what counts; it "
-                f"returns {returned}"
-            )
-    if not whole.requires_grad:
-        raise ConfigError(
-            f"the loss of task {task} has no gradient with respect to the outputs: compute it from them by "
-            f"differentiable operations, without detach() or item()"
-        )
-    whole = whole.detach()
+    whole = _prove_loss(task, given, wanted, where)
     weight = float(_tried(lambda _, some: torch.as_tensor(task.weight(some)), given, wanted, where))
-    for metric in task.metrics:
-        sums = _tried(metric.sums, given, wanted, f"metric {metric.name} of {where}")
-        if not isinstance(sums, Tensor) or sums.dim() != 1:
-            raise ConfigError(f"metric {metric.name} of task {task} must return sums, a tensor [k]")
+    _prove_metrics(task, given, wanted, where)
     if n == 1 or not weight or not whole.isfinite():
         return
     cut = n // 2
@@ -269,27 +293,65 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
         )
 
 
-def _first_class(targets: Value) -> Value:
-    """Return targets of the same form whose whole numbers are 0, a label that every model has."""
-    if isinstance(targets, Tensor):
-        return targets if targets.is_floating_point() else torch.zeros_like(targets)
-    return tuple(t if t.is_floating_point() else torch.zeros_like(t) for t in targets)
+def _prove_loss(task: Task, given: Value, wanted: Value, where: str) -> Tensor:
+    """Return the loss, which must be one number with a gradient for the outputs alone."""
+    outputs = on_each(given, lambda t: t.detach().requires_grad_(differentiable(t)))
+    whole = _tried(task.loss, outputs, wanted, where)
+    for loss in (whole, _tried(task.evaluation_loss, given, wanted, where)):
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            returned = specs_of([loss])[0] if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"the loss of task {task} must be one number in a tensor, the mean over what counts; it "
+                f"returns {returned}"
+            )
+    if not whole.requires_grad:
+        raise ConfigError(
+            f"the loss of task {task} has no gradient with respect to the outputs: compute it from them by "
+            f"differentiable operations, without detach() or item()"
+        )
+    ours = {id(t) for t in as_tuple(outputs)}
+    if others := [leaf for leaf in _leaves(whole) if id(leaf) not in ours]:
+        raise ConfigError(
+            f"the loss of task {task} has a gradient for a {specs_of(others)[0]} that is not among the "
+            f"model's outputs, which no stage would train: put it into a layer, give it "
+            f"requires_grad_(False), or leave a penalty of weights to the optimizer's weight_decay"
+        )
+    plain: Tensor = whole.detach()
+    return plain
 
 
-def _differentiable(value: Value) -> Value:
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.is_floating_point())
-    return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in value)
+def _leaves(root: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a backward of `root` would give a gradient."""
+    nodes, met = [root.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in met:
+            met.add(node)
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                yield leaf
+            nodes += [following for following, _ in node.next_functions]
 
 
-def _tried(call: Callable[[Value, Value], Tensor], outputs: Value, targets: Value, where: str) -> Tensor:
+def _prove_metrics(task: Task, given: Value, wanted: Value, where: str) -> None:
+    """Refuse metrics that fail, or whose names are taken."""
+    names = Counter(["loss", *(metric.name for metric in task.metrics)])
+    if taken := [name for name, count in names.items() if count > 1]:
+        raise ConfigError(f"task {task} has two values named {taken[0]}: give its metrics different names")
+    for metric in task.metrics:
+        of = f"metric {metric.name} of {where}"
+        sums = _tried(metric.sums, given, wanted, of)
+        if not isinstance(sums, Tensor) or sums.dim() != 1:
+            raise ConfigError(f"metric {metric.name} of task {task} must return sums, a tensor [k]")
+        tally = Tally(1.0, 1.0, 1, {metric.name: sums.tolist()})
+        _tried(lambda *_, metric=metric, tally=tally: _value(metric, tally), given, wanted, of)
+
+
+def _tried(call: Callable[[Value, Value], Any], outputs: Value, targets: Value, where: str) -> Any:
     try:
         return call(outputs, targets)
     except Exception as error:  # a user's function may raise anything
-        raise ConfigError(f"{where}: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise ConfigError(f"{where}: {one_line(error) or type(error).__name__}") from error
 
 
 def _part(value: Value, start: int, end: int) -> Value:
-    if isinstance(value, Tensor):
-        return value[start:end]
-    return tuple(t[start:end] for t in value)
+    return on_each(value, lambda t: t[start:end])

@@ -17,12 +17,12 @@ MetricFunction = Callable[[Value, Value], Tensor | float]
 class Metric:
     """A number over all samples, made of sums over microbatches.
 
-    `name`: a short one, for tables; `title`: a longer one; `higher`: whether higher is better; `percent`:
-    shown as a percentage.
+    `name`: a short one, for tables; `title`: a longer one, "" for the same; `higher`: whether higher is
+    better; `percent`: shown as a percentage.
     """
 
     name: str
-    title: str
+    title: str = ""
     higher: bool = True
     percent: bool = False
 
@@ -31,7 +31,7 @@ class Metric:
         raise NotImplementedError
 
     def value(self, sums: Sequence[float], loss: float) -> float:
-        """Return the metric of summed sums (empty if nothing was counted) and a mean loss."""
+        """Return the metric of summed sums and a mean loss."""
         raise NotImplementedError
 
     def text(self, value: float) -> str:
@@ -72,6 +72,8 @@ class Accuracy(Metric):
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
         scores, labels = as_tuple(outputs)[0], as_tuple(targets)[0]
+        if labels.is_floating_point():  # probabilities of classes
+            labels = labels.argmax(self._axis)
         if self._top == 1:
             hits = scores.argmax(self._axis) == labels
         else:
@@ -138,4 +140,4 @@ class SquaredError(Metric):
 
 
 def _ratio(sums: Sequence[float]) -> float:
-    return sums[0] / sums[1] if sums and sums[1] else math.nan
+    return sums[0] / sums[1] if sums[1] else math.nan

@@ -33,7 +33,7 @@ def make_stages(
             nn.Sequential(OrderedDict(named_layers(model)[plan.slice(index)])).to(mesh.device),
             optimizer,
             rate,
-            task=task if index == plan.stages - 1 else None,
+            task=task.to(mesh.device) if index == plan.stages - 1 else None,
             entry=ends[index],
             exit=ends[index + 1],
             copy_input=plan.copies_input(index),

@@ -55,8 +55,9 @@ def scalars(history: History) -> dict[str, float]:
         "speed/samples_per_s": figures.samples_per_s,
     }
     for metric, trained, evaluated in history.metrics_of(figures):
-        values[f"{metric.title}/train"] = trained
-        values[f"{metric.title}/val"] = evaluated
+        title = metric.title or metric.name
+        values[f"{title}/train"] = trained
+        values[f"{title}/val"] = evaluated
     for stage, (actual, planned) in enumerate(zip(history.measured_last(), history.predicted, strict=False)):
         stats = figures.stages[stage]
         values[f"staleness/stage{stage}"] = stats.max_staleness

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pipetrain.boundary import Value, as_tuple
+from pipetrain.boundary import Value, as_tuple, on_each
 from pipetrain.runtime.stage import Target
 
 Weight = Callable[[Value], Tensor | float]
@@ -52,12 +52,12 @@ class WindowFeed:
         assert self._inputs is not None, f"this rank has no inputs to give for microbatch {mb}"
         inputs, self._ahead = self._ahead, None
         self._given += 1
-        return self._moved(next(self._inputs)) if inputs is None else inputs
+        return as_tuple(self._moved(next(self._inputs))) if inputs is None else inputs
 
     def prepare(self) -> None:
         """Load the next inputs, and start their copy to the device."""
         if self._inputs is not None and self._ahead is None and self._given < len(self._sizes):
-            self._ahead = self._moved(next(self._inputs))
+            self._ahead = as_tuple(self._moved(next(self._inputs)))
 
     def target(self, mb: int) -> Target:
         """Return the targets of a microbatch on the device, once; a batch is read as a whole."""
@@ -67,21 +67,19 @@ class WindowFeed:
             weights = [float(self._weight(value)) for value in values]
             whole = sum(weights)
             for value, weight in zip(values, weights, strict=True):
-                moved = self._moved(value)
                 # A batch in which nothing counts has no mean loss: it is NaN, as in one process.
                 share = weight / whole if whole else 1 / len(weights)
-                self._ready[self._read] = Target(
-                    moved[0] if isinstance(value, Tensor) else moved, weight, share
-                )
+                self._ready[self._read] = Target(self._moved(value), weight, share)
                 self._read += 1
         return self._ready.pop(mb)
 
-    def _moved(self, value: Value) -> tuple[Tensor, ...]:
+    def _moved(self, value: Value) -> Value:
         """Start the copy to the device; to a GPU it is asynchronous from pinned memory only."""
-        moved = []
-        for tensor in as_tuple(value):
+
+        def move(tensor: Tensor) -> Tensor:
             if self._device.type == "cuda":
                 tensor = tensor.pin_memory()
-            dtype = self._dtype if tensor.is_floating_point() else None
-            moved.append(tensor.to(self._device, dtype, non_blocking=True))
-        return tuple(moved)
+            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+            return tensor.to(self._device, dtype, non_blocking=True)
+
+        return on_each(value, move)

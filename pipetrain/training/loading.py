@@ -8,7 +8,7 @@ and sends the targets to the last one. No input is ever paired with another's ta
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
-from pipetrain.boundary import Example, TensorSpec, Value, as_tuple
+from pipetrain.boundary import Example, Value, as_tuple
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.runtime.mesh import Mesh
 
@@ -80,19 +80,11 @@ class Form:
     targets: Example
 
     def to_json(self) -> list[Any]:
-        return [
-            [[list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in example.specs]
-            + [example.single]
-            for example in (self.inputs, self.targets)
-        ]
+        return [self.inputs.to_json(), self.targets.to_json()]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> Form:
-        examples = []
-        for *specs, single in data:
-            held = tuple(TensorSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in specs)
-            examples.append(Example(held, single))
-        return cls(*examples)
+        return cls(*map(Example.from_json, data))
 
     def refuse_other(self, inputs: Value, targets: Value, what: str) -> None:
         """Refuse samples of another form. Raises BadBatch."""
@@ -133,7 +125,7 @@ class Reader:
         if known is not None:
             sizes = known[self._announced :][:batches]
         else:
-            if batches is None and not isinstance(self._loader, Sized):
+            if batches is None and not _has_length(self._loader):
                 raise ConfigError(
                     "this schedule trains a whole pass as one window, and a loader without length does not "
                     "say how long that is: give train(loader, window=...)"
@@ -175,6 +167,13 @@ class Reader:
 
 
 _END = object()
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except TypeError:  # a DataLoader has none for an IterableDataset without one
+        return False
 
 
 def _samples(value: Value) -> int:

@@ -16,8 +16,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from pipetrain.blueprint import Plan, Samples, draft_plan, make_plan
-from pipetrain.boundary import cast_floats
+from pipetrain.blueprint import Plan, Samples, draft_plan, make_plan, prove_targets
+from pipetrain.boundary import Example
 from pipetrain.building import Models, make_schedule, make_task
 from pipetrain.cli import conf_dir
 from pipetrain.config import Settings, read_settings
@@ -36,7 +36,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.profile import Profile
 from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.tasks import Task, prove_task
+from pipetrain.tasks import Task
 
 CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # options kept for a fallback data set
 
@@ -95,15 +95,22 @@ def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
     return cfg, replace(load_data(cfg.data, dtype), note=note)
 
 
-def check_early(cfg: DictConfig, schedule: str, ranks: int, models: Models | None = None) -> Plan:
+def check_early(
+    cfg: DictConfig,
+    schedule: str,
+    ranks: int,
+    models: Models | None = None,
+    example: Example | None = None,
+) -> Plan:
     """Plan one batch, as a draft, to refuse errors before the run starts. Raises ConfigError.
 
-    The data set is not read if `data.sample` declares its inputs.
+    The data set is not read if the `example` of its inputs is given, or `data.sample` declares it.
     """
     settings = read_settings(cfg, schedule, ranks)
     load_augment(cfg.data)
     make_task(cfg)
-    example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
+    example = example or declared_example(cfg.data, settings.dtype)
+    example = example or load_data(cfg.data, settings.dtype).facts.example
     model = (models or Models()).copy(cfg, settings.seed, settings.dtype)
     size = settings.batch_size // settings.microbatches
     plan = draft_plan(cfg, settings, model, example, Samples([settings.batch_size], [size]))
@@ -144,7 +151,9 @@ def prepare(
     task = make_task(cfg)
     plan = make_plan(settings, make_schedule(cfg), model, facts.example, samples, profile)
     if data is not None:
-        _prove_targets(task, plan, data, settings)
+        for split, draw in ((data.train, Draw(settings.seed, 0)), (data.test, None)):
+            ids = torch.arange(min(len(split), settings.batch_size))
+            prove_targets(plan, task, split.targets(ids, draw), data.classes)
     return Run(
         settings=settings,
         facts=facts,
@@ -156,14 +165,6 @@ def prepare(
         see_model=partial(models.see, *named),
         build_model=partial(models.take, *named),
     )
-
-
-def _prove_targets(task: Task, plan: Plan, data: Data, settings: Settings) -> None:
-    """Try the task on the first samples of both splits. Raises ConfigError."""
-    for split, draw in ((data.train, Draw(settings.seed, 0)), (data.test, None)):
-        ids = torch.arange(min(len(split), settings.batch_size))
-        targets = cast_floats(split.targets(ids, draw), settings.dtype)
-        prove_task(task, plan.layers[-1].output, plan.layers[-1].name, targets, data.classes)
 
 
 def _even(samples: int, most: int) -> list[int]:

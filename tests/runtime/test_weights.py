@@ -353,3 +353,12 @@ def test_autograd_refuses_a_version_that_was_given_up_and_written_over():
     weights.step(keep=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.backward(torch.ones_like(late))
+
+
+def test_a_checkpoint_without_an_average_begins_it_anew():
+    module = nn.Linear(1, 1)
+    weights = Weights(module, lambda p: torch.optim.SGD(p, 0.1), lambda update: 1.0, ema=0.5)
+    update(module, weights, keep=False)
+    assert weights.average().keys() == {"weight", "bias"}
+    weights.load_average({})
+    assert not weights.average()

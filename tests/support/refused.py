@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from pipetrain import ConfigError, Metric, Pipeline, ScheduleError, TrainingStopped
 from pipetrain.errors import ChannelError
 from pipetrain.runtime.mesh import World
+from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.seal import SealedStore
 from tests.support.programs import process_group
 
@@ -108,10 +111,50 @@ def twice(rank: int) -> None:
         first.close()
 
 
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.cycle(samples())
+
+
+class Locked(nn.Linear):
+    """Cannot be copied."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.lock = Lock()
+
+
+class Failing(Metric):
+    """Fails when there was no label 0, so not before the start."""
+
+    name = "failing"
+
+    def sums(self, outputs: Any, targets: Any) -> Tensor:
+        return (targets == 0).sum().reshape(1)
+
+    def value(self, sums: Sequence[float], loss: float) -> float:
+        if not sums[0]:
+            raise TypeError("no label 0, no metric")
+        return 1.0
+
+
+def ones(n: int = 8) -> tuple[Tensor, Tensor]:
+    return torch.ones(n, 4), torch.ones(n, dtype=torch.int64)
+
+
+def failing_metric(rank: int) -> None:
+    made = pipe(metrics=[Failing()], sample=batch())
+    list(made.train([ones()]))
+
+
+def reversed_1f1b(ranks: int, batches: int, microbatches: int) -> Any:
+    return one_f_one_b(ranks, batches, microbatches)[::-1]
+
+
 ALIKE: dict[str, tuple[Program, str]] = {
     "a vector": (
         lambda rank: step(loss=lambda o, t: functional.cross_entropy(o, t, reduction="none")),
-        r"the loss of task Task must be one number.*, the mean over what counts; it returns float32\[8\]",
+        r"the loss of task <lambda> must be one number.*, the mean over what counts; it returns float32\[8\]",
     ),
     "integers": (
         lambda rank: step(batch()[0].long(), batch()[1]),
@@ -135,6 +178,14 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "option": (lambda rank: step(bufer_size=3), "Pipeline takes no bufer_size; did you mean buffer_size"),
     "codec": (lambda rank: step(codec_forward="zip"), "codec_forward=zip is unknown; choose one of half"),
     "schedule": (lambda rank: step(schedule="1fb"), "schedule=1fb is neither a file nor one of 1f1b, fbp"),
+    "no length of a DataLoader": (
+        lambda rank: train(DataLoader(Endless(), 8), schedule="pipedream"),
+        "a loader without length does not say how long that is",
+    ),
+    "uncopied profile": (
+        lambda rank: step(model=nn.Sequential(Locked(4, 4), nn.Linear(4, 3)), partition="profile"),
+        "partition=profile measures a copy of the model, which copy.deepcopy cannot make",
+    ),
     "rate": (lambda rank: step(lr_schedule="cosine"), "lr_schedule=cosine must be a function of the update"),
     "window": (lambda rank: train([batch()], 0), "window=0 must be a whole number of batches"),
     "small": (lambda rank: train([batch(), batch(3)]), "a batch of 3 samples cannot be cut"),
@@ -160,6 +211,15 @@ APART: dict[str, tuple[Program, str, str]] = {
         lambda rank: step(model=model() if rank else nn.Sequential(*model(), nn.Linear(3, 3))),
         "rank 1 built another model than rank 0",
         "rank 1 built another model than rank 0",
+    ),
+    "stage 0 elsewhere": (
+        lambda rank: step(schedule=reversed_1f1b),
+        *["schedule reversed_1f1b has stage 0 on rank 1, and rank 0 reads the batches"] * 2,
+    ),
+    "a metric, later": (
+        failing_metric,
+        "rank 0 (lost rank 1|could not)",
+        "no label 0, no metric",
     ),
     "coupled": (
         lambda rank: step(optimizer=lambda p: Coupled(p, 0.1)),

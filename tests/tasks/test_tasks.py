@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -70,6 +70,7 @@ def labels(*shape: int, classes: int = 4) -> Tensor:
         (Task(partial(functional.cross_entropy, weight=CLASS_WEIGHTS)), randn(7, 4), labels(7), None),
         (Task(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)), randn(7, 4), labels(7), None),
         (Task(nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.2)), randn(7, 4), labels(7), None),
+        (Task(nn.CrossEntropyLoss(CLASS_WEIGHTS)), randn(7, 4), randn(7, 4).softmax(1), None),
         (Task(nn.CrossEntropyLoss(ignore_index=2)), randn(7, 4), labels(7).clamp(min=0), None),
         (Task(nn.NLLLoss(weight=CLASS_WEIGHTS)), randn(7, 4, 3), labels(7, 3), None),
     ],
@@ -110,7 +111,7 @@ def test_the_first_metric_decides_which_epoch_is_best_and_without_metrics_the_lo
     assert Task(metrics=[Accuracy(), SquaredError()]).score(seen) == 0.75
     assert Task(metrics=[SquaredError(), Accuracy()]).score(seen) == -0.5
     assert Task().score(seen) == -3.0
-    assert LanguageModelling().score(tally(2.0)) == -math.exp(2)
+    assert LanguageModelling().score(tally(2.0, ppl=[])) == -math.exp(2)
     assert math.isnan(Classification().score(Tally()))
 
 
@@ -230,14 +231,13 @@ def padded(outputs: Value, targets: Value) -> Tensor:
         (partial(functional.mse_loss, reduction="sum"), spec(2), randn(7, 2)),
         (nn.CrossEntropyLoss(reduction="sum"), spec(4), labels(7)),
         (between, spec(2), randn(7, 2)),
-        (padded, spec(5, 4), labels(7, 5)),  # its weight is by samples
     ],
 )
 def test_a_loss_whose_parts_do_not_make_up_the_whole_is_refused(
     loss: Callable[..., Tensor], outputs, targets
 ):
     said = refused(Task(loss), outputs, targets)
-    assert said.startswith("the loss of task Task over 7 samples is ")
+    assert said.startswith(f"the loss of task {Task(loss)} over 7 samples is ")
     assert said.endswith(
         "and the mean over its microbatches, weighted by weight(targets), is another: let it be a mean over "
         "what counts (not a sum, and without a term between samples), and let weight say what each target "
@@ -259,7 +259,7 @@ def test_padding_with_its_weight_is_let_through():
 )
 def test_a_loss_that_is_no_one_number_is_refused(loss, returns):
     assert refused(Task(loss), spec(4), labels(7)) == (
-        "the loss of task Task must be one number in a tensor, the mean over what counts; it "
+        f"the loss of task {Task(loss)} must be one number in a tensor, the mean over what counts; it "
         f"returns {returns}"
     )
 
@@ -267,7 +267,7 @@ def test_a_loss_that_is_no_one_number_is_refused(loss, returns):
 @pytest.mark.parametrize(("returned", "kind"), [(0.5, "float"), (None, "NoneType"), ((), "tuple")])
 def test_a_loss_that_is_no_tensor_is_refused(returned, kind):
     said = refused(Task(lambda outputs, targets: returned), spec(4), labels(7))
-    assert said.startswith("the loss of task Task must be one number in a tensor, the mean over what counts")
+    assert said.startswith("the loss of task <lambda> must be one number in a tensor, the mean over what")
     assert said.endswith(f"; it returns {kind}")
 
 
@@ -293,14 +293,92 @@ class Own(Metric):
 @pytest.mark.parametrize("sums", [1.5, [1.0], torch.zeros(()), torch.zeros(2, 2)])
 def test_a_metric_without_sums_is_refused(sums):
     task = Task(functional.cross_entropy, [Own(sums)])
-    assert refused(task, spec(4), labels(7)) == ("metric own of task Task must return sums, a tensor [k]")
+    assert refused(task, spec(4), labels(7)) == (
+        "metric own of task cross_entropy must return sums, a tensor [k]"
+    )
 
 
 def test_a_metric_that_fails_is_named():
     task = Task(functional.cross_entropy, [Mean("distance", lambda outputs, targets: outputs - targets)])
     assert refused(task, spec(4), labels(7)).startswith(
-        "metric distance of task Task cannot take the model's float64[3, 4] (layer head) with targets int64["
+        "metric distance of task cross_entropy cannot take the model's float64[3, 4] (layer head) with "
     )
+
+
+class Ratio(Metric):
+    name = "ratio"
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def sums(self, outputs: Value, targets: Value) -> Tensor:
+        return outputs.new_zeros(self._count)
+
+    def value(self, sums: Sequence[float], loss: float) -> float:
+        return sums[0] / sums[1]
+
+
+def test_a_metric_whose_value_fails_is_named_before_the_start():
+    said = refused(Task(functional.mse_loss, [Ratio(1)]), spec(4), randn(7, 4))
+    assert said.startswith("metric ratio of task mse_loss cannot take")
+    assert said.endswith(": list index out of range")
+
+
+def test_of_what_was_not_counted_there_is_no_metric():
+    """Neither of the first samples, where that may be by chance, nor of all."""
+    task = Task(functional.mse_loss, [Ratio(2)])
+    prove_task(task, spec(4), "head", randn(7, 4), None)
+    assert math.isnan(task.values(Tally())["ratio"])
+    assert math.isnan(task.values(tally(1.0, ratio=[0.0, 0.0]))["ratio"])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "name"),
+    [([Accuracy(), Accuracy(ignore_index=0)], "acc"), ([Mean("loss", functional.mse_loss)], "loss")],
+)
+def test_values_of_one_name_are_refused(metrics, name):
+    said = refused(Task(functional.cross_entropy, metrics), spec(4), labels(7))
+    assert said == f"task cross_entropy has two values named {name}: give its metrics different names"
+
+
+WEIGHT = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = WEIGHT
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs * self.scale, targets)
+
+
+@pytest.mark.parametrize(
+    "loss", [Scaled(), lambda o, t: functional.cross_entropy(o, t) + 1e-3 * WEIGHT.square().sum()]
+)
+def test_a_loss_that_would_train_something_else_is_refused(loss):
+    said = refused(Task(loss), spec(4), labels(7).clamp(min=0))
+    assert f"the loss of task {Task(loss)} has a gradient for a float64[4] that is not among the" in said
+
+
+def test_a_loss_of_probabilities_or_complex_numbers_is_let_through():
+    prove_task(Task(nn.BCELoss()), spec(2), "head", randn(7, 2).sigmoid(), None)
+    outputs = spec(2, dtype=torch.complex128)
+    prove_task(Task(lambda o, t: (o.abs() - t).square().mean()), outputs, "head", randn(7, 2), None)
+
+
+def test_targets_that_may_be_ignored_need_a_weight():
+    said = refused(Task(padded), spec(5, 4), labels(7, 5))
+    assert said.endswith("need a weight(targets): how many targets the loss averages over")
+    assert Task(padded).weight(torch.tensor([156], dtype=torch.uint8)) == 1
+
+
+def test_class_weights_move_with_the_task():
+    loss = partial(functional.cross_entropy, weight=CLASS_WEIGHTS)
+    for task in (Task(loss), Task(nn.CrossEntropyLoss(CLASS_WEIGHTS))):
+        moved = task.to(torch.device("meta"))
+        assert moved.loss(randn(7, 4).to("meta"), labels(7).to("meta")).is_meta
+        assert float(moved.weight(torch.tensor([0, 3]))) == 3.5  # of targets in host memory
 
 
 def test_a_large_model_s_task_is_proven_on_few_samples():

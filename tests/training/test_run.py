@@ -189,6 +189,10 @@ def test_an_evaluation_has_every_sample_once_in_even_pieces(samples, most):
 
 def test_check_early_needs_no_data(closed, tmp_path):
     check_early(absent(closed, tmp_path), "1f1b", 2)
+    undeclared = absent(closed, tmp_path, "data.sample=null", "data.fallback=null")
+    with pytest.raises(DataMissing):
+        check_early(undeclared, "1f1b", 2)
+    check_early(undeclared, "1f1b", 2, example=Example((TensorSpec((3, 32, 32), torch.float32),)))
     assert not (tmp_path / "sets").exists()
 
 
