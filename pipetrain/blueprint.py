@@ -75,11 +75,6 @@ class Plan:
     prediction: Prediction | None = None  # from a profile
     policy: Policy | None = None  # decides the order at run time; the windows' programs are then examples
 
-    def __str__(self) -> str:
-        from pipetrain.plan import describe  # which imports this module
-
-        return describe(self)
-
     @property
     def stages(self) -> int:
         return len(self.placement)

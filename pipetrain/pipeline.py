@@ -17,7 +17,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ from pipetrain.data import pieces
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.optimizer import prove_optimizer
 from pipetrain.partition.profile import PROFILE, read_profile
+from pipetrain.plan import describe
 from pipetrain.profiling import make_profile, measure_together
 from pipetrain.rate import Rate
 from pipetrain.runtime.allocator import keep_freed_memory
@@ -82,6 +83,22 @@ def schedules() -> dict[str, str]:
     """Return the schedules that ship with pipetrain, by name, with what each is."""
     files = sorted((conf_dir() / "schedule").glob("*.yaml"))
     return {path.stem: path.read_text().splitlines()[1].removeprefix("# ") for path in files}
+
+
+class _OpenPlan(Plan):
+    """A plan for any batch size and window; it prints as `python -m pipetrain.plan` does."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return describe(self)
+
+    @classmethod
+    def of(cls, plan: Plan, settings: Settings) -> _OpenPlan:
+        """Return a plan made for two batch sizes, with these settings."""
+        known = {one.name: getattr(plan, one.name) for one in fields(plan)}
+        known |= {"boundaries": AnySize(plan.boundaries), "evaluated": AnySize(plan.evaluated)}
+        return cls(**known | {"settings": settings, "windows": dict(plan.windows)})
 
 
 class Pipeline:
@@ -387,13 +404,7 @@ class Pipeline:
         sizes = Samples([size * m for size in (full, full + 1) for _ in range(self._least)], [full, full + 1])
         plan = self._make_plan(replace(settings, window=self._least), model, form.inputs, sizes)
         self._on_first("the task", reader, partial(self._prove_task, plan))
-        plan = replace(
-            plan,
-            settings=settings,
-            boundaries=AnySize(plan.boundaries),
-            evaluated=AnySize(plan.evaluated),
-            windows=dict(plan.windows),
-        )
+        plan = _OpenPlan.of(plan, settings)
         self._settings, self._form = settings, form
         with self._together():
             self._runner = Runner(plan, model, self._task, self._optimizer, self._rate, self._mesh)
