@@ -60,16 +60,16 @@ def test_inputs_and_targets_of_an_augmented_data_set_fit(monkeypatch, tmp_path):
 
 def test_segmentation_finds_discs_and_rectangles(monkeypatch, tmp_path):
     """A third of the classes, and so of the mean IoU, is had by calling everything background."""
-    words = ("data.source.size=16", "data.sample.shape=[3,16,16]", "data.train_limit=256")
-    words += ("data.test_limit=32", "batch_size=16", "epochs=2", "optim.lr=0.01")
+    words = ("data.source.size=16", "data.sample.shape=[3,16,16]", "data.train_limit=128")
+    words += ("data.test_limit=32", "batch_size=8", "epochs=2", "optim.lr=0.01", "microbatches=1")
     train_here(monkeypatch, tmp_path, "experiment=segmentation", *words)
     assert summary(tmp_path)["val_miou"] > 0.35
 
 
 def test_a_gpt_learns_more_than_the_frequency_of_letters(monkeypatch, tmp_path):
     """Letters by their frequency alone have a perplexity of 27 here."""
-    small = ("model.depth=1", "model.width=64", "data.block=32", "data.train_limit=800", "data.test_limit=80")
-    small += ("optim.lr=0.01",)
+    small = ("model.depth=1", "model.width=48", "data.block=32", "data.train_limit=480", "data.test_limit=40")
+    small += ("optim.lr=0.01", "batch_size=4", "microbatches=1")
     train_here(monkeypatch, tmp_path, "experiment=gpt", *small, "epochs=1")
     ran = summary(tmp_path)
     assert ran["best_val_ppl"] == ran["val_ppl"] < 24

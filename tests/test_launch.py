@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from pipetrain import launch
+from pipetrain.data import DataFacts
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.launch import FAILED, INTERRUPTED, REFUSED, Job, Leader, Part, follow
 from pipetrain.runtime.channel import ChannelError
@@ -24,6 +25,8 @@ from pipetrain.runtime.mesh import World
 from pipetrain.seal import SECRET, Seal, SealedStore
 from pipetrain.training.folder import claim, read_key
 from tests.support.processes import DEADLINE_S
+
+FACTS = DataFacts("digits", 9, 3, "digits 9+3 0", "", [[3, 32, 32]], ["float32"], True)
 
 # Agreement
 
@@ -39,7 +42,7 @@ def folder(tmp_path) -> Iterator[Path]:
 @pytest.fixture
 def job(folder) -> Job:
     config = {"seed": 1, "model": {"_target_": "a.b"}, "partition": [8], "window": None}
-    return Job(config, "1f1b", str(folder), "digits 9+3 0")
+    return Job(config, "1f1b", str(folder), FACTS)
 
 
 @pytest.fixture
@@ -113,9 +116,7 @@ def test_a_refusal_ends_everybody_with_its_status_and_nothing_run(ranks, status,
 
 def test_a_sweep_is_a_job_after_another_each_with_a_store_of_its_own(ranks, job, tmp_path):
     with claim(tmp_path / "other") as other:
-        second = Job(
-            {"seed": 2}, "gpipe", str(tmp_path / "other"), "digits 9+3 0", "profile", {"layers": [0.1]}
-        )
+        second = Job({"seed": 2}, "gpipe", str(tmp_path / "other"), FACTS, "profile", {"layers": [0.1]})
         places = []
 
         def lead(leader: Leader) -> None:
@@ -291,7 +292,7 @@ def hostile(raw, folder, monkeypatch):
 
 
 def trap(folder: Path) -> dict:
-    job = asdict(Job(TRAP, "1f1b", str(folder), "digits 9+3 0"))
+    job = asdict(Job(TRAP, "1f1b", str(folder), FACTS))
     return {"job": job, "code": launch.code_fingerprint(), "arguments": sys.argv[1:]}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmark import memory, models, overhead, report, sleep, wire
+from benchmark import api, gpt, memory, models, overhead, report, sleep, wire
 from benchmark.report import Row
 from benchmark.tasks import Scale
 from benchmark.worlds import Say, WorldFailed
@@ -19,8 +19,10 @@ SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
     "sleep": sleep.suite,
     "jitter": sleep.jitter_suite,
     **{model: partial(models.suite, model) for model in models.MODELS},
+    "gpt": gpt.suite,
     "one-process": models.one_process_suite,
     "overhead": overhead.suite,
+    "api": api.suite,
     "memory": memory.suite,
     "wire": wire.suite,
 }

@@ -18,7 +18,6 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmark.report import Series
@@ -41,11 +40,15 @@ T = TypeVar("T")
 
 
 class Contestant(Protocol):
-    """Something that trains, on one rank. `batches`: how many it does in a turn, each in `microbatches`."""
+    """Something that trains, on one rank. `batches`: how many it does in a turn, each in `microbatches`.
+
+    `losses`: the mean loss of each batch of its last turn, where this rank knows them.
+    """
 
     name: str
     batches: int
     microbatches: int
+    losses: list[float]
 
     def run(self) -> float | None:
         """Take a turn. Returns the seconds a batch once the pipeline is full, where this rank knows them."""
@@ -91,9 +94,13 @@ def _turn(mesh: Mesh, contestant: Contestant) -> tuple[float, float | None]:
 class BatchFeed:
     """The same batch again and again, from memory. See engine.Feed."""
 
-    def __init__(self, samples: Tensor, labels: Tensor, microbatches: int) -> None:
-        self._inputs = samples.chunk(microbatches)
-        self._labels = labels.chunk(microbatches)
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._inputs = job.samples.to(device).chunk(job.microbatches)
+        targets = job.targets.to(device).chunk(job.microbatches)
+        weights = [float(job.task.weight(part)) for part in targets]
+        self._targets = [
+            Target(part, weight, weight / sum(weights)) for part, weight in zip(targets, weights, strict=True)
+        ]
 
     def size(self, mb: int) -> int:
         """Return the samples in a microbatch."""
@@ -104,9 +111,8 @@ class BatchFeed:
         return (self._inputs[mb % len(self._inputs)],)
 
     def target(self, mb: int) -> Target:
-        """Return a microbatch's labels, with its share of the batch."""
-        labels = self._labels[mb % len(self._labels)]
-        return Target(labels, len(labels), 1 / len(self._labels))
+        """Return a microbatch's targets."""
+        return self._targets[mb % len(self._targets)]
 
     def prepare(self) -> None:
         """There is nothing to make."""
@@ -132,13 +138,14 @@ class Ours:
         self._windows = max(1, batches // window)
         self.batches = self._windows * window
         self.actions = plan.windows[window].program[mesh.world.rank]  # where a policy decides: as many
-        self._feed = BatchFeed(job.samples.to(mesh.device), job.labels.to(mesh.device), job.microbatches)
+        self.losses: list[float] = []
+        self._feed = BatchFeed(job, mesh.device)
         self._full_after = plan.stages if window > 2 * plan.stages else None  # updates; None: never full
         self._updates: list[float] = []
         self._rank = mesh.world.rank
         self._last = plan.placement[-1] == self._rank
-        stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), mesh)
-        self._engine = make_engine(plan, stages, mesh, channel, clock)
+        self._stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), mesh)
+        self._engine = make_engine(plan, self._stages, mesh, channel, clock)
 
     @property
     def stats(self) -> dict[int, StageStats]:
@@ -151,6 +158,8 @@ class Ours:
         for _ in range(self._windows):
             order = self.plan.order(max(self.plan.windows), self._rank)
             self._engine.train(order, self._feed, self.microbatches, self._count)
+        if self._last:
+            self.losses = self._stages[self.plan.stages - 1].take_losses()
         if not self._last or self._full_after is None:
             return None
         full = self._updates[self._full_after :]
@@ -166,6 +175,7 @@ class Theirs(ABC):
 
     def __init__(self, name: str, job: Job, module: nn.Module, batches: int, microbatches: int) -> None:
         self.name, self.batches, self.microbatches = name, batches, microbatches
+        self.losses: list[float] = []
         self._module = module.train()
         self._optimizer = job.optimizer(module.parameters())
 
@@ -183,8 +193,8 @@ class Theirs(ABC):
             if loss is not None:
                 losses.append(loss.detach())
         if losses:  # at the turn's end: to look at a number makes a GPU's host wait
-            mean = float(torch.stack(losses).mean())
-            assert math.isfinite(mean), f"the loss is {mean}: this contestant does not train"
+            self.losses = torch.stack(losses).tolist()
+            assert all(map(math.isfinite, self.losses)), f"losses {self.losses}: {self.name} does not train"
 
 
 class TorchPipeline(Theirs):
@@ -194,17 +204,15 @@ class TorchPipeline(Theirs):
         rank, stages = mesh.world.rank, mesh.world.size
         super().__init__(f"torch {schedule}", job, job.stage(rank), batches, job.microbatches)
         self._inputs = (job.samples,) if rank == 0 else ()
-        self._labels = job.labels if rank == stages - 1 else None
+        self._targets = job.targets if rank == stages - 1 else None
         stage = PipelineStage(self._module, rank, stages, mesh.device)
         # Gradients are divided by the number of microbatches, so that an update is the batch's mean, as ours.
-        self._schedule = SCHEDULES[schedule](
-            stage, job.microbatches, loss_fn=functional.cross_entropy, scale_grads=True
-        )
+        self._schedule = SCHEDULES[schedule](stage, job.microbatches, loss_fn=job.task.loss, scale_grads=True)
 
     def _backward(self) -> Tensor | None:
         losses: list[Tensor] = []
-        self._schedule.step(*self._inputs, target=self._labels, losses=losses, return_outputs=False)
-        if self._labels is None:
+        self._schedule.step(*self._inputs, target=self._targets, losses=losses, return_outputs=False)
+        if self._targets is None:
             return None
         assert len(losses) == self.microbatches
         return torch.stack(losses).mean()
@@ -218,11 +226,12 @@ class Plain(Theirs):
     ) -> None:
         rank, ranks = mesh.world.rank, mesh.world.size
         model: nn.Module = job.model.to(mesh.device)
-        self._samples, self._labels = job.samples.to(mesh.device), job.labels.to(mesh.device)
+        self._samples, self._targets = job.samples.to(mesh.device), job.targets.to(mesh.device)
         if parallel:
             model = DistributedDataParallel(job.model)
-            self._samples, self._labels = job.samples.chunk(ranks)[rank], job.labels.chunk(ranks)[rank]
+            self._samples, self._targets = job.samples.chunk(ranks)[rank], job.targets.chunk(ranks)[rank]
         super().__init__(name, job, model, batches, 1)
+        self._loss = job.task.loss
         self._threads = threads
         self._works = parallel or rank == 0
 
@@ -234,7 +243,7 @@ class Plain(Theirs):
             torch.set_num_threads(1)
 
     def _backward(self) -> Tensor:
-        loss = functional.cross_entropy(self._module(self._samples), self._labels)
+        loss = self._loss(self._module(self._samples), self._targets)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
@@ -253,7 +262,8 @@ class Alone(Theirs):
         super().__init__(name, job, module, batches, job.microbatches)
         boundaries = job.plan.boundaries[job.size]
         self._inputs = numerics.arrange(job.samples.chunk(job.microbatches)[0])
-        self._labels = job.labels.chunk(job.microbatches)[0]
+        self._loss = job.task.loss
+        self._targets = job.targets.chunk(job.microbatches)[0]
         if index > 0:
             self._inputs = numerics.arrange(_random(boundaries[index].specs[0])).requires_grad_()
         last = index == job.plan.stages - 1
@@ -264,7 +274,7 @@ class Alone(Theirs):
             self._inputs.grad = None
             outputs = self._module(self._inputs)
             if self._grads is None:
-                outputs = functional.cross_entropy(outputs, self._labels) / self.microbatches
+                outputs = self._loss(outputs, self._targets) / self.microbatches
             outputs.backward(self._grads)
 
 

@@ -113,9 +113,9 @@ def measure(mesh: Mesh, say: Say, scale: Scale) -> dict[str, list[Figures]]:
 
 
 def _round(mesh: Mesh, ours: Ours, timed: Ours, alone: Alone, channel: TimedChannel) -> Figures:
-    whole, plain = _cpu(mesh, ours), _cpu(mesh, alone)
+    whole, plain = cpu_seconds(mesh, ours), cpu_seconds(mesh, alone)
     busy, in_channel = _busy(timed), channel.cpu_s
-    twin = _cpu(mesh, timed)
+    twin = cpu_seconds(mesh, timed)
     busy, in_channel = _busy(timed) - busy, channel.cpu_s - in_channel
     actions = len(ours.actions) * ours.batches / max(ours.plan.windows)
     seconds = {
@@ -131,7 +131,8 @@ def _busy(ours: Ours) -> float:
     return sum(record.busy_s for record in ours.stats.values())
 
 
-def _cpu(mesh: Mesh, contestant: Contestant) -> float:
+def cpu_seconds(mesh: Mesh, contestant: Contestant) -> float:
+    """Return the processor time that this rank's thread takes for a turn."""
     mesh.gather("the start of a turn", None)
     start = time.thread_time()
     contestant.run()

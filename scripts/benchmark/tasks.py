@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from pipetrain import tasks
 from pipetrain.blueprint import Plan, Samples, make_plan
-from pipetrain.boundary import Example, TensorSpec, named_layers
+from pipetrain.boundary import Example, named_layers
 from pipetrain.building import make_model, make_schedule, make_task
 from pipetrain.cli import as_hydra, conf_dir
-from pipetrain.config import read_settings
+from pipetrain.config import Settings, read_settings
+from pipetrain.data import load_data
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.profile import Profile
 from pipetrain.runtime.weights import OptimizerFactory
@@ -39,10 +40,14 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to train: overrides, a sample's shape, and how many classes the last layer tells apart."""
+    """Something to train: overrides, and the batch that all train on, again and again.
+
+    `example`: the shape of a random sample, with one of `classes` at random; None: the batch is the first
+    samples of the configured data set.
+    """
 
     overrides: tuple[str, ...]
-    example: tuple[int, ...] = (3, 32, 32)
+    example: tuple[int, ...] | None = (3, 32, 32)
     classes: int = 10
 
     def extended(self, *overrides: str) -> Task:
@@ -58,8 +63,8 @@ class Job:
     model: nn.Sequential
     task: tasks.Task
     optimizer: OptimizerFactory
-    samples: Tensor  # a batch's [n, ...]
-    labels: Tensor  # [n]
+    samples: Tensor  # the inputs of a batch [n, ...]
+    targets: Tensor  # [n, ...]
 
     @property
     def microbatches(self) -> int:
@@ -89,19 +94,31 @@ def prepare(task: Task, schedule: str, ranks: int, window: int = 1, profile: Pro
     cfg = compose_task(task, schedule)
     settings = read_settings(cfg, schedule, ranks)
     spare = make_model(cfg, settings.seed, settings.dtype)
-    n = settings.batch_size
-    samples = Samples([n] * window, [n])
-    example = Example((TensorSpec(task.example, settings.dtype),))
-    plan = make_plan(settings, make_schedule(cfg), spare, example, samples, profile)
-    generator = torch.Generator().manual_seed(settings.seed)
+    samples, targets = _batch(task, cfg, settings)
+    sizes = Samples([len(samples)] * window, [len(samples)])
+    example = Example.in_batch(samples)
+    plan = make_plan(settings, make_schedule(cfg), spare, example, sizes, profile)
     return Job(
         plan=plan,
         model=make_model(cfg, settings.seed, settings.dtype),
         task=make_task(cfg),
         optimizer=make_optimizer(cfg, spare, plan.stages),
-        samples=torch.randn(n, *task.example, generator=generator, dtype=settings.dtype),
-        labels=torch.randint(task.classes, (n,), generator=generator),
+        samples=samples,
+        targets=targets,
     )
+
+
+def _batch(task: Task, cfg: DictConfig, settings: Settings) -> tuple[Tensor, Tensor]:
+    n = settings.batch_size
+    if task.example is not None:
+        generator = torch.Generator().manual_seed(settings.seed)
+        samples = torch.randn(n, *task.example, generator=generator, dtype=settings.dtype)
+        return samples, torch.randint(task.classes, (n,), generator=generator)
+    split, first = load_data(cfg.data, settings.dtype).train, torch.arange(n)
+    inputs, targets = split.inputs(first, None), split.targets(first, None)
+    assert isinstance(inputs, Tensor)
+    assert isinstance(targets, Tensor)
+    return inputs, targets
 
 
 def schedules() -> list[str]:

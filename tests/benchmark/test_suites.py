@@ -98,8 +98,10 @@ WHAT_IT_SHOWS = {
     "jitter": ["jitter, 2 stages", "fbp, in_flight 8, buffer_size 4: ", "x pipedream"],
     "vgg16": ["vgg16, slower stage alone", "ideal without messages", "torch DDP", "interleaved_1f1b"],
     "resnet18": ["resnet18, cut before", "pipedream, contiguous, once full"],
+    "gpt": ["gpt", "ideal without messages", "pipedream, once full", "x torch 1F1B >= 1.15", "torch DDP"],
     "one-process": ["plain loop", "1f1b", "of bound >= 0.98"],
     "overhead": ["overhead, 1f1b, rank 1", "of it the channel", "< 150 us an action"],
+    "api": ["api, 1f1b", "step: added to it", "train, a DataLoader: added to it", "< 1 ms a batch"],
     "memory": ["memory, pipedream, rank 0", "weight versions at the peak", "as simulated: 2"],
     "wire": ["wire, 100 MB/s", "pipedream, no codec", "layer_dist, int8, topk_int8 1 % back", "s an epoch"],
 }

@@ -8,7 +8,7 @@ from pipetrain.data import digits
 
 def test_digits_are_what_they_are_said_to_be():
     data = digits.load()
-    assert (data.name, data.classes, data.note) == ("digits", 10, "")
+    assert (data.name, data.classes) == ("digits", 10)
     assert data.train.images.shape == (1437, 3, 32, 32)
     assert data.test.images.shape == (360, 3, 32, 32)
     assert data.train.images.dtype == torch.uint8

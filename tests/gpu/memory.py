@@ -110,7 +110,7 @@ def alone(job: Job, mesh: Mesh) -> tuple[int, int]:
     last = index == job.plan.stages - 1
     x = _random(entries[index], device)
     grads = () if last else _random(entries[index + 1], device)
-    target = Target(job.labels[: job.size].to(device), job.size, 1.0) if last else None
+    target = Target(job.targets[: job.size].to(device), job.size, 1.0) if last else None
     stash = before = 0
     for _ in range(2):
         stage.begin_window()

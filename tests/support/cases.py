@@ -81,7 +81,8 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
 def tiny_data(train: int, test: int = 11, cfg: DictConfig | None = None) -> Data:
     """Random images, the same every time, with a configuration's augmentation and dtype."""
     generator = torch.Generator().manual_seed(1)
-    dtype = torch.float32 if cfg is None else getattr(torch, cfg.dtype)
+    double = cfg is not None and cfg.dtype == "float64"
+    dtype = torch.float64 if double else torch.float32
 
     def split(n: int, train: bool) -> ImageSplit:
         images = torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
