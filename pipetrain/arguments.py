@@ -31,6 +31,10 @@ _OTHERS = {  # keys of the configuration that the arguments and methods of Pipel
     "epochs", "batch_size", "label_smoothing", "warmup", "log_every", "trace", "checkpoint", "resume",
     "run_dir", "hydra", "codec", "logger",
 }  # fmt: skip
+_ARGUMENTS = (  # beside the keys of the configuration
+    "model", "loss", "optimizer", "schedule", "task", "metrics", "weight", "param_groups", "lr_schedule",
+    "sample", "codec_forward", "codec_backward",
+)  # fmt: skip
 
 
 def read_task(
@@ -40,6 +44,11 @@ def read_task(
     weight: Callable[[Value], Tensor | float] | None,
 ) -> Task:
     """Return the task of Pipeline's arguments. Raises ConfigError."""
+    for name, given in (("loss", loss), ("task", task)):
+        if isinstance(given, type):
+            raise ConfigError(f"{name}={given.__name__} is a class: give an object of it, {given.__name__}()")
+    if callable(metrics):
+        raise ConfigError("metrics must be a list of Metric or a dict of functions: metrics={NAME: function}")
     task = loss if isinstance(loss, Task) else task
     if task is not None:
         if metrics or weight or (loss is not None and loss is not task):
@@ -87,11 +96,12 @@ def configuration(
     known = [str(key) for key in base if key not in _OTHERS]
     for key in options.keys() - {f"codec_{way}" for way in codecs}:
         if key not in known:
-            close = difflib.get_close_matches(key, [*known, "codec_forward", "codec_backward"], n=1)
+            close = difflib.get_close_matches(key, [*known, *_ARGUMENTS], n=1)
             meant = f"; did you mean {close[0]}" if close else f"; choose of {', '.join(known)}"
             raise ConfigError(f"Pipeline takes no {key}{meant}")
-    if dtype is None and isinstance(model, nn.Module):
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if dtype is None:
+        parameters = model.parameters() if isinstance(model, nn.Module) else ()
+        dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     given = {key: value for key, value in options.items() if key in known and value is not None}
     given |= {"microbatches": microbatches} if microbatches is not None else {}
     given |= {"window": window} if window is not None else {}
@@ -125,6 +135,10 @@ def read_schedule(cfg: DictConfig, schedule: str | Path | Schedule) -> Schedule:
         return schedule
     if isinstance(schedule, str) and (conf_dir() / "schedule" / f"{schedule}.yaml").is_file():
         return make_schedule(cfg)
+    if not isinstance(schedule, str | Path):
+        raise ConfigError(
+            f"schedule={schedule} must be one of {_names('schedule')}, a function or the path of a file"
+        )
     try:
         program = parse_program(Path(schedule).read_text())
     except OSError as error:
@@ -153,7 +167,8 @@ class FixedProgram:
             raise ScheduleError(
                 f"the program in {self._path} is of {len(self._program)} ranks, {self.batches} batches "
                 f"and {len(found)} microbatches in all; there are {ranks} ranks, a window of {batches} "
-                f"batches and microbatches={microbatches} a batch"
+                f"batches and microbatches={microbatches} a batch: start {len(self._program)} processes, and "
+                f"set microbatches={len(found) // (self.batches or 1)}"
             )
         return [
             [self._later(action, batch, microbatches) for batch in range(times) for action in actions]

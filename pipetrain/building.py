@@ -67,8 +67,8 @@ def _not_taken(key: str, target: str, argument: str) -> str:
     except Exception:  # some callables have no signature
         known = []
     close = difflib.get_close_matches(argument, known, n=1)
-    meant = f"did you mean {close[0]}" if close else f"leave it out with ~{key}.{argument}"
-    return f"{target} takes no {argument}; {meant}"
+    meant = f"did you mean {close[0]}? If not, " if close else ""
+    return f"{target} takes no {argument}; {meant}leave it out with ~{key}.{argument}"
 
 
 def make_schedule(cfg: DictConfig) -> Schedule:

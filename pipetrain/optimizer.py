@@ -57,9 +57,10 @@ def prove_optimizer(
     Raises ConfigError.
     """
     name = getattr(factory, "__qualname__", type(factory).__qualname__)
+    example = name if hasattr(factory, "param_groups") else "torch.optim.SGD"
     if not callable(factory):
         raise ConfigError(
-            f"optimizer must be a function of the parameters, such as lambda p: {name}(p, ...), as each "
+            f"optimizer must be a function of the parameters, such as lambda p: {example}(p, ...), as each "
             f"stage has its own; got {name}"
         )
     cfg = OmegaConf.create({"optim": {"_target_": name, "groups": groups}, "checkpoint": {"every": 1}})

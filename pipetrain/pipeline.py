@@ -192,7 +192,11 @@ class Pipeline:
         global _open
         _open = weakref.ref(self)
         if sample is not None:
-            self._begin(Reader([sample], "sample") if not self.rank else None)
+            try:
+                self._begin(Reader([sample], "sample= as batch") if not self.rank else None)
+            except Exception:  # on all ranks; nobody has this Pipeline to close it
+                self.close()
+                raise
 
     # What a program uses
 
@@ -229,7 +233,7 @@ class Pipeline:
         samples, began = 0, time.perf_counter()
         with self._together():
             self._counted(Stage.take_trained)  # what steps, or a pass that was left, have counted
-        for reader, sizes in self._windows(loader, window):
+        for reader, sizes in self._windows(loader, window, "the training"):
             losses = self._train(sizes, reader)
             samples += sum(sizes)
             yield from losses
@@ -251,7 +255,7 @@ class Pipeline:
                 f"schedule {self._settings.schedule} is asynchronous, and a step of one batch would drain "
                 f"it: use `for loss in pipe.train(loader)`, or a schedule that flushes, such as 1f1b"
             )
-        reader, sizes = next(self._windows([(inputs, targets)], 1))
+        reader, sizes = next(self._windows([(inputs, targets)], 1, "the training"))
         (loss,) = self._train(sizes, reader)
         return loss
 
@@ -262,7 +266,7 @@ class Pipeline:
         """
         with self._together():
             self._counted(Stage.take_evaluated)  # what an evaluation that failed has counted
-        for reader, sizes in self._windows(loader, EVALUATED_AT_ONCE):
+        for reader, sizes in self._windows(loader, EVALUATED_AT_ONCE, "the evaluation"):
             with self._together():
                 self._evaluate(sizes, reader)
         return self._values("the evaluation", Stage.take_evaluated)
@@ -282,14 +286,20 @@ class Pipeline:
 
     # One pass over a loader
 
-    def _windows(self, loader: Batches, window: int | None) -> Iterator[tuple[Reader | None, list[int]]]:
-        """Yield rank 0's reader and the samples of each batch of a window, until the loader's end."""
+    def _windows(
+        self, loader: Batches, window: int | None, what: str
+    ) -> Iterator[tuple[Reader | None, list[int]]]:
+        """Yield rank 0's reader and the samples of each batch of a window, until the loader's end.
+
+        `what`: the training or the evaluation, so that a rank that is at the other one is found.
+        """
         self._refuse_stopped()
         reader = None if self.rank else Reader(loader, "batch", self._form)
         if self._runner is None:
             self._begin(reader)
         empty = True
-        while sizes := self._on_first("the next window", reader, lambda reader: reader.window(window)):
+        what = f"the next window of {what}"
+        while sizes := self._on_first(what, reader, lambda reader: reader.window(window)):
             yield reader, sizes
             empty = False
         if empty:
@@ -451,6 +461,8 @@ class Pipeline:
         if ema and (self._settings.ema is None or self._runner is None or not self.updates):
             raise ConfigError("there is no moving average of the weights: give Pipeline ema=0.999, and train")
         self._refuse_stopped()
+        with self._together():
+            self._mesh.tell("the state_dict")
         if self._model is not None:  # nothing has been trained
             whole = self._model.state_dict() if not self.rank else {}
             return {key: t.detach().clone() for key, t in whole.items()}
@@ -482,7 +494,7 @@ class Pipeline:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is None:  # after an error the other ranks may not come
+        if error[0] is None or self._mesh.world.size == 1:  # after an error other ranks may not come
             self.close()
 
     def close(self) -> None:

@@ -163,6 +163,15 @@ def test_what_fails_within_a_window_ends_the_pipeline(pipe):
     Pipeline(mlp(), cross_entropy, momentum, device="cpu", threads=1).close()
 
 
+def test_an_error_of_a_with_block_or_of_the_sample_leaves_room_for_another_pipeline():
+    x, y = labelled_batches(8)[0]
+    with pytest.raises(ZeroDivisionError), Pipeline(mlp(), cross_entropy, momentum, device="cpu") as first:
+        first.step(x, 1 / 0)
+    with pytest.raises(TrainingStopped, match="sample= as batch 0 has 8 inputs and 5 targets"):
+        Pipeline(mlp(), cross_entropy, momentum, sample=(x, y[:5]), device="cpu")
+    Pipeline(mlp(), cross_entropy, momentum, device="cpu", threads=1).close()
+
+
 def test_the_first_batch_need_not_be_a_multiple_of_the_microbatches(pipe):
     torch.manual_seed(0)
     twin = mlp()

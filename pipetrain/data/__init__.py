@@ -14,7 +14,7 @@ from pipetrain.data.augment import Augment, ImageSplit
 from pipetrain.data.dataset import as_split
 from pipetrain.data.loader import Sampler, loaded, pieces
 from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, ImageData, Images, Split, prove
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 
 __all__ = [
     "Augment",
@@ -148,9 +148,10 @@ def _make(data: DictConfig, part: str) -> object:
     try:
         call = instantiate(data[part], _partial_=True)
     except InstantiationException as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ConfigError(f"data.{part} cannot be made: {reason}") from error
+        raise ConfigError(f"data.{part} cannot be made: {one_line(error.__cause__ or error)}") from error
     try:
         return call()
-    except TypeError as error:  # a missing or unknown argument
-        raise ConfigError(f"data.{part} cannot be made: {error}") from error
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, OSError) as error:  # a wrong argument, a file that is not there
+        raise ConfigError(f"data.{part} cannot be made: {type(error).__name__}: {one_line(error)}") from error

@@ -8,6 +8,7 @@ and the plan the sizes, so there are no headers. Every wait has a deadline; its 
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -334,5 +335,10 @@ class DistChannel:
     @staticmethod
     def _lost(message: Message, peer: int, error: RuntimeError) -> ChannelError:
         me = message.ranks[0] if peer == message.ranks[1] else message.ranks[1]
-        cause = str(error).strip().splitlines()[0]
-        return ChannelError(f"rank {me} lost rank {peer} at {message.name}: {cause}")
+        return ChannelError(f"rank {me} lost rank {peer} at {message.name}: {cause_of(error)}")
+
+
+def cause_of(error: RuntimeError) -> str:
+    """Return what torch.distributed says of a failure, without gloo's source line and its advice."""
+    said = str(error).strip().splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused by .*", "", said)

@@ -31,7 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipetrain.boundary import TensorSpec
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.channel import ChannelError, DistChannel, Edge
+from pipetrain.runtime.channel import ChannelError, DistChannel, Edge, cause_of
 from pipetrain.seal import SealedStore
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -250,7 +250,8 @@ class Mesh:
                 dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, group=self._all)
                 content += rest
         except RuntimeError as error:
-            raise self._lost(f"hear {what} from rank {source}", error) from error
+            doing = f"tell {what}" if source == self.world.rank else f"hear {what} from rank {source}"
+            raise self._lost(doing, error) from error
         if self._seal:
             content = self._seal.open(f"from rank {source}", content)
         theirs, told = json.loads(content)
@@ -326,7 +327,7 @@ class Mesh:
             dist.send(torch.tensor([now()], dtype=torch.float64), rank, group=self._all)
 
     def _lost(self, doing: str, error: RuntimeError) -> ChannelError:
-        cause = str(error).strip().splitlines()[0]
+        cause = cause_of(error)
         if not re.search("timed? ?out", cause, re.IGNORECASE):
             return ChannelError(
                 f"rank {self.world.rank} could not {doing}: {cause}; a rank has ended, look at what it says"

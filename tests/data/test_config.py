@@ -202,6 +202,14 @@ def test_a_data_set_is_two_splits_or_a_source_of_both():
         ({**SPLITS, "test": {"_target_": "builtins.dict"}}, "data.test has no sample"),
         ({**SPLITS, "train": {"_target_": "no.such.thing"}}, "data.train cannot be made: "),
         (
+            {**SPLITS, "train": {"_target_": f"{__name__}.Nmbers"}},
+            f"data.train cannot be made: Error loading '{__name__}.Nmbers': ModuleNotFoundError",
+        ),
+        (
+            {**SPLITS, "train": {"_target_": "builtins.open", "file": "nowhere.jsonl"}},
+            "data.train cannot be made: FileNotFoundError: ",
+        ),
+        (
             {**SPLITS, "train": {"_target_": f"{__name__}.Numbers", "colour": 1}},
             "data.train cannot be made: ",
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipetrain.boundary import TensorSpec
-from pipetrain.runtime.channel import DistChannel, Message, expired
+from pipetrain.runtime.channel import DistChannel, Message, cause_of, expired
 
 SPECS = (TensorSpec((2,), torch.float32),)
 
@@ -18,6 +18,14 @@ def up(mb: int) -> Message:
 def down(mb: int) -> Message:
     """A gradient, the other way."""
     return Message(1, 0, mb, SPECS, (1, 0))
+
+
+def test_the_cause_of_a_failure_is_one_sentence_without_gloo_s_source_line():
+    said = (
+        "[/a/gloo/pair.cc:553] Connection closed by peer [::1]:14. This is typically caused by a crash. GLHF!"
+    )
+    assert cause_of(RuntimeError(said)) == "Connection closed by peer [::1]:14"
+    assert cause_of(RuntimeError("Timed out. Bye.\nmore")) == "Timed out. Bye."
 
 
 # What a message is

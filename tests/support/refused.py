@@ -175,6 +175,18 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "no optimizer": (lambda rank: step(optimizer=None), "Pipeline needs optimizer="),
     "no loss": (lambda rank: step(loss=None), "Pipeline needs loss="),
     "no Sequential": (lambda rank: step(model=nn.Linear(4, 3)), "needs an nn.Sequential .* not Linear"),
+    "loss class": (
+        lambda rank: step(loss=nn.CrossEntropyLoss),
+        r"loss=CrossEntropyLoss is a class: give an object of it, CrossEntropyLoss\(\)",
+    ),
+    "metrics function": (
+        lambda rank: step(metrics=functional.cross_entropy),
+        "metrics must be a list of Metric or a dict of functions",
+    ),
+    "list": (lambda rank: step(model=list(model())), "needs an nn.Sequential .* not list"),
+    "schedule number": (lambda rank: step(schedule=3), "schedule=3 must be one of 1f1b, .* a function or "),
+    "argument": (lambda rank: step(schedul="1f1b"), "takes no schedul; did you mean schedule"),
+    "optimizer name": (lambda rank: step(optimizer="adam"), r"such as lambda p: torch.optim.SGD\(p, "),
     "option": (lambda rank: step(bufer_size=3), "Pipeline takes no bufer_size; did you mean buffer_size"),
     "codec": (lambda rank: step(codec_forward="zip"), "codec_forward=zip is unknown; choose one of half"),
     "schedule": (lambda rank: step(schedule="1fb"), "schedule=1fb is neither a file nor one of 1f1b, fbp"),
@@ -247,8 +259,18 @@ APART: dict[str, tuple[Program, str, str]] = {
             if rank
             else pipe(sample=batch()).save("/dev/null/nowhere")
         ),
-        "rank 0 could not hear what it saved of rank ",
-        "rank 1 waits for the next window, and rank 0 is at the run's name",
+        "rank 0 could not (hear|tell) what it saved of rank ",
+        "rank 1 waits for the next window of the evaluation, and rank 0 is at the run's name",
+    ),
+    "evaluated on one rank": (
+        lambda rank: pipe(sample=batch()).evaluate([batch()]) if rank else train([batch()], sample=batch()),
+        "rank 0 (lost rank 1|could not)",
+        "rank 1 waits for the next window of the evaluation, and rank 0 is at the next window of the train",
+    ),
+    "weights on one rank": (
+        lambda rank: pipe(sample=batch()).state_dict() if rank else train([batch()], sample=batch()),
+        "rank 0 (lost rank 1|could not)",
+        "rank 1 waits for the state_dict, and rank 0 is at the next window of the training",
     ),
 }
 """By name: a program, and what rank 0 and rank 1 are told."""
