@@ -122,7 +122,9 @@ def discard_folder() -> None:
 def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> None:
     """Claim the run's folder, and decide, announce and record one job."""
     run_dir = Path(cfg.run_dir)
-    leader.phase("build and check the model", max(START_S, _seconds(cfg, "timeout")))
+    reads = OmegaConf.select(cfg, "data.sample") is None  # what an input is must then be seen
+    doing = f"{'read the data set, ' if reads else ''}build and check the model"
+    leader.phase(doing, max(START_S, _seconds(cfg, "timeout")))
     freeze_imports()
     models = Models()
     draft = check_early(cfg, schedule, world.size, models)
