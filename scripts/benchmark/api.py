@@ -46,7 +46,7 @@ class Way:
 
 def suite(scale: Scale, say: Say) -> Iterator[Row]:
     """Measure each schedule in processes of its own, and give the rows as they come."""
-    batches = 10 if scale.quick else BATCHES
+    batches = 3 if scale.quick else BATCHES
     for schedule in SCHEDULES:
         title = f"api, {schedule}"
         by_rank = run_world(measure, RANKS, titled(say, title), schedule, batches, scale)
