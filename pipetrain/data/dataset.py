@@ -22,8 +22,7 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 from pipetrain.boundary import TensorSpec, Value, as_tuple, specs_of
 from pipetrain.data.augment import draw as draw_words
 from pipetrain.data.augment import key
-from pipetrain.data.sets import Draw, Split
-from pipetrain.data.tensors import Tensors, checksum
+from pipetrain.data.sets import Draw, Split, Tensors, checksum
 from pipetrain.errors import ConfigError, one_line
 
 _HALVES = ("inputs", "targets")

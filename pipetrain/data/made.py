@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from pipetrain.data.sets import Data
-from pipetrain.data.tensors import Tensors
+from pipetrain.data.sets import Data, Tensors
 
 
 def regression(

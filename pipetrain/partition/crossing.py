@@ -97,14 +97,3 @@ def refuse_changing(sizes: Sequence[Sequence[Layer]], cuts: Sequence[int]) -> No
                 f"whether {what} behind layer {cut - 1} ({sizes[0][cut - 1].name}) changes with the size of "
                 f"a microbatch, or in evaluation; choose a partition that does not cut before layer {cut}"
             )
-
-
-def refuse_output(layers: Sequence[Layer], size: int, classes: int) -> None:
-    """Refuse a model without a score per class for each of `size` samples. Raises ConfigError."""
-    output = layers[-1].output
-    shape = output.specs[0].shape
-    if not output.single or len(shape) != 2 or shape[0] != size or shape[1] < classes:
-        raise ConfigError(
-            f"the last layer ({layers[-1].name}) returns {output} for {size} samples; it must return one "
-            f"tensor [{size}, at least {classes}]: a score for each class"
-        )
