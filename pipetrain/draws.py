@@ -1,0 +1,64 @@
+"""The random numbers of a forward, such as dropout's: the same on any partition and schedule.
+
+Before a layer that draws, torch's generators are seeded by the run's seed, the number of the update, the
+microbatch within its batch and the layer's number in the model. So neither the cut, nor what ran before on
+the same process, nor a forward that is run again changes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a forward's random numbers depend on, beside its layer. An evaluation has update -1."""
+
+    seed: int
+    update: int
+    microbatch: int
+
+    def seed_of(self, layer: int) -> int:
+        """Return the seed of a layer, 0 to 2^63 - 1."""
+        mixed = 0
+        for number in (self.seed, self.update, self.microbatch, layer):
+            mixed = _mixed(mixed ^ (number & _MASK))
+        return mixed >> 1
+
+
+def _mixed(number: int) -> int:
+    """Return the output function of SplitMix64 (Steele, Lea, Flood 2014): any bit affects all."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)
+
+
+_drawing: Draw | None = None
+
+
+@contextmanager
+def drawing(draw: Draw | None) -> Iterator[None]:
+    """Let the layers that run draw by `draw`; None: from the generators as they are."""
+    global _drawing
+    before, _drawing = _drawing, draw
+    try:
+        yield
+    finally:
+        _drawing = before
+
+
+def begin(layer: int) -> None:
+    """Seed torch's generators for a layer that is about to draw."""
+    if _drawing is None:
+        return
+    seed = _drawing.seed_of(layer)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)

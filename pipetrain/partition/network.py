@@ -1,0 +1,262 @@
+"""A model as layers in their order, and the values that travel between them.
+
+A value is a tensor that a layer makes. Most are used by the next layer alone; one that is used later (a skip
+connection, a mask) travels straight from the stage that makes it to those that need it. An nn.Sequential is
+such a chain of layers as it is, with skips marked by Stash and Pop; any other module is traced, see trace.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain import draws
+from pipetrain.boundary import Boundary, Value, as_tuple, named_layers
+from pipetrain.errors import ConfigError
+
+INPUT = -1  # in place of a layer: the data
+Tensors = tuple[Tensor, ...]
+
+
+class Made(NamedTuple):
+    """A value: tensor `number` of those that a layer returns, or of the model's inputs (layer INPUT)."""
+
+    layer: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One layer of a part, to be run alone. `call`: the tensors that it takes -> those that it returns."""
+
+    name: str
+    module: nn.Module
+    index: int  # in the model
+    takes: tuple[Made, ...]
+    call: Callable[[Tensors], Tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Layers `start` to `end` (exclusive) of a model, with the values that enter and leave them, ascending.
+
+    `drawing`: those layers that draw random numbers; `single`: whether the first one takes one tensor rather
+    than a tuple, in a Chain.
+    """
+
+    start: int
+    end: int
+    enters: tuple[Made, ...]
+    leaves: tuple[Made, ...]
+    drawing: frozenset[int] = frozenset()
+    single: bool = True
+
+
+class Part(nn.Module):
+    """A slice as one module: `forward(*enters)` returns the tuple of tensors `leaves`.
+
+    Before a layer that draws random numbers it calls draws.begin. Parameters and buffers have the names that
+    they have in the model.
+    """
+
+    def __init__(self, slice: Slice) -> None:
+        super().__init__()
+        self.slice = slice
+
+    def steps(self) -> list[Step]:
+        """Return the layers one by one."""
+        raise NotImplementedError
+
+
+class Network(ABC):
+    """A model to be cut into stages. `names`, `modules`: of its layers, a module with a layer's tensors each."""
+
+    model: nn.Module
+    names: Sequence[str]
+    modules: Sequence[nn.Module]
+
+    @abstractmethod
+    def takes(self, index: int, made: Sequence[Boundary]) -> tuple[Made, ...]:
+        """Return what a layer takes; `made`: the model's input, and the output of each layer before it."""
+
+    @abstractmethod
+    def call(self, index: int, tensors: Tensors, made: Sequence[Boundary]) -> Value:
+        """Run one layer with the tensors that it takes."""
+
+    @abstractmethod
+    def part(self, slice: Slice) -> Part:
+        """Return some layers as one module."""
+
+    @abstractmethod
+    def pack(self, outputs: Tensors, single: bool) -> Any:
+        """Return the tensors of the last layer as the model returns them; `single`: as one tensor."""
+
+
+class Stash(nn.Module):
+    """A layer of an nn.Sequential that hands its input on, and keeps it for the Pop that names it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[Value] = []  # at most one, between the two in one process
+
+    def forward(self, value: Value) -> Value:
+        """Return the value itself."""
+        self._kept[:] = [value]
+        return value
+
+
+class Pop(nn.Module):
+    """A later layer: hands on its input and what a Stash has kept, as one tuple of tensors.
+
+    The next layer takes that tuple: stash = Stash(); Sequential(down, stash, inner, Pop(stash), join). What
+    is kept travels straight to the stage of the Pop. A Stash has one Pop.
+    """
+
+    def __init__(self, stash: Stash) -> None:
+        super().__init__()
+        self._of = [stash]  # not a module of its own
+
+    @property
+    def stash(self) -> Stash:
+        return self._of[0]
+
+    def forward(self, value: Value) -> Tensors:
+        """Return the tensors of the value, and then those of the stash."""
+        if not self.stash._kept:
+            raise RuntimeError("a Pop ran before its Stash: put the Stash into a layer before it")
+        return (*as_tuple(value), *as_tuple(self.stash._kept.pop()))
+
+
+class Chain(Network):
+    """An nn.Sequential; each layer takes what the one before returns, a Pop what its Stash kept too."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.model = model
+        self.names, self.modules = zip(*named_layers(model), strict=True)
+        self.stashes = _stashes(self.names, self.modules)
+        """Pop -> Stash, by the numbers of the layers."""
+
+    def takes(self, index: int, made: Sequence[Boundary]) -> tuple[Made, ...]:
+        layers = [index - 1, *([self.stashes[index]] if index in self.stashes else [])]
+        return tuple(Made(layer, k) for layer in layers for k in range(len(made[layer + 1].specs)))
+
+    def call(self, index: int, tensors: Tensors, made: Sequence[Boundary]) -> Value:
+        module = self.modules[index]
+        if isinstance(module, Pop):
+            return tensors
+        value = tensors[0] if made[index].single else tensors
+        if isinstance(module, Stash):
+            return value
+        result: Value = module(value)
+        return result
+
+    def part(self, slice: Slice) -> Part:
+        return _ChainPart(self, slice)
+
+    def pack(self, outputs: Tensors, single: bool) -> Any:
+        return outputs[0] if single else outputs
+
+
+def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:
+    """Return the number of the Stash for that of each Pop. Raises ConfigError for one without the other."""
+    where = {id(module): index for index, module in enumerate(modules) if isinstance(module, Stash)}
+    found: dict[int, int] = {}
+    for index, module in enumerate(modules):
+        inner = [m for m in module.modules() if m is not module and isinstance(m, Stash | Pop)]
+        if inner:
+            raise ConfigError(
+                f"layer {index} ({names[index]}) has a {type(inner[0]).__name__} inside: Stash and Pop must "
+                f"be layers of the nn.Sequential itself"
+            )
+        if isinstance(module, Pop):
+            stash = where.get(id(module.stash))
+            if stash is None or stash > index:
+                raise ConfigError(
+                    f"layer {index} ({names[index]}) is a Pop whose Stash is not a layer before it: put that "
+                    f"Stash into the nn.Sequential, before the Pop"
+                )
+            if stash in found.values():
+                raise ConfigError(
+                    f"layer {index} ({names[index]}) is the second Pop of one Stash (layer {stash}): put "
+                    f"another Stash behind that one"
+                )
+            found[index] = stash
+    for stash in where.values():
+        if stash not in found.values():
+            raise ConfigError(
+                f"layer {stash} ({names[stash]}) is a Stash without a Pop: add one, or leave it out"
+            )
+    return found
+
+
+class _ChainPart(Part):
+    """Layers of a Chain, under their own names."""
+
+    def __init__(self, chain: Chain, slice: Slice) -> None:
+        super().__init__(slice)
+        self._stashes = {pop: stash for pop, stash in chain.stashes.items() if slice.start <= pop < slice.end}
+        for index in range(slice.start, slice.end):
+            self.add_module(chain.names[index], chain.modules[index])
+        # Which of the entering tensors come from the layer before, and which from each stash.
+        self._from = {
+            layer: [k for k, made in enumerate(slice.enters) if made.layer == layer]
+            for layer in {slice.start - 1, *self._stashes.values()}
+            if layer < slice.start
+        }
+
+    def forward(self, *tensors: Tensor) -> Tensors:
+        start, drawing = self.slice.start, self.slice.drawing
+        kept: dict[int, Value] = {
+            layer: tuple(tensors[k] for k in numbers) for layer, numbers in self._from.items()
+        }
+        value = kept[start - 1]
+        if self.slice.single:
+            value = value[0]
+        for index, layer in enumerate(self._modules.values(), start):
+            assert layer is not None
+            if index in drawing:
+                draws.begin(index)
+            if isinstance(layer, Pop):
+                value = (*as_tuple(value), *as_tuple(kept[self._stashes[index]]))
+            elif isinstance(layer, Stash):
+                kept[index] = value
+            else:
+                value = layer(value)
+        kept[self.slice.end - 1] = value
+        return tuple(as_tuple(kept[made.layer])[made.number] for made in self.slice.leaves)
+
+    def steps(self) -> list[Step]:
+        raise NotImplementedError
+
+
+def crossing(
+    takes: Sequence[Sequence[Made]], cuts: Sequence[int], inputs: int, outputs: int
+) -> tuple[list[tuple[Made, ...]], list[tuple[Made, ...]]]:
+    """Return the values that enter and that leave each stage, ascending.
+
+    `takes`: of each layer; the first stage takes all `inputs` of the model, the last one leaves the `outputs`
+    of the last layer. A value enters each stage that uses it, from the stage that made it.
+    """
+    ends = [0, *cuts, len(takes)]
+    stages = len(ends) - 1
+
+    def stage_of(layer: int) -> int:
+        return next((s for s in range(stages) if layer < ends[s + 1]), stages - 1)
+
+    enters: list[set[Made]] = [set() for _ in range(stages)]
+    leaves: list[set[Made]] = [set() for _ in range(stages)]
+    enters[0] = {Made(INPUT, k) for k in range(inputs)}
+    for index, taken in enumerate(takes):
+        here = stage_of(index)
+        for value in taken:
+            source = stage_of(value.layer)
+            if source != here:
+                enters[here].add(value)
+                leaves[source].add(value)
+    leaves[-1] = {Made(len(takes) - 1, k) for k in range(outputs)}
+    return [tuple(sorted(values)) for values in enters], [tuple(sorted(values)) for values in leaves]
