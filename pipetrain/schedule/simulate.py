@@ -2,33 +2,38 @@
 
 The simulated channels have the bounds of the real ones, so a program that ends here cannot deadlock there.
 Every start is a maximum of known times, so ranks may be advanced in any order: each runs until it must wait
-for a message, which then wakes it. This is linear in the number of actions. There are two collectives: the
-REDUCE of a stage with replicas ends on all of them when the last has started it, and in a program with NORMs
-the STEPs of a batch wait until the norms of all stages have arrived.
+for a message, which then wakes it. This is linear in the number of actions. There are three collectives: the
+REDUCE of a stage with replicas ends on all of them when the last has started it, stages that share weights
+wait for each other's TIE before their NORM or STEP, and in a program with NORMs the STEPs of a batch wait
+until the norms of all stages have arrived.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pipetrain.schedule.actions import (
     COMMUNICATION,
     SENDS,
+    UPDATE,
     Action,
     Op,
+    Placement,
     Program,
     ScheduleError,
+    Ties,
     has_norms,
     ranks_of,
+    tied_stages,
 )
 from pipetrain.schedule.lower import Route, Wiring
 from pipetrain.schedule.timeline import Row, Span, Timeline
 
 Cost = Callable[[Action], float]
 
-_TRAVEL = SENDS | {Op.NORM}  # whose rank goes on while the message travels
+_TRAVEL = SENDS | {Op.TIE, Op.NORM}  # whose rank goes on while the message travels
 
 _UNITS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
 
@@ -49,16 +54,21 @@ def simulate(
     buffer_size: int = 2,
     cost: Cost = unit_cost,
     routes: Sequence[Route] | None = None,
+    ties: Ties = (),
 ) -> Timeline:
     """Simulate a lowered, checked program (or lowered `forward_only`). Raises Deadlock.
 
     `buffer_size` bounds each edge at both ends: receives posted ahead, and sends not yet arrived. `cost` is
-    the time of an action on its rank; for a SEND or a NORM, the travel time of its message, during which the
-    sender goes on.
+    the time of an action on its rank; for a SEND, a TIE or a NORM, the travel time of its message, during
+    which the sender goes on. `ties`: those that `with_ties` was given, if the program has any.
     """
     if buffer_size < 1:
         raise ScheduleError(f"simulate needs buffer_size >= 1; got buffer_size={buffer_size}")
-    return Timeline(_Simulation(program, buffer_size, cost, routes).run(), microbatches)
+    if unknown := tied_stages(program) - set().union(*ties):
+        raise ScheduleError(
+            f"stages {sorted(unknown)} have a TIE, and simulate was not told with which stages"
+        )
+    return Timeline(_Simulation(program, buffer_size, cost, routes, ties).run(), microbatches)
 
 
 @dataclass(slots=True)
@@ -100,9 +110,36 @@ class _Edge:
         return True
 
 
+class _Told:
+    """What some stages tell of each update, and each of their replicas; others wait until all of it came."""
+
+    def __init__(self, name: str, stages: Iterable[int], ranks: Placement) -> None:
+        self.name = name
+        self._from = {(stage, rank) for stage in stages for rank in ranks[stage]}
+        self._came: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # by version
+
+    def tell(self, action: Action, rank: int, at: float) -> bool:
+        """Return whether this is the last that was missing."""
+        came = self._came[action.version]
+        if (action.stage, rank) not in self._from:
+            return False
+        came[action.stage, rank] = at
+        return len(came) == len(self._from)
+
+    def heard(self, version: int, now: float) -> float | None:
+        """Return when all has come; None if unknown yet."""
+        came = self._came[version]
+        return max([now, *came.values()]) if len(came) == len(self._from) else None
+
+    def missing(self, version: int) -> str:
+        """Return what has not come, in words; "" if all has."""
+        stages = sorted({stage for stage, _ in self._from - self._came[version].keys()})
+        return f"the {self.name} of stage {' and '.join(map(str, stages))}" if stages else ""
+
+
 class _Simulation:
     def __init__(
-        self, program: Program, buffer_size: int, cost: Cost, routes: Sequence[Route] | None
+        self, program: Program, buffer_size: int, cost: Cost, routes: Sequence[Route] | None, ties: Ties
     ) -> None:
         self._program = program
         self._bound = buffer_size
@@ -112,10 +149,13 @@ class _Simulation:
         self._shares = len(set().union(*self._wiring.ranks)) < sum(map(len, self._wiring.ranks))
         self._done: set[tuple[int, Op, int]] = set()  # (stage, F or B, microbatch), where ranks have several
         self._reduced: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # each replica's REDUCE
-        self._told: set[tuple[int, int]] = set()  # the (stage, rank) of each NORM of a batch
-        if has_norms(program):
-            self._told = {(stage, rank) for stage, on in enumerate(self._wiring.ranks) for rank in on}
-        self._norms: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # version -> their arrivals
+        stages = range(len(self._wiring.ranks))
+        self._norms = _Told("norm", stages if has_norms(program) else (), self._wiring.ranks)
+        self._ties = {
+            stage: _Told("tied gradient", set().union(*tied), self._wiring.ranks)
+            for stage in stages
+            if (tied := [tie for tie in ties if stage in tie])
+        }
         self._waiting: list[_Edge | None] = [None] * len(program)
         self._ready = list(range(len(program)))
         self._rows = [Row(0.0, 0.0, []) for _ in program]
@@ -137,9 +177,12 @@ class _Simulation:
                 freed = self._exchange(rank, action, now)
             elif action.op is Op.REDUCE:
                 freed = self._reduce(rank, action, now)
+            elif action.op is Op.TIE:
+                freed = self._tell(self._ties.values(), rank, action, now)
             elif action.op is Op.NORM:
-                freed = self._norm(rank, action, now)
-            elif action.op is Op.STEP and self._told:
+                freed = self._summed(action, now)
+                freed = freed if freed is None else self._tell([self._norms], rank, action, freed)
+            elif action.op is Op.STEP:
                 freed = self._step(action, now)
             else:
                 freed = self._compute(action, now)
@@ -155,7 +198,7 @@ class _Simulation:
         if self._shares:
             if any(needed not in self._done for needed in self._needs(action)):
                 return None
-            if action.op is not Op.STEP and action.op is not Op.W:
+            if action.op is not Op.W:
                 self._done.add((action.stage, Op.F if action.op is Op.F else Op.B, action.mb))
         return now
 
@@ -169,16 +212,20 @@ class _Simulation:
             self._ready += [other for other in replicas if other != rank]
         return max(came.values())
 
-    def _norm(self, rank: int, action: Action, now: float) -> float:
-        came = self._norms[action.version]
-        came[action.stage, rank] = now + self._cost(action)
-        if len(came) == len(self._told):
+    def _tell(self, whom: Iterable[_Told], rank: int, action: Action, now: float) -> float:
+        arrives = now + self._cost(action)
+        complete = [told.tell(action, rank, arrives) for told in whom]
+        if any(complete):
             self._ready += [other for other in range(len(self._rows)) if other != rank]
         return now
 
+    def _summed(self, action: Action, now: float) -> float | None:
+        tied = self._ties.get(action.stage)
+        return tied.heard(action.version, now) if tied else now
+
     def _step(self, action: Action, now: float) -> float | None:
-        came = self._norms[action.version]
-        return max(now, *came.values()) if len(came) == len(self._told) else None
+        freed = self._summed(action, now)
+        return freed if freed is None else self._norms.heard(action.version, freed)
 
     def _exchange(self, rank: int, action: Action, now: float) -> float | None:
         edge = self._edge(rank, action)
@@ -228,9 +275,10 @@ class _Simulation:
             came = self._reduced[action.stage, action.version]
             missing = [str(other) for other in self._wiring.ranks[action.stage] if other not in came]
             return f"rank {' and '.join(missing)} to do {action}"
-        if action.op is Op.STEP:
-            untold = {stage for stage, _ in self._told - self._norms[action.version].keys()}
-            return f"the norm of stage {' and '.join(map(str, sorted(untold)))}"
+        if action.op in UPDATE:
+            tied = self._ties.get(action.stage)
+            untold = tied.missing(action.version) if tied else ""
+            return untold or self._norms.missing(action.version)
         if action.op not in COMMUNICATION:
             source, op, mb = next(needed for needed in self._needs(action) if needed not in self._done)
             return f"{op} of microbatch {mb} at stage {source}, which its own list has not done"
