@@ -55,6 +55,15 @@ class Boundary:
         needs = self.needs_grad or [spec.dtype.is_floating_point for spec in self.specs]
         return tuple(spec for spec, need in zip(self.specs, needs, strict=True) if need)
 
+    def only(self, positions: Sequence[int]) -> Boundary:
+        """Return some of the tensors."""
+
+        def pick(of: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
+            return None if of is None else tuple(of[position] for position in positions)
+
+        specs = tuple(self.specs[position] for position in positions)
+        return Boundary(specs, False, pick(self.needs_grad), pick(self.requires_grad))
+
     @property
     def nbytes(self) -> int:
         """Size of the forward message in bytes."""
