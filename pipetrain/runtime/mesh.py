@@ -166,6 +166,7 @@ class Mesh:
         self._timeout = timeout
         self._seal = store.seal if store else None
         self._groups: dict[Edge, dist.ProcessGroup] = {}
+        self._opened: set[Edge] = set()  # of all ranks
         self._norms: dist.ProcessGroup | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -195,7 +196,10 @@ class Mesh:
         self._norms = norms
 
     def open(self, edges: Sequence[Edge]) -> None:
-        """Connect the ends of edges, each a pair of stages. All ranks call it. Raises ChannelError."""
+        """Connect the ends of edges, each a pair of stages, if they are not yet. Raises ChannelError.
+
+        All ranks call it.
+        """
         if self.world.size == 1:
             return
         try:
@@ -205,6 +209,8 @@ class Mesh:
 
     def _open(self, edges: Sequence[Edge]) -> None:
         limit = timedelta(seconds=self._timeout)
+        edges = [edge for edge in edges if edge not in self._opened]
+        self._opened.update(edges)
         for edge in edges:
             ends = [self.placement[stage] for stage in edge]
             # Twice the limit, so that the channel's own deadline, which names the message, comes first.
