@@ -59,7 +59,10 @@ def test_dtype_is_a_conversion_of_the_same_weights():
             ["model._target_=tests.support.models.not_a_module"],
             "tests.support.models.not_a_module must return an nn.Module, not list",
         ),
-        (["model._target_=torch.nn.Sequential"], "torch.nn.Sequential must return an nn.Module, not an empty nn.Sequential"),
+        (
+            ["model._target_=torch.nn.Sequential"],
+            "torch.nn.Sequential must return an nn.Module, not an empty nn.Sequential",
+        ),
         (["+model.colour=red"], "vgg16 takes no colour; leave it out with ~model.colour"),
         (["model=mlp", "+model.depth=1"], "model mlp needs depth >= 2"),
         (["model=mlp", "+model.width=x"], "model cannot be built"),
