@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.boundary import Boundary, Value, as_tuple, describe
+from pipetrain.boundary import Boundary, Value, as_tuple, describe, leaves_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
 from pipetrain.partition.estimate import Layer, storage_of, strided
@@ -134,7 +134,7 @@ class _Bench:
         if self._estimated[index].writes_input:
             given = tuple(t.clone() for t in given)
         with self._timed("forward", index), self._numerics.context(self._device):
-            return as_tuple(self._network.call(index, given, made))
+            return leaves_of(self._network.call(index, given, made))
 
     def _backward(self, index: int, outputs: tuple[Tensor, ...]) -> None:
         wanted = [t for t in outputs if t.requires_grad]

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -427,12 +427,11 @@ class Stage:
             return torch.stack([(t * 0).sum() for t in outputs if differentiable(t)]).sum()
         return self._task.loss(self._made(outputs), target.value)
 
-    def _made(self, outputs: tuple[Tensor, ...]) -> Value:
-        """Return the model's outputs as the task takes them."""
+    def _made(self, outputs: tuple[Tensor, ...]) -> Any:
+        """Return the outputs as the model returns them, for the task."""
         if self._numerics.autocast:
             outputs = as_tuple(cast_floats(outputs, torch.float32))
-        made: Value = self.module.pack(outputs)  # as the model returns it
-        return made
+        return self.module.pack(outputs)
 
     def _take(self, mb: int, version: int) -> _Saved:
         saved = self._saved.pop(mb)

@@ -23,6 +23,7 @@ from pipetrain.schedule.actions import (
 )
 
 Route = tuple[int, int]  # (source stage, destination stage) of an activation; its gradient goes the other way
+Edge = tuple[int, int]  # (source stage, destination stage) of messages, activations or gradients
 
 ADDED = COMMUNICATION | {Op.REDUCE}
 
@@ -105,7 +106,7 @@ def compute_only(program: Program) -> Program:
     return [[action for action in actions if action.op not in ADDED] for actions in program]
 
 
-def edges(program: Program, routes: Sequence[Route] | None = None) -> list[tuple[int, int]]:
+def edges(program: Program, routes: Sequence[Route] | None = None) -> list[Edge]:
     """Return the (source stage, destination stage) pairs that carry messages, in one order for all ranks.
 
     Routes ascend, each with its forward edge before its backward edge; a program of forwards has no backward

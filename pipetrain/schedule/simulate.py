@@ -11,8 +11,7 @@ until the norms of all stages have arrived.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pipetrain.schedule.actions import (
     COMMUNICATION,
@@ -20,7 +19,6 @@ from pipetrain.schedule.actions import (
     UPDATE,
     Action,
     Op,
-    Placement,
     Program,
     ScheduleError,
     Ties,
@@ -28,10 +26,12 @@ from pipetrain.schedule.actions import (
     ranks_of,
     tied_stages,
 )
-from pipetrain.schedule.lower import Route, Wiring
+from pipetrain.schedule.lower import Edge, Route, Wiring
 from pipetrain.schedule.timeline import Row, Span, Timeline
+from pipetrain.schedule.waits import BoundedEdge, Told
 
 Cost = Callable[[Action], float]
+BufferSize = int | Mapping[Edge, int]  # for all edges, or for each
 
 _TRAVEL = SENDS | {Op.TIE, Op.NORM}  # whose rank goes on while the message travels
 
@@ -51,19 +51,21 @@ def simulate(
     program: Program,
     microbatches: int,
     *,
-    buffer_size: int = 2,
+    buffer_size: BufferSize = 2,
     cost: Cost = unit_cost,
     routes: Sequence[Route] | None = None,
     ties: Ties = (),
 ) -> Timeline:
     """Simulate a lowered, checked program (or lowered `forward_only`). Raises Deadlock.
 
-    `buffer_size` bounds each edge at both ends: receives posted ahead, and sends not yet arrived. `cost` is
-    the time of an action on its rank; for a SEND, a TIE or a NORM, the travel time of its message, during
-    which the sender goes on. `ties`: those that `with_ties` was given, if the program has any.
+    `buffer_size` bounds each edge at both ends: receives posted ahead, and sends not yet arrived; one number
+    for all edges, or one for each, see `edge_bounds`. `cost` is the time of an action on its rank; for a
+    SEND, a TIE or a NORM, the travel time of its message, during which the sender goes on. `ties`: those that
+    `with_ties` was given, if the program has any.
     """
-    if buffer_size < 1:
-        raise ScheduleError(f"simulate needs buffer_size >= 1; got buffer_size={buffer_size}")
+    least = buffer_size if isinstance(buffer_size, int) else min(buffer_size.values(), default=1)
+    if least < 1:
+        raise ScheduleError(f"simulate needs buffer_size >= 1; got buffer_size={_named(buffer_size)}")
     if unknown := tied_stages(program) - set().union(*ties):
         raise ScheduleError(
             f"stages {sorted(unknown)} have a TIE, and simulate was not told with which stages"
@@ -71,92 +73,37 @@ def simulate(
     return Timeline(_Simulation(program, buffer_size, cost, routes, ties).run(), microbatches)
 
 
-@dataclass(slots=True)
-class _Edge:
-    """A bounded, ordered channel. Message k leaves when SEND k is issued and receive k is posted.
-
-    Receive k is posted at the start for k < bound, else when RECV k - bound is done. SEND k blocks its rank
-    until message k - bound has arrived.
-    """
-
-    sender: int
-    receiver: int
-    bound: int
-    issued: list[float] = field(default_factory=list)
-    travel: list[float] = field(default_factory=list)
-    arrived: list[float] = field(default_factory=list)
-    received: list[float] = field(default_factory=list)
-
-    def send_free(self, now: float) -> float | None:
-        """Return when the next SEND may be issued; None if unknown yet."""
-        index = len(self.issued) - self.bound
-        if index < 0:
-            return now
-        return max(now, self.arrived[index]) if index < len(self.arrived) else None
-
-    def next_arrival(self, now: float) -> float | None:
-        """Return when the next RECV has its message; None if unknown yet."""
-        index = len(self.received)
-        return max(now, self.arrived[index]) if index < len(self.arrived) else None
-
-    def settle(self) -> bool:
-        """Let the next message leave if it can; one event releases at most one message."""
-        index = len(self.arrived)
-        posted_by = index - self.bound
-        if index >= len(self.issued) or posted_by >= len(self.received):
-            return False
-        posted = self.received[posted_by] if posted_by >= 0 else 0.0
-        self.arrived.append(max(self.issued[index], posted) + self.travel[index])
-        return True
-
-
-class _Told:
-    """What some stages tell of each update, and each of their replicas; others wait until all of it came."""
-
-    def __init__(self, name: str, stages: Iterable[int], ranks: Placement) -> None:
-        self.name = name
-        self._from = {(stage, rank) for stage in stages for rank in ranks[stage]}
-        self._came: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # by version
-
-    def tell(self, action: Action, rank: int, at: float) -> bool:
-        """Return whether this is the last that was missing."""
-        came = self._came[action.version]
-        if (action.stage, rank) not in self._from:
-            return False
-        came[action.stage, rank] = at
-        return len(came) == len(self._from)
-
-    def heard(self, version: int, now: float) -> float | None:
-        """Return when all has come; None if unknown yet."""
-        came = self._came[version]
-        return max([now, *came.values()]) if len(came) == len(self._from) else None
-
-    def missing(self, version: int) -> str:
-        """Return what has not come, in words; "" if all has."""
-        stages = sorted({stage for stage, _ in self._from - self._came[version].keys()})
-        return f"the {self.name} of stage {' and '.join(map(str, stages))}" if stages else ""
+def _named(buffer_size: BufferSize) -> str:
+    if isinstance(buffer_size, int):
+        return str(buffer_size)
+    return ", ".join(f"{bound} from {source} to {to}" for (source, to), bound in buffer_size.items())
 
 
 class _Simulation:
     def __init__(
-        self, program: Program, buffer_size: int, cost: Cost, routes: Sequence[Route] | None, ties: Ties
+        self,
+        program: Program,
+        buffer_size: BufferSize,
+        cost: Cost,
+        routes: Sequence[Route] | None,
+        ties: Ties,
     ) -> None:
         self._program = program
-        self._bound = buffer_size
+        self._buffer_size = buffer_size
         self._cost = cost
         self._wiring = Wiring(ranks_of(program), routes)
-        self._edges: dict[tuple[int, int, int, int], _Edge] = {}  # by (source, destination) stages and ranks
+        self._edges: dict[tuple[int, ...], BoundedEdge] = {}  # by its stages and ranks
         self._shares = len(set().union(*self._wiring.ranks)) < sum(map(len, self._wiring.ranks))
         self._done: set[tuple[int, Op, int]] = set()  # (stage, F or B, microbatch), where ranks have several
         self._reduced: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # each replica's REDUCE
         stages = range(len(self._wiring.ranks))
-        self._norms = _Told("norm", stages if has_norms(program) else (), self._wiring.ranks)
+        self._norms = Told("norm", stages if has_norms(program) else (), self._wiring.ranks)
         self._ties = {
-            stage: _Told("tied gradient", set().union(*tied), self._wiring.ranks)
+            stage: Told("tied gradient", set().union(*tied), self._wiring.ranks)
             for stage in stages
             if (tied := [tie for tie in ties if stage in tie])
         }
-        self._waiting: list[_Edge | None] = [None] * len(program)
+        self._waiting: list[BoundedEdge | None] = [None] * len(program)
         self._ready = list(range(len(program)))
         self._rows = [Row(0.0, 0.0, []) for _ in program]
 
@@ -165,7 +112,7 @@ class _Simulation:
             self._advance(self._ready.pop())
         if any(len(row.spans) < len(todo) for row, todo in zip(self._rows, self._program, strict=True)):
             blocked = "; ".join(self._blocked())
-            raise Deadlock(f"deadlock with buffer_size={self._bound}: {blocked}")
+            raise Deadlock(f"deadlock with buffer_size={_named(self._buffer_size)}: {blocked}")
         return self._rows
 
     def _advance(self, rank: int) -> None:
@@ -212,7 +159,7 @@ class _Simulation:
             self._ready += [other for other in replicas if other != rank]
         return max(came.values())
 
-    def _tell(self, whom: Iterable[_Told], rank: int, action: Action, now: float) -> float:
+    def _tell(self, whom: Iterable[Told], rank: int, action: Action, now: float) -> float:
         arrives = now + self._cost(action)
         complete = [told.tell(action, rank, arrives) for told in whom]
         if any(complete):
@@ -245,12 +192,16 @@ class _Simulation:
             self._ready.append(other)
         return freed
 
-    def _edge(self, rank: int, action: Action) -> _Edge:
+    def _edge(self, rank: int, action: Action) -> BoundedEdge:
         other = self._wiring.rank(action.peer, action.mb)
         ranks = (rank, other) if action.op in SENDS else (other, rank)
         key = (*action.edge, *ranks)
         if key not in self._edges:
-            self._edges[key] = _Edge(*ranks, self._bound)
+            size = self._buffer_size
+            bound = size if isinstance(size, int) else size.get(action.edge)
+            if bound is None:
+                raise ScheduleError(f"rank {rank} has {action}, and its edge has no buffer_size")
+            self._edges[key] = BoundedEdge(*ranks, bound)
         return self._edges[key]
 
     def _needs(self, action: Action) -> Iterator[tuple[int, Op, int]]:
