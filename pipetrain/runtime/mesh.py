@@ -168,9 +168,9 @@ class Mesh:
         self._timeout = timeout
         self._seal = store.seal if store else None
         self._groups: dict[Edge, dist.ProcessGroup] = {}
+        self._opened: set[Edge] = set()  # of all ranks
         self._norms: dist.ProcessGroup | None = None
         self._ties: dict[Tie, dist.ProcessGroup] = {}
-        self._opened: list[Edge] = []  # of all ranks
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._owned = world.size > 1 and not dist.is_initialized()
@@ -199,7 +199,10 @@ class Mesh:
         self._norms = norms
 
     def open(self, edges: Sequence[Edge], ties: Sequence[Tie] = ()) -> None:
-        """Connect the ends of edges and the ranks of ties. All ranks call it. Raises ChannelError."""
+        """Connect the ends of edges and the ranks of ties, if they are not yet. Raises ChannelError.
+
+        All ranks call it.
+        """
         if self.world.size == 1:
             return
         try:
@@ -212,7 +215,7 @@ class Mesh:
     def _open(self, edges: Sequence[Edge]) -> None:
         limit = timedelta(seconds=self._timeout)
         edges = [edge for edge in edges if edge not in self._opened]
-        self._opened += edges
+        self._opened.update(edges)
         for edge in edges:
             ends = [self.placement[stage] for stage in edge]
             # Twice the limit, so that the channel's own deadline, which names the message, comes first.

@@ -26,7 +26,7 @@ from pipetrain.boundary import (
 )
 from pipetrain.errors import TrainingStopped
 from pipetrain.numerics import Numerics
-from pipetrain.partition.network import Part
+from pipetrain.partition.network import INPUT, Part
 from pipetrain.rate import Rate
 from pipetrain.runtime.finite import (
     FiniteWatch,
@@ -447,17 +447,22 @@ class Stage:
         return () if not isinstance(grad, Tensor) else (grad,)
 
     def _forward_origin(self, x: tuple[Tensor, ...], version: int) -> str:
-        if not all_finite(x):
-            return f"what came from {'an earlier stage' if self.index else 'the data'}"
+        for value, tensor in zip(self.module.slice.enters, x, strict=True):
+            if not all_finite([tensor]):
+                made = "the data" if value.layer == INPUT else f"layer {value.layer}, in an earlier stage"
+                return f"what came from {made}"
         with self.weights.installed(version, backward=True), self._numerics.context(self._device):
             return forward_origin(self.module, x)
 
     def _backward_origin(self, saved: _Saved, grads: tuple[Tensor, ...]) -> str:
-        if self._task is None and not all_finite(grads):
-            return "what came from a later stage"
+        needs = needs_grad(self._exit, saved.outputs)
+        if self._task is None:
+            left = [value for value, need in zip(self.module.slice.leaves, needs, strict=True) if need]
+            for value, grad in zip(left, grads, strict=True):
+                if not all_finite([grad]):
+                    return f"what came back to layer {value.layer} from a later stage"
         loss = None if self._task is None else partial(self._loss_of, saved.target)
         with self.weights.installed(saved.version, backward=True), self._numerics.context(self._device):
-            needs = needs_grad(self._exit, saved.outputs)
             return backward_origin(self.module, saved.inputs, grads, needs, loss)
 
     def _loss_of(self, target: Target | None, outputs: tuple[Tensor, ...]) -> Tensor:

@@ -100,7 +100,8 @@ class Weights:
     """Versions 0, 1, 2, ... of a module's trainable parameters, counted from the start of a window.
 
     `ema`: the decay of an exponential moving average of the weights after each step, as in
-    torch.optim.swa_utils; None: without one. `known_as`: the names of parameters in the model, where they differ.
+    torch.optim.swa_utils; None: without one. `known_as`: the names of parameters in the
+    model, where they differ.
     """
 
     def __init__(
