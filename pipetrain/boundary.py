@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,10 +66,14 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What one sample's input is: the shapes and dtypes of its tensors. `single`: a bare tensor."""
+    """What one sample's input is: the shapes and dtypes of its tensors. `single`: a bare tensor.
+
+    `names`: of the keyword arguments that the tensors are, if they are not positional ones.
+    """
 
     specs: tuple[TensorSpec, ...]
     single: bool = True
+    names: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.specs))
@@ -89,12 +93,13 @@ class Example:
     def to_json(self) -> list[Any]:
         """Return JSON data of which `from_json` makes the example again."""
         specs = [[list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in self.specs]
-        return [self.single, *specs]
+        return [list(self.names) if self.names else self.single, *specs]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> Example:
-        single, *specs = data
-        return cls(tuple(TensorSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in specs), single)
+        kind, *pairs = data
+        specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in pairs)
+        return cls(specs, False, tuple(kind)) if isinstance(kind, list) else cls(specs, kind)
 
     def cast(self, dtype: torch.dtype) -> Example:
         """Return the example with its floating-point tensors as `dtype`. Raises ValueError if that rounds."""
@@ -103,7 +108,7 @@ class Example:
             if spec.dtype.is_floating_point and torch.promote_types(spec.dtype, dtype) != dtype:
                 raise ValueError(f"{str(spec.dtype).removeprefix('torch.')} numbers would be rounded")
             specs.append(TensorSpec(spec.shape, dtype if spec.dtype.is_floating_point else spec.dtype))
-        return Example(tuple(specs), self.single)
+        return replace(self, specs=tuple(specs))
 
 
 def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
