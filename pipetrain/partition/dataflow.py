@@ -224,9 +224,10 @@ def _aliased(op: Op) -> Iterator[Op]:
     returned = {
         name for result in schema.returns if result.alias_info for name in result.alias_info.after_set
     }
+    maybe = torch.Tag.maybe_aliasing_or_mutating in getattr(op.target, "tags", ())
     for parameter, value in _bound(op):
         shared = parameter.alias_info and (parameter.alias_info.before_set & returned or "*" in returned)
-        if shared or (torch.Tag.maybe_aliasing_or_mutating in op.target.tags and value is op.args[0]):
+        if shared or (maybe and value is op.args[0]):
             yield from ops_in(value)
 
 
@@ -267,7 +268,7 @@ def _refuse_writes(writers: dict[int, list[Op]]) -> None:
                 if isinstance(source, Constant) or (isinstance(source, Held) and source.parameter):
                     raise ConfigError(
                         f"the model changes {source[0]} at {op.where or op.target}, which each stage would "
-                        f"do to a copy of its own: register it as a buffer, and change parameters only by the "
+                        f"do to a copy of its own: register it as a buffer, and change parameters by the "
                         f"optimizer"
                     )
 

@@ -128,8 +128,8 @@ def _watching() -> Iterator[None]:
             f"model an nn.Sequential of layers"
         )
 
-    torch.autograd.Function.apply = classmethod(refuse_function)  # type: ignore[assignment]
-    Tensor.register_hook = refuse_hook  # type: ignore[assignment]
+    torch.autograd.Function.apply = classmethod(refuse_function)  # type: ignore[assignment,method-assign]
+    Tensor.register_hook = refuse_hook  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -182,8 +182,7 @@ def _equal(old: Any, new: Any) -> bool:
 
 
 def _random_states() -> Any:
-    _, keys, *rest = np.random.get_state()
-    return random.getstate(), keys.tobytes(), rest  # type: ignore[union-attr]
+    return random.getstate(), repr(np.random.get_state(legacy=False))
 
 
 @contextmanager

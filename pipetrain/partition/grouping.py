@@ -62,7 +62,7 @@ class Modules:
 def group(items: Sequence[Item], modules: Modules, forbidden: Collection[int]) -> list[Group]:
     """Return the layers of a model. `forbidden`: positions before which the model must not be cut."""
     tree = _Tree(items, modules)
-    cuts = []
+    cuts: list[int] = []
     for before, behind in pairwise(tree.atoms):
         between = [p for p in range(before.end, behind.start + 1) if p not in forbidden]
         if between:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -38,12 +41,9 @@ def trace(model: nn.Module, example: Example) -> Traced:
     listing = align(*listings)
     _refuse_outputs(listing)
     flow = Dataflow(listing)
-    barriers = list(flow.barriers())
-    forbidden = {p for barrier in barriers for p in range(barrier.first + 1, barrier.last + 1)}
+    forbidden = {p for barrier in flow.barriers() for p in range(barrier.first + 1, barrier.last + 1)}
     groups = group(_items(flow), _modules(model), forbidden)
-    network = Traced(model, flow, groups, listing.tree, listing.constants)
-    network.barriers = barriers
-    return network
+    return Traced(model, flow, groups, listing.tree, listing.constants)
 
 
 def _order(program: ExportedProgram, example: Example) -> list[int]:
@@ -81,10 +81,9 @@ def _nbytes(op: Op) -> int:
     total = 0
     for leaf in tree_leaves(op.value):
         if isinstance(leaf, Tensor):
-            numel = 1
-            for size in leaf.shape:
-                numel *= size.node.hint if isinstance(size, torch.SymInt) else size
-            total += numel * leaf.dtype.itemsize
+            sizes: list[Any] = list(leaf.shape)
+            hints = [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
+            total += math.prod(hints) * leaf.dtype.itemsize
     return total
 
 

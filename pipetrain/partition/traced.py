@@ -18,7 +18,7 @@ from pipetrain.boundary import Boundary, Value
 from pipetrain.partition.dataflow import SIZES, Dataflow, draws
 from pipetrain.partition.emitting import Code, Function
 from pipetrain.partition.grouping import Group
-from pipetrain.partition.network import INPUT, Made, Network, Part, Slice, Step, Tensors
+from pipetrain.partition.network import INPUT, Made, Network, Part, See, Slice, Tensors
 from pipetrain.partition.operations import Constant, Held, Input, Op, canonical, ops_in
 
 
@@ -71,9 +71,10 @@ class Traced(Network):
         )
         self.placed = _placed(model, [layer.held for layer in self.layers])
         """The names of the tensors of each layer; one without use has a place too."""
-        self.modules = [self.part(self._slice(index)) for index in range(len(self.layers))]
+        self.modules = [self.part(self.alone(index)) for index in range(len(self.layers))]
 
-    def _slice(self, index: int) -> Slice:
+    def alone(self, index: int) -> Slice:
+        """Return one layer as a slice."""
         leaves = tuple(Made(index, k) for k in range(len(self.layers[index].makes)))
         return Slice(index, index + 1, self._takes[index], leaves)
 
@@ -82,17 +83,13 @@ class Traced(Network):
 
     def call(self, index: int, tensors: Tensors, made: Sequence[Boundary]) -> Value:
         result: Tensors = self.modules[index](*tensors)
-        return result[0] if self.single and index == len(self.layers) - 1 else result
+        return self.pack(result) if index == len(self.layers) - 1 else result
 
-    @property
-    def single(self) -> bool:
-        """Whether the model returns one tensor rather than a collection."""
-        return bool(self._tree.is_leaf())
+    def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
+        return TracedPart(self, slice, evaluated)
 
-    def part(self, slice: Slice) -> Part:
-        return TracedPart(self, slice)
-
-    def pack(self, outputs: Tensors, single: bool) -> Any:
+    def pack(self, outputs: Tensors) -> Any:
+        """Return the tensors of the last layer as the model returns them."""
         tensors = iter(outputs)
         flat = [next(tensors) if isinstance(output, Op) else output for output in self.flow.outputs]
         return tree_unflatten(flat, self._tree)
@@ -105,60 +102,51 @@ class Traced(Network):
 class TracedPart(Part):
     """Layers of a traced model, with code of their own for training and for evaluation."""
 
-    def __init__(self, network: Traced, slice: Slice) -> None:
-        super().__init__(slice)
+    def __init__(self, network: Traced, slice: Slice, evaluated: Slice | None = None) -> None:
+        super().__init__(slice, evaluated)
         names = dict.fromkeys(n for index in range(slice.start, slice.end) for n in network.placed[index])
         self.holders, self._places = _hold(self, network.model, names)
         self.constants = _Constants(network.constants)
         self._network = [network]  # not a module of its own
-        self._functions: dict[bool, Function] = {}
+        self._functions: dict[tuple[Slice, bool], Function] = {}
         self.training = network.model.training
 
     def forward(self, *tensors: Tensor) -> Tensors:
-        function = self._functions.get(self.training)
-        if function is None:
-            function = self._functions[self.training] = self._compiled(self.slice, self.training)
-        return function(self, *tensors)
+        return self._function(self.slice)(self, *tensors)
 
-    def steps(self) -> list[Step]:
+    def observed(self, tensors: Tensors, see: See) -> Tensors:
+        network, values = self._network[0], dict(zip(self.slice.enters, tensors, strict=True))
+        for index in range(self.slice.start, self.slice.end):
+            taken = [values[made] for made in network.takes(index, ())]
+            outputs = self._function(network.alone(index))(self, *taken)
+            outputs = see(network.names[index], network.modules[index], outputs)
+            values |= {Made(index, number): tensor for number, tensor in enumerate(outputs)}
+        return tuple(values[made] for made in self.slice.leaves)
+
+    def pack(self, outputs: Tensors) -> Any:
+        return self._network[0].pack(outputs)
+
+    def _function(self, slice: Slice) -> Function:
+        """Return the code of some of the layers, in the present mode."""
+        made = self._functions.get((slice, self.training))
+        if made is None:
+            made = self._functions[slice, self.training] = self._compiled(slice)
+        return made
+
+    def _compiled(self, slice: Slice) -> Function:
         network = self._network[0]
-        return [
-            Step(
-                network.names[index],
-                network.modules[index],
-                index,
-                network.takes(index, ()),
-                self._step(index),
-            )
-            for index in range(self.slice.start, self.slice.end)
-        ]
-
-    def _step(self, index: int) -> Callable[[Tensors], Tensors]:
-        functions: dict[bool, Function] = {}
-
-        def call(tensors: Tensors) -> Tensors:
-            function = functions.get(self.training)
-            if function is None:
-                slice = self._network[0].modules[index].slice
-                assert isinstance(slice, Slice)
-                function = functions[self.training] = self._compiled(slice, self.training)
-            return function(self, *tensors)
-
-        return call
-
-    def _compiled(self, slice: Slice, training: bool) -> Function:
-        network = self._network[0]
-        writer = _Writer(network, Code(network.names[slice.start], training, self._places), training)
+        code = Code(network.names[slice.start], self.training, self._places)
+        writer = _Writer(network, code, self.training)
         for made in slice.enters:
-            writer.code.enter(network.value(made))
+            code.enter(network.value(made))
         for index in range(slice.start, slice.end):
             writer.layer(index)
         leaves = [network.value(made) for made in slice.leaves]
         writer.ensure(leaves)
-        return writer.code.compile(leaves)
+        return code.compile(leaves)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TracedPart:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.constants.tensors = {name: fn(tensor) for name, tensor in self.constants.tensors.items()}
         return self
 

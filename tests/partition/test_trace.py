@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.boundary import Example, TensorSpec
-from pipetrain.partition.network import INPUT, Made, Slice, crossing
+from pipetrain.partition.network import INPUT, Made, Slice
 from pipetrain.partition.trace import trace
 from pipetrain.partition.traced import Traced
 
@@ -47,15 +48,20 @@ def run_module(model: nn.Module, example: Example, tensors: list[Tensor]) -> Any
 def run_stages(network: Traced, tensors: list[Tensor], cuts: list[int]) -> Any:
     """The model's output, computed by one part for each stage."""
     layers = len(network.names)
-    takes = [network.takes(index, ()) for index in range(layers)]
-    enters, leaves = crossing(takes, cuts, len(tensors), len(network.layers[-1].makes))
+    ends = [0, *cuts, layers]
     values = {Made(INPUT, k): tensor for k, tensor in enumerate(tensors)}
-    for stage, (start, end) in enumerate(zip([0, *cuts], [*cuts, layers], strict=True)):
-        part = network.part(Slice(start, end, enters[stage], leaves[stage], network.drawing))
+    for start, end in pairwise(ends):
+        taken = {made for index in range(start, end) for made in network.takes(index, ())}
+        enters = tuple(sorted(made for made in taken if made.layer < start))
+        later = {made for index in range(end, layers) for made in network.takes(index, ())}
+        leaves = tuple(sorted(made for made in later if start <= made.layer < end))
+        if end == layers:
+            leaves = network.alone(layers - 1).leaves
+        part = network.part(Slice(start, end, enters, leaves, network.drawing))
         part.train(network.model.training)
-        outputs = part(*[values[made] for made in enters[stage]])
-        values.update(zip(leaves[stage], outputs, strict=True))
-    return network.pack(tuple(values[made] for made in leaves[-1]), network.single)
+        outputs = part(*[values[made] for made in enters])
+        values.update(zip(leaves, outputs, strict=True))
+    return network.pack(outputs)
 
 
 def gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:
