@@ -19,6 +19,7 @@ from pipetrain.boundary import Value, bytes_of
 from pipetrain.building import make_schedule
 from pipetrain.cli import conf_dir
 from pipetrain.errors import ConfigError
+from pipetrain.partition.network import Chain, Network
 from pipetrain.rate import Rate, learning_rate
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import UPDATE, Action, Op, Program, Schedule, ScheduleError, parse_program
@@ -210,9 +211,11 @@ def level(model: nn.Module, mesh: Mesh) -> None:
             mesh.copy_from_first("the initial weights", tensor.data)
 
 
-def copied(model: nn.Sequential) -> nn.Sequential:
-    """Return a copy of a model to plan with; the model itself if it cannot be copied."""
+def copied(network: Network) -> Network:
+    """Return a copy of a chain to plan with; itself if it cannot be copied, or is traced."""
+    if not isinstance(network, Chain):
+        return network
     try:
-        return deepcopy(model)
+        return Chain(deepcopy(network.model))
     except Exception:  # a layer may hold anything
-        return model
+        return network

@@ -23,18 +23,21 @@ from pipetrain.errors import ConfigError
 from pipetrain.numerics import Numerics
 from pipetrain.partition.balance import GIB, STRATEGIES, balance_times, choose_cuts
 from pipetrain.partition.crossing import (
+    Seams,
+    copies_input,
+    copies_output,
     cuts_that_may_be,
-    keeps_output,
     refuse_changing,
     refuse_cuts,
-    writes_input,
+    seams,
 )
 from pipetrain.partition.estimate import Layer, estimate
+from pipetrain.partition.network import Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
-from pipetrain.partition.stages import Pipeline, Prediction, Predictor
+from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic
 from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, placement
 from pipetrain.schedule.check import check
-from pipetrain.schedule.lower import edges, lower
+from pipetrain.schedule.lower import Route, edges, lower
 from pipetrain.schedule.policy import Bounds, Policy, compute_program
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
@@ -67,6 +70,8 @@ class Plan:
     layers: list[Layer]  # as estimated for a full microbatch
     cuts: list[int]
     placement: list[int]  # the rank of each stage
+    seams: Seams  # for a full microbatch
+    evaluated_seams: Seams  # for a microbatch of an evaluation
     windows: Mapping[int, Window]  # by the number of batches
     evaluation: Program
     boundaries: Mapping[int, list[Boundary]]  # the input of each stage, by samples of a microbatch
@@ -87,7 +92,12 @@ class Plan:
     @property
     def edges(self) -> list[tuple[int, int]]:
         """The pairs of stages that exchange messages, in one fixed order."""
-        return edges(self.window.program)
+        return edges(self.window.program, self.routes)
+
+    @property
+    def routes(self) -> list[Route]:
+        """The pairs of stages between which activations travel, ascending."""
+        return list(self.seams.routes)
 
     @property
     def window(self) -> Window:
@@ -99,14 +109,14 @@ class Plan:
 
     def copies_input(self, stage: int) -> bool:
         """Return whether a stage's layers modify its input in place."""
-        return writes_input(self.layers[self.slice(stage)])
+        return copies_input(self.layers, self.seams.slices[stage])
 
     def copies_output(self, stage: int) -> bool:
         """Return whether a stage's output may change before it is sent."""
-        return keeps_output(self.layers[self.slice(stage)])
+        return copies_output(self.layers, self.seams.slices[stage])
 
     def wire_bytes(self, stage: int, size: int) -> tuple[int, int]:
-        """Return the bytes on the wire over the cut before a stage, forward and back, for `size` samples."""
+        """Return the bytes on the wire to a stage, forward, and from it, back, for `size` samples."""
         return _wire_bytes(self.settings, self.boundaries[size][stage])
 
     def peaks(self, stage: int) -> Bounds:
@@ -171,7 +181,7 @@ def profile_conditions(cfg: DictConfig, settings: Settings) -> Facts:
 
 
 def draft_plan(
-    cfg: DictConfig, settings: Settings, model: nn.Sequential, example: Example, samples: Samples
+    cfg: DictConfig, settings: Settings, model: nn.Module | Network, example: Example, samples: Samples
 ) -> Plan:
     """Plan a run without its data set, by its profile or else by flops. Raises ConfigError, ScheduleError."""
     profile = None
@@ -185,7 +195,7 @@ def draft_plan(
 def make_plan(
     settings: Settings,
     schedule: Schedule,
-    model: nn.Sequential,
+    model: nn.Module | Network,
     example: Example,
     samples: Samples,
     profile: Profile | None = None,
@@ -197,27 +207,32 @@ def make_plan(
     """
     m, epoch = settings.microbatches, len(samples.batches)
     example = _cast("inputs", example, settings.dtype)
+    network = network_of(model, example)
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
     settings = settle_clipping(settings, schedule, max(lengths))
     windows = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}
     where = placement(next(iter(windows.values())).program)
-    program = lower(forward_only(where, len(samples.evaluation)))
-    simulate(program, 1, buffer_size=settings.buffer_size)
 
     full = settings.batch_size // m
     sizes = {full, *(size for batch in set(samples.batches) for size in pieces(batch, m))}
-    numerics, trained, evaluated = _estimates(settings, model, example, sizes, set(samples.evaluation))
+    numerics, trained, evaluated = _estimates(settings, network, example, sizes, set(samples.evaluation))
     layers = trained[full]
     costs = prediction = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
         predictor = Predictor(profile, _pipeline(settings, where, windows, layers))
-        cuts, prediction = _cut_by_times(settings, model, layers, predictor)
+        cuts, prediction = _cut_by_times(settings, network, layers, predictor)
         costs = predictor.costs(cuts)
     else:
         cuts = choose_cuts(settings.partition, layers, len(where))
-    refuse_cuts(model, layers, cuts)
-    refuse_changing([*trained.values(), *evaluated.values()], cuts)
+    refuse_cuts(network, layers, cuts)
+    refuse_changing([*trained.values(), *evaluated.values()], cuts, example.of(full))
+    joined = seams(layers, cuts, example.of(full))
+    routes = list(joined.routes)
+    if routes != list(pairwise(range(len(where)))):  # the neighbours' were proven above
+        windows = {n: prove(settings, schedule, n, routes) for n in windows}
+    program = lower(forward_only(where, len(samples.evaluation)), routes)
+    simulate(program, 1, buffer_size=settings.buffer_size, routes=routes)
     return Plan(
         settings=settings,
         numerics=numerics,
@@ -225,6 +240,8 @@ def make_plan(
         layers=layers,
         cuts=cuts,
         placement=where,
+        seams=joined,
+        evaluated_seams=seams(next(iter(evaluated.values())), cuts, example.of(full)),
         windows=windows,
         evaluation=program,
         boundaries=_boundaries(example, trained, cuts),
@@ -299,14 +316,19 @@ def _compute(settings: Settings, schedule: Schedule, batches: int) -> Program:
         ) from error
 
 
-def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
-    """Make the program of one window, and check it for soundness and deadlock. Raises ScheduleError."""
+def prove(
+    settings: Settings, schedule: Schedule, batches: int, routes: Sequence[Route] | None = None
+) -> Window:
+    """Make the program of one window, and check it for soundness and deadlock. Raises ScheduleError.
+
+    `routes`: between the stages; None: from each to the next.
+    """
     compute = _compute(settings, schedule, batches)
     norms = settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model"
     placement(compute)  # one rank a stage: the engine has no replicas yet
-    program = lower(with_norms(compute) if norms else compute)
-    check(program, batches, settings.microbatches, norms=norms)
-    run = simulate(program, settings.microbatches, buffer_size=settings.buffer_size)
+    program = lower(with_norms(compute) if norms else compute, routes)
+    check(program, batches, settings.microbatches, routes, norms)
+    run = simulate(program, settings.microbatches, buffer_size=settings.buffer_size, routes=routes)
     bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
     if isinstance(schedule, Policy):
         stages = len(program)
@@ -316,7 +338,7 @@ def prove(settings: Settings, schedule: Schedule, batches: int) -> Window:
 
 def _estimates(
     settings: Settings,
-    model: nn.Sequential,
+    network: Network,
     example: Example,
     sizes: Collection[int],
     evaluation: Collection[int],
@@ -324,9 +346,9 @@ def _estimates(
     """Choose the memory format, and estimate the layers for each size in it."""
 
     def of(numerics: Numerics, sizes: Collection[int], train: bool) -> Estimates:
-        model.train(train)
-        found = {size: estimate(model, example.of(size), numerics) for size in sorted(sizes)}
-        model.train()
+        network.train(train)
+        found = {size: estimate(network, example.of(size), numerics) for size in sorted(sizes)}
+        network.train(True)
         return found
 
     numerics = Numerics(
@@ -342,10 +364,7 @@ def _estimates(
 
 
 def _boundaries(example: Example, estimates: Estimates, cuts: Sequence[int]) -> dict[int, list[Boundary]]:
-    return {
-        size: [example.of(size), *(layers[cut - 1].output for cut in cuts)]
-        for size, layers in estimates.items()
-    }
+    return {size: seams(layers, cuts, example.of(size)).entries for size, layers in estimates.items()}
 
 
 def _peaks(windows: Mapping[int, Window], stage: int) -> Bounds:
@@ -358,10 +377,21 @@ def _pipeline(
     activations, versions, _ = zip(*(_peaks(windows, stage) for stage in range(len(where))), strict=True)
     if settings.ema is not None:
         versions = tuple(held + 1 for held in versions)  # the moving average is as large as a version
-    wire_bytes = None
-    if not settings.codecs.plain:
-        wire_bytes = [_wire_bytes(settings, layer.output) for layer in layers]
-    return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions, wire_bytes)
+    values = _traffic(settings, layers)
+    return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions, values)
+
+
+def _traffic(settings: Settings, layers: Sequence[Layer]) -> list[Traffic]:
+    """Return the values that layers hand on, with their bytes on the wire."""
+    users: dict[Made, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for value in layer.takes:
+            users.setdefault(value, []).append(index)
+    made = [(value, taken, layers[value.layer].output) for value, taken in users.items() if value.layer >= 0]
+    return [
+        Traffic(value.layer, tuple(taken), *_wire_bytes(settings, output.only([value.number])))
+        for value, taken, output in made
+    ]
 
 
 def _wire_bytes(settings: Settings, boundary: Boundary) -> tuple[int, int]:
@@ -370,12 +400,12 @@ def _wire_bytes(settings: Settings, boundary: Boundary) -> tuple[int, int]:
 
 
 def _cut_by_times(
-    settings: Settings, model: nn.Sequential, layers: list[Layer], predictor: Predictor
+    settings: Settings, network: Network, layers: list[Layer], predictor: Predictor
 ) -> tuple[list[int], Prediction]:
     """Return the cuts by measured times, and a comparison with the other strategies."""
     refuse_other_layers(predictor.profile, layers)
     limit = None if settings.memory_limit is None else settings.memory_limit * GIB
-    cuts = balance_times(predictor, cuts_that_may_be(model, layers), limit)
+    cuts = balance_times(predictor, cuts_that_may_be(network, layers), limit)
     choices = {PROFILE: cuts} | {name: choose_cuts(name, layers, predictor.stages) for name in STRATEGIES}
     slowest = {name: (other, predictor.slowest_s(other)) for name, other in choices.items()}
     return cuts, Prediction(predictor.profile, predictor.stage_times(cuts), slowest)

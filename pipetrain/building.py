@@ -20,9 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from torch import nn
 
-from pipetrain.boundary import specs_of
+from pipetrain.boundary import Example, specs_of
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.partition.network import Chain, Network, network_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
 
@@ -119,36 +120,48 @@ def _function(cfg: DictConfig, key: str) -> Any:
 class Models:
     """Builds the model of a configuration once per process, if it can be copied.
 
-    Planning and measuring get a copy, as running a layer may change attributes other than its tensors.
-    Training gets the model itself, without another reference.
+    Planning and measuring get a copy of an nn.Sequential, as running a layer may change attributes other than
+    its tensors; a traced model has none. Training gets the model itself, without another reference.
     """
 
     def __init__(self) -> None:
         self._key: object = None
-        self._model: nn.Sequential | None = None
+        self._model: nn.Module | None = None
+        self._traced: tuple[Example, Network] | None = None
         self._random: tuple[Any, Any] = None, None  # states after building of Python's and NumPy's generators
 
-    def see(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
+    def see(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Module:
         """Return the whole model, to be read only. Raises ConfigError."""
         key = None
         with suppress(ValueError, OmegaConfBaseException):  # make_model raises a better error
             key = OmegaConf.to_container(cfg.model, resolve=True), seed, dtype
         if self._model is None or self._key != key:
-            self._key, self._model = key, make_model(cfg, seed, dtype)
+            self._key, self._model, self._traced = key, make_model(cfg, seed, dtype), None
             self._random = random.getstate(), np.random.get_state()
         random.setstate(self._random[0])  # so that layers draw the same numbers on every use
         np.random.set_state(self._random[1])
         return self._model
 
-    def copy(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
-        """Return a copy of the whole model. Raises ConfigError."""
+    def copy(self, cfg: DictConfig, seed: int, dtype: torch.dtype, example: Example) -> Network:
+        """Return a copy of the whole model, for inputs like the example. Raises ConfigError."""
         model = self.see(cfg, seed, dtype)
-        return deepcopy(model) if _is_copied_whole(model) else make_model(cfg, seed, dtype)
+        if not isinstance(model, nn.Sequential):
+            return self._trace(model, example)
+        if _is_copied_whole(model):
+            return Chain(deepcopy(model))
+        return network_of(make_model(cfg, seed, dtype), example)
 
-    def take(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
+    def take(self, cfg: DictConfig, seed: int, dtype: torch.dtype, example: Example) -> Network:
         """Return the whole model for training, and drop the reference. Raises ConfigError."""
-        model, self._model = self.see(cfg, seed, dtype), None
-        return model
+        model = self.see(cfg, seed, dtype)
+        network = Chain(model) if isinstance(model, nn.Sequential) else self._trace(model, example)
+        self._model = self._traced = None
+        return network
+
+    def _trace(self, model: nn.Module, example: Example) -> Network:
+        if self._traced is None or self._traced[0] != example:
+            self._traced = example, network_of(model, example)
+        return self._traced[1]
 
 
 def _is_copied_whole(model: nn.Module) -> bool:
@@ -167,29 +180,29 @@ def _is_copied_whole(model: nn.Module) -> bool:
     )
 
 
-def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Sequential:
+def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Module:
     """Build the whole model, with the same weights for one seed on every rank. Raises ConfigError."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     model = build(cfg, "model")
     prove_model(model, f"{cfg.model._target_} must return", dtype)
-    return cast(nn.Sequential, model)
+    return cast(nn.Module, model)
 
 
 def prove_model(model: object, needs: str, dtype: torch.dtype) -> None:
     """Refuse what cannot be trained as one process would, and cast it to `dtype`. Raises ConfigError."""
-    if not isinstance(model, nn.Sequential) or not len(model):
-        raise ConfigError(
-            f"{needs} an nn.Sequential of the layers to cut between, "
-            f"not {type(model).__name__ if not isinstance(model, nn.Sequential) else 'an empty one'}"
-        )
-    _refuse_unseen(model)
+    if not isinstance(model, nn.Module) or (isinstance(model, nn.Sequential) and not len(model)):
+        what = "an empty nn.Sequential" if isinstance(model, nn.Module) else type(model).__name__
+        raise ConfigError(f"{needs} an nn.Module, not {what}")
+    if isinstance(model, nn.Sequential):
+        _refuse_unseen(model)
+    _refuse_parameters(model)
     _cast(model, dtype)
 
 
 def _refuse_unseen(model: nn.Sequential) -> None:
-    """Refuse what a pipeline, which runs the layers one by one, would omit or train differently."""
+    """Refuse what a pipeline, which runs the layers one by one, would omit."""
     for method in _METHODS:
         if method in vars(model) or getattr(type(model), method) is not getattr(nn.Sequential, method):
             raise ConfigError(
@@ -202,6 +215,10 @@ def _refuse_unseen(model: nn.Sequential) -> None:
         )
     for name in (*model._parameters, *model._buffers):
         raise ConfigError(f"the model has {name} outside of its layers: put it into the layer that uses it")
+
+
+def _refuse_parameters(model: nn.Module) -> None:
+    """Refuse parameters that would be trained otherwise than in one process."""
     addresses: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -238,7 +255,7 @@ def state_names(model: nn.Module) -> dict[str, str]:
     return {key: names[id(value)] for key, value in state.items()}
 
 
-def _cast(model: nn.Sequential, dtype: torch.dtype) -> None:
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert weights and buffers to the run's dtype (complex ones to its complex form), but never round.
 
     In place, so that sharing is kept. (nn.Module.to drops imaginary parts and separates shared buffers.)

@@ -13,18 +13,19 @@ from dataclasses import dataclass
 
 import torch
 
+EVALUATION = -1  # in place of the number of an update
 _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """What a forward's random numbers depend on, beside its layer. An evaluation has update -1."""
+class Seeds:
+    """What a forward's random numbers depend on, beside its layer."""
 
     seed: int
     update: int
     microbatch: int
 
-    def seed_of(self, layer: int) -> int:
+    def of(self, layer: int) -> int:
         """Return the seed of a layer, 0 to 2^63 - 1."""
         mixed = 0
         for number in (self.seed, self.update, self.microbatch, layer):
@@ -40,14 +41,14 @@ def _mixed(number: int) -> int:
     return number ^ (number >> 31)
 
 
-_drawing: Draw | None = None
+_drawing: Seeds | None = None
 
 
 @contextmanager
-def drawing(draw: Draw | None) -> Iterator[None]:
-    """Let the layers that run draw by `draw`; None: from the generators as they are."""
+def drawing(seeds: Seeds | None) -> Iterator[None]:
+    """Let the layers that run draw by `seeds`; None: from the generators as they are."""
     global _drawing
-    before, _drawing = _drawing, draw
+    before, _drawing = _drawing, seeds
     try:
         yield
     finally:
@@ -58,7 +59,7 @@ def begin(layer: int) -> None:
     """Seed torch's generators for a layer that is about to draw."""
     if _drawing is None:
         return
-    seed = _drawing.seed_of(layer)
+    seed = _drawing.of(layer)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)

@@ -55,6 +55,7 @@ from pipetrain.config import Settings, read_settings, share_of_cores
 from pipetrain.data import pieces
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.optimizer import prove_optimizer
+from pipetrain.partition.network import Chain, Network, network_of
 from pipetrain.partition.profile import PROFILE, read_profile
 from pipetrain.plan import describe
 from pipetrain.profiling import make_profile, measure_together
@@ -126,7 +127,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Sequential,
+        model: nn.Module,
         loss: LossFunction | Task | None = None,
         optimizer: OptimizerFactory | None = None,
         schedule: str | Path | Schedule = "1f1b",
@@ -178,7 +179,7 @@ class Pipeline:
         level(model, mesh)
         if options.get("seed") is not None:
             torch.manual_seed((self._settings.seed + 1_000_003 * (world.rank + 1)) % 2**63)
-        self._model: nn.Sequential | None = model
+        self._model: nn.Module | None = model
         self._mesh = mesh
         self._form: Form | None = None
         self._runner: Runner | None = None  # from the first batch on
@@ -348,7 +349,7 @@ class Pipeline:
         cut = [pieces(size, -(-size // full)) for size in sizes]
         flat = list(itertools.chain.from_iterable(cut))
         source = self._source_of(cut, reader)
-        program = lower(forward_only(self.plan.placement, len(flat)))
+        program = lower(forward_only(self.plan.placement, len(flat)), self.plan.routes)
         order = Listed(program[self.rank], len(flat))
         self._begun.evaluate(order, flat, source.inputs, source.targets, self._tick("evaluation", len(flat)))
         source.close()
@@ -369,7 +370,7 @@ class Pipeline:
         plan = self.plan
         if batches not in plan.windows:
             assert isinstance(plan.windows, dict)
-            plan.windows[batches] = prove(self._settings, self._schedule, batches)
+            plan.windows[batches] = prove(self._settings, self._schedule, batches, plan.routes)
             self._begun.engine.bounds = {stage: plan.peaks(stage) for stage in self._begun.stages}
 
     @contextmanager
@@ -412,19 +413,20 @@ class Pipeline:
         full = max(1, samples // m)  # in a microbatch
         settings = replace(self._settings, batch_size=full * m)
         sizes = Samples([size * m for size in (full, full + 1) for _ in range(self._least)], [full, full + 1])
-        plan = self._make_plan(replace(settings, window=self._least), model, form.inputs, sizes)
+        network = network_of(model, form.inputs)
+        plan = self._make_plan(replace(settings, window=self._least), network, form.inputs, sizes)
+        with self._together():
+            self._mesh.open(plan.edges)
         self._on_first("the task", reader, partial(self._prove_task, plan))
         plan = _OpenPlan.of(plan, settings)
         self._settings, self._form = settings, form
         with self._together():
-            self._runner = Runner(plan, model, self._task, self._optimizer, self._rate, self._mesh)
+            self._runner = Runner(plan, network, self._task, self._optimizer, self._rate, self._mesh)
         self._model = None
         if self._source is not None:
             direct.load_source(self._source, self._runner, self._mesh, self._optimizer)
 
-    def _make_plan(
-        self, settings: Settings, model: nn.Sequential, example: Example, samples: Samples
-    ) -> Plan:
+    def _make_plan(self, settings: Settings, network: Network, example: Example, samples: Samples) -> Plan:
         """Return the plan of a window; for partition=profile, by a profile that is read or measured now."""
         make = partial(make_plan, schedule=self._schedule, example=example, samples=samples)
         profile = None
@@ -433,17 +435,17 @@ class Pipeline:
             if settings.profile is not None:
                 profile = read_profile(settings.profile, conditions)
             else:
-                if copied(model) is model:
+                if copied(network) is network and isinstance(network, Chain):
                     raise ConfigError(
                         "partition=profile measures a copy of the model, which copy.deepcopy cannot make: "
                         "choose another partition"
                     )
                 by_flops = replace(settings, partition="flops", memory_limit=None)
-                draft = make(by_flops, model=copied(model))
+                draft = make(by_flops, model=copied(network))
                 with self._together():
-                    found = measure_together(self._mesh, draft, lambda: (copied(model), self._optimizer))
+                    found = measure_together(self._mesh, draft, lambda: (copied(network), self._optimizer))
                 profile = make_profile(conditions, draft, self._mesh.device, found)
-        return make(settings, model=copied(model), profile=profile)
+        return make(settings, model=copied(network), profile=profile)
 
     def _prove_task(self, plan: Plan, reader: Reader) -> None:
         first = reader.first()

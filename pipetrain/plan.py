@@ -24,6 +24,7 @@ from pipetrain.config import read_settings, whole_number
 from pipetrain.data import declared_example, load_data
 from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError
+from pipetrain.partition.network import network_of
 from pipetrain.partition.profile import PROFILE
 from pipetrain.partition.stages import Prediction
 from pipetrain.prediction import played
@@ -63,13 +64,14 @@ def show(cfg: DictConfig) -> None:
     model = make_model(cfg, settings.seed, settings.dtype)
     make_task(cfg)
     example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
-    plan = draft_plan(cfg, settings, model, example, samples)
+    network = network_of(model, example.cast(settings.dtype))
+    plan = draft_plan(cfg, settings, network, example, samples)
     if cfg.partition == PROFILE:
         from pipetrain.profiling import measure_alone  # imports the runtime, not needed otherwise
 
         print(f"profiling {len(plan.layers)} layers in this process", file=sys.stderr)
         profile = measure_alone(cfg, plan)
-        plan = make_plan(settings, make_schedule(cfg), model, example, samples, profile)
+        plan = make_plan(settings, make_schedule(cfg), network, example, samples, profile)
     if traced:
         refuse_other(plan, traced, str(cfg.cost))
         plan = replace(plan, costs=traced.costs, prediction=None)

@@ -13,10 +13,9 @@ from functools import partial
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
 
 from pipetrain.blueprint import Plan, profile_conditions
-from pipetrain.boundary import Value
+from pipetrain.boundary import Example
 from pipetrain.building import Models
 from pipetrain.config import Settings, share_of_cores
 from pipetrain.errors import ConfigError, one_line
@@ -24,6 +23,7 @@ from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.balance import STRATEGIES
 from pipetrain.partition.estimate import made_up
 from pipetrain.partition.measure import measure_layers
+from pipetrain.partition.network import Network
 from pipetrain.partition.profile import Facts, LayerTime, Profile, average
 from pipetrain.partition.stages import Prediction
 from pipetrain.runtime.mesh import Mesh, World, choose_device
@@ -33,7 +33,7 @@ from pipetrain.seal import SealedStore
 
 log = logging.getLogger("pipetrain")
 
-Measured = tuple[nn.Sequential, OptimizerFactory]
+Measured = tuple[Network, OptimizerFactory]
 
 
 def measure(
@@ -79,14 +79,14 @@ def take_part(
     local_size = world.local_size if world.size > 1 else settings.ranks
     torch.set_num_threads(settings.threads or share_of_cores(local_size))
     mesh = Mesh(world, draft.placement, draft.edges, device, store, settings.timeout)
-    found = measure_together(mesh, draft, partial(_copied, cfg, settings, models or Models()))
+    found = measure_together(mesh, draft, partial(_copied, cfg, settings, draft.example, models or Models()))
     mesh.close()
     return found
 
 
-def _copied(cfg: DictConfig, settings: Settings, models: Models) -> Measured:
-    model = models.copy(cfg, settings.seed, settings.dtype)
-    return model, make_optimizer(cfg, model)
+def _copied(cfg: DictConfig, settings: Settings, example: Example, models: Models) -> Measured:
+    network = models.copy(cfg, settings.seed, settings.dtype, example)
+    return network, make_optimizer(cfg, network.model)
 
 
 def measure_together(mesh: Mesh, draft: Plan, make: Callable[[], Measured]) -> Found:
@@ -131,12 +131,11 @@ def _layers(draft: Plan, device: torch.device, make: Callable[[], Measured]) -> 
     size = settings.batch_size // settings.microbatches
     try:
         with torch.random.fork_rng([device] if cuda else []):
-            model, optimizer = make()
-            model.to(device)
-            entry = draft.example.of(size)
-            made = tuple(made_up(spec, device) for spec in entry.specs)
-            x: Value = made[0] if entry.single else made
-            return measure_layers(model, x, draft.layers, optimizer, draft.numerics)
+            network, optimizer = make()
+            for module in (network.model, *network.modules):
+                module.to(device)
+            x = draft.example.value(tuple(made_up(spec, device) for spec in draft.example.of(size).specs))
+            return measure_layers(network, x, draft.layers, optimizer, draft.numerics)
     except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
         return one_line(error)
     finally:

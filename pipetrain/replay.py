@@ -25,7 +25,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import COMMUNICATION, COMPUTE, RECEIVES, UPDATE, Action, Op, Program
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.timeline import Costs, Row, TracedWindow
+from pipetrain.schedule.timeline import Costs, Kind, Row, TracedWindow
 
 CONDITIONS = {
     "model", "parameters", "schedule", "ranks", "placement", "partition", "dtype", "precision",
@@ -144,7 +144,7 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
                 continue
             if action.op in UPDATE or window.samples[action.mb] == whole:
                 durations[action.stage, action.op].append(span.end - span.start - span.waited)
-    seconds = {
+    seconds: dict[Kind, float] = {
         (stage, op): typical(times) + (own[about["placement"][stage]] if op in COMPUTE else 0.0)
         for (stage, op), times in durations.items()
     }
@@ -169,9 +169,9 @@ def _lasted(windows: Sequence[TracedWindow], began: Sequence[float], ended: Sequ
     return [end - start for start, end in zip(starts, ended, strict=True)]
 
 
-def _travels(windows: Sequence[TracedWindow]) -> dict[tuple[int, Op], float]:
-    """Return the messages' travel times, by the stage and op of their SEND."""
-    times: dict[tuple[int, Op], list[float]] = defaultdict(list)
+def _travels(windows: Sequence[TracedWindow]) -> dict[Kind, float]:
+    """Return the messages' travel times, by the stage, op and peer of their SEND."""
+    times: dict[Kind, list[float]] = defaultdict(list)
     for window in windows:
         sent = chrome.sent(window.timeline)
         for span in (span for row in window.timeline.rows for span in row.spans):
@@ -179,7 +179,7 @@ def _travels(windows: Sequence[TracedWindow]) -> dict[tuple[int, Op], float]:
                 left = sent[action.edge, action.mb]
                 if span.start < left:
                     send = Op.SEND_F if action.op is Op.RECV_F else Op.SEND_B
-                    times[action.peer, send].append(max(0.0, span.start + span.waited - left))
+                    times[action.peer, send, action.stage].append(max(0.0, span.start + span.waited - left))
         for action, travelled in _norms_travel(window):
             times[action.stage, action.op].append(travelled)
     return {edge: typical(travelled) for edge, travelled in times.items()}

@@ -69,7 +69,7 @@ def test_shared_complex_and_left_out_ones_come_back_as_they_are(factory, tmp_pat
     case = Case("1f1b", 2, (f"model._target_={factory.__module__}.{factory.__name__}", "partition=[1]"))
     wanted, _ = run_in_threads(case, saved=Saved(tmp_path / "run"))
     assert main([str(tmp_path / "run"), "--out", str(tmp_path / "weights")]) == 0
-    model = make_run(case).build_model()
+    model = make_run(case).take_network().model
     states = [torch.load(tmp_path / "weights.pt")]
     if factory is not edges.fourier:  # which not every version of that library could hold
         states.append(load_file(tmp_path / "weights.safetensors"))

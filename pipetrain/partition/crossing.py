@@ -1,39 +1,147 @@
-"""Which cuts are possible, and how the layers on both sides treat the tensors that cross."""
+"""What crosses from stage to stage: the values of each route, and which cuts are possible.
+
+A value that several stages use enters each of them, straight from the stage that made it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipetrain.boundary import named_layers
+from pipetrain.boundary import Boundary
 from pipetrain.errors import ConfigError
 from pipetrain.partition.estimate import Layer
+from pipetrain.partition.network import INPUT, Made, Network, Slice
 from pipetrain.places import places
+from pipetrain.schedule.lower import Route
 
 
-def writes_input(layers: Sequence[Layer]) -> bool:
-    """Return whether these layers modify their input in place."""
-    return _comes_first(layers, lambda layer: layer.writes_input)
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The tensors of a route: their positions in what leaves its source, and in what enters its end."""
+
+    left: tuple[int, ...]
+    entered: tuple[int, ...]
 
 
-def keeps_output(layers: Sequence[Layer]) -> bool:
-    """Return whether the output of these layers may change later, because they keep it."""
-    return _comes_first(reversed(layers), lambda layer: layer.keeps_output)
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """How the stages of a cut model are joined, for one number of samples. Lists are by stage."""
+
+    slices: list[Slice]
+    routes: dict[Route, Carried]  # ascending
+    entries: list[Boundary]  # what enters
+    exits: list[Boundary]  # what leaves; of the last stage the model's outputs
 
 
-def _comes_first(layers: Iterable[Layer], wanted: Callable[[Layer], bool]) -> bool:
-    """Return whether a layer is `wanted`, perhaps after layers whose output shares their input's memory."""
-    for layer in layers:
-        if wanted(layer):
-            return True
-        if not layer.hands_through:
-            return False
+def seams(layers: Sequence[Layer], cuts: Sequence[int], inputs: Boundary) -> Seams:
+    """Return how the stages between `cuts` are joined; `inputs` of the model all enter the first one."""
+    ends = [0, *cuts, len(layers)]
+    stages = range(len(cuts) + 1)
+    stage_of = [stage for stage in stages for _ in range(ends[stage], ends[stage + 1])]
+
+    def source(value: Made) -> int:
+        return 0 if value.layer == INPUT else stage_of[value.layer]
+
+    needs: list[dict[Made, bool]] = [{} for _ in stages]  # the values that enter: is a gradient needed?
+    needs[0] = {Made(INPUT, number): False for number in range(len(inputs.specs))}
+    for layer, here in zip(layers, stage_of, strict=True):
+        for number, value in enumerate(layer.takes):
+            if source(value) != here:
+                reached = bool(layer.reached) and layer.reached[number]
+                needs[here][value] = needs[here].get(value, False) or reached
+    enters = [tuple(sorted(taken)) for taken in needs]
+    leaves = [
+        tuple(sorted({v for later in stages[stage + 1 :] for v in enters[later] if source(v) == stage}))
+        for stage in stages
+    ]
+    outputs = layers[-1].output
+    leaves[-1] = tuple(Made(len(layers) - 1, number) for number in range(len(outputs.specs)))
+    routes = {
+        (stage, later): Carried(
+            tuple(position for position, value in enumerate(leaves[stage]) if value in enters[later]),
+            tuple(position for position, value in enumerate(enters[later]) if source(value) == stage),
+        )
+        for stage in stages
+        for later in stages[stage + 1 :]
+        if any(source(value) == stage for value in enters[later])
+    }
+    known = outputs.needs_grad is not None
+    boundary = partial(_boundary, layers, inputs)
+    entries = [
+        boundary(values, tuple(needs[stage][v] for v in values) if known else None)
+        for stage, values in enumerate(enters)
+    ]
+    exits = [
+        boundary(values, tuple(any(taken.get(v, False) for taken in needs[1:]) for v in values))
+        for values in leaves[:-1]
+    ]
+    slices = [
+        Slice(
+            ends[stage],
+            ends[stage + 1],
+            enters[stage],
+            leaves[stage],
+            frozenset(n for n in range(ends[stage], ends[stage + 1]) if layers[n].draws),
+            inputs.single if stage == 0 else layers[ends[stage] - 1].output.single,
+        )
+        for stage in stages
+    ]
+    return Seams(slices, dict(sorted(routes.items())), entries, [*exits, outputs])
+
+
+def _boundary(
+    layers: Sequence[Layer], inputs: Boundary, values: Sequence[Made], needs: tuple[bool, ...] | None
+) -> Boundary:
+    made = [inputs if value.layer == INPUT else layers[value.layer].output for value in values]
+    requires = [of.requires_grad or (False,) * len(of.specs) for of in made]
+    return Boundary(
+        specs=tuple(of.specs[value.number] for of, value in zip(made, values, strict=True)),
+        single=len(values) == 1 and made[0].single,
+        needs_grad=needs,
+        requires_grad=None
+        if needs is None
+        else tuple(known[value.number] for known, value in zip(requires, values, strict=True)),
+    )
+
+
+def copies_input(layers: Sequence[Layer], slice: Slice) -> bool:
+    """Return whether a stage modifies what enters it in place."""
+    return _reaches(layers, slice.enters, range(slice.start, slice.end), lambda layer: layer.writes_input)
+
+
+def copies_output(layers: Sequence[Layer], slice: Slice) -> bool:
+    """Return whether what leaves a stage may change later, because a layer keeps it."""
+    return any(_kept(layers, slice, value) for value in slice.leaves)
+
+
+def _kept(layers: Sequence[Layer], slice: Slice, value: Made) -> bool:
+    if value.layer < slice.start:
+        return False
+    layer = layers[value.layer]
+    return layer.keeps_output or (layer.hands_through and any(_kept(layers, slice, v) for v in layer.takes))
+
+
+def _reaches(
+    layers: Sequence[Layer], values: Iterable[Made], among: Iterable[int], wanted: Callable[[Layer], bool]
+) -> bool:
+    """Return whether a layer that takes one of the values, or shares its memory, is `wanted`."""
+    same = set(values)
+    for index in among:
+        layer = layers[index]
+        if not same.isdisjoint(layer.takes):
+            if wanted(layer):
+                return True
+            if layer.hands_through:
+                same |= {Made(index, number) for number in range(len(layer.output.specs))}
     return False
 
 
-def refuse_cuts(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
+def refuse_cuts(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
     """Refuse a cut across which layers would behave otherwise than in one process. Raises ConfigError."""
     for cut in cuts:
         output, where = layers[cut - 1].output, f"layer {cut - 1} ({layers[cut - 1].name})"
@@ -42,28 +150,57 @@ def refuse_cuts(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[in
             raise ConfigError(
                 f"{where} returns {output}, and complex tensors cannot cross a cut; {elsewhere}"
             )
-        if writes_input(layers[cut:]) and keeps_output(layers[:cut]):
+        before = Slice(0, cut, (), tuple(Made(cut - 1, k) for k in range(len(output.specs))))
+        behind = range(cut, len(layers))
+        if copies_output(layers, before) and _reaches(
+            layers, before.leaves, behind, lambda layer: layer.writes_input
+        ):
             raise ConfigError(f"{where} keeps its output, which a later layer modifies; {elsewhere}")
-    _refuse_sharing(model, layers, cuts)
+    _refuse_written(layers, cuts)
+    _refuse_sharing(network, layers, cuts)
 
 
-def cuts_that_may_be(model: nn.Sequential, layers: Sequence[Layer]) -> list[int]:
+def _refuse_written(layers: Sequence[Layer], cuts: Sequence[int]) -> None:
+    """Refuse a value that one stage modifies in place before a layer of another stage uses it."""
+    stage_of = [sum(cut <= index for cut in cuts) for index in range(len(layers))]
+    users: dict[Made, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for value in layer.takes:
+            users.setdefault(value, []).append(index)
+    for value, (*_, last) in users.items():
+        for index in range(value.layer + 1, last):
+            writes = _reaches(
+                layers, [value], range(value.layer + 1, index + 1), lambda one: one.writes_input
+            )
+            if writes and stage_of[index] != stage_of[last]:
+                maker = "the data" if value.layer == INPUT else f"layer {value.layer}"
+                raise ConfigError(
+                    f"layer {index} ({layers[index].name}) modifies in place what comes from {maker}, and "
+                    f"layer {last} ({layers[last].name}), in another stage, uses it later: let it make a new "
+                    f"tensor, or keep both in one stage by partition="
+                )
+            if writes:
+                break
+
+
+def cuts_that_may_be(network: Network, layers: Sequence[Layer]) -> list[int]:
     """Return the possible cuts, as the first layers behind them."""
     allowed = []
     for cut in range(1, len(layers)):
         try:
-            refuse_cuts(model, layers, [cut])
+            refuse_cuts(network, layers, [cut])
         except ConfigError:
             continue
         allowed.append(cut)
     return allowed
 
 
-def _refuse_sharing(model: nn.Sequential, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
+def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
     """Refuse a parameter or buffer that two stages use, as each would have a copy of its own."""
+    model = network.model
     registered = {_address(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     user: dict[str, int] = {}
-    for index, (name, layer) in enumerate(named_layers(model)):
+    for index, (name, layer) in enumerate(zip(network.names, network.modules, strict=True)):
         stage = sum(cut <= index for cut in cuts)
         used = [(place.name, registered.get(_address(place.tensor), "")) for place in places(layer)]
         used += [(tensor, tensor) for tensor in layers[index].borrows]
@@ -82,15 +219,15 @@ def _address(tensor: Tensor) -> tuple[str, int]:
     return "memory", tensor.data_ptr()
 
 
-def refuse_changing(sizes: Sequence[Sequence[Layer]], cuts: Sequence[int]) -> None:
+def refuse_changing(sizes: Sequence[Sequence[Layer]], cuts: Sequence[int], inputs: Boundary) -> None:
     """Refuse a cut whose tensors differ in kind between microbatch sizes, or in evaluation.
 
     `sizes`: the layers as estimated for each size, in training and in evaluation. Raises ConfigError.
     """
-    for cut in cuts:
-        outputs = [layers[cut - 1].output for layers in sizes]
-        kinds = {output.single for output in outputs}
-        needs = {output.needs_grad for output in outputs if output.needs_grad is not None}
+    joined = [seams(layers, cuts, inputs) for layers in sizes]
+    for stage, cut in enumerate(cuts, 1):
+        kinds = {found.slices[stage].single for found in joined}
+        needs = {found.entries[stage].needs_grad for found in joined} - {None}
         if len(kinds) > 1 or len(needs) > 1:
             what = "gradients are needed there" if len(kinds) == 1 else "it is one tensor or a tuple"
             raise ConfigError(

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipetrain.boundary import Boundary, TensorSpec, Value, as_tuple, describe, named_layers
+from pipetrain.boundary import Boundary, Packing, TensorSpec, as_tuple, describe, leaves_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
+from pipetrain.partition.network import INPUT, Chain, Made, Network, Tensors
 from pipetrain.places import places, standing_in
 
 CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
@@ -45,41 +46,53 @@ class Layer:
     params: int  # elements, each shared parameter once
     flops: int  # of one forward, plus one per output element
     output: Boundary
+    takes: tuple[Made, ...] = ()
+    reached: tuple[bool, ...] = ()  # which of these get a gradient from this layer
+    draws: bool = False  # random numbers
     writes_input: bool = False  # modifies its input in place
     hands_through: bool = False  # its output shares memory with its input
     keeps_output: bool = False  # its output may change later: the layer keeps it, or returns it twice
     borrows: tuple[str, ...] = ()  # tensors of other layers that it uses, not registered in it
 
 
-def estimate(model: nn.Sequential, entry: Boundary, numerics: Numerics | None = None) -> list[Layer]:
-    """Estimate every layer of `model` for one microbatch, the tensors of `entry`.
+def estimate(
+    model: nn.Sequential | Network, entry: Boundary, numerics: Numerics | None = None
+) -> list[Layer]:
+    """Estimate every layer of a model for one microbatch, the tensors of `entry`.
 
     If the model is in training mode, the boundaries tell which gradients are needed. Raises ConfigError with
-    the name of a layer that cannot process the output of the one before, or trains unregistered weights.
+    the name of a layer that cannot process what it takes, or trains unregistered weights.
     """
-    trial = _Trial(model, numerics or Numerics())
+    network = model if isinstance(model, Network) else Chain(model)
+    trial = _Trial(network.model, numerics or Numerics())
     runs: list[_Run] = []
     with _quiet(), torch.random.fork_rng([]):
         torch.default_generator.manual_seed(0)  # so that every rank plans alike
         try:
             with _fake_mode() if entry.nbytes > MOST_REAL else nullcontext():
-                made = tuple(map(made_up, entry.specs))
+                inputs = tuple(map(made_up, entry.specs))
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"a microbatch of {entry} cannot be made: {one_line(error)}") from error
-        value: Value = made[0] if entry.single else made
-        for index, (name, module) in enumerate(named_layers(model)):
+        values = {Made(INPUT, number): t for number, t in enumerate(inputs)}
+        made = [entry]
+        for index, (name, module) in enumerate(zip(network.names, network.modules, strict=True)):
+            takes = network.takes(index, made)
+            given = tuple(values[value] for value in takes)
+            call = partial(network.call, index, made=tuple(made))
+            last = index == len(network.names) - 1
             try:
-                run = trial.run(name, module, value)
+                run = trial.run(_Call(name, module, takes, call, last), given)
             except Exception as error:
                 raise ConfigError(
-                    f"layer {index} ({name}) of the model cannot take {describe(value)}: {one_line(error)}"
+                    f"layer {index} ({name}) of the model cannot take {describe(given)}: {one_line(error)}"
                 ) from error
             if run.wrong:
                 raise ConfigError(f"layer {index} ({name}) of the model {run.wrong}")
-            handed = tuple(t.detach().requires_grad_(t.requires_grad) for t in run.outputs)  # without graph
-            value = handed[0] if run.layer.output.single else handed
+            for number, t in enumerate(run.outputs):  # without graph
+                values[Made(index, number)] = t.detach().requires_grad_(t.requires_grad)
+            made.append(run.layer.output)
             runs.append(run)
-        return _with_gradients(runs) if model.training else [run.layer for run in runs]
+        return _with_gradients(runs) if network.model.training else [run.layer for run in runs]
 
 
 def made_up(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
@@ -98,8 +111,19 @@ class _Run:
     on_copies: Callable[[], AbstractContextManager[object]]  # installs the copies of its tensors
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A layer to be tried."""
+
+    name: str
+    module: nn.Module
+    takes: tuple[Made, ...]
+    call: Callable[[Tensors], Any]
+    last: bool  # returns what the model does
+
+
 class _Trial:
-    def __init__(self, model: nn.Sequential, numerics: Numerics) -> None:
+    def __init__(self, model: nn.Module, numerics: Numerics) -> None:
         self._numerics = numerics
         self._train = model.training
         self._kept = 0  # bytes of input of the cheap layers so far
@@ -107,27 +131,29 @@ class _Trial:
         self._ids = {id(t) for _, t in registered}
         self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
 
-    def run(self, name: str, module: nn.Module, value: Value) -> _Run:
+    def run(self, layer: _Call, given: Tensors) -> _Run:
         """Run a layer on real or, if it is expensive, fake tensors; if that fails, the other way."""
-        given = as_tuple(value)
         # Each weight is multiplied at every position of an image.
-        positions = max(t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in given)
+        positions = max(
+            (t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in given), default=1
+        )
         nbytes = sum(t.nbytes for t in given)
-        work = positions * sum(p.numel() for p in module.parameters())
+        work = positions * sum(p.numel() for p in layer.module.parameters())
         dear = self._kept + nbytes > MOST_KEPT or work > CHEAP
         self._kept += 0 if dear else nbytes
         try:
-            return self._run(name, module, value, _fake_mode() if dear else None)
+            return self._run(layer, given, _fake_mode() if dear else None)
         except Exception as error:
             if nbytes > MOST_REAL:
                 raise
             if not dear and "dtype" not in str(error) and "scalar type" not in str(error):
                 with suppress(Exception):  # such as a layer that only a GPU can run
-                    return self._run(name, module, value, _fake_mode())
+                    return self._run(layer, given, _fake_mode())
                 raise
-        return self._run(name, module, value, None)
+        return self._run(layer, given, None)
 
-    def _run(self, name: str, module: nn.Module, value: Value, mode: FakeTensorMode | None) -> _Run:
+    def _run(self, run: _Call, given: Tensors, mode: FakeTensorMode | None) -> _Run:
+        module = run.module
         others = {
             id(place.tensor): self._stand_in(place.tensor, mode)
             for place in places(module)
@@ -143,15 +169,21 @@ class _Trial:
             # In the memory format in which they arrive over a cut.
             leaves = tuple(
                 self._numerics.arrange(_copied(t, mode)).detach().requires_grad_(t.requires_grad)
-                for t in as_tuple(value)
+                for t in given
             )
             inputs = tuple(leaf.clone() for leaf in leaves)  # a leaf must not be modified in place
             versions = [t._version for t in inputs]
             known = [*others.values(), *inputs]
             storages, registered = [storage_of(t) for t in known], _registered(module)
             with self._numerics.context("cpu"), _Spy(self._names, known) as spy:
-                result: Value = module(inputs[0] if isinstance(value, Tensor) else inputs)
-            outputs, wrong = as_tuple(result), spy.wrong
+                result = run.call(inputs)
+            packing = Packing.of(result)
+            if packing is not None and not run.last and type(result) is not list:
+                raise TypeError(
+                    f"it returns a {type(result).__name__}, and a layer before the last must return a tensor "
+                    f"or a tuple of tensors"
+                )
+            outputs, wrong = leaves_of(result) if run.last else as_tuple(result), spy.wrong
             returned = [storage_of(t) for t in outputs]
             kept = {storage_of(place.tensor) for place in places(module)}
             if storages != [storage_of(t) for t in known]:
@@ -159,10 +191,16 @@ class _Trial:
             elif new := sorted(_registered(module) - registered):
                 wrong = f"makes its {new[0]} when it first runs; make it when the layer is made"
             layer = Layer(
-                name=name,
+                name=run.name,
                 params=sum(p.numel() for p in module.parameters()),
                 flops=spy.flops + sum(t.numel() for t in outputs),
-                output=describe(self._numerics.narrow(result)),
+                output=replace(
+                    describe(self._numerics.narrow(outputs)),
+                    single=isinstance(result, Tensor),
+                    packing=packing if run.last else None,
+                ),
+                takes=run.takes,
+                draws=spy.draws,
                 writes_input=[t._version for t in inputs] != versions,
                 hands_through=not {storage_of(t) for t in inputs}.isdisjoint(returned),
                 keeps_output=not kept.isdisjoint(returned) or len(set(returned)) < len(returned),
@@ -190,12 +228,16 @@ def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
 def _with_gradients(runs: Sequence[_Run]) -> list[Layer]:
     """Find which tensors have a gradient, from the last layer to the first as in a backward."""
     layers: list[Layer] = []
-    needed = tuple(t.requires_grad for t in runs[-1].outputs)
-    for run in reversed(runs):
+    last = len(runs) - 1
+    needed = {Made(last, number): t.requires_grad for number, t in enumerate(runs[last].outputs)}
+    for index, run in reversed(list(enumerate(runs))):
+        needs = tuple(needed.get(Made(index, number), False) for number in range(len(run.outputs)))
+        reached = _reached(run, needs)
+        for value, reaches in zip(run.layer.takes, reached, strict=True):
+            needed[value] = needed.get(value, False) or reaches
         requires = tuple(t.requires_grad for t in run.outputs)
-        output = replace(run.layer.output, needs_grad=needed, requires_grad=requires)
-        layers.append(replace(run.layer, output=output))
-        needed = _reached(run, needed)
+        output = replace(run.layer.output, needs_grad=needs, requires_grad=requires)
+        layers.append(replace(run.layer, output=output, reached=reached))
     return layers[::-1]
 
 
@@ -231,6 +273,7 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = names
         self._known = {storage_of(t) for t in known}
         self.flops = 0
+        self.draws = False
         self.wrong = ""
         self.borrowed: set[str] = set()
 
@@ -245,6 +288,7 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage_of(tensor) not in self._known:
                 self._look_at(tensor)
         result = func(*args, **(kwargs or {}))
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         if formula := flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket)):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         self._known.update(map(storage_of, strided(result)))

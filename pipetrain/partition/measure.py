@@ -22,10 +22,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.boundary import Value, as_tuple, named_layers
+from pipetrain.boundary import Boundary, Value, as_tuple, describe, leaves_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
 from pipetrain.partition.estimate import Layer, storage_of, strided
+from pipetrain.partition.network import INPUT, Chain, Made, Network, Tensors
 from pipetrain.partition.profile import LayerTime
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.weights import OptimizerFactory
@@ -34,7 +35,7 @@ WARM_UP, REPEATS = 2, 7
 
 
 def measure_layers(
-    model: nn.Sequential,
+    model: nn.Sequential | Network,
     x: Value,
     layers: Sequence[Layer],
     optimizer: OptimizerFactory,
@@ -45,7 +46,8 @@ def measure_layers(
     This changes the model, which must not be trained afterwards, and the random generators. `layers`: its
     estimates. Raises ConfigError with the name of a layer that fails.
     """
-    bench = _Bench(model, layers, optimizer, numerics or Numerics(), Clock(as_tuple(x)[0].device))
+    network = model if isinstance(model, Network) else Chain(model)
+    bench = _Bench(network, layers, optimizer, numerics or Numerics(), as_tuple(x)[0].device)
     for _ in range(WARM_UP):
         bench.run(x)
     bench.spans.clear()
@@ -74,22 +76,24 @@ class _Bench:
 
     def __init__(
         self,
-        model: nn.Sequential,
+        network: Network,
         estimated: Sequence[Layer],
         optimizer: OptimizerFactory,
         numerics: Numerics,
-        clock: Clock,
+        device: torch.device,
     ) -> None:
-        numerics.arrange_weights(model)
-        self._model = model.train()
-        self._layers = named_layers(model)
+        numerics.arrange_weights(network.model)
+        network.train(True)
+        self._network = network
         self._estimated = estimated
+        self._last_use = {value: index for index, layer in enumerate(estimated) for value in layer.takes}
         self._numerics = numerics
-        self._clock = clock
+        self._clock = Clock(device)
+        self._device = device.type
         self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (forward, backward or step; layer)
         self._held: list[list[Tensor]] = []  # the tensors of each layer; shared ones at the first
         met: set[int] = set()
-        for _, module in self._layers:
+        for module in network.modules:
             held = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in met]
             met.update(map(id, held))
             self._held.append(held)
@@ -103,32 +107,34 @@ class _Bench:
 
     def run(self, x: Value) -> None:
         """Run a batch of one microbatch. Gradients accumulate, as over a batch's microbatches."""
-        value: Value = x
-        graphs: list[tuple[Tensor, ...]] = []
-        for index in range(len(self._layers)):
-            outputs, value = self._forward(index, value)
-            graphs.append(outputs)
-        for index in reversed(range(len(self._layers))):
+        graphs = [outputs for outputs, _ in self._forwards(x)]
+        for index in reversed(range(len(graphs))):
             self._backward(index, graphs.pop())
         for index, optimizer in enumerate(self._optimizers):
             if optimizer is not None:
                 with self._timed("step", index):
                     optimizer.step()
 
-    def _forward(self, index: int, value: Value) -> tuple[tuple[Tensor, ...], Value]:
-        """Return a layer's outputs with their graph, and the next layer's input."""
-        given = tuple(self._numerics.arrange(t.detach()) for t in as_tuple(value))
-        if index > 0:
-            needs = self._estimated[index - 1].output.needs_grad or (False,) * len(given)
-            given = tuple(t.requires_grad_(need) for t, need in zip(given, needs, strict=True))
+    def _forwards(self, x: Value) -> Iterator[tuple[Tensors, Tensors]]:
+        """Yield each layer's outputs with their graph, and what it was given."""
+        values = {Made(INPUT, number): t for number, t in enumerate(as_tuple(x))}
+        made = [describe(x)]
+        for index, layer in enumerate(self._estimated):
+            given = tuple(values[value] for value in layer.takes)
+            outputs = self._forward(index, given, made)
+            values |= {Made(index, number): t.detach() for number, t in enumerate(outputs)}
+            values = {v: t for v, t in values.items() if self._last_use.get(v, -1) > index}
+            made.append(layer.output)
+            yield outputs, given
+
+    def _forward(self, index: int, given: Tensors, made: Sequence[Boundary]) -> Tensors:
+        given = tuple(self._numerics.arrange(t.detach()) for t in given)
+        reached = self._estimated[index].reached or (False,) * len(given)
+        given = tuple(t.requires_grad_(reaches) for t, reaches in zip(given, reached, strict=True))
         if self._estimated[index].writes_input:
             given = tuple(t.clone() for t in given)
-        run = self._layers[index][1]
-        with self._timed("forward", index), self._numerics.context(given[0].device.type):
-            result: Value = run(given[0] if isinstance(value, Tensor) else given)
-        outputs = as_tuple(result)
-        handed = tuple(t.detach() for t in outputs)
-        return outputs, handed[0] if isinstance(result, Tensor) else handed
+        with self._timed("forward", index), self._numerics.context(self._device):
+            return leaves_of(self._network.call(index, given, made))
 
     def _backward(self, index: int, outputs: tuple[Tensor, ...]) -> None:
         wanted = [t for t in outputs if t.requires_grad]
@@ -145,7 +151,7 @@ class _Bench:
             yield
         except Exception as error:
             raise ConfigError(
-                f"layer {index} ({self._layers[index][0]}) of the model cannot be profiled: "
+                f"layer {index} ({self._network.names[index]}) of the model cannot be profiled: "
                 f"{type(error).__name__}: {one_line(error)}"
             ) from error
         self.spans.append(((part, index), start, self._clock.mark()))
@@ -160,35 +166,35 @@ class _Bench:
 
     def saved_bytes(self, x: Value) -> list[int]:
         """Count the bytes that autograd saves in a forward, each storage once, at the layer that made it."""
-        sizes = [0] * len(self._layers)
-        held = {storage_of(t) for t in (*self._model.parameters(), *self._model.buffers(), *as_tuple(x))}
-        value: Value = x
+        sizes = [0] * len(self._estimated)
+        model = self._network.model
+        held = {storage_of(t) for t in (*model.parameters(), *model.buffers(), *as_tuple(x))}
+        made: dict[int, int] = {}  # storage -> the last layer that returned it
         alive = []  # kept alive, so that no address is used twice
-        for index in range(len(self._layers)):
-            saved: list[Tensor] = []
-            given = {storage_of(t) for t in as_tuple(value)}
+        saved: list[Tensor] = []
 
-            def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
-                saved.append(tensor)
-                return tensor
+        def keep(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
 
-            with saved_tensors_hooks(keep, lambda tensor: tensor):
-                outputs, value = self._forward(index, value)
-            alive.append((saved, outputs))
-            for tensor in saved:
-                key = storage_of(tensor)
-                if key not in held:
-                    maker = index - 1 if key in given else index
-                    sizes[maker] += tensor.untyped_storage().nbytes()
-                    held.add(key)
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            for index, (outputs, given) in enumerate(self._forwards(x)):
+                alive.append((tuple(saved), outputs, given))
+                for tensor in saved:
+                    key = storage_of(tensor)
+                    if key not in held:
+                        sizes[made.get(key, index)] += tensor.untyped_storage().nbytes()
+                        held.add(key)
+                saved.clear()
+                made |= {storage_of(t): index for t in outputs}
         return sizes
 
     def peak_bytes(self, x: Value) -> list[int]:
         peaks = []
-        value: Value = x
-        for index in range(len(self._layers)):
+        passes = self._forwards(x)
+        for index in range(len(self._estimated)):
             with _Live() as live:
-                outputs, value = self._forward(index, value)
+                outputs, _ = next(passes)
                 self._backward(index, outputs)
             peaks.append(live.peak)
         return peaks

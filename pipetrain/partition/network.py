@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from pipetrain import draws
-from pipetrain.boundary import Boundary, Value, as_tuple, named_layers
+from pipetrain.boundary import Boundary, Example, Packing, Value, as_tuple, leaves_of, named_layers
 from pipetrain.errors import ConfigError
 
 INPUT = -1  # in place of a layer: the data
@@ -30,15 +29,8 @@ class Made(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One layer of a part, to be run alone. `call`: the tensors that it takes -> those that it returns."""
-
-    name: str
-    module: nn.Module
-    index: int  # in the model
-    takes: tuple[Made, ...]
-    call: Callable[[Tensors], Tensors]
+See = Callable[[str, nn.Module, Tensors], Tensors]
+"""Called with a layer's name, its module and what it returned; returns what goes on in place of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +56,27 @@ class Part(nn.Module):
     they have in the model.
     """
 
-    def __init__(self, slice: Slice) -> None:
+    def __init__(self, slice: Slice, evaluated: Slice | None = None) -> None:
         super().__init__()
-        self.slice = slice
+        self._slice = slice
+        self._evaluated = evaluated or slice
 
-    def steps(self) -> list[Step]:
-        """Return the layers one by one."""
+    @property
+    def slice(self) -> Slice:
+        """What enters and leaves; in an evaluation there may be other numbers of tensors."""
+        return self._slice if self.training else self._evaluated
+
+    def observed(self, tensors: Tensors, see: See) -> Tensors:
+        """Run forward, with `see` after each layer."""
+        raise NotImplementedError
+
+    def pack(self, outputs: Tensors) -> Any:
+        """Return what the last part has returned as the model returns it."""
         raise NotImplementedError
 
 
 class Network(ABC):
-    """A model to be cut into stages. `names`, `modules`: of its layers, a module with a layer's tensors each."""
+    """A model to be cut into stages. `modules`: of each layer, a module with the tensors that it uses."""
 
     model: nn.Module
     names: Sequence[str]
@@ -86,15 +88,16 @@ class Network(ABC):
 
     @abstractmethod
     def call(self, index: int, tensors: Tensors, made: Sequence[Boundary]) -> Value:
-        """Run one layer with the tensors that it takes."""
+        """Run one layer with the tensors that it takes. The last one returns what the model does."""
 
     @abstractmethod
-    def part(self, slice: Slice) -> Part:
-        """Return some layers as one module."""
+    def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
+        """Return some layers as one module; `evaluated`: the slice in an evaluation, if it differs."""
 
-    @abstractmethod
-    def pack(self, outputs: Tensors, single: bool) -> Any:
-        """Return the tensors of the last layer as the model returns them; `single`: as one tensor."""
+    def train(self, mode: bool) -> None:
+        """Put the model, and all layers, in training mode or out of it."""
+        for module in (self.model, *self.modules):
+            module.train(mode)
 
 
 class Stash(nn.Module):
@@ -135,6 +138,8 @@ class Pop(nn.Module):
 class Chain(Network):
     """An nn.Sequential; each layer takes what the one before returns, a Pop what its Stash kept too."""
 
+    model: nn.Sequential
+
     def __init__(self, model: nn.Sequential) -> None:
         self.model = model
         self.names, self.modules = zip(*named_layers(model), strict=True)
@@ -155,11 +160,8 @@ class Chain(Network):
         result: Value = module(value)
         return result
 
-    def part(self, slice: Slice) -> Part:
-        return _ChainPart(self, slice)
-
-    def pack(self, outputs: Tensors, single: bool) -> Any:
-        return outputs[0] if single else outputs
+    def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
+        return _ChainPart(self, slice, evaluated)
 
 
 def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:
@@ -197,66 +199,64 @@ def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, in
 class _ChainPart(Part):
     """Layers of a Chain, under their own names."""
 
-    def __init__(self, chain: Chain, slice: Slice) -> None:
-        super().__init__(slice)
+    def __init__(self, chain: Chain, slice: Slice, evaluated: Slice | None) -> None:
+        super().__init__(slice, evaluated)
         self._stashes = {pop: stash for pop, stash in chain.stashes.items() if slice.start <= pop < slice.end}
+        self._leaving = [made.layer for made in slice.leaves if made.number == 0]
         for index in range(slice.start, slice.end):
             self.add_module(chain.names[index], chain.modules[index])
-        # Which of the entering tensors come from the layer before, and which from each stash.
-        self._from = {
-            layer: [k for k, made in enumerate(slice.enters) if made.layer == layer]
-            for layer in {slice.start - 1, *self._stashes.values()}
-            if layer < slice.start
-        }
+        self._single = True  # whether the last layer has returned one tensor
+        self._packing: Packing | None = None  # of what the model has returned, if it is no tuple either
 
     def forward(self, *tensors: Tensor) -> Tensors:
-        start, drawing = self.slice.start, self.slice.drawing
-        kept: dict[int, Value] = {
-            layer: tuple(tensors[k] for k in numbers) for layer, numbers in self._from.items()
-        }
-        value = kept[start - 1]
-        if self.slice.single:
-            value = value[0]
-        for index, layer in enumerate(self._modules.values(), start):
+        return self.observed(tensors, None)
+
+    def observed(self, tensors: Tensors, see: See | None) -> Tensors:
+        slice = self.slice
+        entered: dict[int, Tensors] = {}
+        for made, tensor in zip(slice.enters, tensors, strict=True):
+            entered[made.layer] = (*entered.get(made.layer, ()), tensor)
+        kept: dict[int, Value] = {**entered}  # of the layer before, and of stashes
+        before = entered[slice.start - 1]
+        value: Value = before[0] if slice.single else before
+        self._packing = None
+        for index, (name, layer) in enumerate(self._modules.items(), slice.start):
             assert layer is not None
-            if index in drawing:
+            if index in slice.drawing:
                 draws.begin(index)
             if isinstance(layer, Pop):
                 value = (*as_tuple(value), *as_tuple(kept[self._stashes[index]]))
-            elif isinstance(layer, Stash):
-                kept[index] = value
-            else:
+            elif not isinstance(layer, Stash):
                 value = layer(value)
-        kept[self.slice.end - 1] = value
-        return tuple(as_tuple(kept[made.layer])[made.number] for made in self.slice.leaves)
+            if index == slice.end - 1 and type(value) is not tuple and not isinstance(value, Tensor):
+                self._packing, value = Packing.of(value), leaves_of(value)  # the model's output
+            if see is not None:
+                seen = see(name, layer, as_tuple(value))
+                value = seen[0] if isinstance(value, Tensor) else seen
+            if isinstance(layer, Stash):
+                kept[index] = value
+        self._single = isinstance(value, Tensor)
+        kept[slice.end - 1] = value
+        return tuple(t for layer in self._leaving for t in as_tuple(kept[layer]))
 
-    def steps(self) -> list[Step]:
-        raise NotImplementedError
+    def pack(self, outputs: Tensors) -> Any:
+        if self._packing is not None:
+            return self._packing.pack(outputs)
+        return outputs[0] if self._single else outputs
 
 
-def crossing(
-    takes: Sequence[Sequence[Made]], cuts: Sequence[int], inputs: int, outputs: int
-) -> tuple[list[tuple[Made, ...]], list[tuple[Made, ...]]]:
-    """Return the values that enter and that leave each stage, ascending.
+def network_of(model: nn.Module | Network, example: Example) -> Network:
+    """Return a model as a network; `example` of its inputs. Raises ConfigError if it cannot be traced."""
+    if isinstance(model, Network):
+        return model
+    if isinstance(model, nn.Sequential):
+        if example.names is not None:
+            raise ConfigError(
+                f"the inputs are a dict of {', '.join(example.names)}, and an nn.Sequential takes a tensor "
+                f"or a tuple: let the data give that, or the model be a module with forward("
+                f"{', '.join(example.names)})"
+            )
+        return Chain(model)
+    from pipetrain.partition.trace import trace  # imports torch.export, which takes a second
 
-    `takes`: of each layer; the first stage takes all `inputs` of the model, the last one leaves the `outputs`
-    of the last layer. A value enters each stage that uses it, from the stage that made it.
-    """
-    ends = [0, *cuts, len(takes)]
-    stages = len(ends) - 1
-
-    def stage_of(layer: int) -> int:
-        return next((s for s in range(stages) if layer < ends[s + 1]), stages - 1)
-
-    enters: list[set[Made]] = [set() for _ in range(stages)]
-    leaves: list[set[Made]] = [set() for _ in range(stages)]
-    enters[0] = {Made(INPUT, k) for k in range(inputs)}
-    for index, taken in enumerate(takes):
-        here = stage_of(index)
-        for value in taken:
-            source = stage_of(value.layer)
-            if source != here:
-                enters[here].add(value)
-                leaves[source].add(value)
-    leaves[-1] = {Made(len(takes) - 1, k) for k in range(outputs)}
-    return [tuple(sorted(values)) for values in enters], [tuple(sorted(values)) for values in leaves]
+    return trace(model, example)

@@ -8,13 +8,15 @@ cut as a stage that overlaps with all others.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from pipetrain.partition.network import INPUT
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.timeline import Costs
+from pipetrain.schedule.timeline import Costs, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +28,20 @@ class Pipeline:
     placement: Sequence[int]  # ranks
     activations: Sequence[int]  # peaks
     versions: Sequence[int]
-    # With codecs: bytes on the wire over a cut behind each layer, forward and back; coding is free.
-    wire_bytes: Sequence[tuple[int, int]] | None = None
+    values: Sequence[Traffic]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A value that layers behind its maker use. `layer`: that maker; INPUT (-1) for the data.
+
+    Bytes on the wire, forward and back; with codecs, coding is free.
+    """
+
+    layer: int
+    users: tuple[int, ...]  # layers
+    forward: int
+    back: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,7 @@ class Predictor:
         self.stages = len(pipeline.placement)
         self.profile = profile
         self._pipeline = pipeline
+        self._exchanged: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
         # Prefix sums over the layers, so that the time of a slice needs no sum.
         self._compute_s = [0.0, *accumulate(layer.forward_s + layer.backward_s for layer in self.layers)]
         self._step_s = [0.0, *accumulate(layer.step_s for layer in self.layers)]
@@ -97,7 +112,7 @@ class Predictor:
         )
         entry = self.layers[start - 1].output_bytes if start else self.profile.input_bytes
         saved = entry + sum(layer.saved_bytes for layer in held)
-        crossing = sum(sum(self._messages(cut)) for cut in self._crossed(stage, start, end))
+        crossing = sum(map(sum, self._messages(stage, start, end)))
         work = max(layer.peak_bytes for layer in held)
         return weights + pipeline.activations[stage] * saved + pipeline.buffer_size * crossing + work
 
@@ -110,33 +125,60 @@ class Predictor:
 
     def costs(self, cuts: Sequence[int]) -> Costs:
         """Return the costs for `simulate`, in seconds; each half of a split backward costs half of it."""
-        seconds: dict[tuple[int, Op], float] = {}
+        seconds: dict[Kind, float] = {}
         for stage, taken in enumerate(self.stage_times(cuts)):
             seconds[stage, Op.F] = taken.forward_s
             seconds[stage, Op.B] = taken.backward_s
             seconds[stage, Op.I] = seconds[stage, Op.W] = taken.backward_s / 2
             seconds[stage, Op.STEP] = taken.step_s
             seconds[stage, Op.NORM] = self.profile.latency_s  # a message of one number
-        for stage, cut in enumerate(cuts):
-            forward, back = self._messages(cut)
-            seconds[stage, Op.SEND_F] = self._travel_s(forward)
-            seconds[stage + 1, Op.SEND_B] = self._travel_s(back)
+        ends = [0, *cuts, len(self.layers)]
+        spans = list(pairwise(ends))
+        for stage, to in itertools.combinations(range(len(spans)), 2):
+            crossing = self._between(spans[stage], spans[to])
+            if crossing:
+                seconds[stage, Op.SEND_F, to] = self._travel_s(sum(value.forward for value in crossing))
+                seconds[to, Op.SEND_B, stage] = self._travel_s(sum(value.back for value in crossing))
         return Costs(seconds)
 
-    def _crossed(self, stage: int, start: int, end: int) -> list[int]:
-        """Return the cuts at a stage's ends that are between two ranks."""
-        ranks, neighbours = self._pipeline.placement, ((stage - 1, start), (stage + 1, end))
-        return [cut for other, cut in neighbours if 0 <= other < self.stages and ranks[other] != ranks[stage]]
+    def _between(self, source: tuple[int, int], to: tuple[int, int]) -> list[Traffic]:
+        """Return the values made in layers `source` (start, end) and used in layers `to`."""
+        start = source[0] if source[0] else INPUT
+        made = [value for value in self._pipeline.values if start <= value.layer < source[1]]
+        return [value for value in made if any(to[0] <= user < to[1] for user in value.users)]
 
-    def _messages(self, cut: int) -> tuple[int, int]:
-        if self._pipeline.wire_bytes is not None:
-            return self._pipeline.wire_bytes[cut - 1]
-        before = self.layers[cut - 1]
-        return before.output_bytes, before.gradient_bytes
+    def _messages(self, stage: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Return (forward, back) bytes of the messages that a stage exchanges with other ranks.
+
+        Values from before the stage before come as one message, as do those for layers behind the next
+        stage: which stages that are depends on other cuts.
+        """
+        key = stage, start, end
+        if key not in self._exchanged:
+            ranks, layers = self._pipeline.placement, len(self.layers)
+            mine = (start, end)
+            entering = self._between((0, start), mine) if start else []
+            leaving = self._between(mine, (end, layers))
+            near = [
+                [value for value in entering if value.layer == start - 1],
+                [value for value in leaving if end in value.users],
+            ]
+            groups = [
+                near[0] if stage and ranks[stage - 1] != ranks[stage] else [],
+                [value for value in entering if value not in near[0]],
+                near[1] if stage + 1 < self.stages and ranks[stage + 1] != ranks[stage] else [],
+                [value for value in leaving if value not in near[1]],
+            ]
+            self._exchanged[key] = [
+                (sum(value.forward for value in group), sum(value.back for value in group))
+                for group in groups
+                if group
+            ]
+        return self._exchanged[key]
 
     def _messages_s(self, stage: int, start: int, end: int) -> float:
-        crossed = self._crossed(stage, start, end)
-        return sum(self._travel_s(nbytes) for cut in crossed for nbytes in self._messages(cut))
+        messages = self._messages(stage, start, end)
+        return sum(self._travel_s(nbytes) for message in messages for nbytes in message)
 
     def _travel_s(self, nbytes: int) -> float:
         return self.profile.latency_s + nbytes * self.profile.s_per_byte

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pipetrain.boundary import Boundary, specs_of
+from pipetrain.draws import EVALUATION, Seeds, drawing
 from pipetrain.errors import ActionFailed, TrainingStopped
-from pipetrain.runtime.channel import Channel, ChannelError, Message
+from pipetrain.runtime.channel import Channel, ChannelError, Edge, Message
 from pipetrain.runtime.clock import Clock, Stopwatch
+from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.stage import Stage, Target
-from pipetrain.schedule.actions import RECEIVES, Action, Op
+from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op
 from pipetrain.schedule.policy import Bounds, Wait
 from pipetrain.schedule.timeline import Row, StageStats, stage_stats, total
 
@@ -62,11 +64,14 @@ class _Window:
     feed: Feed
     microbatches: int
     boundaries: Boundaries
+    joints: Joints
     channel: Channel
+    first: int  # update
     ends: Ends | None = None
-    inputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # (stage, microbatch) -> inputs
-    grads: dict[tuple[int, int], Tensors] = field(default_factory=dict)  # -> gradients of its outputs
-    to_send: dict[tuple[int, int, int], Tensors] = field(default_factory=dict)  # (stage, mb, to stage)
+    arrived: dict[tuple[Edge, int], Tensors] = field(
+        default_factory=dict
+    )  # (edge, microbatch) -> its message
+    to_send: dict[tuple[Edge, int], Tensors] = field(default_factory=dict)
     squares: dict[int, dict[int, float]] = field(default_factory=dict)  # version -> stage -> squared norm
     norms: dict[int, float] = field(default_factory=dict)  # -> norm of the whole gradient, once heard
     raw_bytes: Counter[int] = field(default_factory=Counter)  # stage -> bytes sent, before encoding
@@ -92,9 +97,10 @@ class _View:
 class Engine:
     """Runs programs over the stages of one rank.
 
-    `placement[stage]` is a stage's rank; `boundaries[size][stage]` describes a stage's input for a microbatch
-    of `size` samples, `evaluated` likewise in an evaluation; `bounds[stage]` is asserted while the program
-    runs. `plain` is the channel of evaluations, whose messages are not encoded.
+    `placement[stage]` is a stage's rank; `boundaries[size][stage]` describes what enters a stage for a
+    microbatch of `size` samples, and `joints` from where; `evaluated` and `evaluated_joints` likewise in an
+    evaluation. `bounds[stage]` is asserted while the program runs. `plain` is the channel of evaluations,
+    whose messages are not encoded. `seed`: of random numbers such as dropout's.
     """
 
     def __init__(
@@ -104,9 +110,12 @@ class Engine:
         placement: Sequence[int],
         boundaries: Boundaries,
         evaluated: Boundaries,
+        joints: Joints,
+        evaluated_joints: Joints,
         bounds: Mapping[int, Bounds],
         clock: Clock,
         plain: Channel | None = None,
+        seed: int = 0,
     ) -> None:
         self._stages = stages
         self._channel = channel
@@ -114,8 +123,11 @@ class Engine:
         self._placement = placement
         self._boundaries = boundaries
         self._evaluated = evaluated
+        self._joints = joints
+        self._evaluated_joints = evaluated_joints
         self.bounds = bounds
         self._clock = clock
+        self._seed = seed
         self.stats = {stage: StageStats() for stage in stages}
         """The statistics of each stage's training since `take_stats`."""
         self._train: dict[Op, _Method] = {
@@ -124,9 +136,9 @@ class Engine:
             Op.I: self._backward_input,
             Op.W: self._backward_weight,
             Op.SEND_F: self._send,
-            Op.RECV_F: self._recv_activation,
+            Op.RECV_F: self._recv,
             Op.SEND_B: self._send,
-            Op.RECV_B: self._recv_gradient,
+            Op.RECV_B: self._recv,
             Op.REDUCE: self._reduce,
             Op.NORM: self._norm,
             Op.STEP: self._step,
@@ -150,7 +162,10 @@ class Engine:
         for stage in self._stages.values():
             stage.begin_window()
         skipped = {index: stage.skipped for index, stage in self._stages.items()}
-        window = _Window(order, feed, microbatches, self._boundaries, self._channel, ends)
+        first = next(iter(self._stages.values())).weights.updates
+        window = _Window(
+            order, feed, microbatches, self._boundaries, self._joints, self._channel, first, ends
+        )
         row = self._run(window, self._train, Op.STEP, progress)
         for index, stats in stage_stats(row, microbatches).items():
             stats.skipped = self._stages[index].skipped - skipped[index]
@@ -172,7 +187,8 @@ class Engine:
         ends: Ends | None = None,
     ) -> None:
         """Run forwards with the newest weights; each microbatch is a batch to `ends`, see `train`."""
-        window = _Window(order, feed, 1, self._evaluated, self._plain, ends)
+        joints = self._evaluated_joints
+        window = _Window(order, feed, 1, self._evaluated, joints, self._plain, EVALUATION, ends)
         self._run(window, self._evaluate, Op.F, progress)
 
     def _run(self, window: _Window, methods: Mapping[Op, _Method], counted: Op, progress: Progress) -> Row:
@@ -241,9 +257,10 @@ class Engine:
             yield from window.order.actions(view)
             return
         first = min(self._stages)
-        asking = (first, Op.RECV_F if first else Op.F)
+        source = min((src for src, dst in window.joints.routes if dst == first), default=NO_PEER)
+        asking = (first, Op.RECV_F if first else Op.F, source)
         for action in window.order.actions(view):
-            asks = isinstance(action, Action) and (action.stage, action.op) == asking
+            asks = isinstance(action, Action) and (action.stage, action.op, action.peer) == asking
             if asks and not first:
                 self._ask(action, window, window.ends)
             yield action
@@ -268,7 +285,9 @@ class Engine:
     def _forward(self, action: Action, window: _Window) -> None:
         stage = self._stages[action.stage]
         target = window.feed.target(action.mb) if self._is_last(action.stage) else None
-        outputs = stage.forward(action.mb, self._inputs(action, window), action.version, target)
+        batch, microbatch = divmod(action.mb, window.microbatches)
+        with drawing(Seeds(self._seed, window.first + batch, microbatch)):
+            outputs = stage.forward(action.mb, self._inputs(action, window), action.version, target)
         self._hand_on(action, outputs, window)
         limit = self.bounds[action.stage].activations
         assert stage.in_flight <= limit, (
@@ -278,16 +297,17 @@ class Engine:
     def _predict(self, action: Action, window: _Window) -> None:
         stage = self._stages[action.stage]
         target = window.feed.target(action.mb) if self._is_last(action.stage) else None
-        self._hand_on(action, stage.predict(self._inputs(action, window), target), window)
+        with drawing(Seeds(self._seed, EVALUATION, action.mb)):
+            outputs = stage.predict(self._inputs(action, window), target)
+        self._hand_on(action, outputs, window)
 
     def _backward(self, action: Action, window: _Window) -> None:
-        grads = window.grads.pop((action.stage, action.mb), ())
-        self._hand_back(action, self._stages[action.stage].backward(action.mb, grads, action.version), window)
+        grads, stage = self._grads(action, window), self._stages[action.stage]
+        self._hand_back(action, stage.backward(action.mb, grads, action.version), window)
         self._release(action, window)
 
     def _backward_input(self, action: Action, window: _Window) -> None:
-        grads = window.grads.pop((action.stage, action.mb), ())
-        stage = self._stages[action.stage]
+        grads, stage = self._grads(action, window), self._stages[action.stage]
         self._hand_back(action, stage.backward_input(action.mb, grads, action.version), window)
 
     def _backward_weight(self, action: Action, window: _Window) -> None:
@@ -323,28 +343,21 @@ class Engine:
     def _inputs(self, action: Action, window: _Window) -> Tensors:
         if action.stage == 0:
             return window.feed.input(action.mb)
-        return window.inputs.pop((action.stage, action.mb))
+        return window.joints.inputs(action.stage, lambda edge: window.arrived.pop((edge, action.mb)))
+
+    def _grads(self, action: Action, window: _Window) -> Tensors:
+        return window.joints.output_grads(action.stage, lambda edge: window.arrived.pop((edge, action.mb)))
 
     def _hand_on(self, action: Action, outputs: Tensors, window: _Window) -> None:
-        if not self._is_last(action.stage):
-            self._hand(action, action.stage + 1, outputs, window.inputs, window)
+        self._hand(action, window.joints.handed_on(action.stage, outputs), window)
 
     def _hand_back(self, action: Action, grads: Tensors, window: _Window) -> None:
-        if action.stage > 0:
-            self._hand(action, action.stage - 1, grads, window.grads, window)
+        self._hand(action, window.joints.handed_back(action.stage, grads), window)
 
-    def _hand(
-        self,
-        action: Action,
-        to: int,
-        tensors: Tensors,
-        mailbox: dict[tuple[int, int], Tensors],
-        window: _Window,
-    ) -> None:
-        if to in self._stages:
-            mailbox[to, action.mb] = tensors
-        else:
-            window.to_send[action.stage, action.mb, to] = tensors
+    def _hand(self, action: Action, messages: Iterable[tuple[Edge, Tensors]], window: _Window) -> None:
+        for edge, tensors in messages:
+            mailbox = window.arrived if edge[1] in self._stages else window.to_send
+            mailbox[edge, action.mb] = tensors
 
     def _is_last(self, stage: int) -> bool:
         return stage == len(self._placement) - 1
@@ -353,13 +366,13 @@ class Engine:
 
     def _message(self, action: Action, window: _Window) -> Message:
         src, dst = action.edge
-        boundary = window.boundaries[window.feed.size(action.mb)][max(src, dst)]
-        specs = boundary.specs if src < dst else boundary.gradients
+        entry = window.boundaries[window.feed.size(action.mb)][max(src, dst)]
+        specs = window.joints.specs((src, dst), entry)
         return Message(src, dst, action.mb, specs, (self._placement[src], self._placement[dst]))
 
     def _send(self, action: Action, window: _Window) -> None:
         message = self._message(action, window)
-        tensors = window.to_send.pop((action.stage, action.mb, message.dst))
+        tensors = window.to_send.pop((message.edge, action.mb))
         if specs_of(tensors) != message.specs:  # the receiver would not notice
             made, planned = (" + ".join(map(str, specs)) for specs in (specs_of(tensors), message.specs))
             raise TrainingStopped(
@@ -369,8 +382,6 @@ class Engine:
         window.channel.send(message, tensors)
         window.raw_bytes[action.stage] += message.nbytes
 
-    def _recv_activation(self, action: Action, window: _Window) -> None:
-        window.inputs[action.stage, action.mb] = window.channel.recv(self._message(action, window))
-
-    def _recv_gradient(self, action: Action, window: _Window) -> None:
-        window.grads[action.stage, action.mb] = window.channel.recv(self._message(action, window))
+    def _recv(self, action: Action, window: _Window) -> None:
+        message = self._message(action, window)
+        window.arrived[message.edge, action.mb] = window.channel.recv(message)

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.boundary import Value, as_tuple
 from pipetrain.errors import TrainingStopped
+from pipetrain.partition.network import Part
 
 Blame = Callable[[list[float]], str]  # (numbers) -> a description of them and of the non-finite ones
-Layers = Sequence[tuple[str, nn.Module]]
 Tensors = tuple[Tensor, ...]
 Loss = Callable[[Tensors], Tensor]  # (outputs of the last layer) -> a scalar
 LOSS = "the loss"
@@ -115,56 +114,68 @@ def smallest_of_first_layer(module: nn.Module) -> str:
     return min((name for name in sizes if name.partition(".")[0] == first), key=sizes.__getitem__, default="")
 
 
+class _Found(Exception):
+    """Ends a search at the layer that was found."""
+
+
 @torch.no_grad()
-def forward_origin(layers: Layers, value: Value) -> str:
-    """Return the first layer whose output is not finite for this input; "" if none is."""
-    for name, layer in layers:
-        value = layer(value)
-        if not all_finite(as_tuple(value)):
-            return f"layer {name}"
+def forward_origin(part: Part, x: Tensors) -> str:
+    """Return the first layer whose output is not finite for these inputs; "" if none is."""
+
+    def see(name: str, layer: nn.Module, outputs: Tensors) -> Tensors:
+        if not all_finite(outputs):
+            raise _Found(f"layer {name}")
+        return outputs
+
+    try:
+        part.observed(x, see)
+    except _Found as found:
+        return str(found)
     return ""
 
 
 @torch.enable_grad()
-def backward_origin(
-    layers: Layers, value: Value, grads: Tensors, needs: Sequence[bool], loss: Loss | None
-) -> str:
+def backward_origin(part: Part, x: Tensors, grads: Tensors, needs: Sequence[bool], loss: Loss | None) -> str:
     """Return the first layer, from the end, whose gradients are not finite; "" if none is.
 
-    `grads`: the gradients of the outputs selected by `needs`; unused with a `loss`.
+    `grads`: the gradients of the outputs selected by `needs`; unused with a `loss`. Each layer has a graph of
+    its own: what it returns goes on as leaves, which collect the gradients of the layers behind it.
     """
-    passes: list[tuple[str, list[Tensor], list[Tensor], list[Tensor]]] = []
-    for name, layer in layers:
-        inputs = tuple(_leaf(t) for t in as_tuple(value))
-        copies = tuple(t.clone() for t in inputs)  # for a layer that works in place
-        value = layer(copies[0] if isinstance(value, Tensor) else copies)
-        wanted = [t for t in (*inputs, *layer.parameters()) if t.requires_grad]
-        left = [t for t in as_tuple(value) if t.requires_grad]
-        passes.append((name, wanted, [t for t in inputs if t.requires_grad], left))
-    outputs = as_tuple(value)
-    if loss is not None:
-        ends = tuple(_leaf(t) for t in outputs)
-        grads = _gradients([loss(ends)], (torch.ones(()),), [t for t in ends if t.requires_grad])
-        if not all_finite(grads):
-            return LOSS
-    else:
-        passes[-1] = (*passes[-1][:3], [t for t, need in zip(outputs, needs, strict=True) if need])
-    for name, wanted, inputs_, left in reversed(passes):
-        found = _gradients(left, grads, wanted)
-        if not all_finite(found):
+    entered = tuple(map(_leaf, x))
+    passes: list[tuple[str, nn.Module, Tensors, Tensors]] = []  # with what was returned, and the leaves
+
+    def see(name: str, layer: nn.Module, outputs: Tensors) -> Tensors:
+        leaves = tuple(map(_leaf, outputs))
+        passes.append((name, layer, outputs, leaves))
+        return tuple(t.clone() for t in leaves)  # a leaf must not be modified in place
+
+    left = part.observed(tuple(t.clone() for t in entered), see)
+    collecting = [t for t in (*entered, *(t for *_, leaves in passes for t in leaves)) if t.requires_grad]
+    ends = left if loss is None else (loss(left),)
+    needed = [t for t, need in zip(ends, needs, strict=True) if need] if loss is None else list(ends)
+    if not _collects(needed, grads if loss is None else (torch.ones(()),), collecting):
+        return LOSS if loss is not None else ""
+    for name, layer, outputs, leaves in reversed(passes):
+        made = [t for t, leaf in zip(outputs, leaves, strict=True) if leaf.grad is not None]
+        if not _collects(
+            made, [t.grad for t in leaves if t.grad is not None], [*collecting, *layer.parameters()]
+        ):
             return f"layer {name}"
-        grads = found[: len(inputs_)]
     return ""
+
+
+def _collects(outputs: Sequence[Tensor], grads: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """Add the gradients of `wanted` to their `.grad`; return whether all that are added are finite."""
+    pairs = [(t, g.to(t.dtype)) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
+    leaves = [t for t in wanted if t.requires_grad]
+    if not pairs or not leaves:
+        return True
+    found = torch.autograd.grad([t for t, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+    for leaf, grad in zip(leaves, found, strict=True):
+        if grad is not None and not isinstance(leaf, nn.Parameter):
+            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+    return all_finite([numbers_of(grad) for grad in found if grad is not None])
 
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _gradients(outputs: Sequence[Tensor], grads: Tensors, wanted: Sequence[Tensor]) -> Tensors:
-    """Return the gradients of `wanted`, zeros where none arrives."""
-    pairs = [(t, g.to(t.dtype)) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
-    if not pairs or not wanted:
-        return tuple(torch.zeros_like(t) for t in wanted)
-    found = torch.autograd.grad([t for t, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted, strict=True))

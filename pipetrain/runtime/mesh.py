@@ -165,7 +165,6 @@ class Mesh:
         self.backend = "nccl" if device.type == "cuda" and not self.staged else "gloo"
         self._timeout = timeout
         self._seal = store.seal if store else None
-        self._edges = list(edges)
         self._groups: dict[Edge, dist.ProcessGroup] = {}
         self._norms: dist.ProcessGroup | None = None
         if device.type == "cuda":
@@ -175,6 +174,7 @@ class Mesh:
             choose_interface(world)
             try:
                 self._connect(store)
+                self._open(edges)
             except RuntimeError as error:
                 raise self._lost("connect to the other ranks", error) from error
 
@@ -190,18 +190,30 @@ class Mesh:
                 timeout=limit,
             )
         self._all: Any = dist.group.WORLD if self._owned else dist.new_group(timeout=limit, backend="gloo")
-        for edge in self._edges:
+        norms = dist.new_group(timeout=2 * limit, backend="gloo")
+        assert isinstance(norms, dist.ProcessGroup)
+        self._norms = norms
+
+    def open(self, edges: Sequence[Edge]) -> None:
+        """Connect the ends of edges, each a pair of stages. All ranks call it. Raises ChannelError."""
+        if self.world.size == 1:
+            return
+        try:
+            self._open(edges)
+        except RuntimeError as error:
+            raise self._lost("connect to the other ranks", error) from error
+
+    def _open(self, edges: Sequence[Edge]) -> None:
+        limit = timedelta(seconds=self._timeout)
+        for edge in edges:
             ends = [self.placement[stage] for stage in edge]
             # Twice the limit, so that the channel's own deadline, which names the message, comes first.
             group = dist.new_group(ends, timeout=2 * limit, backend=self.backend)
             if self.world.rank in ends:
                 assert isinstance(group, dist.ProcessGroup)
                 self._groups[edge] = group
-        norms = dist.new_group(timeout=2 * limit, backend="gloo")
-        assert isinstance(norms, dist.ProcessGroup)
-        self._norms = norms
         place = torch.device("cpu") if self.staged else self.device
-        for edge in self._edges:  # the first message makes a connection: send one now, edge by edge
+        for edge in edges:  # the first message makes a connection: send one now, edge by edge
             src, dst = (self.placement[stage] for stage in edge)
             token = torch.zeros(1, device=place)
             if self.world.rank == src:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from pipetrain.boundary import (
 )
 from pipetrain.errors import TrainingStopped
 from pipetrain.numerics import Numerics
+from pipetrain.partition.network import Part
 from pipetrain.rate import Rate
 from pipetrain.runtime.finite import (
     FiniteWatch,
@@ -99,9 +100,9 @@ class _Saved:
 class Stage:
     """Slice `index` of a model. The last stage has the task; the others pass their outputs on.
 
-    `entry` and `exit` describe the input and output tensors, for any microbatch size, and which of them need
-    a gradient; by default one tensor enters, and every tensor but the data that can have a gradient does.
-    `copy_input`: the first layer works in place; `copy_output`: the last one keeps its output. `compile`: use
+    `entry` and `exit` describe what enters and leaves, for any microbatch size, and which of these tensors
+    need a gradient; by default every one but the data that can have a gradient does.
+    `copy_input`: a layer modifies what enters; `copy_output`: a layer keeps what leaves. `compile`: use
     torch.compile. `skip_not_finite`: a non-finite gradient skips the update, with its changes of the buffers,
     instead of stopping the training. `ema`: evaluate a moving average of the weights, see Weights.
     `clip_grad_norm`: the most that the norm of a batch's gradient may be, otherwise it is scaled to it.
@@ -110,7 +111,7 @@ class Stage:
     def __init__(
         self,
         index: int,
-        module: nn.Module,
+        module: Part,
         optimizer: OptimizerFactory,
         rate: Rate,
         *,
@@ -143,8 +144,6 @@ class Stage:
         self._skip = False
         self.skipped = 0  # number of updates skipped because of a non-finite gradient
         self._task = task
-        self._single_output = True  # of the last stage
-        self._single_input = entry is None or entry.single
         self._entry = entry
         self._exit = exit
         self._copy_input = copy_input
@@ -175,7 +174,7 @@ class Stage:
         if self._skips:
             self._before[mb] = self.weights.buffers()
         with self.weights.installed(version):
-            outputs = as_tuple(self._call(x))
+            outputs = self._call(x)
         forward = partial(self._forward_origin, x, version)
         if self._task is not None:
             assert target is not None, (
@@ -349,7 +348,7 @@ class Stage:
         self.module.eval()
         try:
             with self.weights.averaged():
-                outputs = as_tuple(self._call(tuple(self._numerics.arrange(t) for t in x)))
+                outputs = self._call(tuple(self._numerics.arrange(t) for t in x))
         finally:
             self.module.train()
         if self._task is None:
@@ -366,13 +365,12 @@ class Stage:
         sums = {metric.name: metric.sums(made, target.value) for metric in self._task.metrics}
         counter.add(loss, target.weight, target.samples, sums)
 
-    def _call(self, x: tuple[Tensor, ...]) -> Value:
+    def _call(self, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._copy_input:
             x = tuple(t.clone() for t in x)
         with self._numerics.context(self._device):
-            result: Value = self._layers(self._value(x))
-        self._single_output = isinstance(result, Tensor)
-        return self._numerics.narrow(result) if self._task is None else result
+            outputs = as_tuple(self._layers(*x))
+        return as_tuple(self._numerics.narrow(outputs)) if self._task is None else outputs
 
     def _handed_on(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the outputs to send, copied where the layers may keep or change them."""
@@ -405,29 +403,17 @@ class Stage:
 
     def _forward_origin(self, x: tuple[Tensor, ...], version: int) -> str:
         if not all_finite(x):
-            return f"what came from {f'stage {self.index - 1}' if self.index else 'the data'}"
+            return f"what came from {'an earlier stage' if self.index else 'the data'}"
         with self.weights.installed(version, backward=True), self._numerics.context(self._device):
-            return forward_origin(self._named_layers, self._value(x))
+            return forward_origin(self.module, x)
 
     def _backward_origin(self, saved: _Saved, grads: tuple[Tensor, ...]) -> str:
         if self._task is None and not all_finite(grads):
-            return f"what came from stage {self.index + 1}"
+            return "what came from a later stage"
         loss = None if self._task is None else partial(self._loss_of, saved.target)
         with self.weights.installed(saved.version, backward=True), self._numerics.context(self._device):
-            return backward_origin(
-                self._named_layers,
-                self._value(saved.inputs),
-                grads,
-                needs_grad(self._exit, saved.outputs),
-                loss,
-            )
-
-    @property
-    def _named_layers(self) -> list[tuple[str, nn.Module]]:
-        return [(name, layer) for name, layer in self.module._modules.items() if layer is not None]
-
-    def _value(self, x: tuple[Tensor, ...]) -> Value:
-        return x[0] if self._single_input else x
+            needs = needs_grad(self._exit, saved.outputs)
+            return backward_origin(self.module, saved.inputs, grads, needs, loss)
 
     def _loss_of(self, target: Target | None, outputs: tuple[Tensor, ...]) -> Tensor:
         """Return the mean loss of a microbatch; without targets that count it has no mean, and is 0."""
@@ -436,10 +422,11 @@ class Stage:
             return torch.stack([(t * 0).sum() for t in outputs if differentiable(t)]).sum()
         return self._task.loss(self._made(outputs), target.value)
 
-    def _made(self, outputs: tuple[Tensor, ...]) -> Value:
-        """Return the model's outputs as the task takes them."""
-        made = outputs[0] if self._single_output else outputs
-        return cast_floats(made, torch.float32) if self._numerics.autocast else made
+    def _made(self, outputs: tuple[Tensor, ...]) -> Any:
+        """Return the outputs as the model returns them, for the task."""
+        if self._numerics.autocast:
+            outputs = as_tuple(cast_floats(outputs, torch.float32))
+        return self.module.pack(outputs)
 
     def _take(self, mb: int, version: int) -> _Saved:
         saved = self._saved.pop(mb)

@@ -11,7 +11,7 @@ batch `n` makes version `n + 1`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,7 +23,9 @@ class ScheduleError(ValueError):
 class Op(StrEnum):
     """The operation of an action. B is a whole backward; I and W are its two halves.
 
-    NORM tells all stages the norm of a stage's gradient; where a program has it, STEP waits for all of them.
+    TIE sends the gradient of weights that several stages share to the others of them; what comes next, NORM
+    or else STEP, waits for theirs. NORM tells all stages the norm of a stage's gradient; where a program has
+    it, STEP waits for all of them.
     """
 
     F = "F"
@@ -35,12 +37,13 @@ class Op(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
+    TIE = "TIE"
     NORM = "NORM"
     STEP = "STEP"
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})  # uses a microbatch and a weight version
-UPDATE = frozenset({Op.REDUCE, Op.NORM, Op.STEP})  # `version` is the new one; no microbatch
+UPDATE = frozenset({Op.REDUCE, Op.TIE, Op.NORM, Op.STEP})  # `version` is the new one; no microbatch
 COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})  # a microbatch, no version
 
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
@@ -48,7 +51,8 @@ RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 
 NO_PEER = -1
 _NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}  # from the stage
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|NORM|STEP|F|B|I|W)(\d+)?(?:@(\d+))?(?:>(\d+))?")
+_OPS = "|".join(sorted(Op, key=len, reverse=True))
+_TEXT = re.compile(rf"(\d+)({_OPS})(\d+)?(?:@(\d+))?(?:>(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,8 @@ class Action:
 
 
 Program = list[list[Action]]  # one list of actions per rank
+
+Ties = Sequence[Collection[int]]  # the stages that share each weight; a stage may share several
 
 Schedule = Callable[[int, int, int], Program]
 """(ranks, batches, microbatches a batch) -> a compute-only program: F, B (or I and W) and STEP."""
@@ -140,6 +146,11 @@ def placement(program: Program) -> list[int]:
 def has_norms(program: Program) -> bool:
     """Return whether updates wait for the gradient norm of all stages."""
     return any(action.op is Op.NORM for actions in program for action in actions)
+
+
+def tied_stages(program: Program) -> set[int]:
+    """Return the stages whose updates wait for the gradients of weights that they share with others."""
+    return {action.stage for actions in program for action in actions if action.op is Op.TIE}
 
 
 def shortened(actions: Sequence[Action], batches: int, microbatches: int) -> list[Action]:

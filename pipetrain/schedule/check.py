@@ -21,10 +21,11 @@ from pipetrain.schedule.actions import (
     Op,
     Program,
     ScheduleError,
+    Ties,
     ranks_of,
 )
 from pipetrain.schedule.lower import Route, compute_only, lower
-from pipetrain.schedule.transforms import with_norms, without_norms
+from pipetrain.schedule.transforms import with_norms, with_ties, without_norms
 
 _COUNTED = {
     Op.F: ("forwards",),
@@ -41,6 +42,7 @@ def check(
     microbatches: int,
     routes: Sequence[Route] | None = None,
     norms: bool = False,
+    ties: Ties = (),
 ) -> None:
     """Refuse an unsound lowered program: raises ScheduleError, naming rank and action.
 
@@ -48,7 +50,8 @@ def check(
     reads its forward's version; a version is read only after the STEP that makes it, so never one newer than
     the microbatch's batch; batch n's STEP makes version n + 1 after exactly its backwards and before any of
     the next batch; communication is what `lower` makes of the rest. `norms`: every update waits for the norms
-    of all stages, and both are where `with_norms` puts them; otherwise there are none.
+    of all stages, and both are where `with_norms` puts them; otherwise there are none. `ties`: so do those of
+    stages that share weights, as `with_ties` has it.
     """
     ranks = ranks_of(program)
     idle = [rank for rank, actions in enumerate(program) if not actions]
@@ -66,19 +69,20 @@ def check(
     for (index, rank), stage in stages.items():
         if problem := stage.end(batches):
             raise ScheduleError(f"rank {rank}, at its end, has done of stage {index} {problem}")
-    _check_communication(program, routes, norms)
+    _check_communication(program, routes, norms, ties)
 
 
-def _check_communication(program: Program, routes: Sequence[Route] | None, norms: bool) -> None:
-    compute = compute_only(program)
-    canonical = lower(with_norms(compute) if norms else without_norms(compute), routes)
+def _check_communication(program: Program, routes: Sequence[Route] | None, norms: bool, ties: Ties) -> None:
+    compute = with_ties(without_norms(compute_only(program)), ties)
+    canonical = lower(with_norms(compute) if norms else compute, routes)
+    made_by = " and ".join(["with_ties()"] * bool(ties) + ["with_norms()"] * norms)
     for rank, (actions, right) in enumerate(zip(program, canonical, strict=True)):
         if actions != right:
             for found, wanted in zip_longest(actions, right):
                 if found != wanted:
                     raise ScheduleError(
                         f"rank {rank} has {found or 'nothing more'} where {wanted or 'nothing'} belongs: its "
-                        f"communication must be what lower() makes{', after with_norms()' if norms else ''}"
+                        f"communication must be what lower() makes{f', after {made_by}' if made_by else ''}"
                     )
 
 

@@ -2,7 +2,7 @@
 
 Each rank has four tracks, on one clock:
 
-- compute: each F, B, I, W, REDUCE, NORM and STEP, while the device ran it;
+- compute: each F, B, I, W, REDUCE, TIE, NORM and STEP, while the device ran it;
 - wait: each time in which the rank was blocked, named after the message, or `wait` without one;
 - send: the handing over of each message to the transport, without the wait for room before it;
 - receive: each message from when it was sent, or was next in line, until its rank had it. A rank takes its

@@ -199,7 +199,7 @@ def _bars(timeline: Timeline, until: float) -> list[_Bar]:
     bars: list[_Bar] = []
     for rank, (stages, row) in enumerate(zip(_stages(timeline), timeline.rows, strict=True)):
         for action, began, end, waited, *_ in row.spans:
-            start = began + waited  # of a STEP that waits for norms
+            start = began + waited  # of a STEP that waits for norms or ties
             if action is None or (action.op not in COMPUTE and action.op is not Op.STEP):
                 continue
             if start > until or (start == until and action.op in COMPUTE):

@@ -13,16 +13,17 @@ from math import lcm
 
 from pipetrain.schedule.actions import (
     COMMUNICATION,
+    UPDATE,
     Action,
     Op,
     Placement,
     Program,
     ScheduleError,
-    has_norms,
     ranks_of,
 )
 
 Route = tuple[int, int]  # (source stage, destination stage) of an activation; its gradient goes the other way
+Edge = tuple[int, int]  # (source stage, destination stage) of messages, activations or gradients
 
 ADDED = COMMUNICATION | {Op.REDUCE}
 
@@ -62,7 +63,7 @@ class Wiring:
         """Return whether two stages run a microbatch on different ranks."""
         return self.rank(stage, mb) != self.rank(other, mb)
 
-    def lowered(self, action: Action, reduced_for: Op = Op.STEP) -> list[Action]:
+    def lowered(self, action: Action, reduced_for: Op | None = Op.STEP) -> list[Action]:
         """Return a compute action with the messages that it needs and makes."""
         if action.op is Op.F:
             return [*self._messages(Op.RECV_F, action), action, *self._messages(Op.SEND_F, action)]
@@ -80,18 +81,22 @@ class Wiring:
 def lower(program: Program, routes: Sequence[Route] | None = None) -> Program:
     """Add communication to a compute-only program.
 
-    REDUCE comes just before each NORM, or in a program without them before each STEP, RECV just before and
-    SEND just after the F, B or I that uses or makes the message. Stages on one rank exchange no messages.
-    Raises ScheduleError for a program that already communicates, or that leaves out a stage.
+    REDUCE comes just before the first of a stage's TIE, NORM and STEP, RECV just before and SEND just after
+    the F, B or I that uses or makes the message. Stages on one rank exchange no messages. Raises
+    ScheduleError for a program that already communicates, or that leaves out a stage.
     """
     for rank, actions in enumerate(program):
         for action in actions:
             if action.op in ADDED:
                 raise ScheduleError(f"rank {rank} has {action}: a schedule gives F, B, I, W and STEP alone")
     wiring = Wiring(ranks_of(program), routes)
-    reduced_for = Op.NORM if has_norms(program) else Op.STEP
+    reduced_for: dict[int, Op] = {}
+    for actions in program:
+        for action in actions:
+            if action.op in UPDATE:
+                reduced_for.setdefault(action.stage, action.op)
     return [
-        [lowered for action in actions for lowered in wiring.lowered(action, reduced_for)]
+        [made for action in actions for made in wiring.lowered(action, reduced_for.get(action.stage))]
         for actions in program
     ]
 
@@ -101,7 +106,7 @@ def compute_only(program: Program) -> Program:
     return [[action for action in actions if action.op not in ADDED] for actions in program]
 
 
-def edges(program: Program, routes: Sequence[Route] | None = None) -> list[tuple[int, int]]:
+def edges(program: Program, routes: Sequence[Route] | None = None) -> list[Edge]:
     """Return the (source stage, destination stage) pairs that carry messages, in one order for all ranks.
 
     Routes ascend, each with its forward edge before its backward edge; a program of forwards has no backward

@@ -2,33 +2,38 @@
 
 The simulated channels have the bounds of the real ones, so a program that ends here cannot deadlock there.
 Every start is a maximum of known times, so ranks may be advanced in any order: each runs until it must wait
-for a message, which then wakes it. This is linear in the number of actions. There are two collectives: the
-REDUCE of a stage with replicas ends on all of them when the last has started it, and in a program with NORMs
-the STEPs of a batch wait until the norms of all stages have arrived.
+for a message, which then wakes it. This is linear in the number of actions. There are three collectives: the
+REDUCE of a stage with replicas ends on all of them when the last has started it, stages that share weights
+wait for each other's TIE before their NORM or STEP, and in a program with NORMs the STEPs of a batch wait
+until the norms of all stages have arrived.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pipetrain.schedule.actions import (
     COMMUNICATION,
     SENDS,
+    UPDATE,
     Action,
     Op,
     Program,
     ScheduleError,
+    Ties,
     has_norms,
     ranks_of,
+    tied_stages,
 )
-from pipetrain.schedule.lower import Route, Wiring
+from pipetrain.schedule.lower import Edge, Route, Wiring
 from pipetrain.schedule.timeline import Row, Span, Timeline
+from pipetrain.schedule.waits import BoundedEdge, Told
 
 Cost = Callable[[Action], float]
+BufferSize = int | Mapping[Edge, int]  # for all edges, or for each
 
-_TRAVEL = SENDS | {Op.NORM}  # whose rank goes on while the message travels
+_TRAVEL = SENDS | {Op.TIE, Op.NORM}  # whose rank goes on while the message travels
 
 _UNITS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
 
@@ -46,77 +51,59 @@ def simulate(
     program: Program,
     microbatches: int,
     *,
-    buffer_size: int = 2,
+    buffer_size: BufferSize = 2,
     cost: Cost = unit_cost,
     routes: Sequence[Route] | None = None,
+    ties: Ties = (),
 ) -> Timeline:
     """Simulate a lowered, checked program (or lowered `forward_only`). Raises Deadlock.
 
-    `buffer_size` bounds each edge at both ends: receives posted ahead, and sends not yet arrived. `cost` is
-    the time of an action on its rank; for a SEND or a NORM, the travel time of its message, during which the
-    sender goes on.
+    `buffer_size` bounds each edge at both ends: receives posted ahead, and sends not yet arrived; one number
+    for all edges, or one for each, see `edge_bounds`. `cost` is the time of an action on its rank; for a
+    SEND, a TIE or a NORM, the travel time of its message, during which the sender goes on. `ties`: those that
+    `with_ties` was given, if the program has any.
     """
-    if buffer_size < 1:
-        raise ScheduleError(f"simulate needs buffer_size >= 1; got buffer_size={buffer_size}")
-    return Timeline(_Simulation(program, buffer_size, cost, routes).run(), microbatches)
+    least = buffer_size if isinstance(buffer_size, int) else min(buffer_size.values(), default=1)
+    if least < 1:
+        raise ScheduleError(f"simulate needs buffer_size >= 1; got buffer_size={_named(buffer_size)}")
+    if unknown := tied_stages(program) - set().union(*ties):
+        raise ScheduleError(
+            f"stages {sorted(unknown)} have a TIE, and simulate was not told with which stages"
+        )
+    return Timeline(_Simulation(program, buffer_size, cost, routes, ties).run(), microbatches)
 
 
-@dataclass(slots=True)
-class _Edge:
-    """A bounded, ordered channel. Message k leaves when SEND k is issued and receive k is posted.
-
-    Receive k is posted at the start for k < bound, else when RECV k - bound is done. SEND k blocks its rank
-    until message k - bound has arrived.
-    """
-
-    sender: int
-    receiver: int
-    bound: int
-    issued: list[float] = field(default_factory=list)
-    travel: list[float] = field(default_factory=list)
-    arrived: list[float] = field(default_factory=list)
-    received: list[float] = field(default_factory=list)
-
-    def send_free(self, now: float) -> float | None:
-        """Return when the next SEND may be issued; None if unknown yet."""
-        index = len(self.issued) - self.bound
-        if index < 0:
-            return now
-        return max(now, self.arrived[index]) if index < len(self.arrived) else None
-
-    def next_arrival(self, now: float) -> float | None:
-        """Return when the next RECV has its message; None if unknown yet."""
-        index = len(self.received)
-        return max(now, self.arrived[index]) if index < len(self.arrived) else None
-
-    def settle(self) -> bool:
-        """Let the next message leave if it can; one event releases at most one message."""
-        index = len(self.arrived)
-        posted_by = index - self.bound
-        if index >= len(self.issued) or posted_by >= len(self.received):
-            return False
-        posted = self.received[posted_by] if posted_by >= 0 else 0.0
-        self.arrived.append(max(self.issued[index], posted) + self.travel[index])
-        return True
+def _named(buffer_size: BufferSize) -> str:
+    if isinstance(buffer_size, int):
+        return str(buffer_size)
+    return ", ".join(f"{bound} from {source} to {to}" for (source, to), bound in buffer_size.items())
 
 
 class _Simulation:
     def __init__(
-        self, program: Program, buffer_size: int, cost: Cost, routes: Sequence[Route] | None
+        self,
+        program: Program,
+        buffer_size: BufferSize,
+        cost: Cost,
+        routes: Sequence[Route] | None,
+        ties: Ties,
     ) -> None:
         self._program = program
-        self._bound = buffer_size
+        self._buffer_size = buffer_size
         self._cost = cost
         self._wiring = Wiring(ranks_of(program), routes)
-        self._edges: dict[tuple[int, int, int, int], _Edge] = {}  # by (source, destination) stages and ranks
+        self._edges: dict[tuple[int, ...], BoundedEdge] = {}  # by its stages and ranks
         self._shares = len(set().union(*self._wiring.ranks)) < sum(map(len, self._wiring.ranks))
         self._done: set[tuple[int, Op, int]] = set()  # (stage, F or B, microbatch), where ranks have several
         self._reduced: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # each replica's REDUCE
-        self._told: set[tuple[int, int]] = set()  # the (stage, rank) of each NORM of a batch
-        if has_norms(program):
-            self._told = {(stage, rank) for stage, on in enumerate(self._wiring.ranks) for rank in on}
-        self._norms: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # version -> their arrivals
-        self._waiting: list[_Edge | None] = [None] * len(program)
+        stages = range(len(self._wiring.ranks))
+        self._norms = Told("norm", stages if has_norms(program) else (), self._wiring.ranks)
+        self._ties = {
+            stage: Told("tied gradient", set().union(*tied), self._wiring.ranks)
+            for stage in stages
+            if (tied := [tie for tie in ties if stage in tie])
+        }
+        self._waiting: list[BoundedEdge | None] = [None] * len(program)
         self._ready = list(range(len(program)))
         self._rows = [Row(0.0, 0.0, []) for _ in program]
 
@@ -125,7 +112,7 @@ class _Simulation:
             self._advance(self._ready.pop())
         if any(len(row.spans) < len(todo) for row, todo in zip(self._rows, self._program, strict=True)):
             blocked = "; ".join(self._blocked())
-            raise Deadlock(f"deadlock with buffer_size={self._bound}: {blocked}")
+            raise Deadlock(f"deadlock with buffer_size={_named(self._buffer_size)}: {blocked}")
         return self._rows
 
     def _advance(self, rank: int) -> None:
@@ -137,9 +124,12 @@ class _Simulation:
                 freed = self._exchange(rank, action, now)
             elif action.op is Op.REDUCE:
                 freed = self._reduce(rank, action, now)
+            elif action.op is Op.TIE:
+                freed = self._tell(self._ties.values(), rank, action, now)
             elif action.op is Op.NORM:
-                freed = self._norm(rank, action, now)
-            elif action.op is Op.STEP and self._told:
+                freed = self._summed(action, now)
+                freed = freed if freed is None else self._tell([self._norms], rank, action, freed)
+            elif action.op is Op.STEP:
                 freed = self._step(action, now)
             else:
                 freed = self._compute(action, now)
@@ -155,7 +145,7 @@ class _Simulation:
         if self._shares:
             if any(needed not in self._done for needed in self._needs(action)):
                 return None
-            if action.op is not Op.STEP and action.op is not Op.W:
+            if action.op is not Op.W:
                 self._done.add((action.stage, Op.F if action.op is Op.F else Op.B, action.mb))
         return now
 
@@ -169,16 +159,20 @@ class _Simulation:
             self._ready += [other for other in replicas if other != rank]
         return max(came.values())
 
-    def _norm(self, rank: int, action: Action, now: float) -> float:
-        came = self._norms[action.version]
-        came[action.stage, rank] = now + self._cost(action)
-        if len(came) == len(self._told):
+    def _tell(self, whom: Iterable[Told], rank: int, action: Action, now: float) -> float:
+        arrives = now + self._cost(action)
+        complete = [told.tell(action, rank, arrives) for told in whom]
+        if any(complete):
             self._ready += [other for other in range(len(self._rows)) if other != rank]
         return now
 
+    def _summed(self, action: Action, now: float) -> float | None:
+        tied = self._ties.get(action.stage)
+        return tied.heard(action.version, now) if tied else now
+
     def _step(self, action: Action, now: float) -> float | None:
-        came = self._norms[action.version]
-        return max(now, *came.values()) if len(came) == len(self._told) else None
+        freed = self._summed(action, now)
+        return freed if freed is None else self._norms.heard(action.version, freed)
 
     def _exchange(self, rank: int, action: Action, now: float) -> float | None:
         edge = self._edge(rank, action)
@@ -198,12 +192,16 @@ class _Simulation:
             self._ready.append(other)
         return freed
 
-    def _edge(self, rank: int, action: Action) -> _Edge:
+    def _edge(self, rank: int, action: Action) -> BoundedEdge:
         other = self._wiring.rank(action.peer, action.mb)
         ranks = (rank, other) if action.op in SENDS else (other, rank)
         key = (*action.edge, *ranks)
         if key not in self._edges:
-            self._edges[key] = _Edge(*ranks, self._bound)
+            size = self._buffer_size
+            bound = size if isinstance(size, int) else size.get(action.edge)
+            if bound is None:
+                raise ScheduleError(f"rank {rank} has {action}, and its edge has no buffer_size")
+            self._edges[key] = BoundedEdge(*ranks, bound)
         return self._edges[key]
 
     def _needs(self, action: Action) -> Iterator[tuple[int, Op, int]]:
@@ -228,9 +226,10 @@ class _Simulation:
             came = self._reduced[action.stage, action.version]
             missing = [str(other) for other in self._wiring.ranks[action.stage] if other not in came]
             return f"rank {' and '.join(missing)} to do {action}"
-        if action.op is Op.STEP:
-            untold = {stage for stage, _ in self._told - self._norms[action.version].keys()}
-            return f"the norm of stage {' and '.join(map(str, sorted(untold)))}"
+        if action.op in UPDATE:
+            tied = self._ties.get(action.stage)
+            untold = tied.missing(action.version) if tied else ""
+            return untold or self._norms.missing(action.version)
         if action.op not in COMMUNICATION:
             source, op, mb = next(needed for needed in self._needs(action) if needed not in self._done)
             return f"{op} of microbatch {mb} at stage {source}, which its own list has not done"

@@ -203,14 +203,21 @@ class Timeline:
         return [stats.max_staleness for stats in self.stages]
 
 
+Kind = tuple[int, Op] | tuple[int, Op, int]  # (stage, op) or, of one route's messages, (stage, op, peer)
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of each kind of action at each stage, by default 0; for a SEND, its message's travel time."""
+    """Seconds of each kind of action at each stage, by default 0; for a SEND, its message's travel time.
 
-    seconds: Mapping[tuple[int, Op], float]
+    A route's own messages come before those of all routes.
+    """
+
+    seconds: Mapping[Kind, float]
 
     def __call__(self, action: Action) -> float:
-        return self.seconds.get((action.stage, action.op), 0.0)
+        of_all = self.seconds.get((action.stage, action.op), 0.0)
+        return self.seconds.get((action.stage, action.op, action.peer), of_all)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,34 @@
-"""Transforms: program -> program, both without communication."""
+"""Transforms: program -> program, both without communication.
+
+What an update waits for is told as early as it can be, and awaited as late as it may: it travels meanwhile,
+and a rank with several stages has told all that others wait for before it waits itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from pipetrain.schedule.actions import Action, Op, Program
+from pipetrain.schedule.actions import (
+    Action,
+    Op,
+    Program,
+    ScheduleError,
+    Ties,
+    has_norms,
+    ranks_of,
+    tied_stages,
+)
 
 
 def with_norms(program: Program) -> Program:
     """Let every update wait for the gradient norm of all stages, as clipping by the norm of a model needs.
 
     A NORM follows the last backward of each batch, and its STEP comes as late as it may: before the first
-    forward that reads what it makes, or the next batch's first backward. So the norms travel meanwhile, and a
-    rank with several stages has a NORM of each before it waits.
+    forward that reads what it makes, or the next batch's first backward. The NORM of a stage with a TIE waits
+    itself, and comes before the first STEP of its rank that waits for it.
     """
-    return [_of_rank(actions) for actions in without_norms(program)]
+    tied = tied_stages(program)
+    return [_arranged(actions, tied, norms=True) for actions in program]
 
 
 def without_norms(program: Program) -> Program:
@@ -22,26 +36,67 @@ def without_norms(program: Program) -> Program:
     return [[action for action in actions if action.op is not Op.NORM] for actions in program]
 
 
-def _of_rank(actions: Sequence[Action]) -> list[Action]:
-    last: dict[int, int] = {}  # stage -> the position of its last backward so far
-    norms: dict[int, Action] = {}  # by the position that each follows
+def with_ties(program: Program, ties: Ties) -> Program:
+    """Let the updates of stages that share weights wait for each other's gradient of them.
+
+    `ties`: the stages of each such weight. A TIE follows the last backward of each batch on each of them, and
+    what waits comes as late as `with_norms` says: NORM, or STEP in a program without. The two may be applied
+    in any order; without `ties` the TIEs are removed. Raises ScheduleError for stages that cannot be tied.
+    """
+    stages = len(ranks_of(program))
+    for tie in ties:
+        if len(set(tie)) < 2 or not set(tie) <= set(range(stages)):
+            raise ScheduleError(f"a tie joins two or more stages of 0 to {stages - 1}; got {sorted(tie)}")
+    return [_arranged(actions, set().union(*ties), has_norms(program)) for actions in program]
+
+
+def _arranged(actions: Sequence[Action], tied: Collection[int], norms: bool) -> list[Action]:
+    """Arrange the updates of a rank anew; a STEP that waits for nothing stays where it is."""
+    actions = [action for action in actions if action.op not in (Op.TIE, Op.NORM)]
+    ends = _last_backwards(actions)
+    made: list[Action] = []
+    untold: list[Action] = []  # the NORMs of tied stages
+    waiting: dict[int, Action] = {}  # stage -> its STEP
+
+    def step(stage: int) -> None:
+        action = waiting.pop(stage)
+        made.extend(norm for norm in sorted(untold, key=_stage) if norm.version <= action.version)
+        untold[:] = [norm for norm in untold if norm.version > action.version]
+        made.append(action)
+
+    for position, action in enumerate(actions):
+        stage, ahead = action.stage, waiting.get(action.stage)
+        reads = action.op is Op.F and ahead is not None and action.version >= ahead.version
+        if ahead is not None and (reads or action.op in (Op.B, Op.W, Op.STEP)):
+            step(stage)
+        if action.op is Op.STEP and (norms or stage in tied):
+            waiting[stage] = action
+        else:
+            made.append(action)
+        if position in ends:
+            version = ends[position]
+            norm = [Action(stage, Op.NORM, version=version)] if norms else []
+            if stage in tied:
+                made.append(Action(stage, Op.TIE, version=version))
+                untold += norm
+            else:
+                made += norm
+    for stage in sorted(waiting):
+        step(stage)
+    return made
+
+
+def _last_backwards(actions: Sequence[Action]) -> dict[int, int]:
+    """Map the position of the last backward of each batch, or else of its STEP, to the version it makes."""
+    last: dict[int, int] = {}  # by stage
+    ends: dict[int, int] = {}
     for position, action in enumerate(actions):
         if action.op in (Op.B, Op.W):
             last[action.stage] = position
         elif action.op is Op.STEP:
-            after = last.get(action.stage, position)
-            norms[after] = Action(action.stage, Op.NORM, version=action.version)
-    made: list[Action] = []
-    waiting: dict[int, Action] = {}  # stage -> its STEP
-    for position, action in enumerate(actions):
-        if action.op is Op.STEP:
-            waiting[action.stage] = action
-        else:
-            step = waiting.get(action.stage)
-            reads = action.op is Op.F and step is not None and action.version >= step.version
-            if step is not None and (reads or action.op in (Op.B, Op.W)):
-                made.append(waiting.pop(action.stage))
-            made.append(action)
-        if position in norms:
-            made.append(norms[position])
-    return made + sorted(waiting.values(), key=lambda step: step.stage)
+            ends[last.pop(action.stage, position)] = action.version
+    return ends
+
+
+def _stage(action: Action) -> int:
+    return action.stage

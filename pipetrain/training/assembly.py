@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from pipetrain.blueprint import Plan
-from pipetrain.boundary import named_layers
+from pipetrain.partition.network import Network, network_of
 from pipetrain.rate import Rate
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.coded import CodedChannel, Feedback, Slot
 from pipetrain.runtime.engine import Engine
+from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
@@ -22,20 +22,24 @@ from pipetrain.tasks import Task
 
 
 def make_stages(
-    plan: Plan, model: nn.Sequential, task: Task, optimizer: OptimizerFactory, rate: Rate, mesh: Mesh
+    plan: Plan,
+    model: nn.Module | Network,
+    task: Task,
+    optimizer: OptimizerFactory,
+    rate: Rate,
+    mesh: Mesh,
 ) -> dict[int, Stage]:
     """Make this rank's stages of a whole model, by number, on its device."""
-    settings = plan.settings
-    ends = [*plan.boundaries[settings.batch_size // settings.microbatches], None]
+    settings, network = plan.settings, network_of(model, plan.example)
     return {
         index: Stage(
             index,
-            nn.Sequential(OrderedDict(named_layers(model)[plan.slice(index)])).to(mesh.device),
+            network.part(plan.seams.slices[index], plan.evaluated_seams.slices[index]).to(mesh.device),
             optimizer,
             rate,
             task=task.to(mesh.device) if index == plan.stages - 1 else None,
-            entry=ends[index],
-            exit=ends[index + 1],
+            entry=plan.seams.entries[index],
+            exit=plan.seams.exits[index] if index < plan.stages - 1 else None,
             copy_input=plan.copies_input(index),
             copy_output=plan.copies_output(index),
             numerics=plan.numerics,
@@ -68,21 +72,24 @@ def make_engine(
         plan.placement,
         plan.boundaries,
         plan.evaluated,
+        Joints(plan.seams),
+        Joints(plan.evaluated_seams),
         {stage: plan.peaks(stage) for stage in stages},
         clock or Clock(mesh.device),
         plain,
+        plan.settings.seed,
     )
 
 
 def slots(plan: Plan, rank: int) -> dict[Slot, torch.dtype]:
     """Return the residuals that a rank keeps, with dtypes: one per sent tensor with feedback, and shape."""
-    codecs = plan.settings.codecs
+    codecs, joints = plan.settings.codecs, Joints(plan.seams)
     sent = [
-        (edge, boundaries[max(edge)].specs if edge[0] < edge[1] else boundaries[max(edge)].gradients)
+        (edge, joints.specs(edge, entries[max(edge)]))
         for edge in plan.edges
         if plan.placement[edge[0]] == rank
         and (codecs.forward if edge[0] < edge[1] else codecs.backward).error_feedback
-        for boundaries in plan.boundaries.values()
+        for entries in plan.boundaries.values()
     ]
     return {
         (edge, number, spec.shape): torch.promote_types(spec.dtype, torch.float32)

@@ -34,6 +34,7 @@ from pipetrain.data import (
 )
 from pipetrain.errors import ConfigError
 from pipetrain.optimizer import make_optimizer
+from pipetrain.partition.network import Network
 from pipetrain.partition.profile import Profile
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import Task
@@ -47,8 +48,8 @@ log = logging.getLogger("pipetrain")
 class Run:
     """One training run before it starts.
 
-    `data` is None on ranks that need no sample. `see_model` returns the whole model. `build_model` returns it
-    for training without keeping a reference; another call builds it again, with the same weights.
+    `data` is None on ranks that need no sample. `see_model` returns the whole model. `take_network` returns
+    it for training without keeping a reference; another call builds it again, with the same weights.
     """
 
     settings: Settings
@@ -58,8 +59,8 @@ class Run:
     plan: Plan
     sampler: Sampler
     optimizer: OptimizerFactory
-    see_model: Callable[[], nn.Sequential]
-    build_model: Callable[[], nn.Sequential]
+    see_model: Callable[[], nn.Module]
+    take_network: Callable[[], Network]
 
     @property
     def evaluation_sizes(self) -> list[int]:
@@ -111,10 +112,11 @@ def check_early(
     make_task(cfg)
     example = example or declared_example(cfg.data, settings.dtype)
     example = example or load_data(cfg.data, settings.dtype).facts.example
-    model = (models or Models()).copy(cfg, settings.seed, settings.dtype)
+    models = models or Models()
+    network = models.copy(cfg, settings.seed, settings.dtype, example.cast(settings.dtype))
     size = settings.batch_size // settings.microbatches
-    plan = draft_plan(cfg, settings, model, example, Samples([settings.batch_size], [size]))
-    make_optimizer(cfg, model, plan.stages)
+    plan = draft_plan(cfg, settings, network, example, Samples([settings.batch_size], [size]))
+    make_optimizer(cfg, network.model, plan.stages)
     return plan
 
 
@@ -147,9 +149,9 @@ def prepare(
         )
     settings.rate(settings.epochs * len(sampler.batch_sizes))  # which refuses a wrong lr_schedule
     samples = Samples(sampler.batch_sizes, _even(facts.test, settings.batch_size), resumed)
-    model = models.copy(*named)
+    network = models.copy(*named, facts.example.cast(settings.dtype))
     task = make_task(cfg)
-    plan = make_plan(settings, make_schedule(cfg), model, facts.example, samples, profile)
+    plan = make_plan(settings, make_schedule(cfg), network, facts.example, samples, profile)
     if data is not None:
         for split, draw in ((data.train, Draw(settings.seed, 0)), (data.test, None)):
             ids = torch.arange(min(len(split), settings.batch_size))
@@ -161,9 +163,9 @@ def prepare(
         task=task,
         plan=plan,
         sampler=sampler,
-        optimizer=make_optimizer(cfg, model, plan.stages),
+        optimizer=make_optimizer(cfg, network.model, plan.stages),
         see_model=partial(models.see, *named),
-        build_model=partial(models.take, *named),
+        take_network=partial(models.take, *named, plan.example),
     )
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from pipetrain.blueprint import Plan
 from pipetrain.boundary import Value
+from pipetrain.partition.network import Network
 from pipetrain.rate import Rate
 from pipetrain.runtime.coded import Feedback
 from pipetrain.runtime.engine import Ends, Observer
@@ -26,7 +27,7 @@ class Runner:
     def __init__(
         self,
         plan: Plan,
-        model: nn.Sequential,
+        model: nn.Module | Network,
         task: Task,
         optimizer: OptimizerFactory,
         rate: Rate,

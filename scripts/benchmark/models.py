@@ -21,6 +21,7 @@ from benchmark.worlds import Say, run_world, titled
 from pipetrain.blueprint import profile_conditions
 from pipetrain.partition.balance import STRATEGIES, choose_cuts
 from pipetrain.partition.estimate import Layer
+from pipetrain.partition.network import Chain
 from pipetrain.partition.profile import PROFILE
 from pipetrain.profiling import make_profile, measure_together
 from pipetrain.runtime.mesh import Mesh
@@ -84,7 +85,7 @@ def profiled_cut(mesh: Mesh, task: Task) -> Cut:
     whole = task.extended(WHOLE)
     cfg, job = compose_task(whole, "1f1b"), prepare(whole, "1f1b", RANKS)
     draft = job.plan
-    found = measure_together(mesh, draft, lambda: (deepcopy(job.model), job.optimizer))
+    found = measure_together(mesh, draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
     profile = make_profile(profile_conditions(cfg, draft.settings), draft, mesh.device, found)
     return tuple(prepare(whole.extended("partition=profile"), "1f1b", RANKS, profile=profile).plan.cuts)
 

@@ -81,6 +81,11 @@ class Job:
         return nn.Sequential(OrderedDict(named_layers(self.model)[self.plan.slice(index)]))
 
 
+def _chain(model: nn.Module) -> nn.Sequential:
+    assert isinstance(model, nn.Sequential), "a benchmark's model is compared as an nn.Sequential"
+    return model
+
+
 @cache
 def compose_task(task: Task, schedule: str) -> DictConfig:
     """Return the configuration of a task."""
@@ -100,7 +105,7 @@ def prepare(task: Task, schedule: str, ranks: int, window: int = 1, profile: Pro
     plan = make_plan(settings, make_schedule(cfg), spare, example, sizes, profile)
     return Job(
         plan=plan,
-        model=make_model(cfg, settings.seed, settings.dtype),
+        model=_chain(make_model(cfg, settings.seed, settings.dtype)),
         task=make_task(cfg),
         optimizer=make_optimizer(cfg, spare, plan.stages),
         samples=samples,

@@ -214,7 +214,7 @@ def test_a_pipeline_trains_it_on_text_as_one_process_does(monkeypatch):
     monkeypatch.setattr(cases, "make_run", lambda case, resumed: run)
     state, (figures,) = cases.run_in_threads(cases.Case("1f1b", 2))
 
-    model = run.build_model()
+    model = run.take_network().model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=cfg.optim.weight_decay)
 
     def loss_of(split: Split, ids: torch.Tensor) -> torch.Tensor:

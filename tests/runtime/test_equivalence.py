@@ -95,7 +95,7 @@ def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microb
     )
     state, _ = run_in_threads(case)
     run = make_run(case)
-    model = run.build_model()
+    model = run.take_network().model
     optimizer = run.optimizer(model.parameters())
     rate, update = run.settings.rate(run.updates), 0
     for epoch in range(run.settings.epochs):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.schedule.actions import Op
+from pipetrain.schedule.actions import Op, tied_stages
 from pipetrain.schedule.chrome import TRACKS, read, write
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import gpipe, interleaved_1f1b, one_f_one_b, pipedream, pipedream_2bw
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs
-from pipetrain.schedule.transforms import with_norms
+from pipetrain.schedule.transforms import with_norms, with_ties
 from tests.support.traces import about, as_measured
 
 UNEVEN = Costs(
@@ -33,7 +33,12 @@ PROGRAMS = {
     "pipedream": (pipedream(4, 6, 1), 1),
     "pipedream_2bw": (pipedream_2bw(3, 4, 3), 3),
     "clipped by the norm of the model": (with_norms(pipedream_2bw(3, 4, 3)), 3),
+    "tied": (with_norms(with_ties(one_f_one_b(3, 2, 3), [(0, 2)])), 3),
 }
+
+
+def ties_of(program):
+    return [(0, 2)] if tied_stages(program) else ()
 
 
 @pytest.fixture(params=PROGRAMS)
@@ -41,7 +46,7 @@ def traced(request, tmp_path):
     """(lowered program, microbatches, windows, the file's path)."""
     compute, m = PROGRAMS[request.param]
     program = lower(compute)
-    windows = as_measured(program, UNEVEN, m, windows=2)
+    windows = as_measured(program, UNEVEN, m, windows=2, ties=ties_of(program))
     write(tmp_path / "trace.json", about(program, m), windows)
     return program, m, windows, tmp_path / "trace.json"
 
@@ -129,7 +134,7 @@ def test_an_arrow_goes_from_each_send_to_its_receive(traced):
 
 def test_the_counters_peak_where_the_simulation_does(traced):
     program, m, _, path = traced
-    simulation = simulate(program, m)
+    simulation = simulate(program, m, ties=ties_of(program))
     peaks: dict[str, int] = defaultdict(int)
     last = {}
     for event in events(path):

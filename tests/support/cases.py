@@ -142,7 +142,7 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
         skip=run.settings.on_nan == "skip",
     )
     delays = [_reads(program) for program in ran] or repeat(_delay(case, cfg, run))
-    return reference.train(run.build_model(), recipe, delays)
+    return reference.train(run.take_network().model, recipe, delays)
 
 
 def _delay(case: Case, cfg: DictConfig, run: Run) -> reference.Delay:
@@ -312,7 +312,9 @@ def run_in_threads(
     manifest = None if source is None else read_whole(source)
     run = runs[0] if runs else make_run(case, 0 if manifest is None else manifest.position.batch)
     runs = runs or [run] * case.ranks
-    keepers = saved.keepers(case.ranks, tensors_of(run.build_model())) if saved else [None] * case.ranks
+    keepers = (
+        saved.keepers(case.ranks, tensors_of(run.take_network().model)) if saved else [None] * case.ranks
+    )
     wire, barrier, board = Wire(), Barrier(case.ranks), [None] * case.ranks
     listener, state, errors = listener or Listener(), {}, []
 

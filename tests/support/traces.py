@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipetrain.schedule.actions import Program, placement
+from pipetrain.schedule.actions import Program, Ties, placement
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Row, Span, Timeline, TracedWindow
 
@@ -17,12 +17,13 @@ def as_measured(
     windows: int = 1,
     microbatch: int = 4,
     own: float = 0.0,
+    ties: Ties = (),
 ) -> list[TracedWindow]:
     """Windows of one epoch in which a lowered program ran by `costs`, one after the other.
 
     `own`: seconds in which each rank does nothing of the program, before each window.
     """
-    run = simulate(program, microbatches, cost=costs)
+    run = simulate(program, microbatches, cost=costs, ties=ties)
     samples = [microbatch] * (1 + max(action.mb for actions in program for action in actions))
     made = []
     for window in range(windows):

@@ -93,7 +93,7 @@ def run_of(case: Case, samples: Data = PADDED) -> Run:
 
 def plain(run: Run) -> tuple[dict[str, Tensor], float]:
     """One process, each update over its whole batch; the state, and the mean loss of all tokens."""
-    made = run.build_model()
+    made = run.take_network().model
     optimizer = run.optimizer(made.parameters())
     total = counted = 0.0
     for batch in run.sampler.epoch(0):
@@ -123,7 +123,7 @@ def by_versions(run: Run) -> tuple[dict[str, Tensor], float]:
         rate=run.settings.rate(run.updates),
     )
     delay = reference.DELAYS[run.settings.schedule](run.plan.stages, 4)
-    outcome = reference.train(run.build_model(), recipe, [delay])
+    outcome = reference.train(run.take_network().model, recipe, [delay])
     return outcome.state, outcome.epochs[0][0]
 
 
@@ -154,7 +154,7 @@ def test_padded_tokens_count_for_nothing_however_unevenly_they_lie(case, wanted)
     assert (figures.trained.samples, figures.trained.weight) == (36, sum(min(n, LENGTH) for n in lengths))
     assert figures.score == -math.exp(figures.evaluated.mean_loss)
 
-    made = run.build_model().eval()
+    made = run.take_network().model.eval()
     made.load_state_dict(state)
     ids = torch.arange(5)
     scores, targets = made(PADDED.test.inputs(ids, None)), PADDED.test.targets(ids, None)

@@ -122,7 +122,9 @@ def test_the_summary_is_of_the_last_and_of_the_best_epoch(made):
     stages = summary["per_stage"]
     assert all(stage.keys() >= PER_STAGE for stage in stages)
     assert [stage["layers"] for stage in stages] == [4, 6]
-    assert sum(stage["params"] for stage in stages) == sum(p.numel() for p in run.build_model().parameters())
+    assert sum(stage["params"] for stage in stages) == sum(
+        p.numel() for p in run.take_network().model.parameters()
+    )
     assert [stage["peak_in_flight"] for stage in stages] == [2, 1]
     assert [stage["peak_versions"] for stage in stages] == [2, 1]
     assert [stage["max_staleness"] for stage in stages] == [1, 0]

@@ -141,9 +141,9 @@ def test_one_model_is_planned_and_trained_and_nothing_keeps_it():
     check_early(cfg, "1f1b", 2, models)
     seen = weakref.ref(models.see(cfg, 9, torch.float32))
     run = prepared(cfg, "1f1b", 2, 44, models=models)
-    model = run.build_model()
+    model = run.take_network().model
     assert model is seen()
-    for a, b in zip(model.parameters(), run.build_model().parameters(), strict=True):
+    for a, b in zip(model.parameters(), run.take_network().model.parameters(), strict=True):
         assert torch.equal(a, b)
     del model
     assert seen() is None
@@ -153,7 +153,9 @@ def test_every_rank_prepares_the_same():
     cfg = config(["data=digits", "model=mlp", "batch_size=12", "seed=9"])
     first, second = (prepared(cfg, "1f1b", 2, 44) for _ in range(2))
     assert first.plan == second.plan
-    for a, b in zip(first.build_model().parameters(), second.build_model().parameters(), strict=True):
+    for a, b in zip(
+        first.take_network().model.parameters(), second.take_network().model.parameters(), strict=True
+    ):
         assert torch.equal(a, b)
     assert [[ids.tolist() for ids in batch] for batch in first.sampler.epoch(2)] == [
         [ids.tolist() for ids in batch] for batch in second.sampler.epoch(2)

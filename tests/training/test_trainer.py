@@ -81,7 +81,7 @@ def evaluated(trainer: Trainer, last: int) -> tuple[int, float, float]:
 def plainly(run: Run, trainer: Trainer) -> tuple[float, float]:
     """Loss and accuracy of the whole model on all test samples at once."""
     split, ids = run.data.test, torch.arange(run.facts.test)
-    model = run.build_model()
+    model = run.take_network().model
     model.load_state_dict(state_of(trainer, run))
     model.eval()
     with torch.no_grad():

@@ -1,0 +1,73 @@
+"""The bound of each edge: how many receives are posted ahead, and how many sends may be unfinished.
+
+Neighbours take their messages about as fast as they are made, and any small bound keeps them from waiting. A
+message that skips stages is made while those stages still have to do their part: with S stages, the first one
+of 1F1B has made S of them when the last one takes the first. If its edge held fewer, it would hold up the
+pipeline, or block it for good where the rank must first turn to another of its stages.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pipetrain.schedule.actions import COMMUNICATION, SENDS, Program
+from pipetrain.schedule.lower import Edge, Route, edges
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Timeline
+
+
+def edge_bounds(program: Program, routes: Sequence[Route] | None, buffer_size: int) -> dict[Edge, int]:
+    """Return the bound of each edge of a lowered program, for `simulate` and for the channel.
+
+    Neighbours have `buffer_size`. A skip has room for as many messages more as are on their way when one is
+    sent, at unit costs and if nothing but the neighbours' edges held up anything; so it has as much to spare
+    as they have. It needs no more than half of the microbatches that its source holds open: both ends
+    together then have room for all of them. Raises Deadlock if the neighbours' edges alone block.
+    """
+    found = edges(program, routes)
+    total = 1 + max(action.mb for actions in program for action in actions)
+    neighbours = {edge: buffer_size if _near(edge) else max(total, buffer_size) for edge in found}
+    if all(map(_near, found)):
+        return neighbours
+    run = simulate(program, 1, buffer_size=neighbours, routes=routes)
+    ahead, held = _ahead(run), run.activations
+    skips = {edge: _bound(buffer_size, ahead[edge], held[min(edge)]) for edge in found if not _near(edge)}
+    return neighbours | skips
+
+
+def widest(bounds: Sequence[dict[Edge, int]]) -> dict[Edge, int]:
+    """Return the largest bound of each edge, for a channel that serves several programs."""
+    return {edge: max(of.get(edge, 0) for of in bounds) for edge in sorted(set().union(*bounds))}
+
+
+def _near(edge: Edge) -> bool:
+    return abs(edge[0] - edge[1]) == 1
+
+
+def _bound(buffer_size: int, ahead: int, held: int) -> int:
+    """`held`: 0 in an evaluation, where nothing says how many microbatches may be open."""
+    needed = buffer_size + -(-ahead // 2)
+    return min(needed, max(buffer_size, -(-held // 2))) if held else needed
+
+
+def _ahead(run: Timeline) -> dict[Edge, int]:
+    """Return, by edge, the most messages that are sent and not yet received when another one is sent."""
+    sent: dict[tuple[Edge, int], tuple[int, float]] = {}  # of each message: its rank and time
+    for rank, row in enumerate(run.rows):
+        for span in row.spans:
+            if span.action is not None and span.action.op in SENDS:
+                sent[span.action.edge, span.action.mb] = rank, span.end
+    times: dict[tuple[Edge, int, int], list[tuple[float, float]]] = defaultdict(list)  # by edge and ranks
+    for rank, row in enumerate(run.rows):
+        for span in row.spans:
+            if span.action is not None and span.action.op in COMMUNICATION - SENDS:
+                source, at = sent[span.action.edge, span.action.mb]
+                times[span.action.edge, source, rank].append((at, span.end))
+    most: dict[Edge, int] = defaultdict(int)
+    for (edge, _, _), messages in times.items():
+        received = [end for _, end in messages]
+        for index, (at, _) in enumerate(messages):
+            most[edge] = max(most[edge], index - bisect_right(received, at, hi=index))
+    return most
