@@ -177,7 +177,10 @@ class Pipeline:
         device = choose_device(world, self._settings.device)
         mesh = Mesh(world, where, edges(window_of.program), device, None, self._settings.timeout)
         level(model, mesh)
-        if options.get("seed") is not None:
+        if options.get("seed") is None:  # dropout as the program has seeded torch on rank 0
+            seed = mesh.tell("the seed", torch.initial_seed() % 2**31)
+            self._settings = replace(self._settings, seed=seed)
+        else:
             torch.manual_seed((self._settings.seed + 1_000_003 * (world.rank + 1)) % 2**63)
         self._model: nn.Module | None = model
         self._mesh = mesh
