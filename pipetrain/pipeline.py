@@ -119,8 +119,8 @@ class Pipeline:
       done with the first batch.
     - `dtype`: of weights and floating-point data; None: the model's.
     - `options`: any other key of the configuration, with its default there: partition, buffer_size, timeout,
-      device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout; None
-      leaves torch's generator as it is), codec_forward, codec_backward (a name of conf/codec), and so on.
+      device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout; None:
+      as torch is seeded on rank 0), codec_forward, codec_backward (a name of conf/codec), and so on.
 
     Raises ConfigError and ScheduleError for what cannot be trained as one process would train it.
     """
