@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from pipetrain.schedule.actions import COMMUNICATION, SENDS, Program
+from pipetrain.schedule.actions import COMMUNICATION, SENDS, Program, Ties
 from pipetrain.schedule.lower import Edge, Route, edges
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Timeline
 
 
-def edge_bounds(program: Program, routes: Sequence[Route] | None, buffer_size: int) -> dict[Edge, int]:
+def edge_bounds(
+    program: Program, routes: Sequence[Route] | None, buffer_size: int, ties: Ties = ()
+) -> dict[Edge, int]:
     """Return the bound of each edge of a lowered program, for `simulate` and for the channel.
 
     Neighbours have `buffer_size`. A skip has room for as many messages more as are on their way when one is
@@ -26,15 +28,21 @@ def edge_bounds(program: Program, routes: Sequence[Route] | None, buffer_size: i
     as they have. It needs no more than half of the microbatches that its source holds open: both ends
     together then have room for all of them. Raises Deadlock if the neighbours' edges alone block.
     """
-    found = edges(program, routes)
     total = 1 + max(action.mb for actions in program for action in actions)
-    neighbours = {edge: buffer_size if _near(edge) else max(total, buffer_size) for edge in found}
-    if all(map(_near, found)):
-        return neighbours
-    run = simulate(program, 1, buffer_size=neighbours, routes=routes)
-    ahead, held = _ahead(run), run.activations
-    skips = {edge: _bound(buffer_size, ahead[edge], held[min(edge)]) for edge in found if not _near(edge)}
-    return neighbours | skips
+    bounds = free_skips(edges(program, routes), buffer_size, total)
+    if not all(map(_near, bounds)):
+        run = simulate(program, 1, buffer_size=bounds, routes=routes, ties=ties)
+        ahead, held = _ahead(run), run.activations
+        for edge in bounds:
+            if not _near(edge):
+                bounds[edge] = _bound(buffer_size, ahead[edge], held[min(edge)])
+    return bounds
+
+
+def free_skips(edges: Iterable[Edge], buffer_size: int, microbatches: int) -> dict[Edge, int]:
+    """Return bounds with which the messages of so many microbatches wait on the neighbours' edges alone."""
+    most = max(buffer_size, microbatches)
+    return {edge: buffer_size if _near(edge) else most for edge in edges}
 
 
 def widest(bounds: Sequence[dict[Edge, int]]) -> dict[Edge, int]:
