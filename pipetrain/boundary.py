@@ -6,14 +6,15 @@ Shapes are not sent: every rank computes every boundary before the start, and po
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-Value = Tensor | tuple[Tensor, ...]  # the input or output of a layer, or targets
+Value = Tensor | tuple[Tensor, ...] | dict[str, Tensor]  # what a layer takes or returns, inputs or targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,41 @@ class TensorSpec:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
 
 
+@dataclass(frozen=True)
+class Packing:
+    """The form of a model's output that is neither a tensor nor a tuple of them, such as a dict.
+
+    `fixed`: its leaves that are no tensors, such as None, and `TENSOR` in the place of each tensor.
+    """
+
+    tree: TreeSpec
+    fixed: tuple[object, ...]
+
+    @classmethod
+    def of(cls, value: object) -> Packing | None:
+        """Return the form of a value; None for a tensor or a tuple of them."""
+        if isinstance(value, Tensor) or (type(value) is tuple and all(isinstance(t, Tensor) for t in value)):
+            return None
+        leaves, tree = tree_flatten(value)
+        return cls(tree, tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+
+    def pack(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the value with these tensors."""
+        given = iter(tensors)
+        return tree_unflatten([next(given) if leaf is TENSOR else leaf for leaf in self.fixed], self.tree)
+
+
+TENSOR = object()
+
+
+def leaves_of(value: object) -> tuple[Tensor, ...]:
+    """Return the tensors of what a model returns. Raises TypeError if there is none."""
+    found = tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    if not found:
+        raise TypeError(f"a model must return tensors, not {type(value).__name__}")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Boundary:
     """The tensors between two layers for one microbatch size. `single`: a bare tensor, not a tuple of one.
@@ -48,6 +84,13 @@ class Boundary:
     single: bool = True
     needs_grad: tuple[bool, ...] | None = None
     requires_grad: tuple[bool, ...] | None = None
+    packing: Packing | None = None  # of a model's output
+
+    def pack(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Return the tensors of a model's output as it returns them."""
+        if self.packing is not None:
+            return self.packing.pack(tensors)
+        return tensors[0] if self.single else tensors
 
     @property
     def gradients(self) -> tuple[TensorSpec, ...]:
@@ -75,10 +118,14 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What one sample's input is: the shapes and dtypes of its tensors. `single`: a bare tensor."""
+    """What one sample's input is: the shapes and dtypes of its tensors.
+
+    `single`: a bare tensor; `names`: those of a dict's tensors, which a model takes as keywords.
+    """
 
     specs: tuple[TensorSpec, ...]
     single: bool = True
+    names: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.specs))
@@ -93,17 +140,29 @@ class Example:
     def in_batch(cls, value: Value) -> Example:
         """Return the example of a microbatch's inputs, tensors [n, ...]."""
         specs = tuple(TensorSpec(tuple(t.shape[1:]), t.dtype) for t in as_tuple(value))
-        return cls(specs, isinstance(value, Tensor))
+        return cls(specs, isinstance(value, Tensor), tuple(value) if isinstance(value, dict) else None)
+
+    @classmethod
+    def of_one(cls, value: Value) -> Example:
+        """Return the example of one sample's inputs, tensors [...]."""
+        return cls.in_batch(on_each(value, lambda t: t.unsqueeze(0)))
+
+    def value(self, tensors: tuple[Tensor, ...]) -> Value:
+        """Return tensors as the example's value is: a tensor, a tuple or a dict."""
+        if self.names is not None:
+            return dict(zip(self.names, tensors, strict=True))
+        return tensors[0] if self.single else tensors
 
     def to_json(self) -> list[Any]:
         """Return JSON data of which `from_json` makes the example again."""
         specs = [[list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in self.specs]
-        return [self.single, *specs]
+        return [self.names or self.single, *specs]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> Example:
-        single, *specs = data
-        return cls(tuple(TensorSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in specs), single)
+        form, *specs = data
+        read = tuple(TensorSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in specs)
+        return cls(read, form is True, tuple(form) if isinstance(form, list | tuple) else None)
 
     def cast(self, dtype: torch.dtype) -> Example:
         """Return the example with its floating-point tensors as `dtype`. Raises ValueError if that rounds."""
@@ -112,7 +171,7 @@ class Example:
             if spec.dtype.is_floating_point and torch.promote_types(spec.dtype, dtype) != dtype:
                 raise ValueError(f"{str(spec.dtype).removeprefix('torch.')} numbers would be rounded")
             specs.append(TensorSpec(spec.shape, dtype if spec.dtype.is_floating_point else spec.dtype))
-        return Example(tuple(specs), self.single)
+        return replace(self, specs=tuple(specs))
 
 
 def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
@@ -131,16 +190,28 @@ def named_layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
 
 
 def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return a layer's output as a tuple. Raises TypeError if it is neither a tensor nor tensors."""
+    """Return the tensors of a value. Raises TypeError if it is neither a tensor nor tensors."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
     tensors = (value,) if isinstance(value, Tensor) else tuple(value)
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"a layer must return a tensor or a tuple of tensors, not {type(value).__name__}")
     return tensors
 
 
+def scores_of(outputs: Value) -> Value:
+    """Return the `logits` of a dict, as Hugging Face's models return them; anything else as it is."""
+    if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):
+        return outputs["logits"]
+    return outputs
+
+
 def on_each(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
     """Return a value with each of its tensors changed."""
-    return change(value) if isinstance(value, Tensor) else tuple(map(change, value))
+    if isinstance(value, Tensor):
+        return change(value)
+    changed: Value = tree_map_only(Tensor, change, value)
+    return changed
 
 
 def cast_floats(value: Value, dtype: torch.dtype) -> Value:

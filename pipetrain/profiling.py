@@ -134,7 +134,7 @@ def _layers(draft: Plan, device: torch.device, make: Callable[[], Measured]) -> 
             network, optimizer = make()
             for module in (network.model, *network.modules):
                 module.to(device)
-            x = tuple(made_up(spec, device) for spec in draft.example.of(size).specs)
+            x = draft.example.value(tuple(made_up(spec, device) for spec in draft.example.of(size).specs))
             return measure_layers(network, x, draft.layers, optimizer, draft.numerics)
     except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
         return one_line(error)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from pipetrain.boundary import TensorSpec, Value, as_tuple, specs_of
+from pipetrain.boundary import Example, TensorSpec, Value, as_tuple, specs_of
 from pipetrain.data.augment import draw as draw_words
 from pipetrain.data.augment import key
 from pipetrain.data.sets import Draw, Split, Tensors, checksum
@@ -29,16 +29,18 @@ _HALVES = ("inputs", "targets")
 _READ_FIRST = 8  # samples that are read before the start, twice
 _SUMMED = 64  # samples that the checksum reads, at most
 
-Columns = Mapping[str, str | Sequence[str]]
+Columns = Mapping[str, str | Sequence[str] | Mapping[str, str]]
+Column = str | tuple[str, ...] | dict[str, str]  # a tensor, a tuple, or a dict: name -> column
 
 
 def as_split(made: object, what: str, columns: Columns | None = None) -> Split:
     """Return what a user gives as a data set as a `Split`; `what` names it in errors ("data.train").
 
-    `made`: a Split; a pair (inputs, targets), each a tensor or a NumPy array [n, ...] or a tuple of them; a
-    TensorDataset of two tensors; or anything with a length and items by number, each a pair (inputs, targets)
-    of tensors, numbers, NumPy arrays or tuples of these. `columns`: where items are dicts, as those of
-    Hugging Face, the columns that are the inputs and the targets; several names make a tuple.
+    `made`: a Split; a pair (inputs, targets), each a tensor or a NumPy array [n, ...] or a tuple or dict of
+    them; a TensorDataset of two tensors; or anything with a length and items by number, each a pair (inputs,
+    targets) of tensors, numbers, NumPy arrays, tuples or dicts of these. `columns`: where items are dicts, as
+    those of Hugging Face, the columns that are the inputs and the targets; several make a tuple, a mapping a
+    dict.
     Raises ConfigError, also for a sample that cannot be read or has another shape, when it is read.
     """
     if isinstance(made, TensorDataset):
@@ -60,6 +62,8 @@ def as_split(made: object, what: str, columns: Columns | None = None) -> Split:
 
 
 def _are_tensors(part: object) -> bool:
+    if isinstance(part, dict):
+        part = tuple(part.values())
     return all(
         isinstance(t, Tensor | np.ndarray) for t in (part if isinstance(part, tuple) and part else [part])
     )
@@ -88,7 +92,7 @@ def _listed(numbers: Sequence[int]) -> str:
     return " and ".join(map(str, numbers))
 
 
-def _checked(columns: Columns | None) -> dict[str, str | tuple[str, ...]] | None:
+def _checked(columns: Columns | None) -> dict[str, Column] | None:
     """Return the columns as plain names, which can be pickled."""
     if not columns:
         return None
@@ -97,13 +101,19 @@ def _checked(columns: Columns | None) -> dict[str, str | tuple[str, ...]] | None
             f"data.columns must name the columns of inputs and of targets; got {', '.join(columns)}: set "
             "data.columns={inputs: NAME, targets: NAME}"
         )
-    return {half: name if isinstance(name, str) else tuple(name) for half, name in columns.items()}
+    return {half: _plain(column) for half, column in columns.items()}
+
+
+def _plain(column: Any) -> Column:
+    if isinstance(column, str):
+        return column
+    return {str(k): str(v) for k, v in column.items()} if isinstance(column, Mapping) else tuple(column)
 
 
 class Items:
     """A map-style Dataset as a split: item i is sample i, which is read whenever it is needed."""
 
-    def __init__(self, dataset: Any, what: str, columns: dict[str, str | tuple[str, ...]] | None) -> None:
+    def __init__(self, dataset: Any, what: str, columns: dict[str, Column] | None) -> None:
         self._dataset = dataset
         self._what = what
         self._columns = columns
@@ -113,7 +123,7 @@ class Items:
         first = [
             self._value(0, half, part) for half, part in enumerate(self._read(torch.tensor([0]), None)[0])
         ]
-        self._single = [isinstance(value, Tensor) for value in first]
+        self._forms = [Example.of_one(value) for value in first]
         self._specs = [specs_of(as_tuple(value)) for value in first]
 
     def __len__(self) -> int:
@@ -166,7 +176,7 @@ class Items:
             self._refuse_another_shape(number, half, value)
             rows.append(as_tuple(value))
         tensors = tuple(default_collate(list(column)) for column in zip(*rows, strict=True))
-        return tensors[0] if self._single[half] else tensors
+        return self._forms[half].value(tensors)
 
     def _read(self, ids: Tensor, draw: Draw | None) -> list[tuple[object, object]]:
         """Return inputs and targets of samples as the data set gives them, each under a seed of its own."""
@@ -198,9 +208,7 @@ class Items:
             hint = "name its columns with data.columns={inputs: NAME, targets: NAME}"
         raise ConfigError(f"{self._what}: sample {number} must be (inputs, targets); got {got}: {hint}")
 
-    def _of_columns(
-        self, number: int, item: Any, columns: dict[str, str | tuple[str, ...]]
-    ) -> tuple[object, object]:
+    def _of_columns(self, number: int, item: Any, columns: dict[str, Column]) -> tuple[object, object]:
         if not isinstance(item, Mapping):
             raise ConfigError(
                 f"{self._what}: sample {number} is a {type(item).__name__}, which has no columns: set "
@@ -212,11 +220,7 @@ class Items:
                     f"{self._what}: sample {number} has no column {name}: data.columns can name "
                     f"{', '.join(map(str, item))}"
                 )
-        inputs, targets = (
-            item[names] if isinstance(names, str) else tuple(item[name] for name in names)
-            for names in (columns["inputs"], columns["targets"])
-        )
-        return inputs, targets
+        return _taken(item, columns["inputs"]), _taken(item, columns["targets"])
 
     def _value(self, number: int, half: int, part: object) -> Value:
         try:
@@ -236,8 +240,18 @@ class Items:
             )
 
 
-def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
+def _names(column: Column) -> tuple[str, ...]:
+    if isinstance(column, str):
+        return (column,)
+    return tuple(column.values()) if isinstance(column, dict) else column
+
+
+def _taken(item: Mapping[str, Any], column: Column) -> object:
+    if isinstance(column, str):
+        return item[column]
+    if isinstance(column, dict):
+        return {name: item[of] for name, of in column.items()}
+    return tuple(item[of] for of in column)
 
 
 def _text(specs: Sequence[TensorSpec]) -> str:
@@ -246,6 +260,8 @@ def _text(specs: Sequence[TensorSpec]) -> str:
 
 def _value(part: Any) -> Value:
     """Return tensors in host memory; a Python number becomes one as `torch.tensor` makes it."""
+    if isinstance(part, Mapping):
+        return {str(name): _tensor(element) for name, element in part.items()}
     if isinstance(part, tuple):
         return as_tuple([_tensor(element) for element in part])
     return _tensor(part)

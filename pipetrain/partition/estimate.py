@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipetrain.boundary import Boundary, TensorSpec, Value, as_tuple, describe
+from pipetrain.boundary import Boundary, Packing, TensorSpec, as_tuple, describe, leaves_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
 from pipetrain.partition.network import INPUT, Chain, Made, Network, Tensors
@@ -79,8 +79,9 @@ def estimate(
             takes = network.takes(index, made)
             given = tuple(values[value] for value in takes)
             call = partial(network.call, index, made=tuple(made))
+            last = index == len(network.names) - 1
             try:
-                run = trial.run(_Call(name, module, takes, call), given)
+                run = trial.run(_Call(name, module, takes, call, last), given)
             except Exception as error:
                 raise ConfigError(
                     f"layer {index} ({name}) of the model cannot take {describe(given)}: {one_line(error)}"
@@ -117,7 +118,8 @@ class _Call:
     name: str
     module: nn.Module
     takes: tuple[Made, ...]
-    call: Callable[[Tensors], Value]
+    call: Callable[[Tensors], Any]
+    last: bool  # returns what the model does
 
 
 class _Trial:
@@ -175,7 +177,13 @@ class _Trial:
             storages, registered = [storage_of(t) for t in known], _registered(module)
             with self._numerics.context("cpu"), _Spy(self._names, known) as spy:
                 result = run.call(inputs)
-            outputs, wrong = as_tuple(result), spy.wrong
+            packing = Packing.of(result)
+            if packing is not None and not run.last and type(result) is not list:
+                raise TypeError(
+                    f"it returns a {type(result).__name__}, and a layer before the last must return a tensor "
+                    f"or a tuple of tensors"
+                )
+            outputs, wrong = leaves_of(result) if run.last else as_tuple(result), spy.wrong
             returned = [storage_of(t) for t in outputs]
             kept = {storage_of(place.tensor) for place in places(module)}
             if storages != [storage_of(t) for t in known]:
@@ -186,7 +194,11 @@ class _Trial:
                 name=run.name,
                 params=sum(p.numel() for p in module.parameters()),
                 flops=spy.flops + sum(t.numel() for t in outputs),
-                output=describe(self._numerics.narrow(result)),
+                output=replace(
+                    describe(self._numerics.narrow(outputs)),
+                    single=isinstance(result, Tensor),
+                    packing=packing if run.last else None,
+                ),
                 takes=run.takes,
                 draws=spy.draws,
                 writes_input=[t._version for t in inputs] != versions,

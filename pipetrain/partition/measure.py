@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.boundary import Boundary, as_tuple, describe
+from pipetrain.boundary import Boundary, Value, as_tuple, describe, leaves_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
 from pipetrain.partition.estimate import Layer, storage_of, strided
@@ -36,7 +36,7 @@ WARM_UP, REPEATS = 2, 7
 
 def measure_layers(
     model: nn.Sequential | Network,
-    x: Tensors,
+    x: Value,
     layers: Sequence[Layer],
     optimizer: OptimizerFactory,
     numerics: Numerics | None = None,
@@ -47,7 +47,7 @@ def measure_layers(
     estimates. Raises ConfigError with the name of a layer that fails.
     """
     network = model if isinstance(model, Network) else Chain(model)
-    bench = _Bench(network, layers, optimizer, numerics or Numerics(), x[0].device)
+    bench = _Bench(network, layers, optimizer, numerics or Numerics(), as_tuple(x)[0].device)
     for _ in range(WARM_UP):
         bench.run(x)
     bench.spans.clear()
@@ -105,7 +105,7 @@ class _Bench:
             for group in made.param_groups:
                 group["lr"] = 0.0  # the same work, but the weights stay as they are
 
-    def run(self, x: Tensors) -> None:
+    def run(self, x: Value) -> None:
         """Run a batch of one microbatch. Gradients accumulate, as over a batch's microbatches."""
         graphs = [outputs for outputs, _ in self._forwards(x)]
         for index in reversed(range(len(graphs))):
@@ -115,9 +115,9 @@ class _Bench:
                 with self._timed("step", index):
                     optimizer.step()
 
-    def _forwards(self, x: Tensors) -> Iterator[tuple[Tensors, Tensors]]:
+    def _forwards(self, x: Value) -> Iterator[tuple[Tensors, Tensors]]:
         """Yield each layer's outputs with their graph, and what it was given."""
-        values = {Made(INPUT, number): t for number, t in enumerate(x)}
+        values = {Made(INPUT, number): t for number, t in enumerate(as_tuple(x))}
         made = [describe(x)]
         for index, layer in enumerate(self._estimated):
             given = tuple(values[value] for value in layer.takes)
@@ -134,7 +134,7 @@ class _Bench:
         if self._estimated[index].writes_input:
             given = tuple(t.clone() for t in given)
         with self._timed("forward", index), self._numerics.context(self._device):
-            return as_tuple(self._network.call(index, given, made))
+            return leaves_of(self._network.call(index, given, made))
 
     def _backward(self, index: int, outputs: tuple[Tensor, ...]) -> None:
         wanted = [t for t in outputs if t.requires_grad]
@@ -164,11 +164,11 @@ class _Bench:
             seconds[self.spans[number][0]].append(taken)
         return defaultdict(float, {part: median(taken) for part, taken in seconds.items()})
 
-    def saved_bytes(self, x: Tensors) -> list[int]:
+    def saved_bytes(self, x: Value) -> list[int]:
         """Count the bytes that autograd saves in a forward, each storage once, at the layer that made it."""
         sizes = [0] * len(self._estimated)
         model = self._network.model
-        held = {storage_of(t) for t in (*model.parameters(), *model.buffers(), *x)}
+        held = {storage_of(t) for t in (*model.parameters(), *model.buffers(), *as_tuple(x))}
         made: dict[int, int] = {}  # storage -> the last layer that returned it
         alive = []  # kept alive, so that no address is used twice
         saved: list[Tensor] = []
@@ -189,7 +189,7 @@ class _Bench:
                 made |= {storage_of(t): index for t in outputs}
         return sizes
 
-    def peak_bytes(self, x: Tensors) -> list[int]:
+    def peak_bytes(self, x: Value) -> list[int]:
         peaks = []
         passes = self._forwards(x)
         for index in range(len(self._estimated)):

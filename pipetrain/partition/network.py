@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from pipetrain import draws
-from pipetrain.boundary import Boundary, Example, Value, as_tuple, named_layers
+from pipetrain.boundary import Boundary, Example, Packing, Value, as_tuple, leaves_of, named_layers
 from pipetrain.errors import ConfigError
 
 INPUT = -1  # in place of a layer: the data
@@ -88,7 +88,7 @@ class Network(ABC):
 
     @abstractmethod
     def call(self, index: int, tensors: Tensors, made: Sequence[Boundary]) -> Value:
-        """Run one layer with the tensors that it takes."""
+        """Run one layer with the tensors that it takes. The last one returns what the model does."""
 
     @abstractmethod
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
@@ -98,10 +98,6 @@ class Network(ABC):
         """Put the model, and all layers, in training mode or out of it."""
         for module in (self.model, *self.modules):
             module.train(mode)
-
-    @abstractmethod
-    def pack(self, outputs: Tensors, single: bool) -> Any:
-        """Return the tensors of the last layer as the model returns them; `single`: as one tensor."""
 
 
 class Stash(nn.Module):
@@ -167,9 +163,6 @@ class Chain(Network):
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
         return _ChainPart(self, slice, evaluated)
 
-    def pack(self, outputs: Tensors, single: bool) -> Any:
-        return outputs[0] if single else outputs
-
 
 def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:
     """Return the number of the Stash for that of each Pop. Raises ConfigError for one without the other."""
@@ -213,18 +206,20 @@ class _ChainPart(Part):
         for index in range(slice.start, slice.end):
             self.add_module(chain.names[index], chain.modules[index])
         self._single = True  # whether the last layer has returned one tensor
+        self._packing: Packing | None = None  # of what the model has returned, if it is no tuple either
 
     def forward(self, *tensors: Tensor) -> Tensors:
         return self.observed(tensors, None)
 
     def observed(self, tensors: Tensors, see: See | None) -> Tensors:
         slice = self.slice
-        kept: dict[int, Value] = {}  # of the layer before, and of stashes
+        entered: dict[int, Tensors] = {}
         for made, tensor in zip(slice.enters, tensors, strict=True):
-            kept[made.layer] = (*kept.get(made.layer, ()), tensor)
-        value = kept[slice.start - 1]
-        if slice.single:
-            value = value[0]
+            entered[made.layer] = (*entered.get(made.layer, ()), tensor)
+        kept: dict[int, Value] = {**entered}  # of the layer before, and of stashes
+        before = entered[slice.start - 1]
+        value: Value = before[0] if slice.single else before
+        self._packing = None
         for index, (name, layer) in enumerate(self._modules.items(), slice.start):
             assert layer is not None
             if index in slice.drawing:
@@ -233,6 +228,8 @@ class _ChainPart(Part):
                 value = (*as_tuple(value), *as_tuple(kept[self._stashes[index]]))
             elif not isinstance(layer, Stash):
                 value = layer(value)
+            if index == slice.end - 1 and type(value) is not tuple and not isinstance(value, Tensor):
+                self._packing, value = Packing.of(value), leaves_of(value)  # the model's output
             if see is not None:
                 seen = see(name, layer, as_tuple(value))
                 value = seen[0] if isinstance(value, Tensor) else seen
@@ -243,6 +240,8 @@ class _ChainPart(Part):
         return tuple(t for layer in self._leaving for t in as_tuple(kept[layer]))
 
     def pack(self, outputs: Tensors) -> Any:
+        if self._packing is not None:
+            return self._packing.pack(outputs)
         return outputs[0] if self._single else outputs
 
 
@@ -251,6 +250,12 @@ def network_of(model: nn.Module | Network, example: Example) -> Network:
     if isinstance(model, Network):
         return model
     if isinstance(model, nn.Sequential):
+        if example.names is not None:
+            raise ConfigError(
+                f"the inputs are a dict of {', '.join(example.names)}, and an nn.Sequential takes a tensor "
+                f"or a tuple: let the data give that, or the model be a module with forward("
+                f"{', '.join(example.names)})"
+            )
         return Chain(model)
     from pipetrain.partition.trace import trace  # imports torch.export, which takes a second
 

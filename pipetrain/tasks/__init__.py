@@ -18,7 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipetrain.boundary import Boundary, Value, as_tuple, differentiable, on_each, specs_of
+from pipetrain.boundary import (
+    Boundary,
+    TensorSpec,
+    Value,
+    as_tuple,
+    differentiable,
+    leaves_of,
+    on_each,
+    scores_of,
+    specs_of,
+)
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.tally import Tally
 from pipetrain.tasks.metrics import Accuracy, Mean, MeanIoU, Metric, MetricFunction, Perplexity, SquaredError
@@ -139,8 +149,8 @@ class Classification(Task):
         return _counting(targets, self._ignored)
 
     def classes_of(self, outputs: Boundary) -> int | None:
-        shape = outputs.specs[0].shape
-        return shape[1] if outputs.single and len(shape) > 1 else None
+        shape = _scores(outputs).shape
+        return shape[1] if len(shape) > 1 else None
 
     def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
         scores, labels = _tensor(outputs, "scores [n, classes]"), _tensor(targets, "labels")
@@ -166,7 +176,8 @@ class LanguageModelling(Classification):
         super().__init__(label_smoothing, ignore_index, (Perplexity(), Accuracy(ignore_index, axis=-1)))
 
     def classes_of(self, outputs: Boundary) -> int | None:
-        return outputs.specs[0].shape[-1] if outputs.single else None
+        shape = _scores(outputs).shape
+        return shape[-1] if shape else None
 
     def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
         scores, tokens = _tensor(outputs, "scores [n, t, vocabulary]"), _tensor(targets, "tokens [n, t]")
@@ -189,9 +200,19 @@ class Regression(Task):
 
 
 def _tensor(value: Value, what: str) -> Tensor:
+    value = scores_of(value)
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} must be one tensor, not {len(value)} of them")
     return value
+
+
+def _scores(outputs: Boundary) -> TensorSpec | Tensor:
+    """Return what has the shape of the scores among a model's outputs; of no dimension if unknown."""
+    unknown = TensorSpec((), torch.float32)
+    if outputs.packing is None:
+        return outputs.specs[0] if outputs.single else unknown
+    packed = scores_of(outputs.pack(tuple(torch.empty(spec.shape, device="meta") for spec in outputs.specs)))
+    return packed if isinstance(packed, Tensor) else unknown
 
 
 def _counting(targets: Value, ignored: int) -> Tensor | float:
@@ -252,15 +273,16 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
     """
     n = len(as_tuple(targets)[0])
     first = outputs.specs[0].shape[0]
-    per_sample = sum(spec.numel for spec in outputs.specs) / first
+    per_sample = sum(spec.numel for spec in outputs.specs if spec.shape) / first
     n = max(min(n, int(MOST_TRIED / per_sample)), min(n, 2))
     wanted = _part(targets, 0, n)
     generator = torch.Generator().manual_seed(0)
+    shapes = [spec.shape and (n * spec.shape[0] // first, *spec.shape[1:]) for spec in outputs.specs]
     made = tuple(
-        torch.rand((n * spec.shape[0] // first, *spec.shape[1:]), generator=generator).to(spec.dtype)
-        for spec in outputs.specs
+        torch.rand(shape, generator=generator).to(spec.dtype)
+        for shape, spec in zip(shapes, outputs.specs, strict=True)
     )
-    given: Value = made[0] if outputs.single else made
+    given: Value = outputs.pack(made)
     where = (
         f"task {task} cannot take the model's {outputs} (layer {layer}) with targets "
         f"{' + '.join(map(str, specs_of(as_tuple(wanted))))}"
@@ -309,7 +331,7 @@ def _prove_loss(task: Task, given: Value, wanted: Value, where: str) -> Tensor:
             f"the loss of task {task} has no gradient with respect to the outputs: compute it from them by "
             f"differentiable operations, without detach() or item()"
         )
-    ours = {id(t) for t in as_tuple(outputs)}
+    ours = {id(t) for t in leaves_of(outputs)}
     if others := [leaf for leaf in _leaves(whole) if id(leaf) not in ours]:
         raise ConfigError(
             f"the loss of task {task} has a gradient for a {specs_of(others)[0]} that is not among the "
@@ -354,4 +376,4 @@ def _tried(call: Callable[[Value, Value], Any], outputs: Value, targets: Value, 
 
 
 def _part(value: Value, start: int, end: int) -> Value:
-    return on_each(value, lambda t: t[start:end])
+    return on_each(value, lambda t: t[start:end] if t.dim() else t)

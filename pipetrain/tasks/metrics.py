@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pipetrain.boundary import Value, as_tuple
+from pipetrain.boundary import Value, as_tuple, leaves_of, scores_of
 
 MetricFunction = Callable[[Value, Value], Tensor | float]
 """(outputs, targets) -> the mean over the samples of a microbatch."""
@@ -48,7 +48,7 @@ class Mean(Metric):
         self._function = function
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
-        device, n = as_tuple(outputs)[0].device, len(as_tuple(targets)[0])
+        device, n = _first(outputs).device, len(as_tuple(targets)[0])
         mean = torch.as_tensor(self._function(outputs, targets), dtype=torch.float64, device=device)
         if mean.dim():
             raise ValueError(f"it must return one number, not {list(mean.shape)}")
@@ -71,7 +71,7 @@ class Accuracy(Metric):
         self._top = top
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
-        scores, labels = as_tuple(outputs)[0], as_tuple(targets)[0]
+        scores, labels = _first(outputs), as_tuple(targets)[0]
         if labels.is_floating_point():  # probabilities of classes
             labels = labels.argmax(self._axis)
         if self._top == 1:
@@ -93,7 +93,7 @@ class Perplexity(Metric):
     higher = False
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
-        return as_tuple(outputs)[0].new_zeros(0)
+        return _first(outputs).new_zeros(0)
 
     def value(self, sums: Sequence[float], loss: float) -> float:
         return math.exp(loss) if loss < 700 else math.inf if loss >= 700 else math.nan
@@ -112,7 +112,7 @@ class MeanIoU(Metric):
         self._ignored = ignore_index
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
-        scores, labels = as_tuple(outputs)[0], as_tuple(targets)[0]
+        scores, labels = _first(outputs), as_tuple(targets)[0]
         classes, counted = scores.shape[1], labels != self._ignored
         found, wanted = scores.argmax(1)[counted], labels[counted]
         both = torch.bincount(wanted[found == wanted], minlength=classes)
@@ -132,11 +132,15 @@ class SquaredError(Metric):
     higher = False
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
-        errors = (as_tuple(outputs)[0] - as_tuple(targets)[0]).double()
+        errors = (_first(outputs) - as_tuple(targets)[0]).double()
         return torch.stack([errors.square().sum(), errors.new_tensor(errors.numel())])
 
     def value(self, sums: Sequence[float], loss: float) -> float:
         return _ratio(sums)
+
+
+def _first(outputs: Value) -> Tensor:
+    return leaves_of(scores_of(outputs))[0]
 
 
 def _ratio(sums: Sequence[float]) -> float:

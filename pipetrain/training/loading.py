@@ -8,7 +8,7 @@ and sends the targets to the last one. No input is ever paired with another's ta
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.runtime.mesh import Mesh
 
 Batches = Iterable[Any]
-"""Yields (inputs, targets): each a tensor [n, ...], or a tuple or list of them."""
+"""Yields (inputs, targets): each a tensor [n, ...], or a tuple, list or dict of them."""
 
 
 class BadBatch(TrainingStopped):
@@ -56,7 +56,11 @@ def _value(part: Any, what: str) -> Value:
         return part.cpu()
     if isinstance(part, tuple) and part and all(isinstance(t, Tensor) and t.dim() for t in part):
         return tuple(t.cpu() for t in part)
-    raise BadBatch(f"the {what} must be a tensor [n, ...] or a tuple of them; got {type(part).__name__}")
+    if isinstance(part, Mapping) and part and all(isinstance(t, Tensor) and t.dim() for t in part.values()):
+        return {str(name): t.cpu() for name, t in part.items()}
+    raise BadBatch(
+        f"the {what} must be a tensor [n, ...], or a tuple or a dict of them; got {type(part).__name__}"
+    )
 
 
 def known_sizes(loader: Batches) -> list[int] | None:
@@ -232,7 +236,7 @@ class WindowSource:
         for sizes in self._sizes:
             boundary = self._form.targets.of(sum(sizes))
             made = tuple(self._mesh.take_tensor("the targets of a batch", spec, 0) for spec in boundary.specs)
-            yield from _cut(made[0] if boundary.single else made, sizes)
+            yield from _cut(self._form.targets.value(made), sizes)
 
     def close(self) -> None:
         """Wait until the targets have been sent."""
@@ -242,6 +246,6 @@ class WindowSource:
 
 def _cut(value: Value, sizes: Sequence[int]) -> list[Value]:
     """Cut a batch's tensors into microbatches."""
-    if isinstance(value, Tensor):
-        return list(torch.split(value, list(sizes)))
-    return list(zip(*(torch.split(t, list(sizes)) for t in value), strict=True))
+    form = Example.in_batch(value)
+    pieces = zip(*(torch.split(t, list(sizes)) for t in as_tuple(value)), strict=True)
+    return [form.value(piece) for piece in pieces]

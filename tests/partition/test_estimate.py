@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,7 +85,9 @@ class Once(nn.Module):
 
 
 def test_a_list_and_a_tuple_of_one_are_tuples():
-    assert estimate(nn.Sequential(Listed()), IMAGES)[0].output == Boundary(
+    listed = estimate(nn.Sequential(Listed()), IMAGES)[0].output
+    assert listed.pack(("a", "b")) == ["a", "b"]  # to the loss as it is
+    assert replace(listed, packing=None) == Boundary(
         (TensorSpec((2, 3, 8, 8), torch.float32),) * 2,
         single=False,
         needs_grad=(False,) * 2,
