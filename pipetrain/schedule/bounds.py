@@ -31,7 +31,7 @@ def edge_bounds(
     """
     found = edges(program, routes)
     if not any(action.op in (Op.B, Op.I) for actions in program for action in actions):
-        # Ranks that go from diagonal to diagonal together have at most d + 1 messages on the way over d stages.
+        # Ranks that advance together have at most d + 1 messages on the way over d stages.
         return {edge: buffer_size + (edge[1] - edge[0]) // 2 for edge in found}
     bounds = free_skips(found, buffer_size, 1 + max(action.mb for actions in program for action in actions))
     if not all(map(_near, bounds)):
