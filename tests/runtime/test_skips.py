@@ -30,7 +30,7 @@ def words(schedule: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("cuts", ["[3,9]", "[6,11]"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_equals_the_reference(schedule, cuts):
-    """Four updates, with dropout and BatchNorm; the last batch is shorter, and its microbatches are uneven."""
+    """Four updates, with dropout and BatchNorm; the last batch is shorter, its microbatches uneven."""
     check(Case(schedule, 3, (*DROPS, "microbatches=3", f"partition={cuts}", *words(schedule))))
 
 

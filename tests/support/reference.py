@@ -170,7 +170,7 @@ def _draw(number: int, layer: nn.Module, inputs: object) -> None:
 
 
 def _narrow_at(model: nn.Sequential, cuts: Sequence[int]) -> None:
-    """Let what crosses a cut be in bf16: the outputs of layers before it, and what is kept for a later stage."""
+    """Let what crosses a cut be in bf16: outputs of layers before it, and what is kept for a later stage."""
     layers = [layer for _, layer in named_layers(model)]
     for number, layer in enumerate(layers):
         if isinstance(layer, Pop):
