@@ -66,3 +66,9 @@ def begin(layer: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
+
+
+def leave_to_python() -> None:
+    """Keep torch.compile out of `begin`: it would compile it again for each seed."""
+    global begin
+    begin = torch.compiler.disable(begin)
