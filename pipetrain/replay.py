@@ -23,8 +23,9 @@ from typing import Any
 
 from pipetrain.errors import ConfigError
 from pipetrain.schedule import chrome
-from pipetrain.schedule.actions import COMMUNICATION, COMPUTE, RECEIVES, UPDATE, Action, Op, Program
-from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.actions import COMMUNICATION, COMPUTE, RECEIVES, UPDATE, Action, Op, Program, Ties
+from pipetrain.schedule.lower import Route
+from pipetrain.schedule.simulate import BufferSize, simulate
 from pipetrain.schedule.timeline import Costs, Kind, Row, TracedWindow
 
 CONDITIONS = {
@@ -32,6 +33,7 @@ CONDITIONS = {
     "memory_format", "epoch_batches", "batch_size", "microbatches", "window", "buffer_size",
 }  # fmt: skip
 """The keys that a trace must have."""
+TOLD = frozenset({Op.TIE, Op.NORM})  # the rank goes on while what it tells travels
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,31 @@ class Replay:
             [row.actions for row in longest.timeline.rows],
             longest.samples,
             batch_size=self.about["batch_size"],
-            buffer_size=self.about["buffer_size"],
             repeated=self.about["window"] is not None,
+            **self._links(),
         )
 
+    def _links(self) -> dict[str, Any]:
+        """Return what joined the stages of the traced run, for `figures`."""
+        links = self.about.get("links")
+        if links is None:  # each stage and the next
+            return {"buffer_size": self.about["buffer_size"]}
+        return {
+            "buffer_size": {(source, to): bound for source, to, bound in links["bounds"]},
+            "routes": [(source, to) for source, to in links["routes"]],
+            "ties": [tuple(tie) for tie in links["ties"]],
+        }
+
     def figures(
-        self, program: Program, samples: Sequence[int], *, batch_size: int, buffer_size: int, repeated: bool
+        self,
+        program: Program,
+        samples: Sequence[int],
+        *,
+        batch_size: int,
+        buffer_size: BufferSize,
+        repeated: bool,
+        routes: Sequence[Route] | None = None,
+        ties: Ties = (),
     ) -> Figures:
         """Simulate a lowered program whose microbatches have these numbers of samples.
 
@@ -98,7 +119,7 @@ class Replay:
             return self.costs(action) * (1.0 if action.op in UPDATE else samples[action.mb] / whole)
 
         # These figures do not depend on the number of microbatches in a batch.
-        run = simulate(program, 1, buffer_size=buffer_size, cost=cost)
+        run = simulate(program, 1, buffer_size=buffer_size, cost=cost, routes=routes, ties=ties)
         own = [
             own * sum(action.op in COMPUTE for action in actions)
             for own, actions in zip(self.own_s, program, strict=True)
@@ -140,7 +161,7 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     for window in windows:
         for span in (span for row in window.timeline.rows for span in row.spans):
-            if (action := span.action) is None or action.op in COMMUNICATION or action.op is Op.NORM:
+            if (action := span.action) is None or action.op in COMMUNICATION or action.op in TOLD:
                 continue
             if action.op in UPDATE or window.samples[action.mb] == whole:
                 durations[action.stage, action.op].append(span.end - span.start - span.waited)
@@ -180,21 +201,28 @@ def _travels(windows: Sequence[TracedWindow]) -> dict[Kind, float]:
                 if span.start < left:
                     send = Op.SEND_F if action.op is Op.RECV_F else Op.SEND_B
                     times[action.peer, send, action.stage].append(max(0.0, span.start + span.waited - left))
-        for action, travelled in _norms_travel(window):
+        for action, travelled in _told_travel(window):
             times[action.stage, action.op].append(travelled)
     return {edge: typical(travelled) for edge, travelled in times.items()}
 
 
-def _norms_travel(window: TracedWindow) -> Iterator[tuple[Action, float]]:
-    """Yield each NORM, and the time from the last one of its update to the first STEP."""
-    told: dict[int, list[tuple[Action, float]]] = defaultdict(list)
-    began: dict[int, float] = {}
-    for span in (span for row in window.timeline.rows for span in row.spans):
-        if span.action is not None and span.action.op is Op.NORM:
-            told[span.action.version].append((span.action, span.end))
-        elif span.action is not None and span.action.op is Op.STEP:
-            version = span.action.version
-            began[version] = min(began.get(version, span.end), span.start + span.waited)
-    for version, norms in told.items():
-        travelled = max(0.0, began[version] - max(end for _, end in norms))
-        yield from ((action, travelled) for action, _ in norms)
+def _told_travel(window: TracedWindow) -> Iterator[tuple[Action, float]]:
+    """Yield each TIE and NORM, and the time from the last of its kind for an update to what first waited."""
+    told: dict[tuple[Op, int], list[tuple[Action, float]]] = defaultdict(list)
+    began: dict[tuple[Op, int], float] = {}
+    found = [(span.action, span) for row in window.timeline.rows for span in row.spans]
+    spans = [(action, span) for action, span in found if action is not None]
+    norms = any(action.op is Op.NORM for action, _ in spans)
+    tied = {action.stage for action, _ in spans if action.op is Op.TIE}
+    for action, span in spans:
+        if action.op in TOLD:
+            told[action.op, action.version].append((action, span.end))
+        waits_for = [Op.NORM] if action.op is Op.STEP and norms else []
+        if action.stage in tied and action.op is (Op.NORM if norms else Op.STEP):
+            waits_for.append(Op.TIE)
+        for op in waits_for:
+            key = op, action.version
+            began[key] = min(began.get(key, span.end), span.start + span.waited)
+    for key, actions in told.items():
+        travelled = max(0.0, began[key] - max(end for _, end in actions))
+        yield from ((action, travelled) for action, _ in actions)
