@@ -1,7 +1,7 @@
 """Runs a lowered program in any order that its waits allow: a second judge of what `simulate` says.
 
-It has no times. Each turn does one thing that can be done, chosen at random: the next action of a rank, or the
-transfer of a message for which a receive is posted. Channels keep to the words of runtime/channel.py, and
+It has no times. Each turn does one thing that can be done, chosen at random: the next action of a rank, or
+the transfer of a message for which a receive is posted. Channels keep to the words of runtime/channel.py, and
 every value that an action uses must be there and be the right one.
 """
 
@@ -59,7 +59,9 @@ class Executor:
             edge: Pipe(bound, [a.mb for a in every if a.op in RECEIVES and a.edge == edge])
             for edge, bound in bounds.items()
         }
-        self.rank = {stage: rank for rank, actions in enumerate(program) for stage in {a.stage for a in actions}}
+        self.rank = {
+            stage: rank for rank, actions in enumerate(program) for stage in {a.stage for a in actions}
+        }
         self.there: set[tuple[int, Op, int, int]] = set()  # (at stage, F or B, of stage, microbatch)
         self.open: Counter[int] = Counter()
         self.activations = dict.fromkeys(stages, 0)

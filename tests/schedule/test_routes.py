@@ -80,5 +80,3 @@ def test_at_its_bounds_a_skip_never_blocks_and_costs_nothing(
     assert Executor(program, bounds, routes, seed).run()
     free = {edge: size if abs(edge[0] - edge[1]) == 1 else batches * m for edge, size in bounds.items()}
     assert result.makespan == simulate(program, 1, buffer_size=free, routes=routes).makespan
-
-
