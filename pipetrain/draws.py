@@ -56,8 +56,11 @@ def drawing(seeds: Seeds | None) -> Iterator[None]:
 
 
 def begin(layer: int) -> None:
-    """Seed torch's generators for a layer that is about to draw."""
-    if _drawing is None:
+    """Seed torch's generators for a layer that is about to draw.
+
+    Not within torch.compile: a compiled stage is seeded as a whole, so that its numbers depend on the cut.
+    """
+    if torch.compiler.is_compiling() or _drawing is None:
         return
     seed = _drawing.of(layer)
     torch.default_generator.manual_seed(seed)

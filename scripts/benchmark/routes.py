@@ -1,7 +1,7 @@
 """Suite: the bytes that a U-Net's skips take by routes, and handed on by hand through every stage.
 
-The same model, cut and batch, twice: with its skips as they are, each of which travels straight from the stage
-that makes it to the one that uses it; and with layers that take and return tuples, so that each cut between
+The same model, cut and batch, twice: with its skips as they are, each of which travels straight from the
+stage that makes it to the one that uses it; and with layers that take and return tuples, so that each cut between
 the two carries it once more. Nothing else can be done where a stage sends to the next one alone.
 """
 
