@@ -7,7 +7,7 @@ checked and simulated at the buffer size of the real channels.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -30,24 +30,27 @@ from pipetrain.partition.crossing import (
     refuse_changing,
     refuse_cuts,
     seams,
+    shared_weights,
 )
 from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.network import Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic
 from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, placement
+from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.check import check
-from pipetrain.schedule.lower import Route, edges, lower
+from pipetrain.schedule.lower import Edge, Route, edges, lower
 from pipetrain.schedule.policy import Bounds, Policy, compute_program
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Timeline
-from pipetrain.schedule.transforms import with_norms
+from pipetrain.schedule.transforms import with_norms, with_ties
 from pipetrain.tasks import Task, prove_task
 
 if TYPE_CHECKING:
     from pipetrain.runtime.order import Order
 
+Tie = tuple[int, ...]  # the stages that share a weight, ascending
 Estimates = dict[int, list[Layer]]  # number of samples in a microbatch -> the layers as estimated for it
 
 
@@ -61,6 +64,22 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Links:
+    """What joins the stages of a cut model, beside the order of its actions.
+
+    `shared`: the stages of each weight that several have, by its name in the model; `bounds`: of the edges.
+    """
+
+    routes: list[Route]
+    shared: Mapping[str, Tie]
+    bounds: Mapping[Edge, int] = field(default_factory=dict)
+
+    @property
+    def ties(self) -> list[Tie]:
+        return sorted(set(self.shared.values()))
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything known of a run before it starts. Stages are numbered over all ranks, virtual ones too."""
 
@@ -70,6 +89,7 @@ class Plan:
     layers: list[Layer]  # as estimated for a full microbatch
     cuts: list[int]
     placement: list[int]  # the rank of each stage
+    links: Links
     seams: Seams  # for a full microbatch
     evaluated_seams: Seams  # for a microbatch of an evaluation
     windows: Mapping[int, Window]  # by the number of batches
@@ -97,7 +117,12 @@ class Plan:
     @property
     def routes(self) -> list[Route]:
         """The pairs of stages between which activations travel, ascending."""
-        return list(self.seams.routes)
+        return self.links.routes
+
+    @property
+    def ties(self) -> list[Tie]:
+        """The groups of stages that share weights, in one fixed order."""
+        return self.links.ties
 
     @property
     def window(self) -> Window:
@@ -235,11 +260,14 @@ def make_plan(
     refuse_cuts(network, layers, cuts)
     refuse_changing([*trained.values(), *evaluated.values()], cuts, example.of(full))
     joined = seams(layers, cuts, example.of(full))
-    routes = list(joined.routes)
-    if routes != list(pairwise(range(len(where)))):  # the neighbours' were proven above
-        windows = {n: prove(settings, schedule, n, routes) for n in windows}
-    program = lower(forward_only(where, len(samples.evaluation)), routes)
-    simulate(program, 1, buffer_size=settings.buffer_size, routes=routes)
+    links = Links(list(joined.routes), shared_weights(network, cuts))
+    refuse_ties(settings, schedule, links)
+    program = lower(forward_only(where, len(samples.evaluation)), links.routes)
+    lowered = [program, *(lower(_compute(settings, schedule, n), links.routes) for n in windows)]
+    bounds = widest([edge_bounds(one, links.routes, settings.buffer_size) for one in lowered])
+    links = replace(links, bounds=bounds)
+    windows = {n: prove(settings, schedule, n, links) for n in windows}
+    simulate(program, 1, buffer_size=bounds, routes=links.routes)
     return Plan(
         settings=settings,
         numerics=numerics,
@@ -247,6 +275,7 @@ def make_plan(
         layers=layers,
         cuts=cuts,
         placement=where,
+        links=links,
         seams=joined,
         evaluated_seams=seams(next(iter(evaluated.values())), cuts, example.of(full)),
         windows=windows,
@@ -323,24 +352,44 @@ def _compute(settings: Settings, schedule: Schedule, batches: int) -> Program:
         ) from error
 
 
-def prove(
-    settings: Settings, schedule: Schedule, batches: int, routes: Sequence[Route] | None = None
-) -> Window:
+def prove(settings: Settings, schedule: Schedule, batches: int, links: Links | None = None) -> Window:
     """Make the program of one window, and check it for soundness and deadlock. Raises ScheduleError.
 
-    `routes`: between the stages; None: from each to the next.
+    `links`: between the stages; None: from each to the next.
     """
+    routes, ties = (links.routes, links.ties) if links else (None, [])
+    buffer_size = links.bounds if links else settings.buffer_size
     compute = _compute(settings, schedule, batches)
     norms = settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model"
     placement(compute)  # one rank a stage: the engine has no replicas yet
-    program = lower(with_norms(compute) if norms else compute, routes)
-    check(program, batches, settings.microbatches, routes, norms)
-    run = simulate(program, settings.microbatches, buffer_size=settings.buffer_size, routes=routes)
+    compute = with_ties(with_norms(compute) if norms else compute, ties) if ties or norms else compute
+    program = lower(compute, routes)
+    check(program, batches, settings.microbatches, routes, norms, ties)
+    run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
     bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
     if isinstance(schedule, Policy):
         stages = len(program)
         bounds = [schedule.bounds(stage, stages, batches, settings.microbatches) for stage in range(stages)]
     return Window(program, run, bounds)
+
+
+def refuse_ties(settings: Settings, schedule: Schedule, links: Links) -> None:
+    """Refuse shared weights whose copies would come apart. Raises ConfigError."""
+    if not links.ties:
+        return
+    name, stages = next(iter(links.shared.items()))
+    several = f"{name} is a weight of stages {' and '.join(map(str, stages))}"
+    together = "keep the layers that share it in one stage by partition="
+    if isinstance(schedule, Policy):
+        raise ConfigError(
+            f"{several}, which step it by one gradient, and {settings.schedule} decides its order while it "
+            f"runs: {together}, or choose a schedule with a fixed order"
+        )
+    if settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "stage":
+        raise ConfigError(
+            f"{several}, and clip_grad_norm_over=stage would scale its gradient by the norm of each: choose "
+            f"clip_grad_norm_over=model, or {together}"
+        )
 
 
 def _estimates(

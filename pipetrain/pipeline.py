@@ -385,7 +385,7 @@ class Pipeline:
         plan = self.plan
         if batches not in plan.windows:
             assert isinstance(plan.windows, dict)
-            plan.windows[batches] = prove(self._settings, self._schedule, batches, plan.routes)
+            plan.windows[batches] = prove(self._settings, self._schedule, batches, plan.links)
             self._begun.engine.bounds = {stage: plan.peaks(stage) for stage in self._begun.stages}
 
     @contextmanager
@@ -433,7 +433,7 @@ class Pipeline:
             network.values = self._initial
         plan = self._make_plan(replace(settings, window=self._least), network, form.inputs, sizes)
         with self._together():
-            self._mesh.open(plan.edges)
+            self._mesh.open(plan.edges, plan.ties)
         self._on_first("the task", reader, partial(self._prove_task, plan))
         plan = _OpenPlan.of(plan, settings)
         self._settings, self._form = settings, form

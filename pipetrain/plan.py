@@ -116,6 +116,8 @@ def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) 
         head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"
     if settings.clip_grad_norm is not None:
         head += f"clip_grad_norm {settings.clip_grad_norm:g} by the norm of {_clipped(plan)}\n"
+    for name, stages in plan.links.shared.items():
+        head += f"{name} is trained as one by stages {', '.join(map(str, stages))}\n"
     run = played(plan)
     picture = as_text(run, width, _unit_of_time(plan), span)
     predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches)]
@@ -141,7 +143,8 @@ def _partition(plan: Plan) -> str:
         entry = plan.boundaries[size][stage]
         row = [str(stage), str(rank), f"{slice_.start}-{slice_.stop - 1} {held[0].name}..{held[-1].name}"]
         row.append(f"{sum(layer.params for layer in held):,}")
-        row += [f"{sum(layer.flops for layer in held) / flops:.1%}", str(entry), f"{entry.nbytes:,}"]
+        row += [f"{sum(layer.flops for layer in held) / flops:.1%}", _entering(plan, stage, size)]
+        row.append(f"{entry.nbytes:,}")
         if coded:
             row += [f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size)]
         if plan.prediction is not None:
@@ -149,6 +152,17 @@ def _partition(plan: Plan) -> str:
             row += [*(f"{1e3 * s:.2f}" for s in seconds), f"{held_bytes / 2**20:.1f}"]
         rows.append(row)
     return _aligned(rows)
+
+
+def _entering(plan: Plan, stage: int, size: int) -> str:
+    """Return what enters a stage, and what of it comes from another than the one before."""
+    entry = plan.boundaries[size][stage]
+    parts = [
+        f"{entry.only(carried.entered)}{f' from {source}' if source != stage - 1 else ''}"
+        for (source, to), carried in plan.seams.routes.items()
+        if to == stage
+    ]
+    return " + ".join(parts) if stage else str(entry)
 
 
 def _predicted(run: Timeline, prediction: Prediction, batches: int) -> str:

@@ -29,9 +29,14 @@ class StageTimes:
 
 def played(plan: Plan) -> Timeline:
     """Return the longest window, simulated with `plan.costs` in seconds, or else with the estimated work."""
-    m, buffer_size = plan.settings.microbatches, plan.settings.buffer_size
-    cost = plan.costs or estimated_costs(plan)
-    return simulate(plan.window.program, m, buffer_size=buffer_size, cost=cost, routes=plan.routes)
+    return simulate(
+        plan.window.program,
+        plan.settings.microbatches,
+        buffer_size=plan.links.bounds,
+        cost=plan.costs or estimated_costs(plan),
+        routes=plan.routes,
+        ties=plan.ties,
+    )
 
 
 def predict(plan: Plan, run: Timeline) -> list[StageTimes]:

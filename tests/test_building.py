@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from pipetrain.boundary import Boundary, TensorSpec, Value
+from pipetrain.boundary import Boundary, Example, TensorSpec, Value
 from pipetrain.building import Models, make_model, make_schedule, make_task
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.crossing import refuse_cuts
@@ -56,10 +56,13 @@ def test_dtype_is_a_conversion_of_the_same_weights():
     [
         (["model._target_=no.such.thing"], "model cannot be built: Error locating target 'no.such.thing'"),
         (
-            ["model._target_=tests.support.models.not_sequential"],
-            "must return an nn.Sequential of the layers",
+            ["model._target_=tests.support.models.not_a_module"],
+            "tests.support.models.not_a_module must return an nn.Module, not list",
         ),
-        (["model._target_=torch.nn.Sequential"], "of the layers to cut between, not an empty one"),
+        (
+            ["model._target_=torch.nn.Sequential"],
+            "torch.nn.Sequential must return an nn.Module, not an empty nn.Sequential",
+        ),
         (["+model.colour=red"], "vgg16 takes no colour; leave it out with ~model.colour"),
         (["model=mlp", "+model.depth=1"], "model mlp needs depth >= 2"),
         (["model=mlp", "+model.width=x"], "model cannot be built"),
@@ -104,6 +107,7 @@ def test_whatever_a_model_is_it_is_built_or_refused_in_one_line(target, argument
 # One model for a process
 
 BUILT = []
+IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
 
 
 class Draws(nn.Module):
@@ -149,11 +153,11 @@ def counted_config(kind: str) -> DictConfig:
 
 
 def test_a_model_is_built_once_and_given_away():
-    asked = counted_config("known"), 3, torch.float32
+    asked = counted_config("known"), 3, torch.float32, IMAGE
     BUILT.clear()
     models = Models()
-    copies = [models.copy(*asked) for _ in range(2)]
-    model = models.take(*asked)
+    copies = [models.copy(*asked).model for _ in range(2)]
+    model = models.take(*asked).model
     assert len(BUILT) == 1
     for copy in copies:
         assert same(copy, model)
@@ -161,17 +165,17 @@ def test_a_model_is_built_once_and_given_away():
     gone = weakref.ref(model)
     del model
     assert gone() is None  # nobody else holds it
-    assert len(models.take(*asked)) == 3
+    assert len(models.take(*asked).modules) == 3
     assert len(BUILT) == 2
 
 
 def test_whoever_plans_leaves_no_trace_in_a_model():
     asked = counted_config("draws"), 3, torch.float32
     models, x = Models(), torch.ones(2, 3, 32, 32)
-    first, second = (models.copy(*asked) for _ in range(2))
+    first, second = (models.copy(*asked, IMAGE).model for _ in range(2))
     assert not torch.equal(first(x), second(x))  # both draw
-    assert torch.equal(models.copy(*asked)(x), models.see(*asked)(x))
-    assert len(models.take(*asked)[1].seen[0]) == 1
+    assert torch.equal(models.copy(*asked, IMAGE).model(x), models.see(*asked)(x))
+    assert len(models.take(*asked, IMAGE).modules[1].seen[0]) == 1
 
 
 def test_another_model_or_seed_or_dtype_is_built_anew():
@@ -179,16 +183,16 @@ def test_another_model_or_seed_or_dtype_is_built_anew():
     BUILT.clear()
     models = Models()
     for asked in ((known, 3, torch.float32), (known, 4, torch.float32), (known, 4, torch.float64)):
-        models.copy(*asked)
+        models.copy(*asked, IMAGE)
     assert BUILT == ["known"] * 3
-    assert len(models.take(other, 4, torch.float64)) == 4
+    assert len(models.take(other, 4, torch.float64, IMAGE).modules) == 4
     assert BUILT[3:] == ["draws"]
 
 
 @pytest.mark.parametrize(("kind", "cut"), [("functions", 4), ("memory", 3)])
 def test_what_layers_share_is_seen_in_what_is_planned(kind, cut):
     """A copy of functions would go on using the model, and tensors that share memory would be parted."""
-    model = Models().copy(counted_config(kind), 3, torch.float32)
+    model = Models().copy(counted_config(kind), 3, torch.float32, IMAGE)
     layers = estimate(model, Boundary((TensorSpec((2, 3, 32, 32), torch.float32),)))
     assert "shares its" in refusal(lambda: refuse_cuts(model, layers, [cut]))
     refuse_cuts(model, layers, [1])

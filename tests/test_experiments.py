@@ -66,6 +66,13 @@ def test_segmentation_finds_discs_and_rectangles(monkeypatch, tmp_path):
     assert summary(tmp_path)["val_miou"] > 0.35
 
 
+def test_a_unet_finds_discs_and_rectangles(monkeypatch, tmp_path):
+    small = ("model.levels=3", "model.width=8", "data.source.size=16", "data.sample.shape=[3,16,16]")
+    small += ("data.train_limit=160", "data.test_limit=32", "batch_size=8", "microbatches=1", "optim.lr=0.01")
+    train_here(monkeypatch, tmp_path, "experiment=unet", *small, "epochs=4")
+    assert summary(tmp_path)["val_miou"] > 0.5
+
+
 def test_a_gpt_learns_more_than_the_frequency_of_letters(monkeypatch, tmp_path):
     """Letters by their frequency alone have a perplexity of 27 here."""
     small = ("model.depth=1", "model.width=48", "data.block=32", "data.train_limit=480", "data.test_limit=40")

@@ -26,7 +26,7 @@ MODELS = [
     "tied",
     "reused",
 ]
-MODELS += ["shared_statistics", "explode", "not_sequential", "frozen", "lazy", "complex_inside"]
+MODELS += ["shared_statistics", "explode", "not_a_module", "frozen", "lazy", "complex_inside"]
 
 # Values that work, some of them with others only, and values that cannot be.
 POOL: dict[str, list[object]] = {

@@ -29,8 +29,8 @@ COSTS = Costs(
         (1, Op.B): 2.0,
         (1, Op.STEP): 0.5,
         (1, Op.REDUCE): 0.0,
-        (0, Op.SEND_F): 0.125,
-        (1, Op.SEND_B): 0.0625,
+        (0, Op.SEND_F, 1): 0.125,
+        (1, Op.SEND_B, 0): 0.0625,
     }
 )
 TRACED = lower(one_f_one_b(2, 1, 4))
@@ -100,8 +100,8 @@ def test_messages_that_nobody_waited_for_say_nothing_of_their_travel():
     slow = Costs({**COSTS.seconds, (1, Op.F): 4.0, (1, Op.B): 8.0})
     program = lower(pipedream(2, 6, 1))
     made = replay(about(program, 1), as_measured(program, slow))
-    assert made.costs.seconds[0, Op.SEND_F] == pytest.approx(0.125)
-    assert made.costs.seconds[1, Op.SEND_B] == pytest.approx(0.0625)
+    assert made.costs.seconds[0, Op.SEND_F, 1] == pytest.approx(0.125)
+    assert made.costs.seconds[1, Op.SEND_B, 0] == pytest.approx(0.0625)
 
 
 def a_bit_later(row: Row) -> Row:

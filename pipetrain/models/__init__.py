@@ -9,6 +9,7 @@ A user's model is a factory of the same kind: `model._target_=my_package.my_fact
 from __future__ import annotations
 
 from pipetrain.models.gpt import gpt
+from pipetrain.models.unet import unet
 from pipetrain.models.vision import mlp, resnet18, resnet34, resnet50, vgg11, vgg13, vgg16, vgg19
 
-__all__ = ["gpt", "mlp", "resnet18", "resnet34", "resnet50", "vgg11", "vgg13", "vgg16", "vgg19"]
+__all__ = ["gpt", "mlp", "resnet18", "resnet34", "resnet50", "unet", "vgg11", "vgg13", "vgg16", "vgg19"]

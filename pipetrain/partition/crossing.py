@@ -196,21 +196,40 @@ def cuts_that_may_be(network: Network, layers: Sequence[Layer]) -> list[int]:
 
 
 def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
-    """Refuse a parameter or buffer that two stages use, as each would have a copy of its own."""
+    """Refuse a buffer, or a parameter that is not registered where it is used, that two stages share.
+
+    Each would have a copy of its own. Of a registered parameter that is right, see `shared_weights`.
+    """
     model = network.model
+    tied = {_address(t) for t in model.parameters()}
     registered = {_address(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     user: dict[str, int] = {}
     for index, (name, layer) in enumerate(zip(network.names, network.modules, strict=True)):
         stage = sum(cut <= index for cut in cuts)
-        used = [(place.name, registered.get(_address(place.tensor), "")) for place in places(layer)]
+        own = {id(t) for t in layer.parameters()}
+        used = [
+            (place.name, registered.get(_address(place.tensor), ""))
+            for place in places(layer)
+            if _address(place.tensor) not in tied or id(place.tensor) not in own
+        ]
         used += [(tensor, tensor) for tensor in layers[index].borrows]
         for label, tensor in used:
             if tensor and user.setdefault(tensor, stage) != stage:
                 raise ConfigError(
                     f"layer {index} ({name}) of stage {stage} shares its {label} with stage {user[tensor]}; "
-                    f"choose a partition that keeps both layers in one stage, or give each its own "
-                    f"(for model=gpt: model.tied=false)"
+                    f"choose a partition that keeps both layers in one stage, or give each its own"
                 )
+
+
+def shared_weights(network: Network, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return the stages of each trained parameter that several have, by its name in the model."""
+    names = {id(p): name for name, p in network.model.named_parameters() if p.requires_grad}
+    holders: dict[str, set[int]] = {}
+    for index, module in enumerate(network.modules):
+        for parameter in module.parameters():
+            if id(parameter) in names:
+                holders.setdefault(names[id(parameter)], set()).add(sum(cut <= index for cut in cuts))
+    return {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
 
 
 def _address(tensor: Tensor) -> tuple[str, int]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipetrain.boundary import TensorSpec
 from pipetrain.errors import ChannelError as ChannelError
+from pipetrain.runtime.tied import Tie
 from pipetrain.runtime.watch import Watch
 
 _Post = Callable[..., "dist.Work | None"]
@@ -54,10 +55,6 @@ class Message:
 
 class Channel(Protocol):
     """One rank's end of all its edges. Not for use from two threads."""
-
-    @property
-    def bound(self) -> int:
-        """The most receives posted ahead, and the most unfinished sends, per edge."""
 
     @property
     def waited(self) -> float:
@@ -101,8 +98,28 @@ class Channel(Protocol):
     def hear_norms(self) -> list[float]:
         """Wait for those that were told first and not heard; return them for each of all stages."""
 
+    def tell_tied(self, tie: Tie, stage: int, numbers: Tensor, ranks: int) -> None:
+        """Start to add up the numbers of the `ranks` ranks of a tie; `stage`: one of it on this rank.
 
-NOT_HEARD = "waited {0:g} s for the gradient norms of the other ranks"
+        Updates come in their order.
+        """
+
+    def hear_tied(self, tie: Tie) -> Tensor:
+        """Wait for those of a tie that were told first and not heard; return the sum over its ranks."""
+
+
+NORMS = "the gradient norms"
+TIED = "the gradients of shared weights"
+
+
+def not_heard(what: str, timeout: float) -> str:
+    """Say that other ranks did not give something in time."""
+    return f"waited {timeout:g} s for {what} of the other ranks"
+
+
+def bounds_of(buffer_size: int | Mapping[Edge, int]) -> Callable[[Edge], int]:
+    """Return the bound of an edge as a function."""
+    return buffer_size.__getitem__ if isinstance(buffer_size, Mapping) else lambda edge: buffer_size
 
 
 def expired(receives: Sequence[Message], sends: Sequence[Message], timeout: float) -> ChannelError:
@@ -129,23 +146,27 @@ class DistChannel:
 
     Tensors come from and go to `device`. `staged`: they go through pinned host memory, because gloo cannot
     send CUDA tensors. `channels_last`: four-dimensional tensors are sent and received with their channels
-    innermost, without a copy if they already are. `norms`: a gloo group of all ranks; None for one rank.
+    innermost, without a copy if they already are. `buffer_size`: of all edges, or of each. `norms`: a gloo
+    group of all ranks, None for one rank; `ties`: a group of the ranks of each tie.
     """
 
     def __init__(
         self,
         groups: dict[Edge, dist.ProcessGroup],
-        buffer_size: int,
+        buffer_size: int | Mapping[Edge, int],
         timeout: float,
         device: torch.device,
         staged: bool = False,
         channels_last: bool = False,
         norms: dist.ProcessGroup | None = None,
+        ties: Mapping[Tie, dist.ProcessGroup] | None = None,
     ) -> None:
         self._groups = groups
         self._norms = norms
         self._told: deque[tuple[Tensor, dist.Work | None]] = deque()
-        self.bound = buffer_size
+        self._ties = ties or {}
+        self._tied: dict[Tie, deque[tuple[Tensor, dist.Work]]] = {tie: deque() for tie in self._ties}
+        self._bounds = bounds_of(buffer_size)
         self._timeout = timeout
         self._device = device
         self._staged = staged
@@ -168,7 +189,7 @@ class DistChannel:
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         unfinished = self._sent[message.edge]
-        while len(unfinished) >= self.bound:
+        while len(unfinished) >= self._bounds(message.edge):
             self._wait(unfinished.popleft(), sending=True)
         wire = [self._to_wire(t) for t in tensors]
         works = [self._start(dist.isend, tensor, message.ranks[1], message) for tensor in wire]
@@ -209,7 +230,7 @@ class DistChannel:
         unfinished = self._sent[message.edge]
         while unfinished and self._finished(unfinished[0]):
             self._wait(unfinished.popleft(), sending=True)
-        return len(unfinished) < self.bound
+        return len(unfinished) < self._bounds(message.edge)
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
 
@@ -234,21 +255,37 @@ class DistChannel:
 
     def hear_norms(self) -> list[float]:
         numbers, work = self._told.popleft()
+        if work is not None:
+            self._hear(work, NORMS)
+        return [float(number) for number in numbers]
+
+    def tell_tied(self, tie: Tie, stage: int, numbers: Tensor, ranks: int) -> None:
+        numbers = numbers.cpu() if self._staged else numbers
+        work = dist.all_reduce(numbers, group=self._ties[tie], async_op=True)
+        assert work is not None
+        self._tied[tie].append((numbers, work))
+
+    def hear_tied(self, tie: Tie) -> Tensor:
+        numbers, work = self._tied[tie].popleft()
+        self._hear(work, TIED)
+        return numbers.to(self._device)
+
+    def _hear(self, work: dist.Work, what: str) -> None:
+        """Wait for a collective; `what` names what other ranks give."""
         start = time.monotonic()
         try:
-            if work is not None:
-                work.wait(timedelta(seconds=self._timeout))
+            work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             rank, cause = dist.get_rank(), str(error).strip().splitlines()[0]
             if time.monotonic() - start >= self._timeout:
-                raise ChannelError(f"rank {rank} {NOT_HEARD.format(self._timeout)}") from error
-            raise ChannelError(f"rank {rank} lost another rank at the gradient norms: {cause}") from error
+                raise ChannelError(f"rank {rank} {not_heard(what, self._timeout)}") from error
+            raise ChannelError(f"rank {rank} lost another rank at {what}: {cause}") from error
         finally:
             self.waited += time.monotonic() - start
-        return [float(number) for number in numbers]
 
     def _may_send(self, message: Message) -> bool:
-        return sum(not self._finished(transfer) for transfer in self._sent[message.edge]) < self.bound
+        unfinished = sum(not self._finished(transfer) for transfer in self._sent[message.edge])
+        return unfinished < self._bounds(message.edge)
 
     def _watched(self, transfer: _Transfer) -> _Transfer:
         if self._watch:
@@ -272,7 +309,7 @@ class DistChannel:
 
     def _post(self, edge: Edge) -> None:
         waiting, posted = self._to_post[edge], self._posted[edge]
-        while waiting and len(posted) < self.bound:
+        while waiting and len(posted) < self._bounds(edge):
             message = waiting.popleft()
             place = torch.device("cpu") if self._staged else self._device
             tensors = [

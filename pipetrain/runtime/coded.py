@@ -18,6 +18,7 @@ from pipetrain.boundary import TensorSpec
 from pipetrain.codec import Codec, Codecs, Identity, NotFinite, on_wire
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.channel import Channel, Edge, Message
+from pipetrain.runtime.tied import Tie
 
 Slot = tuple[Edge, int, tuple[int, ...]]
 """The key of a residual: the edge, the tensor's number in the message, and its shape."""
@@ -31,10 +32,6 @@ class WrappedChannel:
 
     def travels(self, message: Message) -> Message:
         return message
-
-    @property
-    def bound(self) -> int:
-        return self._channel.bound
 
     @property
     def waited(self) -> float:
@@ -77,6 +74,12 @@ class WrappedChannel:
 
     def hear_norms(self) -> list[float]:
         return self._channel.hear_norms()
+
+    def tell_tied(self, tie: Tie, stage: int, numbers: Tensor, ranks: int) -> None:
+        self._channel.tell_tied(tie, stage, numbers, ranks)
+
+    def hear_tied(self, tie: Tie) -> Tensor:
+        return self._channel.hear_tied(tie)
 
 
 class Feedback:

@@ -25,6 +25,7 @@ from pipetrain.runtime.clock import Clock, Stopwatch
 from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.stage import Stage, Target
+from pipetrain.runtime.tied import Tie
 from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op
 from pipetrain.schedule.policy import Bounds, Wait
 from pipetrain.schedule.timeline import Row, StageStats, stage_stats, total
@@ -74,6 +75,9 @@ class _Window:
     to_send: dict[tuple[Edge, int], Tensors] = field(default_factory=dict)
     squares: dict[int, dict[int, float]] = field(default_factory=dict)  # version -> stage -> squared norm
     norms: dict[int, float] = field(default_factory=dict)  # -> norm of the whole gradient, once heard
+    shares: dict[tuple[Tie, int], dict[int, Tensor]] = field(default_factory=dict)  # (tie, version) -> stage
+    sums: dict[tuple[Tie, int], Tensor] = field(default_factory=dict)  # of shared weights' gradients
+    tied: set[tuple[int, int, Tie]] = field(default_factory=set)  # (stage, version, tie) that has its sum
     raw_bytes: Counter[int] = field(default_factory=Counter)  # stage -> bytes sent, before encoding
 
 
@@ -116,6 +120,7 @@ class Engine:
         clock: Clock,
         plain: Channel | None = None,
         seed: int = 0,
+        bound: int = 2,
     ) -> None:
         self._stages = stages
         self._channel = channel
@@ -128,6 +133,9 @@ class Engine:
         self.bounds = bounds
         self._clock = clock
         self._seed = seed
+        self.bound = bound
+        """The most receives that are posted ahead on an edge."""
+        self._ties_of = {index: stage.ties for index, stage in stages.items()}
         self.stats = {stage: StageStats() for stage in stages}
         """The statistics of each stage's training since `take_stats`."""
         self._train: dict[Op, _Method] = {
@@ -140,6 +148,7 @@ class Engine:
             Op.SEND_B: self._send,
             Op.RECV_B: self._recv,
             Op.REDUCE: self._reduce,
+            Op.TIE: self._tie,
             Op.NORM: self._norm,
             Op.STEP: self._step,
         }
@@ -203,9 +212,8 @@ class Engine:
                     watch.start(None)
                     self._wait(action, window)
                     continue
-                if action.op is Op.STEP and action.version in window.squares.keys() - window.norms.keys():
-                    watch.start(None)
-                    window.norms[action.version] = math.sqrt(sum(window.channel.hear_norms()))
+                if action.op is Op.STEP or action.op is Op.NORM:
+                    self._hear(action, window, watch)
                 watch.start(action)
                 with record_function(str(action)) if profiled else nullcontext():
                     methods[action.op](action, window)
@@ -233,6 +241,20 @@ class Engine:
             [self._message(action, window) for action in actions] for actions in (wait.receives, wait.sends)
         )
         window.channel.wait(receives, sends)
+
+    def _hear(self, action: Action, window: _Window, watch: Stopwatch) -> None:
+        """Wait for what a NORM or STEP needs of other ranks, once."""
+        stage, version = self._stages[action.stage], action.version
+        for tie in self._ties_of[action.stage]:
+            if (action.stage, version, tie) not in window.tied:
+                watch.start(None)
+                if (tie, version) not in window.sums:
+                    window.sums[tie, version] = window.channel.hear_tied(tie)
+                stage.add_tied(tie, window.sums[tie, version])
+                window.tied.add((action.stage, version, tie))
+        if action.op is Op.STEP and version in window.squares.keys() - window.norms.keys():
+            watch.start(None)
+            window.norms[version] = math.sqrt(sum(window.channel.hear_norms()))
 
     def _explained(self, error: Exception, action: Action | Wait | None) -> Exception:
         """Return the exception to raise for one that an action raised."""
@@ -269,7 +291,7 @@ class Engine:
 
     def _ask(self, action: Action | Wait, window: _Window, ends: Ends) -> None:
         assert isinstance(action, Action)
-        batches, rest = divmod(action.mb + window.channel.bound + 1, window.microbatches)
+        batches, rest = divmod(action.mb + self.bound + 1, window.microbatches)
         begun = action.mb // window.microbatches + 1
         if rest or batches >= window.order.batches or not ends(batches, begun):
             return
@@ -316,6 +338,20 @@ class Engine:
 
     def _reduce(self, action: Action, window: _Window) -> None:
         self._stages[action.stage].reduce()
+
+    def _tie(self, action: Action, window: _Window) -> None:
+        """Tell the other ranks of each tie, together with the last stage of it on this rank."""
+        for tie in self._ties_of[action.stage]:
+            mine = window.shares.setdefault((tie, action.version), {})
+            mine[action.stage] = self._stages[action.stage].tied(tie)
+            held = [stage for stage in tie if stage in self._stages]
+            if len(mine) == len(held):
+                total = torch.stack([mine[stage] for stage in held]).sum(0)
+                ranks = len({self._placement[stage] for stage in tie})
+                if ranks == 1:
+                    window.sums[tie, action.version] = total
+                else:
+                    window.channel.tell_tied(tie, held[0], total, ranks)
 
     def _norm(self, action: Action, window: _Window) -> None:
         """Tell the other ranks, together with the last NORM of this rank for a version."""

@@ -7,29 +7,34 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from threading import Condition
 
+import torch
 from torch import Tensor
 
-from pipetrain.runtime.channel import NOT_HEARD, ChannelError, Edge, Message, expired
+from pipetrain.runtime.channel import NORMS, TIED, ChannelError, Edge, Message, bounds_of, expired, not_heard
+from pipetrain.runtime.tied import Tie
 
 
 class LocalChannel:
     """One rank's Channel; the channels of all ranks share one `Wire`."""
 
-    def __init__(self, wire: Wire, buffer_size: int, timeout: float) -> None:
+    def __init__(self, wire: Wire, buffer_size: int | Mapping[Edge, int], timeout: float) -> None:
         self._wire = wire
-        self.bound = buffer_size
+        self._bounds = bounds_of(buffer_size)
         self._timeout = timeout
         self.waited = self.coded = 0.0
         self.carried = 0
         self._expected: dict[Edge, deque[Message]] = {}
         self._told = self._heard = 0
+        self._ties_told: Counter[Tie] = Counter()
+        self._ties_heard: Counter[Tie] = Counter()
+        self._ranks: dict[Tie, int] = {}  # of a tie: how many there are
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         for message in messages:
             self._expected.setdefault(message.edge, deque()).append(message)
         with self._wire.changed:
             for edge, expected in self._expected.items():
-                self._wire.posted[edge] = self._wire.taken[edge] + min(self.bound, len(expected))
+                self._wire.posted[edge] = self._wire.taken[edge] + min(self._bounds(edge), len(expected))
             self._wire.changed.notify_all()
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
@@ -49,7 +54,7 @@ class LocalChannel:
             sent, tensors = wire.queues[edge].popleft()
             assert sent.mb == message.mb, f"{sent.name} came instead of {message.name}"
             wire.taken[edge] += 1
-            wire.posted[edge] = wire.taken[edge] + min(self.bound, len(self._expected[edge]))
+            wire.posted[edge] = wire.taken[edge] + min(self._bounds(edge), len(self._expected[edge]))
             wire.changed.notify_all()
         self.carried += message.nbytes
         return tuple(t.clone() for t in tensors)
@@ -70,7 +75,8 @@ class LocalChannel:
 
     def room(self, message: Message) -> bool:
         # Sends without a posted receive: at most the bound, this one included.
-        return self._wire.sent[message.edge] - self._wire.posted[message.edge] < self.bound
+        edge = message.edge
+        return self._wire.sent[edge] - self._wire.posted[edge] < self._bounds(edge)
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         with self._wire.changed:
@@ -86,13 +92,30 @@ class LocalChannel:
             self._wire.changed.notify_all()
 
     def hear_norms(self) -> list[float]:
-        norms, start = self._wire.norms[self._heard], time.monotonic()
+        norms = self._wire.norms[self._heard]
         self._heard += 1
-        with self._wire.changed:
-            if not self._wire.changed.wait_for(lambda: len(norms) == self._stages, self._timeout):
-                raise ChannelError(f"a rank {NOT_HEARD.format(self._timeout)}")
-        self.waited += time.monotonic() - start
+        self._hear(lambda: len(norms) == self._stages, NORMS)
         return [norms[stage] for stage in range(self._stages)]
+
+    def tell_tied(self, tie: Tie, stage: int, numbers: Tensor, ranks: int) -> None:
+        with self._wire.changed:
+            self._wire.tied[tie, self._ties_told[tie]][stage] = numbers
+            self._ties_told[tie] += 1
+            self._ranks[tie] = ranks
+            self._wire.changed.notify_all()
+
+    def hear_tied(self, tie: Tie) -> Tensor:
+        told = self._wire.tied[tie, self._ties_heard[tie]]
+        self._ties_heard[tie] += 1
+        self._hear(lambda: len(told) == self._ranks[tie], TIED)
+        return torch.stack([told[stage] for stage in sorted(told)]).sum(0)
+
+    def _hear(self, ready: Callable[[], bool], what: str) -> None:
+        start = time.monotonic()
+        with self._wire.changed:
+            if not self._wire.changed.wait_for(ready, self._timeout):
+                raise ChannelError(f"a rank {not_heard(what, self._timeout)}")
+        self.waited += time.monotonic() - start
 
     def _await(
         self, ready: Callable[[], bool], receives: Sequence[Message], sends: Sequence[Message]
@@ -113,3 +136,4 @@ class Wire:
         self.posted: Counter[Edge] = Counter()
         self.taken: Counter[Edge] = Counter()
         self.norms: defaultdict[int, dict[int, float]] = defaultdict(dict)  # exchange -> stage -> square
+        self.tied: defaultdict[tuple[Tie, int], dict[int, Tensor]] = defaultdict(dict)  # -> by rank

@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipetrain.boundary import TensorSpec
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.channel import ChannelError, DistChannel, Edge, cause_of
+from pipetrain.runtime.tied import Tie
 from pipetrain.seal import SealedStore
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -142,7 +143,7 @@ def _fresh_store(limit: timedelta) -> Any:
 
 
 class Mesh:
-    """The process groups of one run. `placement[stage]` is the stage's rank.
+    """The process groups of one run. `placement[stage]` is the stage's rank. `ties`: see `open`.
 
     `staged`: whether messages go through host memory, over gloo; None: if ranks share a GPU. What `gather`
     exchanges is sealed as the store is; messages are not.
@@ -157,6 +158,7 @@ class Mesh:
         store: SealedStore | None,
         timeout: float,
         staged: bool | None = None,
+        ties: Sequence[Tie] = (),
     ) -> None:
         self.world = world
         self.placement = list(placement)
@@ -166,7 +168,9 @@ class Mesh:
         self._timeout = timeout
         self._seal = store.seal if store else None
         self._groups: dict[Edge, dist.ProcessGroup] = {}
+        self._opened: set[Edge] = set()  # of all ranks
         self._norms: dist.ProcessGroup | None = None
+        self._ties: dict[Tie, dist.ProcessGroup] = {}
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._owned = world.size > 1 and not dist.is_initialized()
@@ -174,9 +178,9 @@ class Mesh:
             choose_interface(world)
             try:
                 self._connect(store)
-                self._open(edges)
             except RuntimeError as error:
                 raise self._lost("connect to the other ranks", error) from error
+            self.open(edges, ties)
 
     def _connect(self, store: SealedStore | None) -> None:
         limit = timedelta(seconds=self._timeout)
@@ -194,17 +198,24 @@ class Mesh:
         assert isinstance(norms, dist.ProcessGroup)
         self._norms = norms
 
-    def open(self, edges: Sequence[Edge]) -> None:
-        """Connect the ends of edges, each a pair of stages. All ranks call it. Raises ChannelError."""
+    def open(self, edges: Sequence[Edge], ties: Sequence[Tie] = ()) -> None:
+        """Connect the ends of edges and the ranks of ties, if they are not yet. Raises ChannelError.
+
+        All ranks call it.
+        """
         if self.world.size == 1:
             return
         try:
             self._open(edges)
+            for tie in ties:
+                self._tie(tie)
         except RuntimeError as error:
             raise self._lost("connect to the other ranks", error) from error
 
     def _open(self, edges: Sequence[Edge]) -> None:
         limit = timedelta(seconds=self._timeout)
+        edges = [edge for edge in edges if edge not in self._opened]
+        self._opened.update(edges)
         for edge in edges:
             ends = [self.placement[stage] for stage in edge]
             # Twice the limit, so that the channel's own deadline, which names the message, comes first.
@@ -221,9 +232,24 @@ class Mesh:
             elif self.world.rank == dst:
                 dist.recv(token, src, group=self._groups[edge])
 
-    def channel(self, buffer_size: int, channels_last: bool = False) -> DistChannel:
+    def _tie(self, tie: Tie) -> None:
+        ranks = sorted({self.placement[stage] for stage in tie})
+        group = dist.new_group(ranks, timedelta(seconds=2 * self._timeout), backend=self.backend)
+        if self.world.rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            self._ties[tie] = group
+            dist.all_reduce(torch.zeros(1, device="cpu" if self.staged else self.device), group=group)
+
+    def channel(self, buffer_size: int | Mapping[Edge, int], channels_last: bool = False) -> DistChannel:
         return DistChannel(
-            self._groups, buffer_size, self._timeout, self.device, self.staged, channels_last, self._norms
+            self._groups,
+            buffer_size,
+            self._timeout,
+            self.device,
+            self.staged,
+            channels_last,
+            self._norms,
+            self._ties,
         )
 
     def gather(self, what: str, item: object) -> list[object]:
@@ -361,6 +387,7 @@ class Mesh:
         """
         groups = self._made()
         self._groups.clear()
+        self._ties.clear()
         self._all = self._norms = None
         with suppress(Exception):  # the error that was the cause counts
             for group in groups:
@@ -370,4 +397,4 @@ class Mesh:
         """Return the groups to destroy; all others go with the default group, if that is ours."""
         if self.world.size == 1 or self._owned:
             return [self._all] if self._owned else []
-        return [self._all, self._norms, *self._groups.values()]
+        return [self._all, self._norms, *self._groups.values(), *self._ties.values()]

@@ -7,7 +7,7 @@ the number of activations that `simulate` predicts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from pipetrain.boundary import (
 )
 from pipetrain.errors import TrainingStopped
 from pipetrain.numerics import Numerics
-from pipetrain.partition.network import Part
+from pipetrain.partition.network import INPUT, Part
 from pipetrain.rate import Rate
 from pipetrain.runtime.finite import (
     FiniteWatch,
@@ -40,6 +40,7 @@ from pipetrain.runtime.finite import (
     sums_are_finite,
     witness,
 )
+from pipetrain.runtime.tied import Tie, packed, unpacked
 from pipetrain.runtime.weights import Buffers, OptimizerFactory, Weights
 from pipetrain.tally import Counter, Tally
 from pipetrain.tasks import Task
@@ -63,6 +64,12 @@ _CHANGES = (
 
 def _host_copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def _weight_of(path: str) -> str:
+    """Return the parameter or buffer of an entry of a stage's state."""
+    kind, _, name = path.partition("/")
+    return name.rpartition("/")[0] if kind == "optimizer" else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,8 @@ class Stage:
     torch.compile. `skip_not_finite`: a non-finite gradient skips the update, with its changes of the buffers,
     instead of stopping the training. `ema`: evaluate a moving average of the weights, see Weights.
     `clip_grad_norm`: the most that the norm of a batch's gradient may be, otherwise it is scaled to it.
+    `names`: those of parameters in the model, where they differ, as of a weight that an earlier layer has
+    too; `shared`: of each parameter of several stages, by its name in the model, these stages.
     """
 
     def __init__(
@@ -125,14 +134,18 @@ class Stage:
         skip_not_finite: bool = False,
         ema: float | None = None,
         clip_grad_norm: float | None = None,
+        names: Mapping[str, str] | None = None,
+        shared: Mapping[str, Tie] | None = None,
     ) -> None:
         self.index = index
+        self._names = names or {}
+        self._shared = shared or {}
         self._numerics = numerics or Numerics()
         self._numerics.arrange_weights(module)
         self.module = module.train()
         self._layers = compiled(module) if compile else module
         self._device = next((p.device.type for p in module.parameters()), "cpu")
-        self.weights = Weights(module, optimizer, rate, ema)
+        self.weights = Weights(module, optimizer, rate, ema, self._names)
         self._trained = Counter()
         self._evaluated = Counter()
         self._watch = FiniteWatch(index)
@@ -153,7 +166,7 @@ class Stage:
         self._batch: list[int] = []  # the microbatches in the gradient so far
         self._batch_losses: list[Tensor] = []  # their losses, each times its share
         self._losses: list[Tensor] = []  # the losses of the updates since `take_losses`
-        self._front = smallest_of_first_layer(module)
+        self._front = self._name(smallest_of_first_layer(module))
 
     @property
     def in_flight(self) -> int:
@@ -238,7 +251,7 @@ class Stage:
             self._losses.append(torch.stack(self._batch_losses).sum())
             self._batch_losses = []
         numbers = witness([numbers_of(gradient) for gradient in gradients.values()]) if gradients else None
-        if self._clip is not None:
+        if self._clip is not None and not self._shared:
             self._norm = self.weights.gradient_norm()
         if self._skips:
             self._skip = numbers is not None and not bool(numbers.isfinite().all())
@@ -246,8 +259,31 @@ class Stage:
         elif numbers is not None:
             self._watch.add(partial(blame_weights, list(gradients), mbs), self.weights.updates, numbers)
 
+    @property
+    def ties(self) -> list[Tie]:
+        """The groups of stages with which this one shares weights."""
+        return sorted(set(self._shared.values()))
+
+    def _names_of(self, tie: Tie) -> list[str]:
+        return sorted(name for name, stages in self._shared.items() if stages == tie)
+
+    def tied(self, tie: Tie) -> Tensor:
+        """Return the batch's gradient of the weights of a tie, to be added to that of its other stages."""
+        return packed(self.weights.live, self._names_of(tie), self._skip)
+
+    def add_tied(self, tie: Tie, sums: Tensor) -> None:
+        """Take the sums of what `tied` returned on all stages of a tie."""
+        skip = unpacked(self.weights.live, self._names_of(tie), sums)
+        self._skip = self._skip or (self._skips and skip)
+        if self._clip is not None and tie == self.ties[-1]:
+            elsewhere = [name for name, stages in self._shared.items() if stages[0] != self.index]
+            self._norm = self.weights.gradient_norm(elsewhere)
+
     def squared_norm(self) -> float:
-        """Return the squared norm of the batch's gradient, as far as it is this stage's."""
+        """Return the squared norm of the batch's gradient, as far as it is this stage's.
+
+        A weight that several stages share counts at the first of them.
+        """
         assert self._norm is not None, f"stage {self.index} clips no gradient"
         return float(self._norm) ** 2
 
@@ -305,24 +341,33 @@ class Stage:
 
         Keys use the layer names of the whole model: `model/NAME` for parameters and buffers (complex ones as
         pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state, `ema/NAME` for the moving
-        average of the weights.
+        average of the weights. A weight that several stages share is in the state of the first of them.
         """
         model = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
-        tensors = {f"model/{name}": numbers_of(tensor.detach()) for name, tensor in model}
+        tensors = {f"model/{self._name(name)}": numbers_of(tensor.detach()) for name, tensor in model}
         tensors |= {f"optimizer/{path}": tensor for path, tensor in self.weights.optimizer_state().items()}
         tensors |= {f"ema/{name}": numbers_of(tensor) for name, tensor in self.weights.average().items()}
-        return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
+        elsewhere = {name for name, stages in self._shared.items() if stages[0] != self.index}
+        return {
+            path: _host_copy(tensor.detach())
+            for path, tensor in tensors.items()
+            if _weight_of(path) not in elsewhere
+        }
 
     @torch.no_grad()
     def load_state(self, tensors: StateReader, updates: int) -> None:
         """Restore from `state`, of this stage or of other stages that held these layers."""
         for name, tensor in itertools.chain(self.module.named_parameters(), self.module.named_buffers()):
-            numbers_of(tensor.data).copy_(tensors[f"model/{name}"])
-        mine = {name for name, p in self.module.named_parameters() if p.requires_grad}
+            numbers_of(tensor.data).copy_(tensors[f"model/{self._name(name)}"])
+        mine = self.weights.live.keys()
         paths = [path for path in tensors.names("optimizer/") if path.rpartition("/")[0] in mine]
         self.weights.load_optimizer_state({path: tensors[f"optimizer/{path}"] for path in paths}, updates)
-        averaged = mine.intersection(tensors.names("ema/"))
+        averaged = mine & set(tensors.names("ema/"))
         self.weights.load_average({name: tensors[f"ema/{name}"] for name in averaged})
+
+    def _name(self, own: str) -> str:
+        """Return the name in the model of a parameter or buffer."""
+        return self._names.get(own, own)
 
     def restore_tally(self, trained: Tally) -> None:
         self._trained.restore(trained, self._device)
@@ -402,17 +447,22 @@ class Stage:
         return () if not isinstance(grad, Tensor) else (grad,)
 
     def _forward_origin(self, x: tuple[Tensor, ...], version: int) -> str:
-        if not all_finite(x):
-            return f"what came from {'an earlier stage' if self.index else 'the data'}"
+        for value, tensor in zip(self.module.slice.enters, x, strict=True):
+            if not all_finite([tensor]):
+                made = "the data" if value.layer == INPUT else f"layer {value.layer}, in an earlier stage"
+                return f"what came from {made}"
         with self.weights.installed(version, backward=True), self._numerics.context(self._device):
             return forward_origin(self.module, x)
 
     def _backward_origin(self, saved: _Saved, grads: tuple[Tensor, ...]) -> str:
-        if self._task is None and not all_finite(grads):
-            return "what came from a later stage"
+        needs = needs_grad(self._exit, saved.outputs)
+        if self._task is None:
+            left = [value for value, need in zip(self.module.slice.leaves, needs, strict=True) if need]
+            for value, grad in zip(left, grads, strict=True):
+                if not all_finite([grad]):
+                    return f"what came back to layer {value.layer} from a later stage"
         loss = None if self._task is None else partial(self._loss_of, saved.target)
         with self.weights.installed(saved.version, backward=True), self._numerics.context(self._device):
-            needs = needs_grad(self._exit, saved.outputs)
             return backward_origin(self.module, saved.inputs, grads, needs, loss)
 
     def _loss_of(self, target: Target | None, outputs: tuple[Tensor, ...]) -> Tensor:

@@ -16,7 +16,7 @@ microbatch, that would be more than the rest of the engine's overhead.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -100,13 +100,20 @@ class Weights:
     """Versions 0, 1, 2, ... of a module's trainable parameters, counted from the start of a window.
 
     `ema`: the decay of an exponential moving average of the weights after each step, as in
-    torch.optim.swa_utils; None: without one.
+    torch.optim.swa_utils; None: without one. `known_as`: the names of parameters in the
+    model, where they differ.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: OptimizerFactory, rate: Rate, ema: float | None = None
+        self,
+        module: nn.Module,
+        optimizer: OptimizerFactory,
+        rate: Rate,
+        ema: float | None = None,
+        known_as: Mapping[str, str] | None = None,
     ) -> None:
-        self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        own = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+        self._live = {(known_as or {}).get(name, name): p for name, p in own}
         names = {id(p): name for name, p in self._live.items()}
         # The places of each parameter: several if layers share it.
         everywhere = places(module)
@@ -138,6 +145,11 @@ class Weights:
     @property
     def held(self) -> int:
         return len(self._versions)
+
+    @property
+    def live(self) -> Mapping[str, nn.Parameter]:
+        """The parameters by their names in the model; the optimizer steps them by their gradients."""
+        return self._live
 
     def leaves(self, version: int) -> list[Tensor]:
         return list(self._versions[version].values())
@@ -248,12 +260,14 @@ class Weights:
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._live.items() if p.grad is not None}
 
-    def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of all gradients, a scalar as torch.nn.utils.clip_grad_norm_ computes it."""
+    def gradient_norm(self, without: Collection[str] = ()) -> Tensor:
+        """Return the 2-norm of the gradients, a scalar as torch.nn.utils.clip_grad_norm_ computes it."""
         for parameter in self._live.values():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()  # whose values are those of the sum
-        norm: Tensor = get_total_norm([numbers_of(gradient) for gradient in self.gradients().values()])
+        norm: Tensor = get_total_norm(
+            [numbers_of(gradient) for name, gradient in self.gradients().items() if name not in without]
+        )
         return norm
 
     def clip(self, most: float, norm: Tensor) -> None:

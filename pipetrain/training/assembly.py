@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 
 import torch
 from torch import nn
@@ -31,10 +32,19 @@ def make_stages(
 ) -> dict[int, Stage]:
     """Make this rank's stages of a whole model, by number, on its device."""
     settings, network = plan.settings, network_of(model, plan.example)
+    mine = [index for index, rank in enumerate(plan.placement) if rank == mesh.world.rank]
+    known = {id(p): name for name, p in network.model.named_parameters()}
+    parts, names = {}, {}
+    for index in mine:
+        part = network.part(plan.seams.slices[index], plan.evaluated_seams.slices[index])
+        names[index] = {own: known[id(p)] for own, p in part.named_parameters() if known[id(p)] != own}
+        if any(index in tie and tie[0] in parts for tie in plan.ties):
+            part = deepcopy(part)  # each stage has copies of the weights that it shares
+        parts[index] = part.to(mesh.device)
     return {
         index: Stage(
             index,
-            network.part(plan.seams.slices[index], plan.evaluated_seams.slices[index]).to(mesh.device),
+            parts[index],
             optimizer,
             rate,
             task=task.to(mesh.device) if index == plan.stages - 1 else None,
@@ -47,9 +57,10 @@ def make_stages(
             skip_not_finite=settings.on_nan == "skip",
             ema=settings.ema,
             clip_grad_norm=settings.clip_grad_norm,
+            names=names[index],
+            shared={name: tie for name, tie in plan.links.shared.items() if index in tie},
         )
-        for index, rank in enumerate(plan.placement)
-        if rank == mesh.world.rank
+        for index in mine
     }
 
 
@@ -63,7 +74,7 @@ def make_engine(
 ) -> Engine:
     """Make the engine for a rank's stages, over `channel` or else the mesh's, with the plan's codecs."""
     codecs, channels_last = plan.settings.codecs, plan.numerics.channels_last
-    plain = coded = channel or mesh.channel(plan.settings.buffer_size, channels_last)
+    plain = coded = channel or mesh.channel(plan.links.bounds, channels_last)
     if not codecs.plain:
         coded = CodedChannel(plain, codecs, feedback or Feedback(), channels_last)
     return Engine(
@@ -78,6 +89,7 @@ def make_engine(
         clock or Clock(mesh.device),
         plain,
         plan.settings.seed,
+        max(plan.links.bounds.values(), default=0),
     )
 
 

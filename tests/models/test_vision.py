@@ -54,7 +54,7 @@ def parameters(module: nn.Module) -> int:
 
 def test_every_model_has_a_config_and_is_tested():
     configs = {path.stem for path in CONF.glob("*.yaml") if not path.stem.startswith("gpt_")}
-    assert configs == {*models.__all__} == {*PARAMETERS, "gpt"}
+    assert configs == {*models.__all__} == {*PARAMETERS, "gpt", "unet"}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import pytest
@@ -13,8 +14,9 @@ from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.errors import ConfigError
 from pipetrain.partition.balance import GIB, STRATEGIES, balance, balance_times, choose_cuts
 from pipetrain.partition.estimate import Layer
-from pipetrain.partition.stages import Pipeline, Predictor
-from tests.support.profiles import layer, profile
+from pipetrain.partition.profile import LayerTime
+from pipetrain.partition.stages import Pipeline, Predictor, Traffic
+from tests.support.profiles import handed_on, layer, profile
 
 steady = settings(derandomize=True, deadline=None)
 OUT = Boundary((TensorSpec((1, 10), torch.float32),))
@@ -123,13 +125,16 @@ LAYER = st.builds(
 
 @st.composite
 def predictors(draw: st.DrawFn) -> Predictor:
-    """Any profile of few layers under any pipeline, interleaved ones too."""
+    """Any profile of few layers under any pipeline, interleaved ones too, with skips."""
     held = draw(st.lists(LAYER, min_size=1, max_size=7))
     stages = draw(st.integers(1, len(held)))
     counts = st.lists(st.integers(1, 4), min_size=stages, max_size=stages)
     ranks = draw(st.integers(1, stages))
+    placement = [s % ranks for s in range(stages)]
+    pairs = st.lists(st.integers(-1, len(held) - 1), min_size=2, max_size=4, unique=True).map(sorted)
+    skips = [Traffic(made, tuple(users), draw(BYTES), draw(BYTES)) for made, *users in draw(st.lists(pairs))]
     pipeline = Pipeline(
-        draw(st.integers(1, 4)), 2, [s % ranks for s in range(stages)], draw(counts), draw(counts)
+        draw(st.integers(1, 4)), 2, placement, draw(counts), draw(counts), [*handed_on(held), *skips]
     )
     return Predictor(profile(held, draw(BYTES), draw(BYTES)), pipeline)
 
@@ -160,8 +165,8 @@ def test_cuts_by_times_are_the_best_of_all_that_may_be(predictor, data):
             balance_times(predictor, allowed, limit)
 
 
-def pipeline(stages: int) -> Pipeline:
-    return Pipeline(1, 1, list(range(stages)), [1] * stages, [1] * stages)
+def pipeline(held: Sequence[LayerTime], stages: int) -> Pipeline:
+    return Pipeline(1, 1, list(range(stages)), [1] * stages, [1] * stages, handed_on(held))
 
 
 def test_messages_move_a_cut():
@@ -169,8 +174,8 @@ def test_messages_move_a_cut():
     small, big = layer("small", 1, 0, output_bytes=1), layer("big", 1, 0, output_bytes=100)
     slow = layer("slow", 2, 0)
     held = [small, big, slow]
-    assert balance_times(Predictor(profile(held), pipeline(2)), {1, 2}) == [2]
-    assert balance_times(Predictor(profile(held, s_per_byte=0.1), pipeline(2)), {1, 2}) == [1]
+    assert balance_times(Predictor(profile(held), pipeline(held, 2)), {1, 2}) == [2]
+    assert balance_times(Predictor(profile(held, s_per_byte=0.1), pipeline(held, 2)), {1, 2}) == [1]
 
 
 def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
@@ -178,7 +183,7 @@ def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
         layer(str(i), seconds, 0, saved_bytes=nbytes * GIB // 8)
         for i, (seconds, nbytes) in enumerate([(1, 4), (1, 4), (1, 1), (3, 1)])
     ]
-    predictor = Predictor(profile(held), pipeline(2))
+    predictor = Predictor(profile(held), pipeline(held, 2))
     assert balance_times(predictor, {1, 2, 3}) == [3]  # 9/8 GiB and 1/8
     assert balance_times(predictor, {1, 2, 3}, limit=1.0 * GIB) == [2]
     assert balance_times(predictor, {1, 2, 3}, limit=0.75 * GIB) == [1]
@@ -192,8 +197,9 @@ def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
 
 @pytest.mark.parametrize("limit", [None, 1.0])
 def test_where_no_cut_may_be_that_is_said(limit):
+    held = [layer()] * 4
     with pytest.raises(ConfigError) as error:
-        balance_times(Predictor(profile([layer()] * 4), pipeline(3)), {2}, limit)
+        balance_times(Predictor(profile(held), pipeline(held, 3)), {2}, limit)
     assert "partition=profile cannot cut this model into 3 stages: only 1 of its 3 cuts part no" in str(
         error.value
     )

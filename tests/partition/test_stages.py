@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipetrain.partition.stages import Pipeline, Predictor
-from pipetrain.schedule.actions import Action, Op
-from tests.support.profiles import layer, profile
+from pipetrain.schedule.actions import NO_PEER, Action, Op
+from tests.support.profiles import handed_on, layer, profile
 
 # Messages take 1 s and 0.01 s a byte; 4 microbatches.
 LAYERS = [
@@ -18,7 +18,7 @@ PROFILE = profile(LAYERS, latency_s=1, s_per_byte=0.01)
 
 
 def predictor(placement: list[int], activations: list[int], versions: list[int]) -> Predictor:
-    return Predictor(PROFILE, Pipeline(4, 2, placement, activations, versions))
+    return Predictor(PROFILE, Pipeline(4, 2, placement, activations, versions, handed_on(LAYERS)))
 
 
 THREE = predictor([0, 1, 2], [3, 2, 1], [3, 2, 1])
@@ -50,11 +50,11 @@ def test_what_a_stage_holds():
 
 
 def test_messages_are_priced_by_their_bytes_on_the_wire():
-    wire = [(10, 5), (20, 7), (0, 0)]
+    wire = handed_on(LAYERS, [(10, 5), (20, 7)])
     coded = Predictor(PROFILE, Pipeline(4, 2, [0, 1, 2], [3, 2, 1], [3, 2, 1], wire))
     a_b, b_c = (1 + 0.10) + (1 + 0.05), (1 + 0.20) + (1 + 0.07)
     assert coded.stage_time(1, 1, 2).batch_s == pytest.approx(4 * (5 + a_b + b_c) + 20)
-    assert coded.costs([1, 2])(Action(1, Op.SEND_B)) == pytest.approx(1.05)
+    assert coded.costs([1, 2])(Action(1, Op.SEND_B, peer=0)) == pytest.approx(1.05)
     assert coded.held_bytes(0, 0, 1) == 3 * 7 + 2 * 15 + 1
     assert coded.held_bytes(1, 1, 2) == 2 * (100 + 8) + 2 * (15 + 27) + 30  # what enters it is decoded
 
@@ -63,7 +63,8 @@ def test_costs_are_what_simulate_asks_for():
     costs = THREE.costs([1, 2])
 
     def of(stage: int, op: Op) -> float:
-        return costs(Action(stage, op))
+        peer = {Op.SEND_F: stage + 1, Op.SEND_B: stage - 1}.get(op, NO_PEER)
+        return costs(Action(stage, op, peer=peer))
 
     assert [of(1, op) for op in (Op.F, Op.B, Op.I, Op.W, Op.STEP)] == [2, 3, 1.5, 1.5, 20]
     assert [of(stage, Op.SEND_F) for stage in range(3)] == [2.0, 3.0, 0.0]

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.boundary import Boundary, TensorSpec
+from pipetrain.partition.crossing import Seams, seams
+from pipetrain.partition.estimate import estimate
 from pipetrain.runtime.channel import Message
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine
+from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.order import Listed
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import COMPUTE, UPDATE, Action, Op, Program, parse_program
@@ -23,6 +26,7 @@ from pipetrain.schedule.programs import one_f_one_b, pipedream
 from pipetrain.schedule.timeline import Row
 from pipetrain.tasks import Classification
 from tests.support.cases import Case, compare, make_run, run_in_threads
+from tests.support.parts import part_of
 
 NORM = "model._target_=tests.support.models.with_norm"
 PLAIN = "model._target_=tests.support.models.without_norm"
@@ -169,17 +173,21 @@ class Ones:
     def prepare(self) -> None: ...
 
 
-BOUNDARIES = {1: [Boundary((TensorSpec((1, 3), torch.float32),))] * 3}
+def joined(stages: int) -> Seams:
+    """Linear layers, each a stage."""
+    inputs = Boundary((TensorSpec((1, 3), torch.float32),), needs_grad=(False,), requires_grad=(False,))
+    layers = estimate(nn.Sequential(*(nn.Linear(3, 3) for _ in range(stages))), inputs)
+    return seams(layers, range(1, stages), inputs)
 
 
 def engine(rank_of: list[int], mine: list[int], bounds: Bounds) -> tuple[Engine, Tape]:
     """The engine of one rank over linear stages."""
-    tape = Tape()
+    tape, between = Tape(), joined(len(rank_of))
     sgd = partial(torch.optim.SGD, lr=0.1)
     stages = {
         index: Stage(
             index,
-            nn.Linear(3, 3),
+            part_of(nn.Linear(3, 3)),
             sgd,
             lambda update: 1.0,
             task=Classification() if index == len(rank_of) - 1 else None,
@@ -187,7 +195,15 @@ def engine(rank_of: list[int], mine: list[int], bounds: Bounds) -> tuple[Engine,
         for index in mine
     }
     made = Engine(
-        stages, tape, rank_of, BOUNDARIES, BOUNDARIES, dict.fromkeys(mine, bounds), Clock(torch.device("cpu"))
+        stages,
+        tape,
+        rank_of,
+        boundaries={1: between.entries},
+        evaluated={1: between.entries},
+        joints=Joints(between),
+        evaluated_joints=Joints(between),
+        bounds=dict.fromkeys(mine, bounds),
+        clock=Clock(torch.device("cpu")),
     )
     return made, tape
 
@@ -284,14 +300,14 @@ def test_an_evaluation_records_nothing_and_saves_nothing():
     before = made.stats[1]
     seen: list[int] = []
     forwards = parse_program("1RECV_F0 1F0@0 1RECV_F1 1F1@0")[0]
-    weight = made._stages[1].module.weight.detach().clone()
+    weight = made._stages[1].module.get_parameter("0.weight").detach().clone()
     made.evaluate(Listed(forwards, 2), Ones(), seen.append)
     assert seen == [1, 1]
     assert made.stats[1] is before
     assert (before.busy_s, before.wait_s, before.activations) == (0.0, 0.0, 0)
     assert [tally.samples for tally in made._stages[1].take_tallies()] == [0, 2]
     assert made._stages[1].in_flight == 0
-    assert torch.equal(made._stages[1].module.weight, weight)
+    assert torch.equal(made._stages[1].module.get_parameter("0.weight"), weight)
     assert tape.seen == ["expect 0>1:0 0>1:1", "recv 0>1:0", "recv 0>1:1", "drain"]
 
 

@@ -17,6 +17,7 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.tasks import Classification, Task
 from tests.support.models import Fork, Join
+from tests.support.parts import part_of
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 LABELS = torch.tensor([0, 2, 1])
@@ -24,7 +25,10 @@ PAIR = Boundary((TensorSpec((2, 3), torch.float64),) * 2, single=False)
 
 
 def stage(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
-    return Stage(index, module.double(), SGD, lambda update: 1.0, **arguments)  # type: ignore[arg-type]
+    """A stage of these layers; of a later one, the layer before them is layer 4 of the model."""
+    ends = arguments.get("entry"), arguments.get("exit")
+    part = part_of(module.double(), *ends, before=5 if index else 0)  # type: ignore[arg-type]
+    return Stage(index, part, SGD, lambda update: 1.0, **arguments)  # type: ignore[arg-type]
 
 
 def last(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
@@ -283,13 +287,14 @@ def test_a_first_layer_that_works_in_place_gets_a_copy():
 
 def test_a_backward_is_over_the_weights_of_its_forward():
     middle = stage(nn.Linear(2, 2, bias=False))
-    before = middle.module.weight.detach().clone()
+    weight = middle.module.get_parameter("0.weight")
+    before = weight.detach().clone()
     for mb in range(2):
         middle.forward(mb, (randn(1, 2),), 0)
     middle.backward(0, (torch.ones(1, 2).double(),), 0)
     middle.reduce()
     middle.step(keep=True)
-    assert not torch.equal(middle.module.weight, before)
+    assert not torch.equal(weight, before)
     (back,) = middle.backward(1, (torch.ones(1, 2).double(),), 0)
     torch.testing.assert_close(back, before.sum(0, keepdim=True))
 
@@ -334,7 +339,7 @@ def test_the_layer_where_a_loss_stopped_being_finite_is_named():
         TrainingStopped, match=r"microbatch 4 is nan \(first in layer bad\) at stage 2, update 0"
     ):
         final.forward(4, (randn(3, 3),), 0, Target(LABELS, 3.0, 1.0))
-    with pytest.raises(TrainingStopped, match="first in what came from stage 1"):
+    with pytest.raises(TrainingStopped, match="first in what came from layer 4, in an earlier stage"):
         last(nn.Linear(3, 3), 2).forward(4, (randn(3, 3) / 0,), 0, Target(LABELS, 3.0, 1.0))
 
 
@@ -359,7 +364,7 @@ def test_the_first_stage_hands_no_gradient_on_and_names_what_came(halves):
     if halves:
         first.backward_input(1, nothing, 0)
     with pytest.raises(
-        TrainingStopped, match=r"microbatch 1 is not finite \(first in what came from stage 1\)"
+        TrainingStopped, match=r"microbatch 1 is not finite \(first in what came back to layer 0 from a l"
     ):
         first.backward_weight(1, 0) if halves else first.backward(1, nothing, 0)
 
@@ -369,9 +374,9 @@ def test_a_gradient_that_only_the_sum_shows_names_weights_and_microbatches():
     for mb in (4, 5):
         first.forward(mb, (randn(3, 3),), 0)
         first.backward(mb, (randn(3, 3),), 0)
-    first.weights.leaf(0, "weight").grad[0, 0] = math.inf
+    first.weights.leaf(0, "0.weight").grad[0, 0] = math.inf
     with pytest.raises(
-        TrainingStopped, match=r"the gradient of weight, microbatches 4 to 5, is not finite at stage 0, upd"
+        TrainingStopped, match=r"the gradient of 0.weight, microbatches 4 to 5, is not finite at stage 0, upd"
     ):
         first.reduce()
 
@@ -440,7 +445,7 @@ def test_an_update_whose_norm_is_not_finite_elsewhere_is_skipped_with_its_statis
 def test_the_norms_that_updates_were_clipped_by_are_those_of_the_window():
     final = last(nn.Linear(3, 3), clip_grad_norm=0.25)
     trained(final, 0, norm=3.0)
-    twin = nn.Linear(3, 3).double()
+    twin = nn.Sequential(nn.Linear(3, 3)).double()
     twin.load_state_dict(final.module.state_dict())
     functional.cross_entropy(twin(randn(3, 3)), LABELS).backward()
     alone = float(torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.25))
@@ -485,11 +490,11 @@ def test_predict_is_in_evaluation_mode_and_leaves_training_mode():
     outputs = [final.predict((randn(3, 3),), Target(LABELS, 3.0, 1.0)) for _ in range(2)]
     assert outputs == [(), ()]
     assert final.module.training
-    assert all(layer.training for layer in final.module)
+    assert all(layer.training for layer in final.module.children())
     assert all(torch.equal(tensor, before[name]) for name, tensor in final.module.state_dict().items())
     assert final.in_flight == 0
     final.module.eval()
-    wanted = final.module(randn(3, 3))
+    (wanted,) = final.module(randn(3, 3))
     evaluated = final.take_tallies()[1]
     assert evaluated.samples == 6
     assert evaluated.mean_loss == pytest.approx(functional.cross_entropy(wanted, LABELS).item())
@@ -514,7 +519,7 @@ def test_smoothing_is_for_training_alone():
     smooth.forward(0, (x,), 0, Target(LABELS, 3.0, 1.0))
     smooth.backward(0, (), 0)
     smooth.predict((x,), Target(LABELS, 3.0, 1.0))
-    output = smooth.module(x)
+    (output,) = smooth.module(x)
     trained, evaluated = smooth.take_tallies()
     assert evaluated.mean_loss == pytest.approx(functional.cross_entropy(output, LABELS).item())
     assert trained.mean_loss == pytest.approx(
@@ -550,12 +555,12 @@ def test_inputs_outputs_and_targets_may_be_tuples():
     final = stage(Heads(), task=task, entry=PAIR)
     inputs, targets = (randn(3, 3), 2 * randn(3, 3)), (randn(3, 2), LABELS)
     plain = tuple(t.clone().requires_grad_() for t in inputs)
-    loss = box_and_name(final.module(plain), targets)
+    loss = box_and_name(final.module(*plain), targets)
     wanted = torch.autograd.grad(0.25 * loss, plain)
     assert final.forward(0, inputs, 0, Target(targets, 3.0, 0.25)) == ()
     torch.testing.assert_close(final.backward(0, (), 0), wanted, rtol=1e-14, atol=1e-14)
     assert final.predict(inputs, Target(targets, 3.0, 1.0)) == ()
-    right = right_names(final.module(inputs), targets).item()
+    right = right_names(final.module(*inputs), targets).item()
     for tally in final.take_tallies():
         assert tally.mean_loss == pytest.approx(loss.item())
         assert (tally.samples, task.values(tally)) == (3, {"names": pytest.approx(right)})

@@ -59,7 +59,9 @@ class Executor:
             edge: Pipe(bound, [a.mb for a in every if a.op in RECEIVES and a.edge == edge])
             for edge, bound in bounds.items()
         }
-        self.rank = {stage: rank for rank, actions in enumerate(program) for stage in {a.stage for a in actions}}
+        self.rank = {
+            stage: rank for rank, actions in enumerate(program) for stage in {a.stage for a in actions}
+        }
         self.there: set[tuple[int, Op, int, int]] = set()  # (at stage, F or B, of stage, microbatch)
         self.open: Counter[int] = Counter()
         self.activations = dict.fromkeys(stages, 0)

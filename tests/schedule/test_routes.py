@@ -5,16 +5,13 @@ What `simulate` says is compared with a second judge, which runs the same progra
 
 from __future__ import annotations
 
-from collections import Counter
-
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schedule.actions import SENDS, Program, ScheduleError, ranks_of
+from pipetrain.schedule.actions import Program, ScheduleError, ranks_of
 from pipetrain.schedule.bounds import edge_bounds
 from pipetrain.schedule.check import check
-from pipetrain.schedule.lower import Edge, Route, compute_only, edges, lower
-from pipetrain.schedule.programs import forward_only
+from pipetrain.schedule.lower import Edge, Route, edges, lower
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
 from tests.schedule.cases import CASES
@@ -80,5 +77,3 @@ def test_at_its_bounds_a_skip_never_blocks_and_costs_nothing(
     assert Executor(program, bounds, routes, seed).run()
     free = {edge: size if abs(edge[0] - edge[1]) == 1 else batches * m for edge, size in bounds.items()}
     assert result.makespan == simulate(program, 1, buffer_size=free, routes=routes).makespan
-
-

@@ -228,8 +228,8 @@ def faulty(kind: str, rank: int, at: int) -> nn.Sequential:
     )
 
 
-def not_sequential() -> nn.Module:
-    return nn.Linear(3, 3)
+def not_a_module() -> list[nn.Module]:
+    return [nn.Linear(3, 3)]
 
 
 def tied() -> nn.Sequential:

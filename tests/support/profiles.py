@@ -10,6 +10,7 @@ from torch import nn
 from pipetrain.boundary import Boundary
 from pipetrain.partition.estimate import estimate
 from pipetrain.partition.profile import LayerTime, Profile
+from pipetrain.partition.stages import Traffic
 
 
 def layer(name: str = "layer", forward_s: float = 1, backward_s: float = 2, **others: Any) -> LayerTime:
@@ -21,6 +22,12 @@ def layer(name: str = "layer", forward_s: float = 1, backward_s: float = 2, **ot
 
 def profile(layers: Sequence[LayerTime], latency_s: float = 0, s_per_byte: float = 0) -> Profile:
     return Profile({"model": "fake"}, {"device": "paper"}, 0, latency_s, s_per_byte, list(layers))
+
+
+def handed_on(layers: Sequence[LayerTime], wire: Sequence[tuple[int, int]] = ()) -> list[Traffic]:
+    """What each layer hands to the next; `wire`: (forward, back) bytes, by default those of the tensors."""
+    wire = wire or [(layer.output_bytes, layer.gradient_bytes) for layer in layers]
+    return [Traffic(index, (index + 1,), *nbytes) for index, nbytes in enumerate(wire[: len(layers) - 1])]
 
 
 def profile_of(

@@ -174,7 +174,8 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "two": (twice, r"this process has a Pipeline already: call close\(\)"),
     "no optimizer": (lambda rank: step(optimizer=None), "Pipeline needs optimizer="),
     "no loss": (lambda rank: step(loss=None), "Pipeline needs loss="),
-    "no Sequential": (lambda rank: step(model=nn.Linear(4, 3)), "needs an nn.Sequential .* not Linear"),
+    "no module": (lambda rank: step(model=sgd), "Pipeline needs an nn.Module, not function"),
+    "no layers": (lambda rank: step(model=nn.Sequential()), "needs an nn.Module, not an empty nn.Sequential"),
     "loss class": (
         lambda rank: step(loss=nn.CrossEntropyLoss),
         r"loss=CrossEntropyLoss is a class: give an object of it, CrossEntropyLoss\(\)",
@@ -183,7 +184,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
         lambda rank: step(metrics=functional.cross_entropy),
         "metrics must be a list of Metric or a dict of functions",
     ),
-    "list": (lambda rank: step(model=list(model())), "needs an nn.Sequential .* not list"),
+    "list": (lambda rank: step(model=list(model())), "Pipeline needs an nn.Module, not list"),
     "schedule number": (lambda rank: step(schedule=3), "schedule=3 must be one of 1f1b, .* a function or "),
     "argument": (lambda rank: step(schedul="1f1b"), "takes no schedul; did you mean schedule"),
     "optimizer name": (lambda rank: step(optimizer="adam"), r"such as lambda p: torch.optim.SGD\(p, "),

@@ -96,9 +96,8 @@ def test_an_evaluation_counts_every_sample_and_equals_a_plain_one(batch_size):
     """11 test samples: no batch size here divides them."""
     run = make_run(alone(f"batch_size={batch_size}", "data.drop_last=true", samples=64))
     trainer = trainer_of(run)
-    trainer.stages[0].module[1][1].running_mean.fill_(
-        0.3
-    )  # the statistics that are kept are those that are used
+    statistics = trainer.stages[0].module.get_buffer("1.1.running_mean")
+    statistics.fill_(0.3)  # those that are kept are those that are used
     samples, loss, accuracy = evaluated(trainer, 0)
     assert samples == 11
     wanted_loss, wanted_accuracy = plainly(run, trainer)

@@ -1,0 +1,107 @@
+"""U-Net as layers between which it can be cut: each convolution, max-pool and transposed convolution is one.
+
+Source: Ronneberger, Fischer and Brox, "U-Net: convolutional networks for biomedical image segmentation",
+2015, figure 1. As has become usual, the convolutions are padded, so that the scores have the size of the
+image and no skip is cropped, and each has BatchNorm.
+
+A level is a resolution. The way down has a max-pool between two levels, and the way up a transposed
+convolution. Each level of the way up joins what the same level made on the way down. Its Stash keeps this
+skip for its Pop: it travels straight from the stage of the one to the stage of the other.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.errors import ConfigError
+from pipetrain.partition.network import Pop, Stash
+
+
+def unet(
+    num_classes: int = 2, levels: int = 5, convolutions: int = 2, width: int = 64, channels: int = 3
+) -> nn.Sequential:
+    """U-Net: images (n, channels, h, w) to the scores of each pixel (n, num_classes, h, w).
+
+    `levels`: resolutions, each half of the one before, so h and w are multiples of 2^(levels - 1);
+    `convolutions`: 3x3, of a level on each way; `width`: channels of the first level, doubled at each next
+    one. The defaults are the paper's. It has 2 (levels - 1) (convolutions + 2) + convolutions + 1 layers, of
+    which 2 (levels - 1) only mark the skips. Raises ConfigError.
+    """
+    sizes = {"levels": levels, "num_classes": num_classes, "convolutions": convolutions}
+    for name, size in (sizes | {"width": width, "channels": channels}).items():
+        least = 2 if name == "levels" else 1
+        if type(size) is not int or size < least:
+            raise ConfigError(f"model.{name} must be a whole number of at least {least}; got {size}")
+    model = nn.Sequential()
+    stashes = [Stash() for _ in range(levels - 1)]
+    entry: nn.Module | None = Divisible(levels)
+    for level, stash in enumerate(stashes, start=1):
+        _add_convolutions(model, f"down{level}", entry, channels, width, convolutions)
+        model.add_module(f"down{level}_skip", stash)
+        model.add_module(f"down{level}_pool", nn.MaxPool2d(2))
+        entry, channels, width = None, width, 2 * width
+    _add_convolutions(model, "bottom", entry, channels, width, convolutions)
+    for level in range(levels - 1, 0, -1):
+        channels, width = width, width // 2
+        model.add_module(f"up{level}_grow", nn.ConvTranspose2d(channels, width, kernel_size=2, stride=2))
+        model.add_module(f"up{level}_skip", Pop(stashes[level - 1]))
+        _add_convolutions(model, f"up{level}", Concatenate(), 2 * width, width, convolutions)
+    model.add_module("head", nn.Conv2d(width, num_classes, kernel_size=1))
+    _initialise(model)
+    return model
+
+
+def _add_convolutions(
+    model: nn.Sequential, name: str, entry: nn.Module | None, channels: int, width: int, count: int
+) -> None:
+    """Add `count` layers of a 3x3 convolution, BatchNorm and ReLU; `entry` comes first in the first one."""
+    for index in range(1, count + 1):
+        layer: OrderedDict[str, nn.Module] = OrderedDict(entry=entry) if entry else OrderedDict()
+        layer["conv"] = nn.Conv2d(channels, width, kernel_size=3, padding=1, bias=False)
+        layer["norm"] = nn.BatchNorm2d(width)
+        layer["relu"] = nn.ReLU()
+        model.add_module(f"{name}_conv{index}", nn.Sequential(layer))
+        entry, channels = None, width
+
+
+class Divisible(nn.Module):
+    """Hands images (n, c, h, w) on if they can be halved between `levels` levels. Raises ValueError."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.levels = levels
+
+    def forward(self, images: Tensor) -> Tensor:
+        height, width = images.shape[-2:]
+        factor = 2 ** (self.levels - 1)
+        if height % factor or width % factor:
+            raise ValueError(
+                f"{height} x {width} pixels cannot be halved {self.levels - 1} times: make both multiples of "
+                f"{factor}, or model.levels={self.levels} smaller"
+            )
+        return images
+
+
+class Concatenate(nn.Module):
+    """Joins what came up and the skip, each (n, c, h, w), to (n, 2 c, h, w)."""
+
+    def forward(self, tensors: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat(tensors, dim=1)
+
+
+def _initialise(model: nn.Sequential) -> None:
+    """Draw the weights in the order of the layers (He et al., "Delving deep into rectifiers", 2015).
+
+    The variance is that of the paper, 2 / N of N inputs to an output; there is no ReLU behind a transposed
+    convolution, of which each output has one weight a channel, nor behind the head.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.ConvTranspose2d):
+            nn.init.normal_(module.weight, std=module.in_channels**-0.5)
+        elif isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu" if module.bias is None else "linear")
+        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d) and module.bias is not None:
+            nn.init.zeros_(module.bias)

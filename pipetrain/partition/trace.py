@@ -1,0 +1,98 @@
+"""Makes a network of layers of any nn.Module, by tracing it once in training and once in evaluation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
+
+from pipetrain.boundary import Example
+from pipetrain.errors import ConfigError
+from pipetrain.partition.aligning import align
+from pipetrain.partition.dataflow import Dataflow
+from pipetrain.partition.exporting import exported
+from pipetrain.partition.grouping import Item, Modules, group
+from pipetrain.partition.operations import Listing, Op, ops_in, read
+from pipetrain.partition.traced import Traced
+
+
+def trace(model: nn.Module, example: Example) -> Traced:
+    """Return a model as layers and the values between them.
+
+    `example`: what a sample's input is. The model may be on the meta device. Its tensors are used as they
+    are, and its mode, values and the random generators do not change. Raises ConfigError with the place and
+    a way out for a model that cannot be traced or cut.
+    """
+    device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    training = [module.training for module in model.modules()]
+    listings = []
+    try:
+        for mode in (True, False):
+            model.train(mode)
+            program = exported(model, example, device)
+            listings.append(read(program, model, _order(program, example), mode))
+    finally:
+        for module, mode in zip(model.modules(), training, strict=True):
+            module.training = mode
+    listing = align(*listings)
+    _refuse_outputs(listing)
+    flow = Dataflow(listing)
+    forbidden = {p for barrier in flow.barriers() for p in range(barrier.first + 1, barrier.last + 1)}
+    groups = group(_items(flow), _modules(model), forbidden)
+    return Traced(model, flow, groups, listing.tree, listing.constants)
+
+
+def _order(program: ExportedProgram, example: Example) -> list[int]:
+    """Return the number in `example` of each input of an exported program."""
+    if example.names is None:
+        return list(range(len(example.specs)))
+    spec = program.call_spec.in_spec
+    assert spec is not None
+    return [example.names.index(name) for name in spec.child(1).context]
+
+
+def _refuse_outputs(listing: Listing) -> None:
+    outputs = list(ops_in(listing.outputs))
+    if not outputs:
+        raise ConfigError("the model returns no tensor: return what the loss takes")
+    for op in outputs:
+        if not isinstance(op.value, Tensor):
+            raise ConfigError(
+                f"the model returns {op.value} ({op.where}), which is no tensor: return tensors only"
+            )
+
+
+def _items(flow: Dataflow) -> list[Item]:
+    found = []
+    for op in flow.items:
+        uses = tuple(flow.position[user] for user in flow.users[op] if user in flow.position)
+        if any(op is output for output in ops_in(flow.outputs)):
+            uses = (*uses, len(flow.items))
+        nbytes = _nbytes(op) if op in flow.trained else 0
+        found.append(Item(op.calls, uses, nbytes, flow.works(op)))
+    return found
+
+
+def _nbytes(op: Op) -> int:
+    total = 0
+    for leaf in tree_leaves(op.value):
+        if isinstance(leaf, Tensor):
+            sizes: list[Any] = list(leaf.shape)
+            hints = [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
+            total += math.prod(hints) * leaf.dtype.itemsize
+    return total
+
+
+def _modules(model: nn.Module) -> Modules:
+    lists: set[str] = set()
+    elements: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            elements |= {f"{name}.{key}".lstrip(".") for key in module._modules}
+            parts = name.split(".")
+            lists |= {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+    return Modules(lists, elements, type(model).__name__)

@@ -1,0 +1,307 @@
+"""A traced model as a network: its layers, what each takes, and slices of it as modules.
+
+The modules hold the very parameters and buffers of the user's model, under their names there. Their code is
+that of the traced operations, see emitting.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from pipetrain.boundary import Boundary, Value
+from pipetrain.partition.dataflow import SIZES, Dataflow, draws
+from pipetrain.partition.emitting import Code, Function
+from pipetrain.partition.grouping import Group
+from pipetrain.partition.network import INPUT, Made, Network, Part, See, Slice, Tensors
+from pipetrain.partition.operations import Constant, Held, Input, Op, canonical, ops_in
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer. `takes`, `makes`: the operations whose values it takes and returns.
+
+    `sizes`: for an operation that computes a size, the tensor to read it from, its dimension and a factor;
+    `held`: names of the parameters and buffers that it uses.
+    """
+
+    items: list[Op]
+    takes: list[Op]
+    makes: list[Op]
+    sizes: dict[Op, tuple[Op, int, int]]
+    held: list[str]
+
+
+class Traced(Network):
+    """Any nn.Module, as traced by torch.export. Layers return tuples; see trace.py for how it is made.
+
+    `drawing`: the numbers of the layers that draw random numbers in training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        flow: Dataflow,
+        groups: Sequence[Group],
+        tree: TreeSpec,
+        constants: dict[str, Tensor],
+    ) -> None:
+        self.model = model
+        self.names = [group.name for group in groups]
+        self.flow = flow
+        self.constants = constants
+        self.layers = layers_of(flow, groups)
+        self._tree = tree
+        self._number = {op: Made(INPUT, op.source.number) for op in flow.ops if isinstance(op.source, Input)}
+        for index, layer in enumerate(self.layers[:-1]):
+            self._number |= {op: Made(index, k) for k, op in enumerate(layer.makes)}
+        self._takes = [tuple(sorted(self._number[op] for op in layer.takes)) for layer in self.layers]
+        self._values = {made: op for op, made in self._number.items()}
+        last = len(self.layers) - 1
+        self._values |= {Made(last, k): op for k, op in enumerate(self.layers[last].makes)}
+        self.drawing = frozenset(
+            index
+            for index, layer in enumerate(self.layers)
+            if any(draws(op, True) for op in layer.items if True in op.modes)
+        )
+        self.placed = _placed(model, [layer.held for layer in self.layers])
+        """The names of the tensors of each layer; one without use has a place too."""
+        self.modules = [self.part(self.alone(index)) for index in range(len(self.layers))]
+
+    def alone(self, index: int) -> Slice:
+        """Return one layer as a slice."""
+        leaves = tuple(Made(index, k) for k in range(len(self.layers[index].makes)))
+        return Slice(index, index + 1, self._takes[index], leaves)
+
+    def takes(self, index: int, made: Sequence[Boundary]) -> tuple[Made, ...]:
+        return self._takes[index]
+
+    def call(self, index: int, tensors: Tensors, made: Sequence[Boundary]) -> Value:
+        result: Tensors = self.modules[index](*tensors)
+        return self.pack(result) if index == len(self.layers) - 1 else result
+
+    def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
+        return TracedPart(self, slice, evaluated)
+
+    def pack(self, outputs: Tensors) -> Any:
+        """Return the tensors of the last layer as the model returns them."""
+        tensors = iter(outputs)
+        flat = [next(tensors) if isinstance(output, Op) else output for output in self.flow.outputs]
+        return tree_unflatten(flat, self._tree)
+
+    def value(self, made: Made) -> Op:
+        """Return the operation that makes a value."""
+        return self._values[made]
+
+
+class TracedPart(Part):
+    """Layers of a traced model, with code of their own for training and for evaluation."""
+
+    def __init__(self, network: Traced, slice: Slice, evaluated: Slice | None = None) -> None:
+        super().__init__(slice, evaluated)
+        names = dict.fromkeys(n for index in range(slice.start, slice.end) for n in network.placed[index])
+        self.holders, self._places = _hold(self, network.model, names)
+        self.constants = _Constants(network.constants)
+        self._network = [network]  # not a module of its own
+        self._functions: dict[tuple[Slice, bool], Function] = {}
+        self.training = network.model.training
+
+    def forward(self, *tensors: Tensor) -> Tensors:
+        return self._function(self.slice)(self, *tensors)
+
+    def observed(self, tensors: Tensors, see: See) -> Tensors:
+        network, values = self._network[0], dict(zip(self.slice.enters, tensors, strict=True))
+        for index in range(self.slice.start, self.slice.end):
+            taken = [values[made] for made in network.takes(index, ())]
+            outputs = self._function(network.alone(index))(self, *taken)
+            outputs = see(network.names[index], network.modules[index], outputs)
+            values |= {Made(index, number): tensor for number, tensor in enumerate(outputs)}
+        return tuple(values[made] for made in self.slice.leaves)
+
+    def pack(self, outputs: Tensors) -> Any:
+        return self._network[0].pack(outputs)
+
+    def _function(self, slice: Slice) -> Function:
+        """Return the code of some of the layers, in the present mode."""
+        made = self._functions.get((slice, self.training))
+        if made is None:
+            made = self._functions[slice, self.training] = self._compiled(slice)
+        return made
+
+    def _compiled(self, slice: Slice) -> Function:
+        network = self._network[0]
+        code = Code(network.names[slice.start], self.training, self._places)
+        writer = _Writer(network, code, self.training)
+        for made in slice.enters:
+            code.enter(network.value(made))
+        for index in range(slice.start, slice.end):
+            writer.layer(index)
+        leaves = [network.value(made) for made in slice.leaves]
+        writer.ensure(leaves)
+        return code.compile(leaves)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TracedPart:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.constants.tensors = {name: fn(tensor) for name, tensor in self.constants.tensors.items()}
+        return self
+
+
+class _Constants:
+    """Tensors that are neither parameters nor buffers, and move with the part."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+
+class _Writer:
+    """Writes the code of layers for one mode, with what they need that does not depend on data."""
+
+    def __init__(self, network: Traced, code: Code, training: bool) -> None:
+        self._network = network
+        self._flow = network.flow
+        self._training = training
+        self._sizes: dict[Op, tuple[Op, int, int]] = {}
+        self.code = code
+
+    def layer(self, index: int) -> None:
+        layer = self._network.layers[index]
+        self._sizes = layer.sizes
+        begun = False
+        for op in layer.items:
+            if self._training in op.modes:
+                self.ensure(op.given(self._training))
+                if not begun and draws(op, self._training):
+                    begun = True
+                    self.code.begin(index)
+                self.code.run(op)
+
+    def ensure(self, ops: Iterable[Op]) -> None:
+        """Make operations that do not depend on data, if they have not been made."""
+        for op in ops:
+            if op in self.code or isinstance(op.source, Held | Constant):
+                continue
+            if op in self._sizes:
+                self.ensure([self._sizes[op][0]])
+                self.code.size(op, *self._sizes[op])
+                continue
+            self.ensure(op.given(self._training))
+            self.code.run(op)
+            self.ensure(writer for writer in self._flow.writers(op) if op in self._flow.free)
+
+
+def layers_of(flow: Dataflow, groups: Sequence[Group]) -> list[Layer]:
+    """Return the layers of a model with what each takes and makes."""
+    outputs = list(ops_in(flow.outputs))
+    layers = []
+    for group in groups:
+        items = flow.items[group.start : group.end]
+        needs = _Needs(flow, items)
+        for op in items:
+            needs.add(op.given())
+        if group is groups[-1]:
+            needs.add(outputs)
+        needs.resolve()
+        takes = sorted(needs.taken, key=lambda op: op.index)
+        layers.append(Layer(items, takes, [], needs.sizes, list(needs.held)))
+    for k, layer in enumerate(layers[:-1]):
+        later = {op for other in layers[k + 1 :] for op in other.takes}
+        layer.makes.extend(op for op in layer.items if op in later)
+    layers[-1].makes.extend(outputs)
+    return layers
+
+
+class _Needs:
+    """Collects what a layer needs: tensors on data (`taken`), weights (`held`), and where to read sizes."""
+
+    def __init__(self, flow: Dataflow, items: Sequence[Op]) -> None:
+        self._flow = flow
+        self._mine = set(items)
+        self._seen: set[Op] = set()
+        self._reads: list[Op] = []
+        self.taken: dict[Op, None] = {}
+        self.held: dict[str, None] = {}
+        self.sizes: dict[Op, tuple[Op, int, int]] = {}
+
+    def add(self, ops: Iterable[Op]) -> None:
+        """Add the values of operations."""
+        for op in ops:
+            if op in self._seen or op in self._mine:
+                continue
+            self._seen.add(op)
+            if isinstance(op.source, Held):
+                self.held[op.source.name] = None
+            elif isinstance(op.source, Input) or op in self._flow.position:
+                self.taken[op] = None
+            elif op.target in SIZES:
+                self._reads.append(op)
+            else:
+                self.add(op.given())
+                self.add(self._flow.writers(op) if op in self._flow.free else ())
+
+    def resolve(self) -> None:
+        """Find a tensor from which each size can be read; take the one of the model, if there is no other."""
+        for op in self._reads:  # grows
+            (of,) = op.given()
+            if of in self._mine or of in self.taken:
+                continue
+            read = next(filter(None, (_size_from(op, tensor) for tensor in self.taken)), None)
+            if read is None:
+                self.add([of])
+            else:
+                self.sizes[op] = read
+
+
+def _size_from(op: Op, tensor: Op) -> tuple[Op, int, int] | None:
+    """Return how to read the size that an operation computes from another tensor: dimension and factor."""
+    wanted = op.value.node.expr if isinstance(op.value, torch.SymInt) else op.value
+    for dimension, size in enumerate(tensor.value.shape):
+        if isinstance(size, torch.SymInt):
+            times = wanted / size.node.expr
+            if times.is_Integer:
+                return tensor, dimension, int(times)
+    return None
+
+
+def _placed(model: nn.Module, used: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the tensors of each layer; one that none uses joins the nearest one in the module tree."""
+    placed = [list(names) for names in used]
+    known = {name for names in used for name in names}
+    for name in canonical(model).values():
+        if name not in known:
+            path = name.split(".")
+            depths = [max((_shared(path, other.split(".")) for other in names), default=-1) for names in used]
+            placed[depths.index(max(depths))].append(name)
+    return placed
+
+
+def _shared(path: Sequence[str], other: Sequence[str]) -> int:
+    pairs = zip(path, other, strict=False)
+    return next((depth for depth, (a, b) in enumerate(pairs) if a != b), min(len(path), len(other)))
+
+
+def _hold(
+    root: nn.Module, model: nn.Module, names: Iterable[str]
+) -> tuple[tuple[nn.Module, ...], dict[str, int]]:
+    """Register a model's tensors below `root` under their names; return their modules with their places."""
+    holders: dict[str, nn.Module] = {}
+    for name in names:
+        path, _, key = name.rpartition(".")
+        if path not in holders:
+            holder = root
+            for part in path.split(".") if path else ():
+                holder = holder._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+            holder.training = root.training
+            holders[path] = holder
+        holder, owner = holders[path], model.get_submodule(path)
+        if key in owner._parameters:
+            holder._parameters[key] = owner._parameters[key]
+        else:
+            holder._buffers[key] = owner._buffers[key]
+            if key in owner._non_persistent_buffers_set:
+                holder._non_persistent_buffers_set.add(key)
+    return tuple(holders.values()), {path: number for number, path in enumerate(holders)}

@@ -1,0 +1,45 @@
+"""The gradient of weights that layers in several stages share, as one message a group of stages.
+
+Each stage has a copy of such a weight. Before an update the stages add up their gradients of it, so every
+copy is stepped by the same numbers, with the same optimizer state, and stays the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pipetrain.errors import TrainingStopped
+
+Tie = tuple[int, ...]  # the stages that share some weights, ascending
+
+
+def packed(weights: Mapping[str, Tensor], names: Sequence[str], skip: bool) -> Tensor:
+    """Return the gradients of `names` [n], and behind them a count of these that there are, each 0 or 1.
+
+    `skip`: the stage leaves this update out, so all must, which a count of NaN says.
+    """
+    parts = []
+    for name in names:
+        weight = weights[name]
+        if weight.grad is not None and weight.grad.layout is not torch.strided:
+            raise TrainingStopped(
+                f"the gradient of {name}, which stages share, is sparse: make the layer with sparse=False, "
+                f"or keep the layers that share it in one stage by partition="
+            )
+        parts.append(torch.zeros_like(weight).flatten() if weight.grad is None else weight.grad.flatten())
+    there = [float("nan") if skip else float(weights[name].grad is not None) for name in names]
+    return torch.cat([*parts, parts[0].new_tensor(there)])
+
+
+def unpacked(weights: Mapping[str, Tensor], names: Sequence[str], sums: Tensor) -> bool:
+    """Set the gradients to sums of what `packed` returned; return whether the update is to be left out."""
+    there, left = sums[-len(names) :].tolist(), 0
+    for name, count in zip(names, there, strict=True):
+        size = weights[name].numel()
+        given = sums[left : left + size].view_as(weights[name]) if count else None
+        weights[name].grad = given
+        left += size
+    return any(count != count for count in there)

@@ -1,0 +1,173 @@
+"""U-Net: its published size, its skips, what it refuses, and that it learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipetrain.boundary import Example, TensorSpec
+from pipetrain.building import build
+from pipetrain.data.made import shapes
+from pipetrain.errors import ConfigError
+from pipetrain.models import unet
+from pipetrain.models.unet import Concatenate
+from pipetrain.partition.estimate import estimate
+from pipetrain.partition.network import Pop, Stash
+from pipetrain.tasks.metrics import MeanIoU
+from tests.support.cases import config
+
+SMALL = {"num_classes": 3, "levels": 3, "convolutions": 2, "width": 4}
+
+
+def small(**changed) -> nn.Sequential:
+    torch.manual_seed(0)
+    return unet(**(SMALL | changed))
+
+
+def images(n: int, height: int = 16, width: int = 16) -> torch.Tensor:
+    return torch.rand(n, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_the_paper_s_sizes_have_the_parameters_of_the_usual_implementation():
+    """github.com/milesial/Pytorch-UNet: padded, with BatchNorm, transposed convolutions, 3 channels."""
+    with torch.device("meta"):
+        assert parameters(unet(num_classes=1)) == 31_037_633
+        assert parameters(unet(num_classes=2)) == 31_037_698
+
+
+def test_config_is_the_paper_s_for_the_classes_of_the_made_shapes():
+    cfg = config(["model=unet", "data=shapes", "task=segmentation"])
+    with torch.device("meta"):
+        assert parameters(build(cfg, "model")) == 31_037_633 + 2 * 65
+
+
+@pytest.mark.parametrize("levels", [2, 3, 5])
+@pytest.mark.parametrize("convolutions", [1, 3])
+def test_parameters_by_formula(levels, convolutions):
+    """A convolution from a to b channels has 9 a b weights, and BatchNorm 2 b."""
+    wide, expected, channels = [5 * 2**level for level in range(levels)], 0, 3
+    for level, width in enumerate(wide):
+        for before in [channels, *[width] * (convolutions - 1)]:
+            expected += 9 * before * width + 2 * width
+        if level < levels - 1:  # the way up
+            expected += 4 * 2 * width * width + width  # transposed
+            for before in [2 * width, *[width] * (convolutions - 1)]:
+                expected += 9 * before * width + 2 * width
+        channels = width
+    model = small(width=5, levels=levels, convolutions=convolutions)
+    assert parameters(model) == expected + 5 * 3 + 3
+    assert len(model) == 2 * (levels - 1) * (convolutions + 2) + convolutions + 1
+
+
+def test_names_say_on_which_way_and_level_a_layer_is():
+    names = [name for name, _ in small(levels=2).named_children()]
+    assert names == [
+        *("down1_conv1", "down1_conv2", "down1_skip", "down1_pool"),
+        *("bottom_conv1", "bottom_conv2"),
+        *("up1_grow", "up1_skip", "up1_conv1", "up1_conv2", "head"),
+    ]
+
+
+@pytest.mark.parametrize(("height", "width"), [(16, 16), (4, 12), (32, 8)])
+@torch.no_grad()
+def test_a_score_of_each_class_for_each_pixel_and_no_layer_writes_its_input(height, width):
+    model = small().double()
+    whole = model(images(2, height, width).double())
+    assert whole.shape == (2, 3, height, width)
+    out = images(2, height, width).double()
+    for layer in model:
+        given = out if isinstance(out, tuple) else (out,)
+        before = [t.clone() for t in given]
+        out = layer(out)
+        assert all(map(torch.equal, given, before))
+    torch.testing.assert_close(out, whole)
+
+
+def test_each_level_joins_what_it_made_on_the_way_down():
+    """What a Stash was given is the second half of the channels that its Pop's level begins with."""
+    model, seen = small().eval(), {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, Stash | Concatenate):
+            layer.register_forward_hook(lambda _, given, out, name=name: seen.update({name: out}))
+    model(images(2))
+    for level, channels in ((1, 4), (2, 8)):
+        skip, joined = seen[f"down{level}_skip"], seen[f"up{level}_conv1.entry"]
+        assert skip.shape[1] == channels
+        assert torch.equal(joined[:, channels:], skip)
+
+
+def test_an_edge_reaches_the_scores_by_the_first_skip_alone():
+    """With the way up cut at the last transposed convolution, the first level still sees the image."""
+    model = small().eval()
+    with torch.no_grad():
+        model.up1_grow.weight.zero_()
+        one, other = images(1), images(1)
+        other[..., 3, 5] += 1
+        changed = (model(one) != model(other)).any(1)[0]
+    rows, columns = changed.nonzero().unbind(1)
+    # Four 3x3 convolutions at full size see 4 pixels far.
+    assert (rows.max() - 3, columns.min() - 5, columns.max() - 5) == (4, -4, 4)
+
+
+def test_gradients_reach_every_weight():
+    model = small()
+    model(images(4)).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
+
+
+def test_activations_keep_their_scale():
+    model, scales = small(levels=4, width=16).train(), {}
+    for name, layer in model.named_children():
+        if not isinstance(layer, Pop):
+            layer.register_forward_hook(lambda _, given, out, name=name: scales.update({name: out.std()}))
+    model(images(8, 32, 32))
+    assert all(0.3 < scale < 3 for scale in scales.values()), scales
+
+
+@pytest.mark.parametrize(("name", "value", "least"), [
+    ("levels", 1, 2),
+    ("levels", True, 2),
+    ("convolutions", 0, 1),
+    ("width", 1.5, 1),
+    ("num_classes", "3", 1),
+    ("channels", -1, 1),
+])  # fmt: skip
+def test_a_shape_that_cannot_be_is_refused(name, value, least):
+    with pytest.raises(ConfigError) as refusal:
+        unet(**{name: value})
+    assert str(refusal.value) == f"model.{name} must be a whole number of at least {least}; got {value}"
+
+
+def test_images_that_cannot_be_halved_are_refused_before_the_start():
+    with pytest.raises(ConfigError) as refusal:
+        estimate(small(), Example((TensorSpec((3, 18, 16), torch.float32),)).of(2))
+    assert str(refusal.value) == (
+        "layer 0 (down1_conv1) of the model cannot take float32[2, 3, 18, 16]: 18 x 16 pixels cannot be "
+        "halved 2 times: make both multiples of 4, or model.levels=3 smaller"
+    )
+
+
+def test_it_learns_the_made_shapes():
+    """A third of the classes, and so of the mean IoU, is had by calling everything background."""
+    data, iou = shapes(train=160, test=32, size=16), MeanIoU()
+    model = small(width=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for epoch in range(4):
+        order = torch.randperm(160, generator=torch.Generator().manual_seed(epoch))
+        for ids in order.split(8):
+            optimizer.zero_grad()
+            scores = model(data.train.all_inputs[ids])
+            functional.cross_entropy(scores, data.train.all_targets[ids]).backward()
+            optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        sums = iou.sums(model(data.test.all_inputs), data.test.all_targets)
+    assert iou.value(sums.tolist(), 0.0) > 0.5
