@@ -82,8 +82,9 @@ def build(factory: Factory, seed: int) -> tuple[nn.Module, Deferred]:
         ) from error
     except Exception as error:  # a factory may raise anything
         raise ConfigError(
-            f"the model's factory failed: {type(error).__name__}: {one_line(error)}; if it needs the numbers "
-            f"of tensors, let it do without, {WAY_OUT}"
+            f"{getattr(factory, '__qualname__', factory)}, which was called to make the model, failed: "
+            f"{type(error).__name__}: {one_line(error)}; if it needs the numbers of tensors, let it do "
+            f"without, {WAY_OUT}"
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model's factory must return an nn.Module, not {type(model).__name__}")
@@ -131,6 +132,11 @@ def _put_on_meta(model: nn.Module, record: Deferred) -> None:
                 raise ConfigError(
                     f"{place.name} of the model shares the memory of a parameter or buffer, which it does "
                     f"not when each rank makes its own: compute it in forward, {WAY_OUT}"
+                )
+            if not isinstance(model, nn.Sequential) and tensor.dim():
+                raise ConfigError(
+                    f"{place.name} of the model is a tensor, but neither a parameter nor a buffer, and the "
+                    f"model is traced without its numbers: register it as a buffer, {WAY_OUT}"
                 )
             others[id(tensor)] = record.repeated([ref])[0].requires_grad_(tensor.requires_grad)
         place.container[place.key] = others[id(tensor)]
