@@ -19,8 +19,9 @@ from pipetrain.partition.aligning import align
 from pipetrain.partition.dataflow import Dataflow
 from pipetrain.partition.exporting import exported
 from pipetrain.partition.grouping import Item, Modules, group
-from pipetrain.partition.operations import Listing, Op, ops_in, read
+from pipetrain.partition.operations import Listing, Op, ops_in
 from pipetrain.partition.proving import prove
+from pipetrain.partition.reading import read
 from pipetrain.partition.traced import Traced
 
 
