@@ -50,7 +50,8 @@ def storages(ops: Sequence[Op]) -> dict[Op, int]:
         alike = list(_aliased(op))
         if op.source is not None:
             alike.append(sources.setdefault(op.source, op))
-        for leaf in tree_leaves(op.value):
+        fresh = op.target is _ATEN.lift_fresh_copy.default  # a copy, whatever its fake tensor says
+        for leaf in () if fresh else tree_leaves(op.value):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 alike.append(memory.setdefault(leaf.untyped_storage()._cdata, op))
         for other in alike:

@@ -147,7 +147,9 @@ class Dataflow:
         for op in self.items:
             if reason := _unsendable(op):
                 last = min(self.last_use(op), len(self.items) - 1)
-                yield Barrier(self.position[op], last, f"{reason} ({op.where or op.target})")
+                yield Barrier(
+                    self.position[op], last, f"{reason} ({op.target}{op.where and f' at {op.where}'})"
+                )
         for root, writers in self._writers.items():
             if all(op in self.free for op in writers):
                 continue
@@ -159,11 +161,10 @@ class Dataflow:
             if any(isinstance(op.source, Input) for op in held):
                 where.append(0)
             last = max(where) if lasting else max(self.position[op] for op in writers)
-            written = writers[-1]
+            by = writers[-1]
+            where_by = f" at {by.where}" if by.where else ""
             yield Barrier(
-                min(where),
-                last,
-                f"{written.target} at {written.where} writes in place what was made before it",
+                min(where), last, f"{by.target}{where_by} writes in place a tensor that was made before"
             )
 
 
@@ -204,7 +205,7 @@ def _unsendable(op: Op) -> str:
     """Return why the result of an operation cannot be sent to another stage, or ""."""
     value = op.value
     if not isinstance(value, Tensor):
-        return "what is no tensor cannot be sent"
+        return "only tensors can be sent between stages"
     if value.layout is not torch.strided or value.is_complex():
         return "a sparse or complex tensor cannot be sent"
     if free_unbacked_symbols(value):

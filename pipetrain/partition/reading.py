@@ -148,6 +148,8 @@ class _Reader:
             return self._inline(inner, given, grad, Autocast(enabled, dtype))
         if node.target is operator.getitem and not isinstance(args[0], Op):
             return args[0][args[1]]
+        if node.target is _ATEN.detach_.default and args[0].target is _ATEN.lift_fresh_copy.default:
+            return args[0]  # a copy of a constant, which has no gradient anyway
         if any(isinstance(leaf, fx.GraphModule) for leaf in tree_leaves((args, kwargs))):
             raise ConfigError(
                 f"the model uses {name} at {place_of(node)}, whose branches cannot be cut: {way_out(node)}"
@@ -178,7 +180,7 @@ class _Reader:
 
     def _detached(self, arguments: Any, node: fx.Node) -> Any:
         """Return arguments without gradients, as a node in a region under torch.no_grad takes them."""
-        detach = torch.ops.aten.detach.default
+        detach = _ATEN.detach.default
 
         def detached(leaf: Any) -> Any:
             value = leaf.value if isinstance(leaf, Op) else None
@@ -193,6 +195,7 @@ class _Reader:
         return Device() if isinstance(leaf, torch.device) and leaf.type == self._device.type else leaf
 
 
+_ATEN = torch.ops.aten
 _LEFT_OUT = ("aten.sym_constrain_range.default", "aten.sym_constrain_range_for_size.default")
 
 

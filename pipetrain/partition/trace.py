@@ -45,7 +45,11 @@ def trace(model: nn.Module, example: Example) -> Traced:
     listing = align(*listings)
     _refuse_outputs(listing)
     flow = Dataflow(listing)
-    forbidden = {p for barrier in flow.barriers() for p in range(barrier.first + 1, barrier.last + 1)}
+    forbidden = {
+        position: barrier.reason
+        for barrier in flow.barriers()
+        for position in range(barrier.first + 1, barrier.last + 1)
+    }
     items = _items(flow)
     groups = group(items, _modules(model, items), forbidden)
     network = Traced(model, flow, groups, listing.tree, listing.constants)

@@ -24,7 +24,8 @@ from pipetrain.partition.operations import Constant, Held, Input, Op, canonical
 class Traced(Network):
     """Any nn.Module, as traced by torch.export. Layers return tuples; see trace.py for how it is made.
 
-    `drawing`: the numbers of the layers that draw random numbers in training.
+    `drawing`: the numbers of the layers that draw random numbers in training; `joins`: why modules that could
+    be layers of their own stay together, in sentences.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Traced(Network):
     ) -> None:
         self.model = model
         self.names = [group.name for group in groups]
+        self.joins = [why for group in groups for why in group.joins]
         self.flow = flow
         self.constants = constants
         self.layers = layers_of(flow, groups)
