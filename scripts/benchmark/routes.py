@@ -1,8 +1,8 @@
 """Suite: the bytes that a U-Net's skips take by routes, and handed on by hand through every stage.
 
 The same model, cut and batch, twice: with its skips as they are, each of which travels straight from the
-stage that makes it to the one that uses it; and with layers that take and return tuples, so that each cut between
-the two carries it once more. Nothing else can be done where a stage sends to the next one alone.
+stage that makes it to the one that uses it; and with layers that take and return tuples, so that each cut
+between the two carries it once more. Nothing else can be done where a stage sends to the next one alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipetrain.boundary import named_layers
 from pipetrain.models import unet
-from pipetrain.partition.network import Chain, Pop, Stash
+from pipetrain.partition.network import Pop, Stash
 
 
 class HandedOn(nn.Module):
@@ -37,8 +37,8 @@ class HandedOn(nn.Module):
 def by_hand(**sizes: int) -> nn.Sequential:
     """Return a U-Net of the same layers and weights, whose skips go through every layer between their ends.
 
-    A Stash and a Pop do nothing in it: the layer behind each begins or ends the skip, so that no cut carries a
-    tensor twice.
+    A Stash and a Pop do nothing in it: the layer behind each begins or ends the skip, so that no cut carries
+    a tensor twice.
     """
     model, handed = unet(**sizes), nn.Sequential()
     before: nn.Module | None = None
