@@ -233,7 +233,7 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
         )
     for actions in plan.window.program:
         for action in actions:
-            own = action.op not in COMMUNICATION and action.op not in TOLD
+            own = action.op not in COMMUNICATION | TOLD
             if own and (action.stage, action.op) not in traced.costs.seconds:
                 raise ConfigError(
                     f"cost={path} has no {action.op} of stage {action.stage}, which {settings.schedule} "
@@ -250,7 +250,6 @@ def compare(plan: Plan, traced: Replay, path: str) -> str:
         [size] * settings.microbatches * max(plan.windows),
         batch_size=settings.batch_size,
         buffer_size=plan.links.bounds,
-        routes=plan.routes,
         ties=plan.ties,
         repeated=settings.window is not None,
     )

@@ -34,13 +34,12 @@ from pipetrain.schedule.actions import (
     Program,
     Ties,
 )
-from pipetrain.schedule.lower import Route
 from pipetrain.schedule.simulate import BufferSize, simulate
 from pipetrain.schedule.timeline import Costs, Kind, Row, TracedWindow
 
 CONDITIONS = {
     "model", "parameters", "schedule", "ranks", "placement", "partition", "dtype", "precision",
-    "memory_format", "epoch_batches", "batch_size", "microbatches", "window", "buffer_size",
+    "memory_format", "epoch_batches", "batch_size", "microbatches", "window", "bounds", "ties",
 }  # fmt: skip
 """The keys that a trace must have."""
 
@@ -91,20 +90,10 @@ class Replay:
             [row.actions for row in longest.timeline.rows],
             longest.samples,
             batch_size=self.about["batch_size"],
+            buffer_size={(source, to): bound for source, to, bound in self.about["bounds"]},
+            ties=self.about["ties"],
             repeated=self.about["window"] is not None,
-            **self._links(),
         )
-
-    def _links(self) -> dict[str, Any]:
-        """Return what joined the stages of the traced run, for `figures`."""
-        links = self.about.get("links")
-        if links is None:  # each stage and the next
-            return {"buffer_size": self.about["buffer_size"]}
-        return {
-            "buffer_size": {(source, to): bound for source, to, bound in links["bounds"]},
-            "routes": [(source, to) for source, to in links["routes"]],
-            "ties": [tuple(tie) for tie in links["ties"]],
-        }
 
     def figures(
         self,
@@ -113,9 +102,8 @@ class Replay:
         *,
         batch_size: int,
         buffer_size: BufferSize,
-        repeated: bool,
-        routes: Sequence[Route] | None = None,
         ties: Ties = (),
+        repeated: bool,
     ) -> Figures:
         """Simulate a lowered program whose microbatches have these numbers of samples.
 
@@ -128,7 +116,7 @@ class Replay:
             return self.costs(action) * (1.0 if action.op in UPDATE else samples[action.mb] / whole)
 
         # These figures do not depend on the number of microbatches in a batch.
-        run = simulate(program, 1, buffer_size=buffer_size, cost=cost, routes=routes, ties=ties)
+        run = simulate(program, 1, buffer_size=buffer_size, cost=cost, ties=ties)
         own = [
             own * sum(action.op in COMPUTE for action in actions)
             for own, actions in zip(self.own_s, program, strict=True)
@@ -170,7 +158,7 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     for window in windows:
         for span in (span for row in window.timeline.rows for span in row.spans):
-            if (action := span.action) is None or action.op in COMMUNICATION or action.op in TOLD:
+            if (action := span.action) is None or action.op in COMMUNICATION | TOLD:
                 continue
             if action.op in UPDATE or window.samples[action.mb] == whole:
                 durations[action.stage, action.op].append(span.end - span.start - span.waited)
@@ -178,8 +166,7 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
         (stage, op): typical(times) + (own[about["placement"][stage]] if op in COMPUTE else 0.0)
         for (stage, op), times in durations.items()
     }
-    ties = about.get("links", {}).get("ties", [])
-    return Replay(about, windows, Costs(seconds | _travels(windows, ties)), own)
+    return Replay(about, windows, Costs(seconds | _travels(windows, about["ties"])), own)
 
 
 def _own_time(windows: Sequence[TracedWindow], rank: int) -> float:
@@ -229,14 +216,14 @@ def _told_travel(window: TracedWindow, ties: Ties) -> Iterator[tuple[Action, flo
         if span.action is not None and span.action.op in UPDATE
     }
     stages = sorted({stage for _, stage, _ in spans})
-    norms = any(op is Op.NORM for op, _, _ in spans)
-    awaited = [(Op.TIE, tie, Op.NORM if norms else Op.STEP) for tie in ties]
-    if norms:
+    normed = any(op is Op.NORM for op, _, _ in spans)
+    awaited = [(Op.TIE, tie, Op.NORM if normed else Op.STEP) for tie in ties]
+    if normed:
         awaited.append((Op.NORM, stages, Op.STEP))
     for version in sorted({version for _, _, version in spans}):
-        for op, of, waits in awaited:
-            told = [spans[op, stage, version] for stage in of]
-            heard = [spans[waits, stage, version] for stage in of]
-            first = min(span.start + span.waited for span in heard)
-            travelled = max(0.0, first - max(span.end for span in told))
-            yield from ((Action(stage, op, version=version), travelled) for stage in of)
+        for told, of, waiting in awaited:
+            ends = [spans[told, stage, version] for stage in of]
+            begins = [spans[waiting, stage, version] for stage in of]
+            heard = min(span.start + span.waited for span in begins)
+            travelled = max(0.0, heard - max(span.end for span in ends))
+            yield from ((span.action, travelled) for span in ends if span.action is not None)
