@@ -76,8 +76,7 @@ def test_the_travel_of_tied_gradients_too(norms):
     costs, ties = Costs({**COSTS.seconds, **told}), [(0, 1)]
     tied = with_ties(one_f_one_b(2, 3, 4), ties)
     program = lower(with_norms(tied) if norms else tied)
-    links = {"bounds": [[0, 1, 2], [1, 0, 2]], "routes": [[0, 1]], "ties": [[0, 1]]}
-    made = replay(about(program, 4, links=links), as_measured(program, costs, 4, ties=ties))
+    made = replay(about(program, 4, ties=[[0, 1]]), as_measured(program, costs, 4, ties=ties))
     assert made.costs.seconds == pytest.approx(dict(costs.seconds))
     assert made.again.batch_s == pytest.approx(simulate(program, 4, cost=costs, ties=ties).makespan / 3)
 
@@ -87,8 +86,8 @@ def test_a_skip_is_replayed_with_the_bounds_that_it_had():
     program = lower(gpipe(8, 1, 32), routes)
     costs = Costs({(stage, op): 1.0 for stage in range(8) for op in (Op.F, Op.B)})
     bounds = edge_bounds(program, routes, 2)
-    links = {"bounds": [[*edge, bound] for edge, bound in bounds.items()], "routes": routes, "ties": []}
-    made = replay(about(program, 32, links=links), as_measured(program, costs, 32, buffer_size=bounds))
+    said = about(program, 32, bounds=[[*edge, bound] for edge, bound in bounds.items()])
+    made = replay(said, as_measured(program, costs, 32, buffer_size=bounds))
     assert made.again.batch_s == pytest.approx(made.measured.batch_s)
     assert made.again.batch_s < simulate(program, 32, cost=costs, routes=routes).makespan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipetrain.schedule.actions import Program, Ties, placement
+from pipetrain.schedule.lower import edges
 from pipetrain.schedule.simulate import BufferSize, simulate
 from pipetrain.schedule.timeline import Costs, Row, Span, Timeline, TracedWindow
 
@@ -55,7 +56,8 @@ def about(program: Program, microbatches: int, microbatch: int = 4, **more: Any)
         "microbatches": microbatches,
         "window": 1,
         "epoch_batches": 1,
-        "buffer_size": 2,
+        "bounds": [[*edge, 2] for edge in edges(program)],
+        "ties": [],
         "dtype": "float32",
         "precision": "fp32",
         "memory_format": "channels_last",
