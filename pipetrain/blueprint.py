@@ -154,7 +154,8 @@ class Plan:
 
         if self.policy is None:
             return Listed(self.windows[batches].program[rank], batches, self.settings.microbatches)
-        return Decided(self.policy, rank, self.stages, batches, self.settings.microbatches)
+        size = self.stages, batches, self.settings.microbatches
+        return Decided(self.policy, rank, *size, self.routes)
 
 
 class AnySize(dict[int, list[Boundary]]):
@@ -256,7 +257,10 @@ def make_plan(
     links = Links(list(joined.routes), shared_weights(network, cuts))
     refuse_ties(settings, schedule, links)
     program = lower(forward_only(where, len(samples.evaluation)), links.routes)
-    lowered = [program, *(lower(_compute(settings, schedule, n), links.routes) for n in windows)]
+    lowered = [
+        program,
+        *(lower(_compute(settings, schedule, n, links.routes), links.routes) for n in windows),
+    ]
     bounds = widest([edge_bounds(one, links.routes, settings.buffer_size) for one in lowered])
     links = replace(links, bounds=bounds)
     windows = {n: prove(settings, schedule, n, links) for n in windows}
@@ -333,10 +337,12 @@ def settle_clipping(settings: Settings, schedule: Schedule, batches: int) -> Set
     return replace(settings, clip_grad_norm_over=over)
 
 
-def _compute(settings: Settings, schedule: Schedule, batches: int) -> Program:
+def _compute(
+    settings: Settings, schedule: Schedule, batches: int, routes: Sequence[Route] | None = None
+) -> Program:
     size = settings.ranks, batches, settings.microbatches
     try:
-        return compute_program(schedule, *size, buffer_size=settings.buffer_size)
+        return compute_program(schedule, *size, settings.buffer_size, routes)
     except ScheduleError:
         raise
     except Exception as error:  # an unknown argument, or a bug in the schedule
@@ -352,7 +358,7 @@ def prove(settings: Settings, schedule: Schedule, batches: int, links: Links | N
     """
     routes, ties = (links.routes, links.ties) if links else (None, [])
     buffer_size = links.bounds if links else settings.buffer_size
-    compute = _compute(settings, schedule, batches)
+    compute = _compute(settings, schedule, batches, routes)
     norms = settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model"
     placement(compute)  # one rank a stage: the engine has no replicas yet
     compute = with_ties(with_norms(compute) if norms else compute, ties) if ties or norms else compute

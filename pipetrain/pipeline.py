@@ -119,8 +119,8 @@ class Pipeline:
       done with the first batch.
     - `dtype`: of weights and floating-point data; None: the model's.
     - `options`: any other key of the configuration, with its default there: partition, buffer_size, timeout,
-      device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout; None
-      leaves torch's generator as it is), codec_forward, codec_backward (a name of conf/codec), and so on.
+      device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout; None:
+      as torch is seeded on rank 0), codec_forward, codec_backward (a name of conf/codec), and so on.
 
     Raises ConfigError and ScheduleError for what cannot be trained as one process would train it.
     """
@@ -177,7 +177,10 @@ class Pipeline:
         device = choose_device(world, self._settings.device)
         mesh = Mesh(world, where, edges(window_of.program), device, None, self._settings.timeout)
         level(model, mesh)
-        if options.get("seed") is not None:
+        if options.get("seed") is None:  # dropout as the program has seeded torch on rank 0
+            seed = mesh.tell("the seed", torch.initial_seed() % 2**31)
+            self._settings = replace(self._settings, seed=seed)
+        else:
             torch.manual_seed((self._settings.seed + 1_000_003 * (world.rank + 1)) % 2**63)
         self._model: nn.Module | None = model
         self._mesh = mesh

@@ -28,6 +28,7 @@ _STATISTICS = {
 }
 _WORK = {*flop_registry, _ATEN.linear, _ATEN.matmul, _ATEN.einsum, _ATEN.scaled_dot_product_attention}
 _WORK |= {_ATEN.lstm, _ATEN.gru, _ATEN.rnn_tanh, _ATEN.rnn_relu, _ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d}
+_NORMS = {_ATEN.batch_norm, _ATEN.layer_norm, _ATEN.group_norm, _ATEN.instance_norm, _ATEN.rms_norm}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Dataflow:
         ops = listing.ops
         self._storage = _storages(ops)
         self._writers = _writers(ops, self._storage)
-        _refuse_writes(self._writers)
+        _refuse_writes(self._writers, self._storage)
         self.random = {op for op in ops if any(draws(op, mode) for mode in op.modes)}
         self.ops = self._needed(ops)
         self.sizes = _sizes(self.ops)
@@ -119,9 +120,10 @@ class Dataflow:
         return self._writers.get(self._storage[op], [])
 
     def works(self, op: Op) -> bool:
-        """Return whether an operation uses a weight, or multiplies matrices."""
-        if getattr(op.target, "overloadpacket", None) in _WORK:
-            return True
+        """Return whether an operation uses a weight, other than to normalise, or multiplies matrices."""
+        packet = getattr(op.target, "overloadpacket", None)
+        if packet in _WORK or packet in _NORMS:
+            return packet in _WORK
         todo, seen = [*op.given()], set()
         while todo:
             given = todo.pop()
@@ -160,7 +162,7 @@ class Dataflow:
             yield Barrier(
                 min(where),
                 last,
-                f"{written.target} at {written.where or '?'} writes in place what was made before",
+                f"{written.target} at {written.where} writes in place what was made before it",
             )
 
 
@@ -206,7 +208,7 @@ def _storages(ops: Sequence[Op]) -> dict[Op, int]:
         if op.source is not None:
             alike.append(sources.setdefault(op.source, op))
         for leaf in tree_leaves(op.value):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel() != 0:
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 alike.append(memory.setdefault(leaf.untyped_storage()._cdata, op))
         for other in alike:
             root[find(op)] = find(other)
@@ -260,17 +262,18 @@ def _written(op: Op) -> Iterator[Op]:
                 yield from ops_in(value)
 
 
-def _refuse_writes(writers: dict[int, list[Op]]) -> None:
-    for some in writers.values():
-        for op in some:
-            for written in _written(op):
-                source = written.source
-                if isinstance(source, Constant) or (isinstance(source, Held) and source.parameter):
-                    raise ConfigError(
-                        f"the model changes {source[0]} at {op.where or op.target}, which each stage would "
-                        f"do to a copy of its own: register it as a buffer, and change parameters by the "
-                        f"optimizer"
-                    )
+def _refuse_writes(writers: dict[int, list[Op]], storage: dict[Op, int]) -> None:
+    """Raise ConfigError if a parameter, or a tensor that is registered nowhere, is written."""
+    for op, root in storage.items():
+        source = op.source
+        if root not in writers or source is None:
+            continue
+        if isinstance(source, Constant) or (isinstance(source, Held) and source.parameter):
+            by = writers[root][0]
+            raise ConfigError(
+                f"the model writes {source.name} in place at {by.where or by.target}, which each stage would "
+                f"do to a copy of its own: register it as a buffer, and let the optimizer change parameters"
+            )
 
 
 def _sizes(ops: Sequence[Op]) -> set[Op]:

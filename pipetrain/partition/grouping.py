@@ -94,6 +94,10 @@ class _Tree:
         self._items = items
         self._modules = modules
         self._count = Counter(call.key for item in items for call in item.calls)
+        self._inner: dict[str, set[str]] = {}  # the calls directly inside a call
+        for item in items:
+            for outer, inner in pairwise(item.calls):
+                self._inner.setdefault(outer.key, set()).add(inner.key)
         self._span: dict[str, tuple[int, int]] = {}
         for index, item in enumerate(items):
             for call in item.calls:
@@ -122,15 +126,16 @@ class _Tree:
 
     def _is_bulk(self, call: Call) -> bool:
         most = BULK_IN_LIST if call.path in self._modules.elements else BULK
-        return self._count[call.key] > most * len(self._items)
+        wraps = len(self._inner.get(call.key, ())) > 1
+        return wraps and self._count[call.key] > most * len(self._items)
 
     def filled(self, calls: tuple[Call, ...], start: int, end: int) -> tuple[Call, ...]:
-        """Return the outermost of some calls that lies in operations `start` to `end`; all, if none does."""
+        """Return the outermost of some calls that lies in operations `start` to `end`; none, if none does."""
         for depth, call in enumerate(calls):
             first, last = self._span[call.key]
             if start <= first and last <= end:
                 return calls[: depth + 1]
-        return calls
+        return ()
 
     def inside_a_block(self, cut: int) -> bool:
         """Return whether a cut divides a module at a place where more values cross than at its ends."""

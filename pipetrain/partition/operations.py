@@ -135,13 +135,15 @@ class Listing:
     constants: dict[str, Tensor]
 
 
-def read(program: ExportedProgram, model: nn.Module, order: Sequence[int], training: bool) -> Listing:
-    """Return the operations of an exported model.
+def read(
+    program: ExportedProgram, model: nn.Module, order: Sequence[int], training: bool, device: torch.device
+) -> Listing:
+    """Return the operations of a model that was exported on `device`.
 
     `order`: the number, among the tensors of a microbatch, of each tensor input of the program. Raises
     ConfigError for what cannot be trained.
     """
-    reader = _Reader(program, model, order, training)
+    reader = _Reader(program, model, order, training, device)
     env = reader.sources()
     outputs = reader.run(program.graph_module, env, grad=True, autocast=None)
     flat: list[Any] = []
@@ -162,15 +164,19 @@ def read(program: ExportedProgram, model: nn.Module, order: Sequence[int], train
 
 class _Reader:
     def __init__(
-        self, program: ExportedProgram, model: nn.Module, order: Sequence[int], training: bool
+        self,
+        program: ExportedProgram,
+        model: nn.Module,
+        order: Sequence[int],
+        training: bool,
+        device: torch.device,
     ) -> None:
         self._program = program
         self._names = canonical(model)
         self._model = model
         self._order = order
         self._modes = frozenset({training})
-        named = [*model.named_parameters(), *model.named_buffers()]
-        self._devices = {t.device for _, t in named} or {torch.device("cpu")}
+        self._device = device
         self.ops: list[Op] = []
         self.constants: dict[str, Tensor] = {}
 
@@ -210,6 +216,11 @@ class _Reader:
             raise ConfigError(
                 f"the model trains {name}, which is no parameter of it: make it an nn.Parameter"
             )
+        if value.is_meta:
+            raise ConfigError(
+                f"the model uses {name}, a tensor on the meta device, which is no parameter or buffer "
+                f"and so has no values: register it as a buffer"
+            )
         self.constants[name] = value
         return Constant(name)
 
@@ -245,7 +256,7 @@ class _Reader:
                 f"the model uses {name} at {place_of(node)}, whose branches cannot be cut: {way_out(node)}"
             )
         if not grad:
-            args, kwargs = self._detached(args), self._detached(kwargs)
+            args, kwargs = self._detached((args, kwargs), node)
         args, kwargs = tree_map(self._on_device, (args, kwargs))
         scalar = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
         op = Op(
@@ -268,30 +279,21 @@ class _Reader:
         names = [node.name for node in inner.graph.find_nodes(op="placeholder")]
         return self.run(inner, dict(zip(names, given, strict=True)), grad, autocast)
 
-    def _detached(self, arguments: Any) -> Any:
-        """Return arguments without gradients, as in a region under torch.no_grad."""
+    def _detached(self, arguments: Any, node: fx.Node) -> Any:
+        """Return arguments without gradients, as a node in a region under torch.no_grad takes them."""
+        detach = torch.ops.aten.detach.default
 
-        def detach(leaf: Any) -> Any:
+        def detached(leaf: Any) -> Any:
             value = leaf.value if isinstance(leaf, Op) else None
-            if not isinstance(value, Tensor) or not value.is_floating_point():
+            if not isinstance(value, Tensor) or not value.is_floating_point() or leaf.target is detach:
                 return leaf
-            if leaf.target is torch.ops.aten.detach.default:
-                return leaf
-            return self._add(
-                Op(
-                    torch.ops.aten.detach.default,
-                    (leaf,),
-                    value=value,
-                    calls=leaf.calls,
-                    where=leaf.where,
-                    modes=self._modes,
-                )
-            )
+            calls, where = calls_of(node), place_of(node)
+            return self._add(Op(detach, (leaf,), value=value, calls=calls, where=where, modes=self._modes))
 
-        return tree_map(detach, arguments)
+        return tree_map(detached, arguments)
 
     def _on_device(self, leaf: Any) -> Any:
-        return Device() if isinstance(leaf, torch.device) and leaf in self._devices else leaf
+        return Device() if isinstance(leaf, torch.device) and leaf.type == self._device.type else leaf
 
 
 _LEFT_OUT = ("aten.sym_constrain_range.default", "aten.sym_constrain_range_for_size.default")

@@ -107,7 +107,7 @@ class TracedPart(Part):
         names = dict.fromkeys(n for index in range(slice.start, slice.end) for n in network.placed[index])
         self.holders, self._places = _hold(self, network.model, names)
         self.constants = _Constants(network.constants)
-        self._network = [network]  # not a module of its own
+        self._shared = _Shared(network)
         self._functions: dict[tuple[Slice, bool], Function] = {}
         self.training = network.model.training
 
@@ -115,7 +115,7 @@ class TracedPart(Part):
         return self._function(self.slice)(self, *tensors)
 
     def observed(self, tensors: Tensors, see: See) -> Tensors:
-        network, values = self._network[0], dict(zip(self.slice.enters, tensors, strict=True))
+        network, values = self._shared.network, dict(zip(self.slice.enters, tensors, strict=True))
         for index in range(self.slice.start, self.slice.end):
             taken = [values[made] for made in network.takes(index, ())]
             outputs = self._function(network.alone(index))(self, *taken)
@@ -124,7 +124,7 @@ class TracedPart(Part):
         return tuple(values[made] for made in self.slice.leaves)
 
     def pack(self, outputs: Tensors) -> Any:
-        return self._network[0].pack(outputs)
+        return self._shared.network.pack(outputs)
 
     def _function(self, slice: Slice) -> Function:
         """Return the code of some of the layers, in the present mode."""
@@ -134,7 +134,7 @@ class TracedPart(Part):
         return made
 
     def _compiled(self, slice: Slice) -> Function:
-        network = self._network[0]
+        network = self._shared.network
         code = Code(network.names[slice.start], self.training, self._places)
         writer = _Writer(network, code, self.training)
         for made in slice.enters:
@@ -148,6 +148,16 @@ class TracedPart(Part):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TracedPart:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.constants.tensors = {name: fn(tensor) for name, tensor in self.constants.tensors.items()}
+        return self
+
+
+class _Shared:
+    """Refers to the network of a part, also from the part's copies."""
+
+    def __init__(self, network: Traced) -> None:
+        self.network = network
+
+    def __deepcopy__(self, memo: object) -> _Shared:
         return self
 
 

@@ -5,13 +5,16 @@ What `simulate` says is compared with a second judge, which runs the same progra
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schedule.actions import Program, ScheduleError, ranks_of
+from pipetrain.schedule.actions import SENDS, Program, ScheduleError, ranks_of
 from pipetrain.schedule.bounds import edge_bounds
 from pipetrain.schedule.check import check
-from pipetrain.schedule.lower import Edge, Route, edges, lower
+from pipetrain.schedule.lower import Edge, Route, compute_only, edges, lower
+from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
 from tests.schedule.cases import CASES
