@@ -8,9 +8,9 @@ such a chain of layers as it is, with skips marked by Stash and Pop; any other m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -31,6 +31,19 @@ class Made(NamedTuple):
 
 See = Callable[[str, nn.Module, Tensors], Tensors]
 """Called with a layer's name, its module and what it returned; returns what goes on in place of that."""
+
+
+class Values(Protocol):
+    """Where the numbers of a model's tensors come from."""
+
+    def prove(self, names: Collection[str]) -> None:
+        """Refuse tensors that have none. Raises ConfigError."""
+
+    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return tensors in host memory by the names of parameters and buffers.
+
+        Those that the model has already may be left out. Raises ConfigError.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,8 @@ class Network(ABC):
     model: nn.Module
     names: Sequence[str]
     modules: Sequence[nn.Module]
+    values: Values | None = None
+    """The numbers of tensors on the meta device; None: the model has all its numbers."""
 
     @abstractmethod
     def takes(self, index: int, made: Sequence[Boundary]) -> tuple[Made, ...]:
@@ -111,6 +126,9 @@ class Stash(nn.Module):
         """Return the value itself."""
         self._kept[:] = [value]
         return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": []}  # what a forward that failed has left is not copied
 
 
 class Pop(nn.Module):
@@ -166,9 +184,14 @@ class Chain(Network):
 
 def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:
     """Return the number of the Stash for that of each Pop. Raises ConfigError for one without the other."""
-    where = {id(module): index for index, module in enumerate(modules) if isinstance(module, Stash)}
+    where: dict[int, int] = {}  # Stash -> its layer
     found: dict[int, int] = {}
     for index, module in enumerate(modules):
+        if isinstance(module, Stash) and where.setdefault(id(module), index) != index:
+            raise ConfigError(
+                f"layer {index} ({names[index]}) is the Stash of layer {where[id(module)]} once more: make "
+                f"another one"
+            )
         inner = [m for m in module.modules() if m is not module and isinstance(m, Stash | Pop)]
         if inner:
             raise ConfigError(
@@ -177,7 +200,7 @@ def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, in
             )
         if isinstance(module, Pop):
             stash = where.get(id(module.stash))
-            if stash is None or stash > index:
+            if stash is None:
                 raise ConfigError(
                     f"layer {index} ({names[index]}) is a Pop whose Stash is not a layer before it: put that "
                     f"Stash into the nn.Sequential, before the Pop"
