@@ -71,4 +71,4 @@ def begin(layer: int) -> None:
 def leave_to_python() -> None:
     """Keep torch.compile out of `begin`: it would compile it again for each seed."""
     global begin
-    begin = torch.compiler.disable(begin)
+    begin = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
