@@ -19,6 +19,9 @@ from pipetrain.boundary import Value, bytes_of
 from pipetrain.building import make_schedule
 from pipetrain.cli import conf_dir
 from pipetrain.errors import ConfigError
+from pipetrain.partition.deferred import Deferred
+from pipetrain.partition.factory import Factory, build
+from pipetrain.partition.materialise import named_tensors
 from pipetrain.partition.network import Chain, Network
 from pipetrain.rate import Rate, learning_rate
 from pipetrain.runtime.mesh import Mesh
@@ -34,7 +37,7 @@ _OTHERS = {  # keys of the configuration that the arguments and methods of Pipel
 }  # fmt: skip
 _ARGUMENTS = (  # beside the keys of the configuration
     "model", "loss", "optimizer", "schedule", "task", "metrics", "weight", "param_groups", "lr_schedule",
-    "sample", "codec_forward", "codec_backward",
+    "sample", "codec_forward", "codec_backward", "weights",
 )  # fmt: skip
 
 
@@ -182,11 +185,25 @@ class FixedProgram:
         return replace(action, mb=action.mb + shift, version=action.version + batch)
 
 
-def refuse_elsewhere(model: object) -> None:
-    """Refuse a model that is not in host memory. Raises ConfigError."""
-    for name, tensor in (
-        [*model.named_parameters(), *model.named_buffers()] if isinstance(model, nn.Module) else ()
-    ):
+def read_model(model: nn.Module | Factory, seed: int | None) -> tuple[nn.Module, Deferred | None]:
+    """Return a model; if a factory is given, without its numbers, and where these come from.
+
+    Raises ConfigError for a factory that fails, and a model that is not in host memory.
+    """
+    if callable(model) and not isinstance(model, nn.Module):
+        return build(model, seed if type(seed) is int else 0)  # a wrong seed is refused with the settings
+    if isinstance(model, nn.Module):
+        _refuse_elsewhere(model)
+    return model, None
+
+
+def _refuse_elsewhere(model: nn.Module) -> None:
+    for name, tensor in named_tensors(model).items():
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{name} of the model is on the meta device and has no values: give the function that makes "
+                f"the model in place of it, Pipeline(lambda: ...)"
+            )
         if tensor.device.type != "cpu":
             raise ConfigError(
                 f"{name} of the model is on {tensor.device}: build the model on the CPU, and Pipeline moves "
@@ -194,19 +211,37 @@ def refuse_elsewhere(model: object) -> None:
             )
 
 
-def level(model: nn.Module, mesh: Mesh) -> None:
-    """Let all ranks start from the weights of rank 0. Raises ConfigError if their models differ in form."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def small_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return parameters of a model's names and kinds, of at most 2 in each dimension."""
+    return [
+        (name, nn.Parameter(torch.zeros([min(n, 2) for n in p.shape], dtype=p.dtype), p.requires_grad))
+        for name, p in model.named_parameters()
+    ]
+
+
+def level(model: nn.Module, mesh: Mesh, record: Deferred | None = None) -> None:
+    """Let all ranks start from the weights of rank 0. Raises ConfigError if their models differ in form.
+
+    Those without numbers follow from the `record` of the factory, which must be the same on all ranks.
+    """
+    tensors = named_tensors(model)
     forms = [[name, str(t.dtype), list(t.shape)] for name, t in tensors.items()]
-    digests = [zlib.crc32(bytes_of(t).numpy().data) for t in tensors.values()]
-    told = mesh.agree("the model", [zlib.crc32(json.dumps(forms).encode()), digests])
-    for rank, (form, _) in enumerate(told):
+    held = {name: t for name, t in tensors.items() if not t.is_meta}
+    digests = [zlib.crc32(bytes_of(t).numpy().data) for t in held.values()]
+    made = record.digest if record else 0
+    told = mesh.agree("the model", [zlib.crc32(json.dumps([forms, [*held]]).encode()), made, digests])
+    for rank, (form, making, _) in enumerate(told):
         if form != told[0][0]:
             raise ConfigError(
                 f"rank {rank} built another model than rank 0: its parameters differ in name, dtype or "
                 f"shape; build the same model on every rank"
             )
-    for tensor, *sums in zip(tensors.values(), *(digests for _, digests in told), strict=True):
+        if making != told[0][1]:
+            raise ConfigError(
+                f"the model's factory initialises it otherwise on rank {rank} than on rank 0: let it depend "
+                f"on nothing that differs between ranks"
+            )
+    for tensor, *sums in zip(held.values(), *(digests for *_, digests in told), strict=True):
         if len(set(sums)) > 1:
             mesh.copy_from_first("the initial weights", tensor.data)
 
@@ -216,6 +251,8 @@ def copied(network: Network) -> Network:
     if not isinstance(network, Chain):
         return network
     try:
-        return Chain(deepcopy(network.model))
+        twin = Chain(deepcopy(network.model))
     except Exception:  # a layer may hold anything
         return network
+    twin.values = network.values
+    return twin

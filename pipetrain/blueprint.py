@@ -132,6 +132,13 @@ class Plan:
         ends = [0, *self.cuts, len(self.layers)]
         return slice(ends[stage], ends[stage + 1])
 
+    def layers_on(self, rank: int) -> list[int]:
+        """Return the numbers of the layers of a rank's stages, ascending."""
+        numbers = range(len(self.layers))
+        return [
+            n for stage, on in enumerate(self.placement) if on == rank for n in numbers[self.slice(stage)]
+        ]
+
     def copies_input(self, stage: int) -> bool:
         """Return whether a stage's layers modify its input in place."""
         return copies_input(self.layers, self.seams.slices[stage])

@@ -23,6 +23,8 @@ from torch import nn
 from pipetrain.boundary import Example, specs_of
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.partition.estimate import storage_of
+from pipetrain.partition.materialise import cast_exactly
 from pipetrain.partition.network import Chain, Network, network_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
@@ -219,7 +221,7 @@ def _refuse_unseen(model: nn.Sequential) -> None:
 
 def _refuse_parameters(model: nn.Module) -> None:
     """Refuse parameters that would be trained otherwise than in one process."""
-    addresses: dict[int, str] = {}
+    addresses: dict[object, str] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"layer {name} of the model is lazy: give it its sizes")
@@ -228,7 +230,8 @@ def _refuse_parameters(model: nn.Module) -> None:
                 f"parameter {name} of the model is a {type(parameter).__name__}, and each weight "
                 f"version would be a plain nn.Parameter: make it one"
             )
-        if (first := addresses.setdefault(parameter.data_ptr(), name)) != name and parameter.numel():
+        address = parameter.data_ptr() or (storage_of(parameter), parameter.storage_offset())  # on meta
+        if (first := addresses.setdefault(address, name)) != name and parameter.numel():
             raise ConfigError(
                 f"parameters {first} and {name} of the model share memory: use one nn.Parameter for both"
             )
@@ -264,16 +267,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         old, wanted = tensor.data, dtype.to_complex() if tensor.is_complex() else dtype
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype == wanted:
             continue
-        tensor.data = old.to(wanted)
-        if not torch.allclose(tensor.data.to(old.dtype), old, rtol=0, atol=0, equal_nan=True):
-            raise ConfigError(
-                f"{name} of the model is {_name(old.dtype)}, and dtype={_name(dtype)} would round it: choose "
-                f"dtype={_name(old.real.dtype)}, or let the factory make it {_name(tensor.dtype)}"
-            )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        tensor.data = cast_exactly(name, old, wanted)
 
 
 def make_codec(cfg: DictConfig, direction: str) -> Codec:

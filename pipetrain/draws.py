@@ -56,11 +56,12 @@ def drawing(seeds: Seeds | None) -> Iterator[None]:
 
 
 def begin(layer: int) -> None:
-    """Seed torch's generators for a layer that is about to draw.
+    """Seed torch's generators for a layer that is about to draw."""
+    _seed(layer)
 
-    Not within torch.compile: a compiled stage is seeded as a whole, so that its numbers depend on the cut.
-    """
-    if torch.compiler.is_compiling() or _drawing is None:
+
+def _seed(layer: int) -> None:
+    if _drawing is None:
         return
     seed = _drawing.of(layer)
     torch.default_generator.manual_seed(seed)
@@ -70,5 +71,5 @@ def begin(layer: int) -> None:
 
 def leave_to_python() -> None:
     """Keep torch.compile out of `begin`: it would compile it again for each seed."""
-    global begin
-    begin = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
+    global _seed
+    _seed = torch.compiler.disable(_seed)  # type: ignore[no-untyped-call]

@@ -30,10 +30,11 @@ from pipetrain.arguments import (
     configuration,
     copied,
     level,
+    read_model,
     read_rate,
     read_schedule,
     read_task,
-    refuse_elsewhere,
+    small_parameters,
 )
 from pipetrain.blueprint import (
     AnySize,
@@ -45,9 +46,10 @@ from pipetrain.blueprint import (
     prove_targets,
     settle_clipping,
 )
-from pipetrain.boundary import Example, Value, as_tuple, specs_of
+from pipetrain.boundary import Example, Value, as_tuple
 from pipetrain.building import prove_model
 from pipetrain.checkpoint import direct
+from pipetrain.checkpoint.plain import of_checkpoint
 from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
@@ -55,7 +57,9 @@ from pipetrain.config import Settings, read_settings, share_of_cores
 from pipetrain.data import pieces
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.optimizer import prove_optimizer
-from pipetrain.partition.network import Chain, Network, network_of
+from pipetrain.partition.factory import Factory
+from pipetrain.partition.materialise import materialise, named_tensors
+from pipetrain.partition.network import Chain, Network, Values, network_of
 from pipetrain.partition.profile import PROFILE, read_profile
 from pipetrain.plan import describe
 from pipetrain.profiling import make_profile, measure_together
@@ -105,8 +109,9 @@ class _OpenPlan(Plan):
 class Pipeline:
     """A model cut into stages over the processes of torchrun, and its training.
 
-    - `model`: an nn.Sequential on the CPU. It is cut between its layers, which are trained in place. All
-      ranks start from the weights of rank 0.
+    - `model`: an nn.Module on the CPU. An nn.Sequential is cut between its layers; another module is traced
+      into layers. Its weights are trained in place. All ranks start from those of rank 0. For a large one, a
+      function that makes it: then each rank makes the weights of its own stages only, by the option `seed`.
     - `loss`: a function (outputs, targets) -> mean; or `task`, a Task with its `metrics` and `weight`.
     - `optimizer`: a function of parameters, such as `lambda p: AdamW(p, 3e-4)`. `param_groups`: options for
       some of them, as `optim.groups` of the configuration.
@@ -115,19 +120,22 @@ class Pipeline:
     - `microbatches`: pieces that a batch is cut into; `window`: batches between two drains of the pipeline.
       None: as the schedule's file says.
     - `lr_schedule`: a function of the update number (0, 1, ...) -> fraction of the optimizer's rate.
+    - `weights`: a file (.safetensors, or of torch.save) or a folder (of Hugging Face's safetensors, or with
+      our checkpoints) with the weights to begin with. Each rank reads those of its own stages.
     - `sample`: a batch (inputs, targets) for which the plan is made and proven at once. Without it, that is
       done with the first batch.
     - `dtype`: of weights and floating-point data; None: the model's.
     - `options`: any other key of the configuration, with its default there: partition, buffer_size, timeout,
-      device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout; None:
-      as torch is seeded on rank 0), codec_forward, codec_backward (a name of conf/codec), and so on.
+      device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout, None:
+      as torch is seeded on rank 0; of a factory's weights, None: 0), codec_forward, codec_backward (a name
+      of conf/codec), and so on.
 
     Raises ConfigError and ScheduleError for what cannot be trained as one process would train it.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Factory,
         loss: LossFunction | Task | None = None,
         optimizer: OptimizerFactory | None = None,
         schedule: str | Path | Schedule = "1f1b",
@@ -139,6 +147,7 @@ class Pipeline:
         weight: Callable[[Value], Tensor | float] | None = None,
         param_groups: Mapping[str, Mapping[str, Any]] | None = None,
         lr_schedule: Rate | None = None,
+        weights: str | Path | None = None,
         sample: tuple[Any, Any] | None = None,
         dtype: torch.dtype | str | None = None,
         **options: Any,
@@ -150,10 +159,10 @@ class Pipeline:
             raise ConfigError("Pipeline needs optimizer=, such as lambda p: torch.optim.SGD(p, 0.01)")
         self._task = read_task(loss, task, metrics, weight)
         world = World.current()
+        model, record = read_model(model, options.get("seed"))
         cfg, name = configuration(model, schedule, microbatches, window, dtype, options)
         self._schedule = read_schedule(cfg, schedule)
         self._settings = replace(read_settings(cfg, name, world.size), model=type(model).__name__)
-        refuse_elsewhere(model)
         prove_model(model, "Pipeline needs", self._settings.dtype)
         model.train()
         self._least = self._schedule.batches if isinstance(self._schedule, FixedProgram) else 1
@@ -169,14 +178,19 @@ class Pipeline:
             )
         self._optimizer = prove_optimizer(optimizer, param_groups, model, len(where))
         self._rate = read_rate(lr_schedule)
-        made = optimizer_over(self._optimizer, model.named_parameters())
+        made = optimizer_over(self._optimizer, small_parameters(model))
         self._peak = float(made.param_groups[0].get("lr", 0.0))
         cfg.optim = {"_target_": type(made).__name__}
         self._cfg = cfg
         torch.set_num_threads(self._settings.threads or share_of_cores(world.local_size))
         device = choose_device(world, self._settings.device)
         mesh = Mesh(world, where, edges(window_of.program), device, None, self._settings.timeout)
-        level(model, mesh)
+        level(model, mesh, record)
+        self._initial: Values | None = record
+        if weights is not None:
+            self._initial = direct.open_weights(weights, model, mesh, record)
+        elif record is not None:
+            record.prove(named_tensors(model))
         if options.get("seed") is None:  # dropout as the program has seeded torch on rank 0
             seed = mesh.tell("the seed", torch.initial_seed() % 2**31)
             self._settings = replace(self._settings, seed=seed)
@@ -189,7 +203,8 @@ class Pipeline:
         self._source: Source | None = None  # what was loaded before it
         self._stopped = ""  # the error that ended it
         self._conditions = tensors_of(model)
-        self._entries = {key: specs_of([t])[0] for key, t in model.state_dict().items()}
+        self._entries = direct.entries(model)
+        self._owners: dict[str, int] = {}  # of the model's tensors, from the first batch on
         self._bar = Bar()
         self.metrics: dict[str, float] = {}
         """Of the last pass of `train`: loss, the metrics, learning_rate and samples_per_s."""
@@ -417,6 +432,8 @@ class Pipeline:
         settings = replace(self._settings, batch_size=full * m)
         sizes = Samples([size * m for size in (full, full + 1) for _ in range(self._least)], [full, full + 1])
         network = network_of(model, form.inputs)
+        if any(tensor.is_meta for tensor in named_tensors(model).values()):
+            network.values = self._initial
         plan = self._make_plan(replace(settings, window=self._least), network, form.inputs, sizes)
         with self._together():
             self._mesh.open(plan.edges, plan.ties)
@@ -424,8 +441,12 @@ class Pipeline:
         plan = _OpenPlan.of(plan, settings)
         self._settings, self._form = settings, form
         with self._together():
+            if self._initial is not None:
+                mine = plan.layers_on(self.rank)
+                materialise(network, mine, self._initial, {b for n in mine for b in plan.layers[n].borrows})
+            self._owners = direct.owners(network, plan)
             self._runner = Runner(plan, network, self._task, self._optimizer, self._rate, self._mesh)
-        self._model = None
+        self._model = self._initial = None
         if self._source is not None:
             direct.load_source(self._source, self._runner, self._mesh, self._optimizer)
 
@@ -438,6 +459,11 @@ class Pipeline:
             if settings.profile is not None:
                 profile = read_profile(settings.profile, conditions)
             else:
+                if network.values is not None:
+                    raise ConfigError(
+                        "partition=profile measures the whole model in each process, which does not hold it: "
+                        "choose partition=flops, or give partition.profile=, a file measured where it fits"
+                    )
                 if copied(network) is network and isinstance(network, Chain):
                     raise ConfigError(
                         "partition=profile measures a copy of the model, which copy.deepcopy cannot make: "
@@ -469,9 +495,8 @@ class Pipeline:
         with self._together():
             self._mesh.tell("the state_dict")
         if self._model is not None:  # nothing has been trained
-            whole = self._model.state_dict() if not self.rank else {}
-            return {key: t.detach().clone() for key, t in whole.items()}
-        return direct.merged(self._begun, self._mesh, self._entries, ema)
+            return direct.initial(self._model, self._initial) if not self.rank else {}
+        return direct.merged(self._begun, self._mesh, self._entries, self._owners, ema)
 
     def save(self, folder: str | Path) -> Path:
         """Save the training's state under a folder that all ranks share; return the checkpoint's folder.
@@ -490,7 +515,7 @@ class Pipeline:
         source = direct.find(Path(folder), self._mesh, self._conditions)
         direct.load_random(source, self._mesh)
         if self._model is not None:
-            direct.load_weights(source, self._model)
+            self._initial = of_checkpoint(source, self._model)
             self._source = source  # the rest follows at the first batch
         else:
             direct.load_source(source, self._begun, self._mesh, self._optimizer)

@@ -11,10 +11,10 @@ from pipetrain import Classification, ConfigError, ScheduleError, Task
 from pipetrain.arguments import (
     FixedProgram,
     configuration,
+    read_model,
     read_rate,
     read_schedule,
     read_task,
-    refuse_elsewhere,
 )
 from pipetrain.schedule.actions import format_program, parse_program
 from pipetrain.schedule.programs import gpipe, one_f_one_b

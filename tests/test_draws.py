@@ -133,7 +133,7 @@ def test_the_cut_does_not_change_what_is_drawn(cuts):
 
 def test_torch_compile_does_not_look_at_seeds(monkeypatch):
     """It made a new graph for each, up to its limit, and then none."""
-    monkeypatch.setattr(draws, "begin", draws.begin)
+    monkeypatch.setattr(draws, "_seed", draws._seed)
     draws.leave_to_python()
 
     def forward(x: Tensor) -> Tensor:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipetrain.boundary import TensorSpec, bytes_of
+from pipetrain.blueprint import Plan
+from pipetrain.boundary import TensorSpec, bytes_of, specs_of
+from pipetrain.building import state_names
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     MANIFEST,
@@ -27,6 +30,7 @@ from pipetrain.checkpoint.files import (
     stage_file,
     write_part,
 )
+from pipetrain.checkpoint.plain import read_weights
 from pipetrain.checkpoint.resume import difference
 from pipetrain.checkpoint.source import Source, find_source
 from pipetrain.checkpoint.state import (
@@ -38,7 +42,9 @@ from pipetrain.checkpoint.state import (
 )
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.runtime.finite import numbers_of
+from pipetrain.partition.materialise import cast_exactly, named_tensors
+from pipetrain.partition.network import Network, Values
+from pipetrain.places import places
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.timeline import StageStats
@@ -47,29 +53,79 @@ from pipetrain.training.figures import Progress
 from pipetrain.training.runner import Runner
 
 
-def merged(runner: Runner, mesh: Mesh, entries: Mapping[str, TensorSpec], ema: bool) -> dict[str, Tensor]:
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of a state_dict: the tensor's name in the model, all its keys, and what it is."""
+
+    name: str
+    keys: Sequence[str]
+    spec: TensorSpec
+
+
+def entries(model: nn.Module) -> dict[str, Entry]:
+    """Return the entries of a model's state_dict by key."""
+    tensors, names = named_tensors(model), state_names(model)
+    keys = {name: [key for key, other in names.items() if other == name] for name in names.values()}
+    return {key: Entry(name, keys[name], specs_of([tensors[name]])[0]) for key, name in names.items()}
+
+
+def owners(network: Network, plan: Plan) -> dict[str, int]:
+    """Return the rank of the first stage that holds each tensor, by its name in the model."""
+    names = {id(tensor): name for name, tensor in named_tensors(network.model).items()}
+    found: dict[str, int] = {}
+    for stage, rank in enumerate(plan.placement):
+        for module in network.modules[plan.slice(stage)]:
+            for place in places(module):
+                if id(place.tensor) in names:
+                    found.setdefault(names[id(place.tensor)], rank)
+    return found
+
+
+def initial(model: nn.Module, values: Values | None) -> dict[str, Tensor]:
+    """Return the state_dict of a model that has not been trained, with `values` before its own."""
+    tensors, state = named_tensors(model), {}
+    for key, entry in entries(model).items():
+        mine = tensors[entry.name].detach()
+        given = values.tensors([entry.name]) if values is not None else {}
+        state[key] = cast_exactly(entry.name, given.get(entry.name, mine), mine.dtype).clone()
+    return state
+
+
+def open_weights(path: str | Path, model: nn.Module, mesh: Mesh, rest: Values | None) -> Values:
+    """Open the weights to begin with on all ranks. Raises ConfigError on all if one cannot."""
+    found: list[Values] = []
+    try:
+        _agreed(mesh, "the weights", "read", lambda: found.append(read_weights(path, model, rest)))
+    except TrainingStopped as error:
+        raise ConfigError(str(error)) from error
+    return found[0]
+
+
+def merged(
+    runner: Runner, mesh: Mesh, entries: Mapping[str, Entry], owners: Mapping[str, int], ema: bool
+) -> dict[str, Tensor]:
     """Return the whole model's state_dict, in host memory, on rank 0; an empty one on the others.
 
-    `entries`: what each of its tensors is; `ema`: with the moving average of the weights.
-    Raises ChannelError.
+    `ema`: with the moving average of the weights. Raises ChannelError.
     """
     mine: dict[str, Tensor] = {}
     for stage in runner.stages.values():
         with stage.weights.averaged() if ema else nullcontext():
             mine |= stage.module.state_dict()
-    plan, state = runner.plan, {}
-    layers = [layer.name for layer in plan.layers]
-    for key, spec in entries.items():
-        layer = layers.index(key.partition(".")[0])
-        owner = plan.placement[sum(cut <= layer for cut in plan.cuts)]
-        if mesh.world.rank == owner == 0:
-            state[key] = mine[key].detach().cpu().clone()
-        elif mesh.world.rank == 0:
+    state = {}
+    for key, entry in entries.items():
+        owner, spec = owners[entry.name], entry.spec
+        held = next((mine[name] for name in (key, *entry.keys) if name in mine), None)
+        if mesh.world.rank == 0 != owner:
             sent = TensorSpec((spec.nbytes,), torch.uint8)
             got = mesh.take_tensor(f"{key} of the model", sent, owner)
             state[key] = got.view(spec.dtype).reshape(spec.shape)
         elif mesh.world.rank == owner:
-            work = mesh.post_tensor(bytes_of(mine[key].cpu()), 0)
+            assert held is not None
+            if owner == 0:
+                state[key] = held.detach().cpu().clone()
+                continue
+            work = mesh.post_tensor(bytes_of(held.cpu()), 0)
             assert work is not None
             work.wait()
     return state
@@ -140,14 +196,6 @@ def load_random(source: Source, mesh: Mesh) -> None:
     tensors = Tensors(source.folder, list(source.manifest.parts))
     if f"random/{mesh.world.rank}/cpu" in tensors:
         set_random_state(tensors, mesh.world.rank, mesh.device)
-
-
-@torch.no_grad()
-def load_weights(source: Source, model: nn.Module) -> None:
-    """Load a checkpoint's parameters and buffers into a whole model. Raises DamagedCheckpoint."""
-    tensors = Tensors(source.folder, list(source.manifest.parts))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        numbers_of(tensor.data).copy_(tensors[f"model/{name}"])
 
 
 def load_source(source: Source, runner: Runner, mesh: Mesh, optimizer: OptimizerFactory) -> None:

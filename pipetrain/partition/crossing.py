@@ -117,14 +117,12 @@ def copies_input(layers: Sequence[Layer], slice: Slice) -> bool:
 
 def copies_output(layers: Sequence[Layer], slice: Slice) -> bool:
     """Return whether what leaves a stage may change later, because a layer keeps it."""
-    return any(_kept(layers, slice, value) for value in slice.leaves)
-
-
-def _kept(layers: Sequence[Layer], slice: Slice, value: Made) -> bool:
-    if value.layer < slice.start:
-        return False
-    layer = layers[value.layer]
-    return layer.keeps_output or (layer.hands_through and any(_kept(layers, slice, v) for v in layer.takes))
+    kept: set[int] = set()  # the layers of which that is true
+    for index in range(slice.start, slice.end):
+        layer = layers[index]
+        if layer.keeps_output or (layer.hands_through and any(v.layer in kept for v in layer.takes)):
+            kept.add(index)
+    return any(value.layer in kept for value in slice.leaves)
 
 
 def _reaches(
@@ -163,7 +161,7 @@ def _refuse_value(layers: Sequence[Layer], value: Made, user: int, cut: int) -> 
     if output.specs[value.number].dtype.is_complex:
         raise ConfigError(f"{where} returns {output}, and complex tensors cannot cross a cut; {elsewhere}")
     behind = range(cut, len(layers))
-    if _kept(layers, Slice(0, cut, (), ()), value) and _reaches(
+    if copies_output(layers, Slice(0, cut, (), (value,))) and _reaches(
         layers, [value], behind, lambda layer: layer.writes_input
     ):
         raise ConfigError(f"{where} keeps its output, which a later layer modifies; {elsewhere}")

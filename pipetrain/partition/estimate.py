@@ -1,9 +1,10 @@
 """Estimates each layer's cost and output, and which gradients are needed, by running it once.
 
 A layer runs on copies of its tensors, so that weights, BatchNorm's statistics and the random generators do
-not change. A cheap layer runs on real numbers, if few bytes of them are kept. Others run under
-FakeTensorMode, on tensors without data, which is fast for any size but loads torch's compiler, which takes a
-second. A layer that branches on values (`if torch.rand(()) < p`) always needs real numbers.
+not change. A cheap layer runs on real numbers, if few bytes of them are kept. Others, and those of a model on
+the meta device, run under FakeTensorMode, on tensors without data, which is fast for any size but loads
+torch's compiler, which takes a second. A layer that branches on values (`if torch.rand(()) < p`) always needs
+real numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from pipetrain.boundary import Boundary, Packing, TensorSpec, as_tuple, describe, leaves_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
-from pipetrain.partition.network import INPUT, Chain, Made, Network, Tensors
+from pipetrain.partition.network import INPUT, Chain, Made, Network, Tensors, Values
 from pipetrain.places import places, standing_in
 
 CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
@@ -64,7 +65,7 @@ def estimate(
     the name of a layer that cannot process what it takes, or trains unregistered weights.
     """
     network = model if isinstance(model, Network) else Chain(model)
-    trial = _Trial(network.model, numerics or Numerics())
+    trial = _Trial(network.model, numerics or Numerics(), network.values)
     runs: list[_Run] = []
     with _quiet(), torch.random.fork_rng([]):
         torch.default_generator.manual_seed(0)  # so that every rank plans alike
@@ -123,12 +124,13 @@ class _Call:
 
 
 class _Trial:
-    def __init__(self, model: nn.Module, numerics: Numerics) -> None:
+    def __init__(self, model: nn.Module, numerics: Numerics, values: Values | None) -> None:
         self._numerics = numerics
+        self._values = values
         self._train = model.training
         self._kept = 0  # bytes of input of the cheap layers so far
         registered = [*model.named_parameters(), *model.named_buffers()]
-        self._ids = {id(t) for _, t in registered}
+        self._ids = {id(t): name for name, t in registered}
         self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
 
     def run(self, layer: _Call, given: Tensors) -> _Run:
@@ -139,7 +141,7 @@ class _Trial:
         )
         nbytes = sum(t.nbytes for t in given)
         work = positions * sum(p.numel() for p in layer.module.parameters())
-        dear = self._kept + nbytes > MOST_KEPT or work > CHEAP
+        dear = self._kept + nbytes > MOST_KEPT or work > CHEAP or self._values is not None
         self._kept += 0 if dear else nbytes
         try:
             return self._run(layer, given, _fake_mode() if dear else None)
@@ -210,10 +212,22 @@ class _Trial:
 
     def _stand_in(self, tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
         with torch.no_grad():
-            other = mode.from_tensor(tensor) if mode else tensor.clone()
+            if tensor.is_meta:
+                other = self._of_meta(tensor, mode)
+            else:
+                other = mode.from_tensor(tensor) if mode else tensor.clone()
             if isinstance(tensor, nn.Parameter):
                 other = self._numerics.arrange(other)
         return other.requires_grad_(tensor.requires_grad)
+
+    def _of_meta(self, tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
+        """Return a tensor in host memory with the form or, without a mode, the numbers of one on meta."""
+        if mode is not None:
+            with mode:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        assert self._values is not None
+        name = self._ids[id(tensor)]
+        return self._values.tensors([name])[name].to(tensor.dtype)
 
 
 def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:

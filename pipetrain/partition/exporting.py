@@ -86,7 +86,7 @@ def _refusal(model: nn.Module, example: Example, error: Exception) -> ConfigErro
     where = _place(error)
     at = f" at {where}" if where else ""
     way = "make the model an nn.Sequential of its layers, and what cannot be traced stays inside one"
-    if "_detect_is_causal_mask" in str(error):
+    if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__)):
         return ConfigError(
             f"nn.Transformer looks at the values of its mask{at}, which a trace cannot: pass is_causal "
             f"beside mask, tgt_is_causal beside tgt_mask, and memory_is_causal beside memory_mask"

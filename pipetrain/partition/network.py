@@ -8,9 +8,9 @@ such a chain of layers as it is, with skips marked by Stash and Pop; any other m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -31,6 +31,19 @@ class Made(NamedTuple):
 
 See = Callable[[str, nn.Module, Tensors], Tensors]
 """Called with a layer's name, its module and what it returned; returns what goes on in place of that."""
+
+
+class Values(Protocol):
+    """Where the numbers of a model's tensors come from."""
+
+    def prove(self, names: Collection[str]) -> None:
+        """Refuse tensors that have none. Raises ConfigError."""
+
+    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return tensors in host memory by the names of parameters and buffers.
+
+        Those that the model has already may be left out. Raises ConfigError.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,8 @@ class Network(ABC):
     model: nn.Module
     names: Sequence[str]
     modules: Sequence[nn.Module]
+    values: Values | None = None
+    """The numbers of tensors on the meta device; None: the model has all its numbers."""
 
     @abstractmethod
     def takes(self, index: int, made: Sequence[Boundary]) -> tuple[Made, ...]:

@@ -19,6 +19,7 @@ from pipetrain.partition.estimate import CHEAP, made_up
 from pipetrain.partition.exporting import as_arguments
 from pipetrain.partition.network import INPUT, Made, Tensors
 from pipetrain.partition.traced import Traced
+from pipetrain.partition.watching import watching
 
 SAMPLES = 2
 TOLERANCE = 1e-3  # relative; the module may choose another kernel than the trace for the same function
@@ -61,11 +62,15 @@ def _inputs(model: nn.Module, example: Example, device: torch.device) -> list[Te
     for tensors in (varied, zeros):
         args, kwargs = as_arguments(example, list(tensors))
         try:
-            with torch.no_grad(), _restored(model):
+            with torch.no_grad(), _restored(model), watching(model) as watch:
                 model(*args, **kwargs)
+        except ConfigError:
+            raise
         except Exception as raised:  # the user's forward may raise anything
             error = raised
         else:
+            if watch.refused:  # what torch.export has undone, such as a list that grows
+                raise ConfigError(watch.refused)
             return list(tensors)
     raise ConfigError(
         f"the model cannot take {example.of(SAMPLES)}: {type(error).__name__}: {one_line(error)[:300]}"
@@ -98,7 +103,7 @@ def _run(model: nn.Module, call: Callable[[], Tensors], mode: bool) -> dict[str,
 
 
 def _compare(whole: dict[str, Tensor], layers: dict[str, Tensor], mode: bool) -> None:
-    for name in whole.keys() | layers.keys():
+    for name in dict.fromkeys([*whole, *layers]):  # in order, outputs first
         one, other = whole.get(name), layers.get(name)
         if one is None or other is None or not _close(one, other):
             raise ConfigError(

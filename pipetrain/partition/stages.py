@@ -131,7 +131,7 @@ class Predictor:
             seconds[stage, Op.B] = taken.backward_s
             seconds[stage, Op.I] = seconds[stage, Op.W] = taken.backward_s / 2
             seconds[stage, Op.STEP] = taken.step_s
-            seconds[stage, Op.NORM] = self.profile.latency_s  # a message of one number
+            seconds[stage, Op.NORM] = seconds[stage, Op.TIE] = self.profile.latency_s  # without its bytes
         ends = [0, *cuts, len(self.layers)]
         spans = list(pairwise(ends))
         for stage, to in itertools.combinations(range(len(spans)), 2):

@@ -415,8 +415,6 @@ class Stage:
     def _call(self, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._copy_input:
             x = tuple(t.clone() for t in x)
-        if self._layers is not self.module:  # compiled
-            draws.begin(self.module.slice.start)
         with self._numerics.context(self._device):
             outputs = as_tuple(self._layers(*x))
         return as_tuple(self._numerics.narrow(outputs)) if self._task is None else outputs

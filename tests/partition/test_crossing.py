@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -11,10 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipetrain.boundary import Boundary, TensorSpec
-from pipetrain.partition.crossing import Seams, cuts_that_may_be, refuse_changing, refuse_cuts, seams
+from pipetrain.boundary import Boundary, Example, TensorSpec
+from pipetrain.partition.crossing import (
+    Seams,
+    copies_output,
+    cuts_that_may_be,
+    refuse_changing,
+    refuse_cuts,
+    seams,
+)
 from pipetrain.partition.estimate import Layer, estimate
-from pipetrain.partition.network import INPUT, Chain, Made, Pop, Stash
+from pipetrain.partition.network import INPUT, Chain, Made, Pop, Slice, Stash
 from tests.support.models import Join, Pair
 from tests.support.refusals import outcome, refusal
 
@@ -286,3 +294,33 @@ def test_what_changes_with_the_size_is_refused(what):
         f"whether {reason} behind layer 1 (1) changes with the size of a microbatch, or in evaluation; "
         f"choose a partition that does not cut before layer 2"
     )
+
+
+class HandOn(nn.Module):
+    """Works on the first tensor and hands the others on, as a chain that carries its skips by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (self.linear(tensors[0]), *tensors[1:])
+
+
+class Keep(HandOn):
+    """Keeps what it returns, as a layer that changes it in its next forward."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        self.kept = tensors[1] + 1
+        return (self.linear(tensors[0]), self.kept, tensors[2])
+
+
+@pytest.mark.parametrize(("first", "kept"), [(HandOn, False), (Keep, True)])
+def test_what_a_layer_keeps_is_known_behind_many_that_hand_it_on(first, kept):
+    """Found once a layer: by every way that a tensor may have taken, it would be 3^40 looks."""
+    model = nn.Sequential(first(), *(HandOn() for _ in range(40)))
+    entry = Example((TensorSpec((4,), torch.float32),) * 3, single=False).of(2)
+    layers = estimate(model, entry)
+    leaves = tuple(Made(40, number) for number in range(3))
+    assert copies_output(layers, Slice(0, 41, (), leaves)) is kept
+    assert not copies_output(layers, Slice(1, 41, (), leaves))  # a copy came from another stage

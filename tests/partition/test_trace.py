@@ -308,3 +308,10 @@ def test_other_numerics(case: str):
         for module in network.modules:
             values = module(*values)
     torch.testing.assert_close(values[0], whole, rtol=0, atol=0)
+
+
+def test_a_part_runs_on_another_device_than_that_of_the_trace():
+    network = trace(Encoder(), tokens("mask", "ids", length=6))
+    part = network.part(Slice(0, 2, network.takes(0, ()), network.alone(1).leaves)).to("meta")
+    outputs = part(*[torch.zeros(2, 6, dtype=torch.int64, device="meta") for _ in range(2)])
+    assert [(t.device.type, tuple(t.shape)) for t in outputs] == [("meta", (2, 6, 16))]
