@@ -9,7 +9,7 @@ cut as a stage that overlaps with all others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -123,8 +123,11 @@ class Predictor:
     def slowest_s(self, cuts: Sequence[int]) -> float:
         return max(stage.batch_s for stage in self.stage_times(cuts))
 
-    def costs(self, cuts: Sequence[int]) -> Costs:
-        """Return the costs for `simulate`, in seconds; each half of a split backward costs half of it."""
+    def costs(self, cuts: Sequence[int], tied: Mapping[int, int] | None = None) -> Costs:
+        """Return the costs for `simulate`, in seconds; each half of a split backward costs half of it.
+
+        `tied`: the bytes of the weights that a stage shares with others, by stage.
+        """
         seconds: dict[Kind, float] = {}
         for stage, taken in enumerate(self.stage_times(cuts)):
             seconds[stage, Op.F] = taken.forward_s
@@ -139,6 +142,8 @@ class Predictor:
             if crossing:
                 seconds[stage, Op.SEND_F, to] = self._travel_s(sum(value.forward for value in crossing))
                 seconds[to, Op.SEND_B, stage] = self._travel_s(sum(value.back for value in crossing))
+        for stage, nbytes in (tied or {}).items():
+            seconds[stage, Op.TIE] = self._travel_s(nbytes)
         return Costs(seconds)
 
     def _between(self, source: tuple[int, int], to: tuple[int, int]) -> list[Traffic]:

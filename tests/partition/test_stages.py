@@ -70,3 +70,5 @@ def test_costs_are_what_simulate_asks_for():
     assert [of(stage, Op.SEND_F) for stage in range(3)] == [2.0, 3.0, 0.0]
     assert [of(stage, Op.SEND_B) for stage in range(3)] == [0.0, 1.5, 3.0]
     assert [of(1, op) for op in (Op.RECV_F, Op.RECV_B, Op.REDUCE)] == [0, 0, 0]
+    tied = THREE.costs([1, 2], {0: 30, 2: 30})
+    assert [tied(Action(stage, Op.TIE)) for stage in range(3)] == pytest.approx([1 + 0.3, 0, 1 + 0.3])
