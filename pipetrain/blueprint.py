@@ -33,7 +33,7 @@ from pipetrain.partition.crossing import (
     shared_weights,
 )
 from pipetrain.partition.estimate import Layer, estimate
-from pipetrain.partition.network import Made, Network, network_of
+from pipetrain.partition.network import INPUT, Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic
 from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, placement
@@ -253,7 +253,7 @@ def make_plan(
     predictor = prediction = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
-        predictor = Predictor(profile, _pipeline(settings, where, windows, layers))
+        predictor = Predictor(profile, _pipeline(settings, where, windows, layers, example.of(full)))
         cuts, prediction = _cut_by_times(settings, network, layers, predictor)
     else:
         cuts = choose_cuts(settings.partition, layers, len(where))
@@ -451,25 +451,32 @@ def _peaks(windows: Mapping[int, Window], stage: int) -> Bounds:
 
 
 def _pipeline(
-    settings: Settings, where: list[int], windows: Mapping[int, Window], layers: Sequence[Layer]
+    settings: Settings,
+    where: list[int],
+    windows: Mapping[int, Window],
+    layers: Sequence[Layer],
+    inputs: Boundary,
 ) -> Pipeline:
     activations, versions, _ = zip(*(_peaks(windows, stage) for stage in range(len(where))), strict=True)
     if settings.ema is not None:
         versions = tuple(held + 1 for held in versions)  # the moving average is as large as a version
-    values = _traffic(settings, layers)
+    values = _traffic(settings, layers, inputs)
     return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions, values)
 
 
-def _traffic(settings: Settings, layers: Sequence[Layer]) -> list[Traffic]:
-    """Return the values that layers hand on, with their bytes on the wire."""
+def _traffic(settings: Settings, layers: Sequence[Layer], inputs: Boundary) -> list[Traffic]:
+    """Return the values that layers take, with their bytes on the wire."""
     users: dict[Made, list[int]] = {}
     for index, layer in enumerate(layers):
         for value in layer.takes:
             users.setdefault(value, []).append(index)
-    made = [(value, taken, layers[value.layer].output) for value, taken in users.items() if value.layer >= 0]
+    made = {
+        value: (inputs if value.layer == INPUT else layers[value.layer].output).only([value.number])
+        for value in users
+    }
     return [
-        Traffic(value.layer, tuple(taken), *_wire_bytes(settings, output.only([value.number])))
-        for value, taken, output in made
+        Traffic(value.layer, tuple(users[value]), *_wire_bytes(settings, tensor), tensor.nbytes)
+        for value, tensor in made.items()
     ]
 
 

@@ -93,6 +93,8 @@ def test_a_program_file_is_read_with_or_without_its_messages(tmp_path):
 
 
 def test_a_model_that_is_elsewhere_is_refused():
-    refuse_elsewhere(MODEL)
-    with pytest.raises(ConfigError, match="weight of the model is on meta: build the model on the CPU"):
-        refuse_elsewhere(nn.Linear(2, 2, device="meta"))
+    assert read_model(MODEL, 0) == (MODEL, None)
+    with pytest.raises(
+        ConfigError, match="weight of the model is on the meta device and has no values: give"
+    ):
+        read_model(nn.Linear(2, 2, device="meta"), 0)
