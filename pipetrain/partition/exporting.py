@@ -66,14 +66,21 @@ def _exported(model: nn.Module, example: Example, device: torch.device) -> Expor
     batch = Dim("batch")
     shapes = as_arguments(example, [{0: batch} for _ in example.specs])
     for first in (True, False):  # a module may complete itself when it first runs
-        with _quiet(), watching(model) as watch, torch.random.fork_rng([]), warnings.catch_warnings():
+        fixed: list[str] = []
+        with (
+            _quiet(),
+            _places_that_fix_sizes(fixed),
+            watching(model) as watch,
+            torch.random.fork_rng([]),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             try:
                 program = export(model, args, kwargs, dynamic_shapes=shapes[1] or shapes[0], strict=False)
             except ConfigError:
                 raise
             except Exception as error:  # the user's forward may raise anything
-                raise _refusal(model, example, error) from error
+                raise _refusal(model, example, error, fixed) from error
         if not watch.refused or not first:
             break
     if watch.refused:
@@ -81,7 +88,33 @@ def _exported(model: nn.Module, example: Example, device: torch.device) -> Expor
     return program
 
 
-def _refusal(model: nn.Module, example: Example, error: Exception) -> ConfigError:
+@contextmanager
+def _places_that_fix_sizes(found: list[str]) -> Iterator[None]:
+    """Add the file and line of the user's code wherever a size that should vary becomes a constant."""
+    name = "_set_replacement"
+    original = getattr(ShapeEnv, name, None)
+
+    def replace(shapes: ShapeEnv, symbol: Any, value: Any, reason: str) -> None:
+        if getattr(value, "is_Integer", False):
+            frames = [f for f in traceback.extract_stack() if not _is_machinery(f.filename)]
+            found.extend(f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in frames[-1:])
+        if original is not None:
+            original(shapes, symbol, value, reason)
+
+    if original is not None:
+        setattr(ShapeEnv, name, replace)
+    try:
+        yield
+    finally:
+        if original is not None:
+            setattr(ShapeEnv, name, original)
+
+
+def _is_machinery(file: str) -> bool:
+    return "/torch/" in file or "pipetrain/partition/" in file or file.startswith("<")
+
+
+def _refusal(model: nn.Module, example: Example, error: Exception, fixed: list[str]) -> ConfigError:
     text, kind = one_line(error), type(error).__name__
     where = _place(error)
     at = f" at {where}" if where else ""
@@ -97,6 +130,7 @@ def _refusal(model: nn.Module, example: Example, error: Exception) -> ConfigErro
             f"choose by torch.where, or {way}"
         )
     if "specialized it to be a constant" in text or "Constraints violated" in text:
+        at = f" at {fixed[0]}" if fixed else ""
         return ConfigError(
             f"the model's code fixes the number of samples{at}: take it from its input's shape, e.g. "
             f"x.view(x.shape[0], -1)"
@@ -114,15 +148,10 @@ def _refusal(model: nn.Module, example: Example, error: Exception) -> ConfigErro
 def _place(error: BaseException) -> str:
     """Return the file and line of the user's code in an error's traceback, or ""."""
     stack = re.findall(r'File "([^"]+)", line (\d+)', str(error))
-    frames = [(file, line) for file, line in stack if "/torch/" not in file]
+    frames = [frame for frame in stack if not _is_machinery(frame[0])]
     if not frames:
         found = traceback.extract_tb(error.__traceback__)
-        frames = [
-            (f.filename, str(f.lineno))
-            for f in found
-            if "/torch/" not in f.filename and "pipetrain/partition" not in f.filename
-        ]
-    frames = [frame for frame in frames if not frame[0].startswith("<")]
+        frames = [(f.filename, str(f.lineno)) for f in found if not _is_machinery(f.filename)]
     return f"{frames[-1][0].rpartition('/')[2]}:{frames[-1][1]}" if frames else ""
 
 

@@ -19,8 +19,9 @@ from pipetrain.partition.aligning import align
 from pipetrain.partition.dataflow import Dataflow
 from pipetrain.partition.exporting import exported
 from pipetrain.partition.grouping import Item, Modules, group
-from pipetrain.partition.operations import Listing, Op, ops_in, read
+from pipetrain.partition.operations import Listing, Op, ops_in
 from pipetrain.partition.proving import prove
+from pipetrain.partition.reading import read
 from pipetrain.partition.traced import Traced
 
 
@@ -44,7 +45,11 @@ def trace(model: nn.Module, example: Example) -> Traced:
     listing = align(*listings)
     _refuse_outputs(listing)
     flow = Dataflow(listing)
-    forbidden = {p for barrier in flow.barriers() for p in range(barrier.first + 1, barrier.last + 1)}
+    forbidden = {
+        position: barrier.reason
+        for barrier in flow.barriers()
+        for position in range(barrier.first + 1, barrier.last + 1)
+    }
     items = _items(flow)
     groups = group(items, _modules(model, items), forbidden)
     network = Traced(model, flow, groups, listing.tree, listing.constants)

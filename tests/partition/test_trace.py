@@ -315,3 +315,26 @@ def test_a_part_runs_on_another_device_than_that_of_the_trace():
     part = network.part(Slice(0, 2, network.takes(0, ()), network.alone(1).leaves)).to("meta")
     outputs = part(*[torch.zeros(2, 6, dtype=torch.int64, device="meta") for _ in range(2)])
     assert [(t.device.type, tuple(t.shape)) for t in outputs] == [("meta", (2, 6, 16))]
+
+
+class Written(nn.Module):
+    """What `a` has made is written after `b` has used it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+        first = h[:, :2]
+        y = self.c(self.b(h) * 1)
+        first.mul_(2)
+        return h + y
+
+
+def test_what_is_written_through_a_view_stays_on_one_stage_with_the_reason():
+    network = assert_equal(Written(), example((4,)))
+    assert network.names == ["a", "c"]  # a sends what it made before the constant was added
+    (why,) = network.joins
+    assert why.startswith("b and c stay together because aten.mul_.Tensor at test_trace.py:")
+    assert why.endswith(" writes in place a tensor that was made before")
