@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipetrain.blueprint import Plan, Samples, make_plan, prove, prove_targets, window_lengths
+from pipetrain.blueprint import Plan, Samples, make_plan, prove_targets
 from pipetrain.boundary import Example, TensorSpec
 from pipetrain.building import make_schedule
 from pipetrain.config import Settings, read_settings
@@ -32,6 +32,7 @@ from pipetrain.schedule.actions import (
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.tasks import Regression, Task
+from pipetrain.windows import prove, window_lengths
 from tests.support.cases import config
 from tests.support.models import Fork, complex_inside, shared_statistics, skipping, tied, with_norm
 from tests.support.profiles import profile_of
