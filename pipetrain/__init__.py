@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipetrain.errors import ActionFailed, ChannelError, ConfigError, TrainingStopped
+    from pipetrain.partition.network import Pop, Stash
     from pipetrain.pipeline import Pipeline, schedules
     from pipetrain.schedule.actions import ScheduleError
     from pipetrain.tasks import (
@@ -33,6 +34,7 @@ _HOMES = {
         "Segmentation",
         "Task",
     ),
+    "pipetrain.partition.network": ("Pop", "Stash"),
     "pipetrain.errors": ("ActionFailed", "ChannelError", "ConfigError", "TrainingStopped"),
     "pipetrain.schedule.actions": ("ScheduleError",),
 }
@@ -44,9 +46,11 @@ __all__ = [
     "LanguageModelling",
     "Metric",
     "Pipeline",
+    "Pop",
     "Regression",
     "ScheduleError",
     "Segmentation",
+    "Stash",
     "Task",
     "TrainingStopped",
     "schedules",

@@ -33,7 +33,7 @@ from pipetrain.partition.crossing import (
     shared_weights,
 )
 from pipetrain.partition.estimate import Layer, estimate
-from pipetrain.partition.network import Made, Network, network_of
+from pipetrain.partition.network import INPUT, Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic
 from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, placement
@@ -161,7 +161,8 @@ class Plan:
 
         if self.policy is None:
             return Listed(self.windows[batches].program[rank], batches, self.settings.microbatches)
-        return Decided(self.policy, rank, self.stages, batches, self.settings.microbatches)
+        size = self.stages, batches, self.settings.microbatches
+        return Decided(self.policy, rank, *size, self.routes)
 
 
 class AnySize(dict[int, list[Boundary]]):
@@ -249,12 +250,11 @@ def make_plan(
     sizes = {full, *(size for batch in set(samples.batches) for size in pieces(batch, m))}
     numerics, trained, evaluated = _estimates(settings, network, example, sizes, set(samples.evaluation))
     layers = trained[full]
-    costs = prediction = None
+    predictor = prediction = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
-        predictor = Predictor(profile, _pipeline(settings, where, windows, layers))
+        predictor = Predictor(profile, _pipeline(settings, where, windows, layers, example.of(full)))
         cuts, prediction = _cut_by_times(settings, network, layers, predictor)
-        costs = predictor.costs(cuts)
     else:
         cuts = choose_cuts(settings.partition, layers, len(where))
     refuse_cuts(network, layers, cuts)
@@ -263,8 +263,8 @@ def make_plan(
     links = Links(list(joined.routes), shared_weights(network, cuts))
     refuse_ties(settings, schedule, links)
     program = lower(forward_only(where, len(samples.evaluation)), links.routes)
-    lowered = [program, *(lower(_compute(settings, schedule, n), links.routes) for n in windows)]
-    bounds = widest([edge_bounds(one, links.routes, settings.buffer_size) for one in lowered])
+    lowered = [program, *(_lowered(settings, schedule, n, links) for n in windows)]
+    bounds = widest([edge_bounds(one, links.routes, settings.buffer_size, links.ties) for one in lowered])
     links = replace(links, bounds=bounds)
     windows = {n: prove(settings, schedule, n, links) for n in windows}
     simulate(program, 1, buffer_size=bounds, routes=links.routes)
@@ -282,7 +282,7 @@ def make_plan(
         evaluation=program,
         boundaries=_boundaries(example, trained, cuts),
         evaluated=_boundaries(example, evaluated, cuts),
-        costs=costs,
+        costs=predictor.costs(cuts, _tied_bytes(network, links)) if predictor else None,
         prediction=prediction,
         policy=schedule if isinstance(schedule, Policy) else None,
     )
@@ -340,10 +340,12 @@ def settle_clipping(settings: Settings, schedule: Schedule, batches: int) -> Set
     return replace(settings, clip_grad_norm_over=over)
 
 
-def _compute(settings: Settings, schedule: Schedule, batches: int) -> Program:
+def _compute(
+    settings: Settings, schedule: Schedule, batches: int, routes: Sequence[Route] | None = None
+) -> Program:
     size = settings.ranks, batches, settings.microbatches
     try:
-        return compute_program(schedule, *size, buffer_size=settings.buffer_size)
+        return compute_program(schedule, *size, settings.buffer_size, routes)
     except ScheduleError:
         raise
     except Exception as error:  # an unknown argument, or a bug in the schedule
@@ -359,18 +361,39 @@ def prove(settings: Settings, schedule: Schedule, batches: int, links: Links | N
     """
     routes, ties = (links.routes, links.ties) if links else (None, [])
     buffer_size = links.bounds if links else settings.buffer_size
-    compute = _compute(settings, schedule, batches)
-    norms = settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model"
-    placement(compute)  # one rank a stage: the engine has no replicas yet
-    compute = with_ties(with_norms(compute) if norms else compute, ties) if ties or norms else compute
-    program = lower(compute, routes)
-    check(program, batches, settings.microbatches, routes, norms, ties)
+    program = _lowered(settings, schedule, batches, links)
+    placement(program)  # one rank a stage: the engine has no replicas yet
+    check(program, batches, settings.microbatches, routes, _norms(settings), ties)
     run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
     bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
     if isinstance(schedule, Policy):
         stages = len(program)
         bounds = [schedule.bounds(stage, stages, batches, settings.microbatches) for stage in range(stages)]
     return Window(program, run, bounds)
+
+
+def _norms(settings: Settings) -> bool:
+    """Return whether updates wait for the gradient norm of all stages."""
+    return settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model"
+
+
+def _lowered(settings: Settings, schedule: Schedule, batches: int, links: Links | None) -> Program:
+    """Return the lowered program of one window, with the norms and ties that its updates wait for."""
+    routes, ties = (links.routes, links.ties) if links else (None, [])
+    compute = _compute(settings, schedule, batches, routes)
+    if _norms(settings):
+        compute = with_norms(compute)
+    return lower(with_ties(compute, ties) if ties else compute, routes)
+
+
+def _tied_bytes(network: Network, links: Links) -> dict[int, int]:
+    """Return the bytes of the weights that each stage shares with others; only of such stages."""
+    found: dict[int, int] = {}
+    for name, stages in links.shared.items():
+        weight = network.model.get_parameter(name)
+        for stage in stages:
+            found[stage] = found.get(stage, 0) + weight.nbytes
+    return found
 
 
 def refuse_ties(settings: Settings, schedule: Schedule, links: Links) -> None:
@@ -428,25 +451,32 @@ def _peaks(windows: Mapping[int, Window], stage: int) -> Bounds:
 
 
 def _pipeline(
-    settings: Settings, where: list[int], windows: Mapping[int, Window], layers: Sequence[Layer]
+    settings: Settings,
+    where: list[int],
+    windows: Mapping[int, Window],
+    layers: Sequence[Layer],
+    inputs: Boundary,
 ) -> Pipeline:
     activations, versions, _ = zip(*(_peaks(windows, stage) for stage in range(len(where))), strict=True)
     if settings.ema is not None:
         versions = tuple(held + 1 for held in versions)  # the moving average is as large as a version
-    values = _traffic(settings, layers)
+    values = _traffic(settings, layers, inputs)
     return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions, values)
 
 
-def _traffic(settings: Settings, layers: Sequence[Layer]) -> list[Traffic]:
-    """Return the values that layers hand on, with their bytes on the wire."""
+def _traffic(settings: Settings, layers: Sequence[Layer], inputs: Boundary) -> list[Traffic]:
+    """Return the values that layers take, with their bytes on the wire."""
     users: dict[Made, list[int]] = {}
     for index, layer in enumerate(layers):
         for value in layer.takes:
             users.setdefault(value, []).append(index)
-    made = [(value, taken, layers[value.layer].output) for value, taken in users.items() if value.layer >= 0]
+    made = {
+        value: (inputs if value.layer == INPUT else layers[value.layer].output).only([value.number])
+        for value in users
+    }
     return [
-        Traffic(value.layer, tuple(taken), *_wire_bytes(settings, output.only([value.number])))
-        for value, taken, output in made
+        Traffic(value.layer, tuple(users[value]), *_wire_bytes(settings, tensor), tensor.nbytes)
+        for value, tensor in made.items()
     ]
 
 

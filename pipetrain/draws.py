@@ -57,9 +57,19 @@ def drawing(seeds: Seeds | None) -> Iterator[None]:
 
 def begin(layer: int) -> None:
     """Seed torch's generators for a layer that is about to draw."""
+    _seed(layer)
+
+
+def _seed(layer: int) -> None:
     if _drawing is None:
         return
     seed = _drawing.of(layer)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
+
+
+def leave_to_python() -> None:
+    """Keep torch.compile out of `begin`: it would compile it again for each seed."""
+    global _seed
+    _seed = torch.compiler.disable(_seed)  # type: ignore[no-untyped-call]

@@ -109,9 +109,9 @@ class _OpenPlan(Plan):
 class Pipeline:
     """A model cut into stages over the processes of torchrun, and its training.
 
-    - `model`: an nn.Sequential on the CPU. It is cut between its layers, which are trained in place. All
-      ranks start from the weights of rank 0. For a large one, a function that makes it: then each rank makes
-      the weights of its own stages only, drawn by the option `seed`.
+    - `model`: an nn.Module on the CPU. An nn.Sequential is cut between its layers; another module is traced
+      into layers. Its weights are trained in place. All ranks start from those of rank 0. For a large one, a
+      function that makes it: then each rank makes the weights of its own stages only, by the option `seed`.
     - `loss`: a function (outputs, targets) -> mean; or `task`, a Task with its `metrics` and `weight`.
     - `optimizer`: a function of parameters, such as `lambda p: AdamW(p, 3e-4)`. `param_groups`: options for
       some of them, as `optim.groups` of the configuration.
@@ -126,9 +126,9 @@ class Pipeline:
       done with the first batch.
     - `dtype`: of weights and floating-point data; None: the model's.
     - `options`: any other key of the configuration, with its default there: partition, buffer_size, timeout,
-      device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout; None
-      leaves torch's generator as it is; of a factory's weights, None is 0), codec_forward, codec_backward (a
-      name of conf/codec), and so on.
+      device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout, None:
+      as torch is seeded on rank 0; of a factory's weights, None: 0), codec_forward, codec_backward (a name
+      of conf/codec), and so on.
 
     Raises ConfigError and ScheduleError for what cannot be trained as one process would train it.
     """
@@ -191,7 +191,10 @@ class Pipeline:
             self._initial = direct.open_weights(weights, model, mesh, record)
         elif record is not None:
             record.prove(named_tensors(model))
-        if options.get("seed") is not None:
+        if options.get("seed") is None:  # dropout as the program has seeded torch on rank 0
+            seed = mesh.tell("the seed", torch.initial_seed() % 2**31)
+            self._settings = replace(self._settings, seed=seed)
+        else:
             torch.manual_seed((self._settings.seed + 1_000_003 * (world.rank + 1)) % 2**63)
         self._model: nn.Module | None = model
         self._mesh = mesh

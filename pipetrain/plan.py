@@ -29,7 +29,7 @@ from pipetrain.partition.profile import PROFILE
 from pipetrain.partition.stages import Prediction
 from pipetrain.prediction import played
 from pipetrain.replay import Replay, read_trace
-from pipetrain.schedule.actions import COMMUNICATION, Op, has_norms
+from pipetrain.schedule.actions import COMMUNICATION, TOLD, has_norms
 from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
@@ -233,7 +233,7 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
         )
     for actions in plan.window.program:
         for action in actions:
-            own = action.op not in COMMUNICATION and action.op is not Op.NORM
+            own = action.op not in COMMUNICATION | TOLD
             if own and (action.stage, action.op) not in traced.costs.seconds:
                 raise ConfigError(
                     f"cost={path} has no {action.op} of stage {action.stage}, which {settings.schedule} "
@@ -249,7 +249,8 @@ def compare(plan: Plan, traced: Replay, path: str) -> str:
         plan.window.program,
         [size] * settings.microbatches * max(plan.windows),
         batch_size=settings.batch_size,
-        buffer_size=settings.buffer_size,
+        buffer_size=plan.links.bounds,
+        ties=plan.ties,
         repeated=settings.window is not None,
     )
     rows = [["", "seconds a batch", "samples/s", "bubble, by rank", "wait, by rank"]]

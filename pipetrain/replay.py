@@ -23,13 +23,23 @@ from typing import Any
 
 from pipetrain.errors import ConfigError
 from pipetrain.schedule import chrome
-from pipetrain.schedule.actions import COMMUNICATION, COMPUTE, RECEIVES, UPDATE, Action, Op, Program
-from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.actions import (
+    COMMUNICATION,
+    COMPUTE,
+    RECEIVES,
+    TOLD,
+    UPDATE,
+    Action,
+    Op,
+    Program,
+    Ties,
+)
+from pipetrain.schedule.simulate import BufferSize, simulate
 from pipetrain.schedule.timeline import Costs, Kind, Row, TracedWindow
 
 CONDITIONS = {
     "model", "parameters", "schedule", "ranks", "placement", "partition", "dtype", "precision",
-    "memory_format", "epoch_batches", "batch_size", "microbatches", "window", "buffer_size",
+    "memory_format", "epoch_batches", "batch_size", "microbatches", "window", "bounds", "ties",
 }  # fmt: skip
 """The keys that a trace must have."""
 
@@ -80,12 +90,20 @@ class Replay:
             [row.actions for row in longest.timeline.rows],
             longest.samples,
             batch_size=self.about["batch_size"],
-            buffer_size=self.about["buffer_size"],
+            buffer_size={(source, to): bound for source, to, bound in self.about["bounds"]},
+            ties=self.about["ties"],
             repeated=self.about["window"] is not None,
         )
 
     def figures(
-        self, program: Program, samples: Sequence[int], *, batch_size: int, buffer_size: int, repeated: bool
+        self,
+        program: Program,
+        samples: Sequence[int],
+        *,
+        batch_size: int,
+        buffer_size: BufferSize,
+        ties: Ties = (),
+        repeated: bool,
     ) -> Figures:
         """Simulate a lowered program whose microbatches have these numbers of samples.
 
@@ -98,7 +116,7 @@ class Replay:
             return self.costs(action) * (1.0 if action.op in UPDATE else samples[action.mb] / whole)
 
         # These figures do not depend on the number of microbatches in a batch.
-        run = simulate(program, 1, buffer_size=buffer_size, cost=cost)
+        run = simulate(program, 1, buffer_size=buffer_size, cost=cost, ties=ties)
         own = [
             own * sum(action.op in COMPUTE for action in actions)
             for own, actions in zip(self.own_s, program, strict=True)
@@ -140,7 +158,7 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     for window in windows:
         for span in (span for row in window.timeline.rows for span in row.spans):
-            if (action := span.action) is None or action.op in COMMUNICATION or action.op is Op.NORM:
+            if (action := span.action) is None or action.op in COMMUNICATION | TOLD:
                 continue
             if action.op in UPDATE or window.samples[action.mb] == whole:
                 durations[action.stage, action.op].append(span.end - span.start - span.waited)
@@ -148,7 +166,7 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
         (stage, op): typical(times) + (own[about["placement"][stage]] if op in COMPUTE else 0.0)
         for (stage, op), times in durations.items()
     }
-    return Replay(about, windows, Costs(seconds | _travels(windows)), own)
+    return Replay(about, windows, Costs(seconds | _travels(windows, about["ties"])), own)
 
 
 def _own_time(windows: Sequence[TracedWindow], rank: int) -> float:
@@ -169,7 +187,7 @@ def _lasted(windows: Sequence[TracedWindow], began: Sequence[float], ended: Sequ
     return [end - start for start, end in zip(starts, ended, strict=True)]
 
 
-def _travels(windows: Sequence[TracedWindow]) -> dict[Kind, float]:
+def _travels(windows: Sequence[TracedWindow], ties: Ties) -> dict[Kind, float]:
     """Return the messages' travel times, by the stage, op and peer of their SEND."""
     times: dict[Kind, list[float]] = defaultdict(list)
     for window in windows:
@@ -180,21 +198,32 @@ def _travels(windows: Sequence[TracedWindow]) -> dict[Kind, float]:
                 if span.start < left:
                     send = Op.SEND_F if action.op is Op.RECV_F else Op.SEND_B
                     times[action.peer, send, action.stage].append(max(0.0, span.start + span.waited - left))
-        for action, travelled in _norms_travel(window):
+        for action, travelled in _told_travel(window, ties):
             times[action.stage, action.op].append(travelled)
     return {edge: typical(travelled) for edge, travelled in times.items()}
 
 
-def _norms_travel(window: TracedWindow) -> Iterator[tuple[Action, float]]:
-    """Yield each NORM, and the time from the last one of its update to the first STEP."""
-    told: dict[int, list[tuple[Action, float]]] = defaultdict(list)
-    began: dict[int, float] = {}
-    for span in (span for row in window.timeline.rows for span in row.spans):
-        if span.action is not None and span.action.op is Op.NORM:
-            told[span.action.version].append((span.action, span.end))
-        elif span.action is not None and span.action.op is Op.STEP:
-            version = span.action.version
-            began[version] = min(began.get(version, span.end), span.start + span.waited)
-    for version, norms in told.items():
-        travelled = max(0.0, began[version] - max(end for _, end in norms))
-        yield from ((action, travelled) for action, _ in norms)
+def _told_travel(window: TracedWindow, ties: Ties) -> Iterator[tuple[Action, float]]:
+    """Yield each TIE and NORM, and the time from the last one that others await to the first that has all.
+
+    The stages of a tie await its TIEs at their NORM, or at their STEP if there is none; at STEP all stages
+    await the NORMs.
+    """
+    spans = {
+        (span.action.op, span.action.stage, span.action.version): span
+        for row in window.timeline.rows
+        for span in row.spans
+        if span.action is not None and span.action.op in UPDATE
+    }
+    stages = sorted({stage for _, stage, _ in spans})
+    normed = any(op is Op.NORM for op, _, _ in spans)
+    awaited = [(Op.TIE, tie, Op.NORM if normed else Op.STEP) for tie in ties]
+    if normed:
+        awaited.append((Op.NORM, stages, Op.STEP))
+    for version in sorted({version for _, _, version in spans}):
+        for told, of, waiting in awaited:
+            ends = [spans[told, stage, version] for stage in of]
+            begins = [spans[waiting, stage, version] for stage in of]
+            heard = min(span.start + span.waited for span in begins)
+            travelled = max(0.0, heard - max(span.end for span in ends))
+            yield from ((span.action, travelled) for span in ends if span.action is not None)

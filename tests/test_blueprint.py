@@ -32,7 +32,7 @@ from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.tasks import Regression, Task
 from tests.support.cases import config
-from tests.support.models import Fork, complex_inside, tied, with_norm
+from tests.support.models import Fork, complex_inside, shared_statistics, tied, with_norm
 from tests.support.profiles import profile_of
 
 IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
@@ -186,7 +186,7 @@ def test_the_schedule_s_versions_count_against_the_limit():
 
 
 def test_cuts_by_times_keep_together_what_is_shared():
-    assert by_times([9, 1, 1, 1, 9], model=tied, latency_s=0).cuts == [1]  # not [2] nor [3]
+    assert by_times([9, 1, 1, 1], model=shared_statistics, latency_s=0).cuts == [3]  # not [1]
 
 
 def test_cuts_by_times_leave_complex_tensors_alone():
@@ -211,13 +211,26 @@ def refused(**arguments: object) -> str:
     return str(error.value)
 
 
-def test_a_weight_that_two_stages_share_is_refused():
-    assert refused(overrides=("partition=[2]",), model=tied()) == (
-        "layer 3 (3) of stage 1 shares its weight with stage 0; "
-        "choose a partition that keeps both layers in one stage, or give each its own "
-        "(for model=gpt: model.tied=false)"
+def test_statistics_that_two_stages_share_are_refused():
+    assert refused(overrides=("partition=[2]",), model=shared_statistics()) == (
+        "layer 2 (2) of stage 1 shares its 1.running_mean with stage 0; "
+        "choose a partition that keeps both layers in one stage, or give each its own"
     )
-    assert plan("partition=[1]", model=tied()).stages == 2
+    assert plan("partition=[3]", model=shared_statistics()).stages == 2
+
+
+def test_a_weight_that_two_stages_share_is_known_with_its_stages():
+    made = plan("partition=[2]", model=tied())
+    assert dict(made.links.shared) == {"1.weight": (0, 1)}
+    assert [str(a) for a in made.window.program[0] if a.op is Op.TIE] == ["0TIE@1"]
+    assert not plan("partition=[1]", model=tied()).ties
+
+
+def test_shared_weights_need_a_fixed_order_and_one_norm():
+    overrides = ("partition=[2]", "clip_grad_norm=1", "clip_grad_norm_over=stage")
+    assert "1.weight is a weight of stages 0 and 1, and clip_grad_norm_over=stage" in refused(
+        overrides=overrides, model=tied()
+    )
 
 
 def test_too_few_layers_are_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -11,11 +12,12 @@ from pipetrain.errors import ConfigError
 from pipetrain.replay import read_trace, replay, typical
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
+from pipetrain.schedule.bounds import edge_bounds
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import gpipe, layer_dist, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Row, Timeline
-from pipetrain.schedule.transforms import with_norms
+from pipetrain.schedule.transforms import with_norms, with_ties
 from tests.support.traces import about, as_measured
 
 STAGES = range(2)
@@ -62,6 +64,32 @@ def test_the_travel_of_norms_is_found_in_the_waits_for_them():
     made = replay(about(program, 4), as_measured(program, costs, 4))
     assert made.costs.seconds == pytest.approx(dict(costs.seconds))
     assert made.again.batch_s == pytest.approx(simulate(program, 4, cost=costs).makespan / 3)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_the_travel_of_tied_gradients_too(norms):
+    told = {
+        (0, Op.TIE): 0.25,
+        (1, Op.TIE): 0.25,
+        **({(0, Op.NORM): 0.375, (1, Op.NORM): 0.375} if norms else {}),
+    }
+    costs, ties = Costs({**COSTS.seconds, **told}), [(0, 1)]
+    tied = with_ties(one_f_one_b(2, 3, 4), ties)
+    program = lower(with_norms(tied) if norms else tied)
+    made = replay(about(program, 4, ties=[[0, 1]]), as_measured(program, costs, 4, ties=ties))
+    assert made.costs.seconds == pytest.approx(dict(costs.seconds))
+    assert made.again.batch_s == pytest.approx(simulate(program, 4, cost=costs, ties=ties).makespan / 3)
+
+
+def test_a_skip_is_replayed_with_the_bounds_that_it_had():
+    routes = [*pairwise(range(8)), (0, 7)]
+    program = lower(gpipe(8, 1, 32), routes)
+    costs = Costs({(stage, op): 1.0 for stage in range(8) for op in (Op.F, Op.B)})
+    bounds = edge_bounds(program, routes, 2)
+    said = about(program, 32, bounds=[[*edge, bound] for edge, bound in bounds.items()])
+    made = replay(said, as_measured(program, costs, 32, buffer_size=bounds))
+    assert made.again.batch_s == pytest.approx(made.measured.batch_s)
+    assert made.again.batch_s < simulate(program, 32, cost=costs, routes=routes).makespan
 
 
 def test_another_schedule_takes_what_it_takes_by_these_costs():

@@ -17,17 +17,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipetrain.errors import ConfigError
-from pipetrain.partition.operations import BOTH, Choice, Constant, Held, Input, Listing, Op, ops_in, select
+from pipetrain.partition.aliasing import argument, refuse_writes, storages, writers_of
+from pipetrain.partition.operations import BOTH, Held, Input, Listing, Op, ops_in
 
 _ATEN = torch.ops.aten
 SIZES = (_ATEN.sym_size.int, _ATEN.sym_numel.default)
-_STATISTICS = {
-    _ATEN.batch_norm.default: ("training", 3, 4, 5),
-    _ATEN.instance_norm.default: ("use_input_stats", 3, 4, 5),
-}
 _WORK = {*flop_registry, _ATEN.linear, _ATEN.matmul, _ATEN.einsum, _ATEN.scaled_dot_product_attention}
 _WORK |= {_ATEN.lstm, _ATEN.gru, _ATEN.rnn_tanh, _ATEN.rnn_relu, _ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d}
+_NORMS = {_ATEN.batch_norm, _ATEN.layer_norm, _ATEN.group_norm, _ATEN.instance_norm, _ATEN.rms_norm}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +42,9 @@ class Dataflow:
     def __init__(self, listing: Listing) -> None:
         self.outputs = listing.outputs
         ops = listing.ops
-        self._storage = _storages(ops)
-        self._writers = _writers(ops, self._storage)
-        _refuse_writes(self._writers)
+        self._storage = storages(ops)
+        self._writers = writers_of(ops, self._storage)
+        refuse_writes(self._writers, self._storage)
         self.random = {op for op in ops if any(draws(op, mode) for mode in op.modes)}
         self.ops = self._needed(ops)
         self.sizes = _sizes(self.ops)
@@ -87,11 +84,16 @@ class Dataflow:
         """Return the operations that do not depend on the data, nor on chance or on what is written."""
         free = {op for op in self.ops if op not in self.random and op not in self.sizes}
         free -= {op for op in self.ops if isinstance(op.source, Input)}
+        sharing: dict[int, tuple[list[Op], list[Op]]] = {root: ([], []) for root in self._writers}
+        for op in self.ops:  # who shares the memory that is written, and who uses it
+            for number, some in enumerate(([op], op.given())):
+                for root in dict.fromkeys(self._storage[each] for each in some):
+                    if root in sharing:
+                        sharing[root][number].append(op)
         while True:
             wrong = {op for op in free if any(g not in free and g not in self.sizes for g in op.given())}
             for root, writers in self._writers.items():
-                held = [op for op in self.ops if self._storage[op] == root]
-                users = [op for op in self.ops if any(self._storage[g] == root for g in op.given())]
+                held, users = sharing[root]
                 last = writers[-1].index
                 alone = all(op in free and not op.source for op in (*held, *writers))
                 early = (op for op in users if self._storage[op] != root and op not in writers)
@@ -119,9 +121,10 @@ class Dataflow:
         return self._writers.get(self._storage[op], [])
 
     def works(self, op: Op) -> bool:
-        """Return whether an operation uses a weight, or multiplies matrices."""
-        if getattr(op.target, "overloadpacket", None) in _WORK:
-            return True
+        """Return whether an operation uses a weight, other than to normalise, or multiplies matrices."""
+        packet = getattr(op.target, "overloadpacket", None)
+        if packet in _WORK or packet in _NORMS:
+            return packet in _WORK
         todo, seen = [*op.given()], set()
         while todo:
             given = todo.pop()
@@ -144,7 +147,9 @@ class Dataflow:
         for op in self.items:
             if reason := _unsendable(op):
                 last = min(self.last_use(op), len(self.items) - 1)
-                yield Barrier(self.position[op], last, f"{reason} ({op.where or op.target})")
+                yield Barrier(
+                    self.position[op], last, f"{reason} ({op.target}{op.where and f' at {op.where}'})"
+                )
         for root, writers in self._writers.items():
             if all(op in self.free for op in writers):
                 continue
@@ -156,11 +161,10 @@ class Dataflow:
             if any(isinstance(op.source, Input) for op in held):
                 where.append(0)
             last = max(where) if lasting else max(self.position[op] for op in writers)
-            written = writers[-1]
+            by = writers[-1]
+            where_by = f" at {by.where}" if by.where else ""
             yield Barrier(
-                min(where),
-                last,
-                f"{written.target} at {written.where or '?'} writes in place what was made before",
+                min(where), last, f"{by.target}{where_by} writes in place a tensor that was made before"
             )
 
 
@@ -173,104 +177,6 @@ def draws(op: Op, training: bool) -> bool:
     if any(chance is not None and not isinstance(chance, Op) and not chance for chance in chances):
         return False
     return not any(switch is False for switch in switches)
-
-
-def argument(op: Op, name: str, training: bool) -> Any:
-    """Return an argument of an operation by its name in the schema; None if it has none."""
-    schema = getattr(op.target, "_schema", None)
-    for position, parameter in enumerate(schema.arguments if schema else ()):
-        if parameter.name == name:
-            if name in op.kwargs:
-                value = op.kwargs[name]
-            elif position < len(op.args) and not parameter.kwarg_only:
-                value = op.args[position]
-            else:
-                value = parameter.default_value if parameter.has_default_value() else None
-            return value[0 if training else 1] if isinstance(value, Choice) else value
-    return None
-
-
-def _storages(ops: Sequence[Op]) -> dict[Op, int]:
-    """Return a number for each operation: the same one for those whose results may share memory."""
-    root: dict[Op, Op] = {op: op for op in ops}
-
-    def find(op: Op) -> Op:
-        while root[op] is not op:
-            root[op] = op = root[root[op]]
-        return op
-
-    memory: dict[int, Op] = {}
-    sources: dict[Any, Op] = {}
-    for op in ops:
-        alike = list(_aliased(op))
-        if op.source is not None:
-            alike.append(sources.setdefault(op.source, op))
-        for leaf in tree_leaves(op.value):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel() != 0:
-                alike.append(memory.setdefault(leaf.untyped_storage()._cdata, op))
-        for other in alike:
-            root[find(op)] = find(other)
-    return {op: find(op).index for op in ops}
-
-
-def _aliased(op: Op) -> Iterator[Op]:
-    """Return the operations among the arguments with which the result may share memory."""
-    if select(op) or getattr(op.target, "__name__", "") == "getitem":
-        yield from op.given()
-        return
-    schema = getattr(op.target, "_schema", None)
-    if schema is None or op.target in _STATISTICS:
-        return
-    returned = {
-        name for result in schema.returns if result.alias_info for name in result.alias_info.after_set
-    }
-    maybe = torch.Tag.maybe_aliasing_or_mutating in getattr(op.target, "tags", ())
-    for parameter, value in _bound(op):
-        shared = parameter.alias_info and (parameter.alias_info.before_set & returned or "*" in returned)
-        if shared or (maybe and value is op.args[0]):
-            yield from ops_in(value)
-
-
-def _bound(op: Op) -> Iterator[tuple[Any, Any]]:
-    """Return the parameters of an operation's schema with the values given for them."""
-    for position, parameter in enumerate(op.target._schema.arguments):  # type: ignore[union-attr]
-        if parameter.name in op.kwargs:
-            yield parameter, op.kwargs[parameter.name]
-        elif position < len(op.args):
-            yield parameter, op.args[position]
-
-
-def _writers(ops: Sequence[Op], storage: dict[Op, int]) -> dict[int, list[Op]]:
-    """Return the operations that write in place, in order, by what they write."""
-    found: dict[int, list[Op]] = {}
-    for op in ops:
-        for written in _written(op):
-            found.setdefault(storage[written], []).append(op)
-    return found
-
-
-def _written(op: Op) -> Iterator[Op]:
-    if op.target in _STATISTICS:
-        switch, *places = _STATISTICS[op.target]
-        if any(argument(op, switch, mode) for mode in op.modes):
-            yield from ops_in([op.args[place] for place in places[:2]])
-    elif hasattr(op.target, "_schema"):
-        for parameter, value in _bound(op):
-            if parameter.alias_info and parameter.alias_info.is_write:
-                yield from ops_in(value)
-
-
-def _refuse_writes(writers: dict[int, list[Op]]) -> None:
-    for some in writers.values():
-        for op in some:
-            for written in _written(op):
-                source = written.source
-                if isinstance(source, Constant) or (isinstance(source, Held) and source.parameter):
-                    raise ConfigError(
-                        f"the model changes {source[0]} at {op.where or op.target}, which each stage would "
-                        f"do to a copy of its own: register it as a buffer, and change parameters by the "
-                        f"optimizer"
-                    )
 
 
 def _sizes(ops: Sequence[Op]) -> set[Op]:
@@ -299,7 +205,7 @@ def _unsendable(op: Op) -> str:
     """Return why the result of an operation cannot be sent to another stage, or ""."""
     value = op.value
     if not isinstance(value, Tensor):
-        return "what is no tensor cannot be sent"
+        return "only tensors can be sent between stages"
     if value.layout is not torch.strided or value.is_complex():
         return "a sparse or complex tensor cannot be sent"
     if free_unbacked_symbols(value):

@@ -9,8 +9,8 @@ stages; blocks in which more travels inside than at the ends, such as a residual
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pipetrain.partition.operations import Call
@@ -40,11 +40,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Operations `start` to `end` (exclusive), as one layer."""
+    """Operations `start` to `end` (exclusive), as one layer. `joins`: why modules in it stay together."""
 
     name: str
     start: int
     end: int
+    joins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +60,27 @@ class Modules:
     root: str = "model"
 
 
-def group(items: Sequence[Item], modules: Modules, forbidden: Collection[int]) -> list[Group]:
-    """Return the layers of a model. `forbidden`: positions before which the model must not be cut."""
+def group(items: Sequence[Item], modules: Modules, forbidden: Mapping[int, str]) -> list[Group]:
+    """Return the layers of a model. `forbidden`: positions before which it must not be cut -> the reason."""
     tree = _Tree(items, modules)
     cuts: list[int] = []
+    joins: dict[int, str] = {}
     for before, behind in pairwise(tree.atoms):
         between = [p for p in range(before.end, behind.start + 1) if p not in forbidden]
         if between:
             start = cuts[-1] if cuts else 0
             cuts.append(min(between, key=lambda p: (*_sent(items, start, p), -p)))
+        else:
+            names = f"{before.calls[-1].path} and {behind.calls[-1].path}"
+            joins[before.start] = f"{names} stay together because {forbidden[before.end]}"
     cuts = [cut for cut in cuts if not tree.inside_a_block(cut)]
     cuts = _joined(items, cuts)
     ends = [0, *cuts, len(items)]
-    return _named([(start, end) for start, end in pairwise(ends)], items, tree, modules.root)
+    groups = _named(list(pairwise(ends)), items, tree, modules.root)
+    return [
+        replace(g, joins=tuple(why for at, why in sorted(joins.items()) if g.start <= at < g.end))
+        for g in groups
+    ]
 
 
 def _sent(items: Sequence[Item], start: int, cut: int) -> tuple[int, int]:
@@ -94,6 +103,10 @@ class _Tree:
         self._items = items
         self._modules = modules
         self._count = Counter(call.key for item in items for call in item.calls)
+        self._inner: dict[str, set[str]] = {}  # the calls directly inside a call
+        for item in items:
+            for outer, inner in pairwise(item.calls):
+                self._inner.setdefault(outer.key, set()).add(inner.key)
         self._span: dict[str, tuple[int, int]] = {}
         for index, item in enumerate(items):
             for call in item.calls:
@@ -122,15 +135,16 @@ class _Tree:
 
     def _is_bulk(self, call: Call) -> bool:
         most = BULK_IN_LIST if call.path in self._modules.elements else BULK
-        return self._count[call.key] > most * len(self._items)
+        wraps = len(self._inner.get(call.key, ())) > 1
+        return wraps and self._count[call.key] > most * len(self._items)
 
     def filled(self, calls: tuple[Call, ...], start: int, end: int) -> tuple[Call, ...]:
-        """Return the outermost of some calls that lies in operations `start` to `end`; all, if none does."""
+        """Return the outermost of some calls that lies in operations `start` to `end`; none, if none does."""
         for depth, call in enumerate(calls):
             first, last = self._span[call.key]
             if start <= first and last <= end:
                 return calls[: depth + 1]
-        return calls
+        return ()
 
     def inside_a_block(self, cut: int) -> bool:
         """Return whether a cut divides a module at a place where more values cross than at its ends."""

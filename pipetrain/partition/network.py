@@ -127,6 +127,9 @@ class Stash(nn.Module):
         self._kept[:] = [value]
         return value
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": []}  # what a forward that failed has left is not copied
+
 
 class Pop(nn.Module):
     """A later layer: hands on its input and what a Stash has kept, as one tuple of tensors.
@@ -181,9 +184,14 @@ class Chain(Network):
 
 def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:
     """Return the number of the Stash for that of each Pop. Raises ConfigError for one without the other."""
-    where = {id(module): index for index, module in enumerate(modules) if isinstance(module, Stash)}
+    where: dict[int, int] = {}  # Stash -> its layer
     found: dict[int, int] = {}
     for index, module in enumerate(modules):
+        if isinstance(module, Stash) and where.setdefault(id(module), index) != index:
+            raise ConfigError(
+                f"layer {index} ({names[index]}) is the Stash of layer {where[id(module)]} once more: make "
+                f"another one"
+            )
         inner = [m for m in module.modules() if m is not module and isinstance(m, Stash | Pop)]
         if inner:
             raise ConfigError(
@@ -192,7 +200,7 @@ def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, in
             )
         if isinstance(module, Pop):
             stash = where.get(id(module.stash))
-            if stash is None or stash > index:
+            if stash is None:
                 raise ConfigError(
                     f"layer {index} ({names[index]}) is a Pop whose Stash is not a layer before it: put that "
                     f"Stash into the nn.Sequential, before the Pop"

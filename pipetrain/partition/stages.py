@@ -9,7 +9,7 @@ cut as a stage that overlaps with all others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -35,13 +35,14 @@ class Pipeline:
 class Traffic:
     """A value that layers behind its maker use. `layer`: that maker; INPUT (-1) for the data.
 
-    Bytes on the wire, forward and back; with codecs, coding is free.
+    Bytes on the wire, forward and back, and of the tensor itself; with codecs, coding is free.
     """
 
     layer: int
     users: tuple[int, ...]  # layers
     forward: int
     back: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Predictor:
     def held_bytes(self, stage: int, start: int, end: int) -> int:
         """Return the memory of a stage in bytes: weights, activations, messages and working memory.
 
-        Weights: a gradient, all versions, and the optimizer's state. Activations: the input and the saved
+        Weights: a gradient, all versions, and the optimizer's state. Activations: what enters and the saved
         tensors of every open microbatch. Messages: `buffer_size` on each edge. Working memory: the largest
         peak of a layer, which counts some activations twice.
         """
@@ -110,7 +111,8 @@ class Predictor:
             layer.param_bytes * (pipeline.versions[stage] + 1) + layer.state_bytes + layer.fixed_bytes
             for layer in held
         )
-        entry = self.layers[start - 1].output_bytes if start else self.profile.input_bytes
+        entering = self._between((0, start), (start, end)) if start else []
+        entry = sum(value.nbytes for value in entering) if start else self.profile.input_bytes
         saved = entry + sum(layer.saved_bytes for layer in held)
         crossing = sum(map(sum, self._messages(stage, start, end)))
         work = max(layer.peak_bytes for layer in held)
@@ -123,8 +125,11 @@ class Predictor:
     def slowest_s(self, cuts: Sequence[int]) -> float:
         return max(stage.batch_s for stage in self.stage_times(cuts))
 
-    def costs(self, cuts: Sequence[int]) -> Costs:
-        """Return the costs for `simulate`, in seconds; each half of a split backward costs half of it."""
+    def costs(self, cuts: Sequence[int], tied: Mapping[int, int] | None = None) -> Costs:
+        """Return the costs for `simulate`, in seconds; each half of a split backward costs half of it.
+
+        `tied`: the bytes of the weights that a stage shares with others, by stage.
+        """
         seconds: dict[Kind, float] = {}
         for stage, taken in enumerate(self.stage_times(cuts)):
             seconds[stage, Op.F] = taken.forward_s
@@ -139,6 +144,8 @@ class Predictor:
             if crossing:
                 seconds[stage, Op.SEND_F, to] = self._travel_s(sum(value.forward for value in crossing))
                 seconds[to, Op.SEND_B, stage] = self._travel_s(sum(value.back for value in crossing))
+        for stage, nbytes in (tied or {}).items():
+            seconds[stage, Op.TIE] = self._travel_s(nbytes)
         return Costs(seconds)
 
     def _between(self, source: tuple[int, int], to: tuple[int, int]) -> list[Traffic]:
@@ -154,14 +161,16 @@ class Predictor:
         stage: which stages that are depends on other cuts.
         """
         key = stage, start, end
+        ranks, layers = self._pipeline.placement, len(self.layers)
+        if len(set(ranks)) == 1:
+            return []
         if key not in self._exchanged:
-            ranks, layers = self._pipeline.placement, len(self.layers)
             mine = (start, end)
             entering = self._between((0, start), mine) if start else []
             leaving = self._between(mine, (end, layers))
             near = [
-                [value for value in entering if value.layer == start - 1],
-                [value for value in leaving if end in value.users],
+                [value for value in entering if value.layer == start - 1 or stage == 1],
+                [value for value in leaving if end in value.users or stage + 2 == self.stages],
             ]
             groups = [
                 near[0] if stage and ranks[stage - 1] != ranks[stage] else [],

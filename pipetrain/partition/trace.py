@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.boundary import Example
@@ -16,7 +19,9 @@ from pipetrain.partition.aligning import align
 from pipetrain.partition.dataflow import Dataflow
 from pipetrain.partition.exporting import exported
 from pipetrain.partition.grouping import Item, Modules, group
-from pipetrain.partition.operations import Listing, Op, ops_in, read
+from pipetrain.partition.operations import Listing, Op, ops_in
+from pipetrain.partition.proving import prove
+from pipetrain.partition.reading import read
 from pipetrain.partition.traced import Traced
 
 
@@ -27,23 +32,29 @@ def trace(model: nn.Module, example: Example) -> Traced:
     are, and its mode, values and the random generators do not change. Raises ConfigError with the place and
     a way out for a model that cannot be traced or cut.
     """
-    device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     training = [module.training for module in model.modules()]
     listings = []
     try:
         for mode in (True, False):
             model.train(mode)
-            program = exported(model, example, device)
-            listings.append(read(program, model, _order(program, example), mode))
+            program, device = exported(model, example)
+            listings.append(read(program, model, _order(program, example), mode, device))
     finally:
         for module, mode in zip(model.modules(), training, strict=True):
             module.training = mode
     listing = align(*listings)
     _refuse_outputs(listing)
     flow = Dataflow(listing)
-    forbidden = {p for barrier in flow.barriers() for p in range(barrier.first + 1, barrier.last + 1)}
-    groups = group(_items(flow), _modules(model), forbidden)
-    return Traced(model, flow, groups, listing.tree, listing.constants)
+    forbidden = {
+        position: barrier.reason
+        for barrier in flow.barriers()
+        for position in range(barrier.first + 1, barrier.last + 1)
+    }
+    items = _items(flow)
+    groups = group(items, _modules(model, items), forbidden)
+    network = Traced(model, flow, groups, listing.tree, listing.constants)
+    prove(network, example)
+    return network
 
 
 def _order(program: ExportedProgram, example: Example) -> list[int]:
@@ -63,6 +74,11 @@ def _refuse_outputs(listing: Listing) -> None:
         if not isinstance(op.value, Tensor):
             raise ConfigError(
                 f"the model returns {op.value} ({op.where}), which is no tensor: return tensors only"
+            )
+        if free_unbacked_symbols(op.value):
+            raise ConfigError(
+                f"the size of what the model returns depends on its data ({op.where}): return all of it, and "
+                f"let the loss choose"
             )
 
 
@@ -87,12 +103,17 @@ def _nbytes(op: Op) -> int:
     return total
 
 
-def _modules(model: nn.Module) -> Modules:
+def _modules(model: nn.Module, items: Sequence[Item]) -> Modules:
+    """Return what the grouping needs to know of a model's modules; only lists of called modules count."""
+    called = {call.path for item in items for call in item.calls}
     lists: set[str] = set()
     elements: set[str] = set()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-            elements |= {f"{name}.{key}".lstrip(".") for key in module._modules}
+        if not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            continue
+        held = {f"{name}.{key}".lstrip(".") for key in module._modules} & called
+        if held and not isinstance(module, ParametrizationList):
+            elements |= held
             parts = name.split(".")
             lists |= {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
     return Modules(lists, elements, type(model).__name__)

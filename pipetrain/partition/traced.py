@@ -7,40 +7,25 @@ that of the traced operations, see emitting.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from pipetrain.boundary import Boundary, Value
-from pipetrain.partition.dataflow import SIZES, Dataflow, draws
+from pipetrain.partition.dataflow import Dataflow, draws
 from pipetrain.partition.emitting import Code, Function
 from pipetrain.partition.grouping import Group
+from pipetrain.partition.layering import layers_of
 from pipetrain.partition.network import INPUT, Made, Network, Part, See, Slice, Tensors
-from pipetrain.partition.operations import Constant, Held, Input, Op, canonical, ops_in
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer. `takes`, `makes`: the operations whose values it takes and returns.
-
-    `sizes`: for an operation that computes a size, the tensor to read it from, its dimension and a factor;
-    `held`: names of the parameters and buffers that it uses.
-    """
-
-    items: list[Op]
-    takes: list[Op]
-    makes: list[Op]
-    sizes: dict[Op, tuple[Op, int, int]]
-    held: list[str]
+from pipetrain.partition.operations import Constant, Held, Input, Op, canonical
 
 
 class Traced(Network):
     """Any nn.Module, as traced by torch.export. Layers return tuples; see trace.py for how it is made.
 
-    `drawing`: the numbers of the layers that draw random numbers in training.
+    `drawing`: the numbers of the layers that draw random numbers in training; `joins`: why modules that could
+    be layers of their own stay together, in sentences.
     """
 
     def __init__(
@@ -53,6 +38,7 @@ class Traced(Network):
     ) -> None:
         self.model = model
         self.names = [group.name for group in groups]
+        self.joins = [why for group in groups for why in group.joins]
         self.flow = flow
         self.constants = constants
         self.layers = layers_of(flow, groups)
@@ -107,7 +93,7 @@ class TracedPart(Part):
         names = dict.fromkeys(n for index in range(slice.start, slice.end) for n in network.placed[index])
         self.holders, self._places = _hold(self, network.model, names)
         self.constants = _Constants(network.constants)
-        self._network = [network]  # not a module of its own
+        self._shared = _Shared(network)
         self._functions: dict[tuple[Slice, bool], Function] = {}
         self.training = network.model.training
 
@@ -115,7 +101,7 @@ class TracedPart(Part):
         return self._function(self.slice)(self, *tensors)
 
     def observed(self, tensors: Tensors, see: See) -> Tensors:
-        network, values = self._network[0], dict(zip(self.slice.enters, tensors, strict=True))
+        network, values = self._shared.network, dict(zip(self.slice.enters, tensors, strict=True))
         for index in range(self.slice.start, self.slice.end):
             taken = [values[made] for made in network.takes(index, ())]
             outputs = self._function(network.alone(index))(self, *taken)
@@ -124,7 +110,7 @@ class TracedPart(Part):
         return tuple(values[made] for made in self.slice.leaves)
 
     def pack(self, outputs: Tensors) -> Any:
-        return self._network[0].pack(outputs)
+        return self._shared.network.pack(outputs)
 
     def _function(self, slice: Slice) -> Function:
         """Return the code of some of the layers, in the present mode."""
@@ -134,7 +120,7 @@ class TracedPart(Part):
         return made
 
     def _compiled(self, slice: Slice) -> Function:
-        network = self._network[0]
+        network = self._shared.network
         code = Code(network.names[slice.start], self.training, self._places)
         writer = _Writer(network, code, self.training)
         for made in slice.enters:
@@ -148,6 +134,16 @@ class TracedPart(Part):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TracedPart:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.constants.tensors = {name: fn(tensor) for name, tensor in self.constants.tensors.items()}
+        return self
+
+
+class _Shared:
+    """Refers to the network of a part, also from the part's copies."""
+
+    def __init__(self, network: Traced) -> None:
+        self.network = network
+
+    def __deepcopy__(self, memo: object) -> _Shared:
         return self
 
 
@@ -192,79 +188,6 @@ class _Writer:
             self.ensure(op.given(self._training))
             self.code.run(op)
             self.ensure(writer for writer in self._flow.writers(op) if op in self._flow.free)
-
-
-def layers_of(flow: Dataflow, groups: Sequence[Group]) -> list[Layer]:
-    """Return the layers of a model with what each takes and makes."""
-    outputs = list(ops_in(flow.outputs))
-    layers = []
-    for group in groups:
-        items = flow.items[group.start : group.end]
-        needs = _Needs(flow, items)
-        for op in items:
-            needs.add(op.given())
-        if group is groups[-1]:
-            needs.add(outputs)
-        needs.resolve()
-        takes = sorted(needs.taken, key=lambda op: op.index)
-        layers.append(Layer(items, takes, [], needs.sizes, list(needs.held)))
-    for k, layer in enumerate(layers[:-1]):
-        later = {op for other in layers[k + 1 :] for op in other.takes}
-        layer.makes.extend(op for op in layer.items if op in later)
-    layers[-1].makes.extend(outputs)
-    return layers
-
-
-class _Needs:
-    """Collects what a layer needs: tensors on data (`taken`), weights (`held`), and where to read sizes."""
-
-    def __init__(self, flow: Dataflow, items: Sequence[Op]) -> None:
-        self._flow = flow
-        self._mine = set(items)
-        self._seen: set[Op] = set()
-        self._reads: list[Op] = []
-        self.taken: dict[Op, None] = {}
-        self.held: dict[str, None] = {}
-        self.sizes: dict[Op, tuple[Op, int, int]] = {}
-
-    def add(self, ops: Iterable[Op]) -> None:
-        """Add the values of operations."""
-        for op in ops:
-            if op in self._seen or op in self._mine:
-                continue
-            self._seen.add(op)
-            if isinstance(op.source, Held):
-                self.held[op.source.name] = None
-            elif isinstance(op.source, Input) or op in self._flow.position:
-                self.taken[op] = None
-            elif op.target in SIZES:
-                self._reads.append(op)
-            else:
-                self.add(op.given())
-                self.add(self._flow.writers(op) if op in self._flow.free else ())
-
-    def resolve(self) -> None:
-        """Find a tensor from which each size can be read; take the one of the model, if there is no other."""
-        for op in self._reads:  # grows
-            (of,) = op.given()
-            if of in self._mine or of in self.taken:
-                continue
-            read = next(filter(None, (_size_from(op, tensor) for tensor in self.taken)), None)
-            if read is None:
-                self.add([of])
-            else:
-                self.sizes[op] = read
-
-
-def _size_from(op: Op, tensor: Op) -> tuple[Op, int, int] | None:
-    """Return how to read the size that an operation computes from another tensor: dimension and factor."""
-    wanted = op.value.node.expr if isinstance(op.value, torch.SymInt) else op.value
-    for dimension, size in enumerate(tensor.value.shape):
-        if isinstance(size, torch.SymInt):
-            times = wanted / size.node.expr
-            if times.is_Integer:
-                return tensor, dimension, int(times)
-    return None
 
 
 def _placed(model: nn.Module, used: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pipetrain.schedule.actions import RECEIVES, Action, Op, last_uses, shortened
+from pipetrain.schedule.lower import Route, Wiring
 from pipetrain.schedule.policy import Policy, View, Wait
 
 
@@ -72,18 +73,20 @@ class Decided:
     stages: int
     batches: int
     microbatches: int
+    routes: Sequence[Route] | None = None
     decided: bool = True
     _reads: dict[int, int] = field(default_factory=dict)  # open microbatch -> weight version
 
     def receives(self) -> list[Action]:
-        ops = [Op.RECV_F] if self.stage > 0 else []
-        if self.stage < self.stages - 1:
-            ops.append(Op.RECV_B)
-        return [Action(self.stage, op, mb) for op in ops for mb in range(self.batches * self.microbatches)]
+        wiring = Wiring([(rank,) for rank in range(self.stages)], self.routes)
+        mbs = range(self.batches * self.microbatches)
+        mbs = range(self.batches * self.microbatches)
+        compute = [Action(self.stage, op, mb) for op in (Op.F, Op.B) for mb in mbs]
+        return [receive for action in compute for receive in wiring.receives(action)]
 
     def actions(self, view: View) -> Iterator[Action | Wait]:
         size = self.stage, self.stages, lambda: self.batches, self.microbatches
-        for action in self.policy.lowered(*size, view):
+        for action in self.policy.lowered(*size, view, self.routes):
             if isinstance(action, Action) and action.op is Op.F:
                 self._reads[action.mb] = action.version
             elif isinstance(action, Action) and action.op in (Op.B, Op.W):

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipetrain import draws
 from pipetrain.boundary import (
     Boundary,
     Value,
@@ -92,6 +93,7 @@ def compiled(module: nn.Module) -> Callable[..., Value]:
     """Return a module's call through torch.compile, specialised to the shapes that occur."""
     # A backward in two halves traverses the graph twice, so the first must not donate its buffers.
     torch._functorch.config.donated_buffer = False
+    draws.leave_to_python()
     return torch.compile(module, dynamic=False)
 
 

@@ -44,6 +44,7 @@ class Op(StrEnum):
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})  # uses a microbatch and a weight version
 UPDATE = frozenset({Op.REDUCE, Op.TIE, Op.NORM, Op.STEP})  # `version` is the new one; no microbatch
+TOLD = frozenset({Op.TIE, Op.NORM})  # of these, what other stages are told; the rank goes on meanwhile
 COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})  # a microbatch, no version
 
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})

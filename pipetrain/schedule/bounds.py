@@ -10,31 +10,44 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from pipetrain.schedule.actions import COMMUNICATION, SENDS, Program
+from pipetrain.schedule.actions import COMMUNICATION, SENDS, Op, Program, Ties
 from pipetrain.schedule.lower import Edge, Route, edges
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Timeline
 
 
-def edge_bounds(program: Program, routes: Sequence[Route] | None, buffer_size: int) -> dict[Edge, int]:
+def edge_bounds(
+    program: Program, routes: Sequence[Route] | None, buffer_size: int, ties: Ties = ()
+) -> dict[Edge, int]:
     """Return the bound of each edge of a lowered program, for `simulate` and for the channel.
 
     Neighbours have `buffer_size`. A skip has room for as many messages more as are on their way when one is
     sent, at unit costs and if nothing but the neighbours' edges held up anything; so it has as much to spare
     as they have. It needs no more than half of the microbatches that its source holds open: both ends
-    together then have room for all of them. Raises Deadlock if the neighbours' edges alone block.
+    together then have room for all of them. An evaluation (`forward_only`) has the same bounds for any number
+    of microbatches. Raises Deadlock if a program with skips blocks on the neighbours' edges alone.
     """
     found = edges(program, routes)
-    total = 1 + max(action.mb for actions in program for action in actions)
-    neighbours = {edge: buffer_size if _near(edge) else max(total, buffer_size) for edge in found}
-    if all(map(_near, found)):
-        return neighbours
-    run = simulate(program, 1, buffer_size=neighbours, routes=routes)
-    ahead, held = _ahead(run), run.activations
-    skips = {edge: _bound(buffer_size, ahead[edge], held[min(edge)]) for edge in found if not _near(edge)}
-    return neighbours | skips
+    if not any(action.op in (Op.B, Op.I) for actions in program for action in actions):
+        # Ranks that advance together have at most d + 1 messages on the way over d stages.
+        return {edge: buffer_size + (edge[1] - edge[0]) // 2 for edge in found}
+    bounds = free_skips(found, buffer_size, 1 + max(action.mb for actions in program for action in actions))
+    if not all(map(_near, bounds)):
+        run = simulate(program, 1, buffer_size=bounds, routes=routes, ties=ties)
+        ahead, held = _ahead(run), run.activations
+        for edge in bounds:
+            if not _near(edge):
+                enough = max(buffer_size, -(-held[min(edge)] // 2))
+                bounds[edge] = min(buffer_size + -(-ahead[edge] // 2), enough)
+    return bounds
+
+
+def free_skips(edges: Iterable[Edge], buffer_size: int, microbatches: int) -> dict[Edge, int]:
+    """Return bounds with which the messages of so many microbatches wait on the neighbours' edges alone."""
+    most = max(buffer_size, microbatches)
+    return {edge: buffer_size if _near(edge) else most for edge in edges}
 
 
 def widest(bounds: Sequence[dict[Edge, int]]) -> dict[Edge, int]:
@@ -44,12 +57,6 @@ def widest(bounds: Sequence[dict[Edge, int]]) -> dict[Edge, int]:
 
 def _near(edge: Edge) -> bool:
     return abs(edge[0] - edge[1]) == 1
-
-
-def _bound(buffer_size: int, ahead: int, held: int) -> int:
-    """`held`: 0 in an evaluation, where nothing says how many microbatches may be open."""
-    needed = buffer_size + -(-ahead // 2)
-    return min(needed, max(buffer_size, -(-held // 2))) if held else needed
 
 
 def _ahead(run: Timeline) -> dict[Edge, int]:

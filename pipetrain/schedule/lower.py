@@ -65,13 +65,19 @@ class Wiring:
 
     def lowered(self, action: Action, reduced_for: Op | None = Op.STEP) -> list[Action]:
         """Return a compute action with the messages that it needs and makes."""
-        if action.op is Op.F:
-            return [*self._messages(Op.RECV_F, action), action, *self._messages(Op.SEND_F, action)]
-        if action.op is Op.B or action.op is Op.I:
-            return [*self._messages(Op.RECV_B, action), action, *self._messages(Op.SEND_B, action)]
+        if action.op in (Op.F, Op.B, Op.I):
+            return [*self.receives(action), action, *self.sends(action)]
         if action.op is reduced_for:
             return [Action(action.stage, Op.REDUCE, version=action.version), action]
         return [action]
+
+    def receives(self, action: Action) -> list[Action]:
+        """Return the RECVs of what an F, B or I needs."""
+        return self._messages(Op.RECV_F if action.op is Op.F else Op.RECV_B, action)
+
+    def sends(self, action: Action) -> list[Action]:
+        """Return the SENDs of what an F, B or I makes."""
+        return self._messages(Op.SEND_F if action.op is Op.F else Op.SEND_B, action)
 
     def _messages(self, op: Op, action: Action) -> list[Action]:
         peers = self._peers[op, action.stage, action.mb % self.cycle]

@@ -14,8 +14,9 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from pipetrain.schedule.actions import (
@@ -27,8 +28,9 @@ from pipetrain.schedule.actions import (
     Schedule,
     ScheduleError,
 )
-from pipetrain.schedule.lower import Wiring
-from pipetrain.schedule.simulate import Cost, unit_cost
+from pipetrain.schedule.bounds import free_skips
+from pipetrain.schedule.lower import Route, Wiring
+from pipetrain.schedule.simulate import BufferSize, Cost, unit_cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,38 @@ class View(Protocol):
         """Return whether this SEND would not wait."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Tells a policy which computations of its stage would have to wait, over all its routes."""
+
+    wiring: Wiring
+    view: View
+
+    def first_ready(self, actions: Sequence[Action]) -> Action | Wait:
+        """Return the first of these that need not wait: an F for room for what it makes, F and B for input.
+
+        If all must wait, return a Wait until that may have changed.
+        """
+        receives: list[Action] = []
+        sends: list[Action] = []
+        for action in actions:
+            missing = [receive for receive in self.wiring.receives(action) if not self.view.arrived(receive)]
+            full: list[Action] = []
+            if action.op is Op.F and not missing:
+                full = [send for send in self.wiring.sends(action) if not self.view.room(send)]
+            if not missing and not full:
+                return action
+            receives += missing
+            sends += full
+        return Wait(tuple(receives), tuple(sends))
+
+
 class Policy(ABC):
     """Decides the next computation of a rank. One stage per rank."""
 
     @abstractmethod
     def decide(
-        self, stage: int, stages: int, batches: Callable[[], int], microbatches: int, view: View
+        self, stage: int, stages: int, batches: Callable[[], int], microbatches: int, outlook: Outlook
     ) -> Iterator[Action | Wait]:
         """Yield a stage's compute actions and STEPs in one window, or Waits.
 
@@ -89,11 +117,17 @@ class Policy(ABC):
         return play(self, ranks, batches, microbatches)
 
     def lowered(
-        self, stage: int, stages: int, batches: Callable[[], int], microbatches: int, view: View
+        self,
+        stage: int,
+        stages: int,
+        batches: Callable[[], int],
+        microbatches: int,
+        view: View,
+        routes: Sequence[Route] | None = None,
     ) -> Iterator[Action | Wait]:
         """Yield the actions of `decide` with their messages."""
-        wiring = Wiring([(rank,) for rank in range(stages)])
-        for decided in self.decide(stage, stages, batches, microbatches, view):
+        wiring = Wiring([(rank,) for rank in range(stages)], routes)
+        for decided in self.decide(stage, stages, batches, microbatches, Outlook(wiring, view)):
             if isinstance(decided, Wait):
                 yield decided
             else:
@@ -113,32 +147,26 @@ class ForwardBackward(Policy):
     in_flight: int
 
     def decide(
-        self, stage: int, stages: int, batches: Callable[[], int], microbatches: int, view: View
+        self, stage: int, stages: int, batches: Callable[[], int], microbatches: int, outlook: Outlook
     ) -> Iterator[Action | Wait]:
         """Yield actions; a forward reads the newest weights, and its backward the same."""
-        first, last = stage == 0, stage == stages - 1
         forwards, backwards, newest = 0, 0, 0
         reads: deque[int] = deque()  # versions read by the open microbatches
         while backwards < (total := batches() * microbatches):
-            gradient = Action(stage, Op.RECV_B, backwards)
-            activation, onward = Action(stage, Op.RECV_F, forwards), Action(stage, Op.SEND_F, forwards)
+            backward = [Action(stage, Op.B, backwards, reads[0])] if reads else []
             may_go_ahead = forwards < total and len(reads) < self.in_flight
-            here = may_go_ahead and (first or view.arrived(activation))  # called once, as it may change
-            if reads and (last or view.arrived(gradient)):
-                yield Action(stage, Op.B, backwards, reads.popleft())
+            forward = [Action(stage, Op.F, forwards, newest)] if may_go_ahead else []
+            chosen = outlook.first_ready(backward + forward)
+            yield chosen
+            if chosen in backward:
+                reads.popleft()
                 backwards += 1
                 if backwards % microbatches == 0:
                     newest += 1
                     yield Action(stage, Op.STEP, version=newest)
-            elif here and (last or view.room(onward)):
+            elif chosen in forward:
                 reads.append(newest)
-                yield Action(stage, Op.F, forwards, newest)
                 forwards += 1
-            else:
-                receives = [gradient] if reads else []
-                if may_go_ahead and not here:
-                    receives.append(activation)
-                yield Wait(tuple(receives), (onward,) if here else ())
 
     def bounds(self, stage: int, stages: int, batches: int, microbatches: int) -> Bounds:
         """Return the bounds: a forward comes after all but `in_flight - 1` of the backwards before it."""
@@ -159,20 +187,29 @@ def play(
     batches: int,
     microbatches: int,
     *,
-    buffer_size: int = 2,
+    buffer_size: BufferSize = 2,
     cost: Cost = unit_cost,
+    routes: Sequence[Route] | None = None,
 ) -> Program:
     """Return a policy's compute-only program at these costs; messages take no time. Raises ScheduleError."""
     policy.refuse(ranks, batches, microbatches)
-    return _Play(policy, ranks, batches, microbatches, buffer_size, cost).run()
+    return _Play(policy, ranks, batches, microbatches, buffer_size, cost, routes).run()
 
 
 def compute_program(
-    schedule: Schedule, ranks: int, batches: int, microbatches: int, buffer_size: int
+    schedule: Schedule,
+    ranks: int,
+    batches: int,
+    microbatches: int,
+    buffer_size: int,
+    routes: Sequence[Route] | None = None,
 ) -> Program:
-    """Return a schedule's compute-only program; for a policy the one at unit costs."""
+    """Return a schedule's compute-only program; for a policy the one at unit costs and with free skips."""
     if isinstance(schedule, Policy):
-        return play(schedule, ranks, batches, microbatches, buffer_size=buffer_size)
+        pairs = pairwise(range(ranks)) if routes is None else routes
+        both = [edge for source, to in pairs for edge in ((source, to), (to, source))]
+        bounds = free_skips(both, buffer_size, batches * microbatches)
+        return play(schedule, ranks, batches, microbatches, buffer_size=bounds, routes=routes)
     return [list(actions) for actions in schedule(ranks, batches, microbatches)]
 
 
@@ -180,14 +217,21 @@ class _Play:
     """A simulation of the ranks, the earliest first."""
 
     def __init__(
-        self, policy: Policy, ranks: int, batches: int, microbatches: int, buffer_size: int, cost: Cost
+        self,
+        policy: Policy,
+        ranks: int,
+        batches: int,
+        microbatches: int,
+        buffer_size: BufferSize,
+        cost: Cost,
+        routes: Sequence[Route] | None,
     ) -> None:
-        self._bound = buffer_size
+        self._buffer_size = buffer_size
         self._cost = cost
         self._sent: Counter[tuple[int, int]] = Counter()  # messages by edge
         self._taken: Counter[tuple[int, int]] = Counter()
         self._deciding = [
-            policy.lowered(rank, ranks, lambda: batches, microbatches, self) for rank in range(ranks)
+            policy.lowered(rank, ranks, lambda: batches, microbatches, self, routes) for rank in range(ranks)
         ]
         self._asleep: dict[int, Action | None] = {}  # waiting rank -> the SEND that needs room, if any
         self._clock = [(0.0, rank) for rank in range(ranks)]
@@ -198,7 +242,9 @@ class _Play:
 
     def room(self, send: Action) -> bool:
         """Return whether unfinished sends here and posted receives there leave room."""
-        return self._sent[send.edge] - self._taken[send.edge] < 2 * self._bound
+        size = self._buffer_size
+        bound = size if isinstance(size, int) else size[send.edge]
+        return self._sent[send.edge] - self._taken[send.edge] < 2 * bound
 
     def run(self) -> Program:
         while self._clock:
@@ -223,6 +269,5 @@ class _Play:
             return
         counts = self._sent if action.op in SENDS else self._taken
         counts[action.edge] += 1
-        for beside in (rank - 1, rank + 1):
-            if beside in self._asleep and (now, beside) not in self._clock:
-                heapq.heappush(self._clock, (now, beside))
+        if action.peer in self._asleep and (now, action.peer) not in self._clock:
+            heapq.heappush(self._clock, (now, action.peer))

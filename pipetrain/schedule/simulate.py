@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pipetrain.schedule.actions import (
     COMMUNICATION,
     SENDS,
+    TOLD,
     UPDATE,
     Action,
     Op,
@@ -33,7 +34,7 @@ from pipetrain.schedule.waits import BoundedEdge, Told
 Cost = Callable[[Action], float]
 BufferSize = int | Mapping[Edge, int]  # for all edges, or for each
 
-_TRAVEL = SENDS | {Op.TIE, Op.NORM}  # whose rank goes on while the message travels
+_TRAVEL = SENDS | TOLD  # whose rank goes on while the message travels
 
 _UNITS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
 

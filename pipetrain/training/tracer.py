@@ -106,6 +106,8 @@ def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
         "window": settings.window,
         "epoch_batches": len(run.sampler.batch_sizes),
         "buffer_size": settings.buffer_size,
+        "bounds": [[*edge, bound] for edge, bound in plan.links.bounds.items()],
+        "ties": [list(tie) for tie in plan.ties],
         "codec_forward": str(settings.codecs.forward),
         "codec_backward": str(settings.codecs.backward),
         "dtype": str(settings.dtype).removeprefix("torch."),

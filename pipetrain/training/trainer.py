@@ -244,7 +244,7 @@ class Trainer:
         """Check the programs that a policy has decided on, and record them. Raises ScheduleError."""
         for program in programs:
             batches = sum(action.op is Op.STEP for action in program[0])
-            check(program, batches, self._run.settings.microbatches)
+            check(program, batches, self._run.settings.microbatches, self._run.plan.routes)
         if programs and self._recorder:
             self._recorder.programs(epoch + 1, programs)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from benchmark.routes import by_hand
+from benchmark.routes import BY_HAND, ROUTES, Found, by_hand, make_rows
 from pipetrain.models import unet
 
 SIZES = {"num_classes": 3, "levels": 3, "convolutions": 1, "width": 2}
@@ -48,3 +49,23 @@ def test_by_hand_each_open_skip_is_behind_the_value():
         "up1_conv1": [one],
         "head": [(3, 8, 8)],
     }
+
+
+@pytest.mark.parametrize(
+    ("sent", "loss", "met"),
+    [
+        (3.0, 0.5, [True, True, True, True]),
+        (4.0, 0.5, [False, True, True, True]),
+        (9.0, 0.6, [False, False, False, True]),
+    ],
+)
+def test_the_bytes_are_held_against_the_plan_and_those_by_hand(sent, loss, met):
+    found = Found(
+        series={ROUTES: [0.1, 0.2], BY_HAND: [0.2, 0.5]},
+        sent={ROUTES: sent, BY_HAND: 8.0},
+        paper={ROUTES: 3.0, BY_HAND: 8.0},
+        losses={ROUTES: loss, BY_HAND: 0.5},
+    )
+    rows = make_rows("routes", found)
+    assert rows[0].ratios == {"x by hand": 2.25, "MiB a batch": sent, "MiB on paper": 3.0}
+    assert [verdict.met for row in rows for verdict in row.verdicts] == met

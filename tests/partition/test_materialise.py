@@ -81,9 +81,7 @@ def test_numbers_become_the_dtype_of_the_model_but_are_not_rounded():
     network.model[0].bias.data = network.model[0].bias.float()
     tenth = torch.full((1,), 0.1, dtype=torch.float64)
     network.values = Given(**{"0_weight": tenth.float().view(1, 1), "0_bias": tenth})
-    with pytest.raises(
-        ConfigError, match=r"0.bias of the model is float64, and .* would round"
-    ):
+    with pytest.raises(ConfigError, match=r"0.bias of the model is float64, and .* would round"):
         materialise(network, [0])
 
 

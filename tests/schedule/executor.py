@@ -1,8 +1,8 @@
 """Runs a lowered program in any order that its waits allow: a second judge of what `simulate` says.
 
-It has no times. Each turn does one thing that can be done, chosen at random: the next action of a rank, or the
-transfer of a message for which a receive is posted. Channels keep to the words of runtime/channel.py, and
-every value that an action uses must be there and be the right one.
+It has no times. Each turn does one thing that can be done, chosen at random: the next action of a rank, or
+the transfer of a message for which a receive is posted. Channels keep to the words of runtime/channel.py,
+and every value that an action uses must be there and be the right one. Stages have no replicas.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipetrain.schedule.actions import RECEIVES, SENDS, Action, Op, Program, ranks_of
+from pipetrain.schedule.actions import RECEIVES, SENDS, Action, Op, Program, Ties, ranks_of
 from pipetrain.schedule.lower import Edge, Route
 
 
@@ -43,10 +43,15 @@ class Pipe:
 
 
 class Executor:
-    """One run of a program with one rank a stage (or several stages a rank)."""
+    """One run of a program; the same whatever the seed, if simulate is right."""
 
     def __init__(
-        self, program: Program, bounds: Mapping[Edge, int], routes: Sequence[Route], seed: int
+        self,
+        program: Program,
+        bounds: Mapping[Edge, int],
+        routes: Sequence[Route],
+        seed: int,
+        ties: Ties = (),
     ) -> None:
         self.program = program
         self.chance = random.Random(seed)
@@ -61,6 +66,12 @@ class Executor:
         }
         self.rank = {
             stage: rank for rank, actions in enumerate(program) for stage in {a.stage for a in actions}
+        }
+        self.told: set[tuple[Op, int, int]] = set()  # (TIE or NORM, of stage, version)
+        norms = stages if any(action.op is Op.NORM for action in every) else ()
+        self.awaited = {stage: [(Op.NORM, of) for of in norms] for stage in stages}
+        self.shared = {
+            stage: [(Op.TIE, of) for tie in ties if stage in tie for of in tie] for stage in stages
         }
         self.there: set[tuple[int, Op, int, int]] = set()  # (at stage, F or B, of stage, microbatch)
         self.open: Counter[int] = Counter()
@@ -90,6 +101,9 @@ class Executor:
             return self.pipes[action.edge].may_send()
         if action.op in RECEIVES:
             return self.pipes[action.edge].may_receive()
+        if action.op in (Op.NORM, Op.STEP):
+            awaited = self.shared[action.stage] + (self.awaited[action.stage] if action.op is Op.STEP else [])
+            return all((op, stage, action.version) in self.told for op, stage in awaited)
         alike = [of for of in self._needs(action) if self.rank[of[2]] == rank]
         return self.there.issuperset(alike)  # another stage of the rank, which may be later in the list
 
@@ -110,7 +124,7 @@ class Executor:
             self.sends[action.edge] += 1
         elif action.op in RECEIVES:
             pipe = self.pipes[action.edge]
-            assert pipe.expected[pipe.received] == mb
+            assert pipe.expected[pipe.received] == mb, f"{action} is not the next of its edge"
             pipe.received += 1
             self.there.add((stage, Op.F if action.op is Op.RECV_F else Op.B, action.peer, mb))
         else:
@@ -125,6 +139,8 @@ class Executor:
             self.activations[stage] = max(self.activations[stage], self.open[stage])
         elif action.op in (Op.B, Op.I):
             self.there |= {(at, Op.B, stage, mb) for at in (stage, *self._beside(stage, self.sources))}
+        elif action.op in (Op.TIE, Op.NORM):
+            self.told.add((action.op, stage, action.version))
         if action.op in (Op.B, Op.W):
             self.open[stage] -= 1
 

@@ -1,4 +1,4 @@
-"""Every way to get one action of a program wrong."""
+"""Every way to get one action of a program wrong, or the order of an edge."""
 
 from __future__ import annotations
 
@@ -13,6 +13,28 @@ def mutants(program: Program, reach: int) -> Iterator[tuple[str, Program]]:
     for rank, actions in enumerate(program):
         for what, mutant in _of_list(actions, reach):
             yield f"rank {rank}: {what}", [*program[:rank], mutant, *program[rank + 1 :]]
+
+
+def of_messages(program: Program, stages: int) -> Iterator[tuple[str, Program]]:
+    """Yield what was done and the program: every way to misdirect a message, or to change an edge's order."""
+    for rank, actions in enumerate(program):
+        for i, action in enumerate(actions):
+            if action.op in COMMUNICATION:
+                for what, mutant in _of_message(actions, i, stages):
+                    yield f"rank {rank}: {what}", [*program[:rank], mutant, *program[rank + 1 :]]
+
+
+def _of_message(actions: list[Action], i: int, stages: int) -> Iterator[tuple[str, list[Action]]]:
+    message = actions[i]
+    for peer in set(range(stages)) - {message.peer}:
+        changed = replace(message, peer=peer)
+        yield f"{message} [{i}] becomes {changed}", [*actions[:i], changed, *actions[i + 1 :]]
+    for j in range(i + 1, len(actions)):
+        if (actions[j].op, actions[j].stage, actions[j].peer) == (message.op, message.stage, message.peer):
+            swapped = list(actions)
+            swapped[i], swapped[j] = swapped[j], swapped[i]
+            yield f"swap {message} [{i}] and {actions[j]} [{j}]", swapped
+            return
 
 
 def _of_list(actions: list[Action], reach: int) -> Iterator[tuple[str, list[Action]]]:

@@ -116,9 +116,13 @@ def test_what_it_waits_for() -> None:
         def room(self, send: Action) -> bool:
             return False
 
-    first, middle = (ForwardBackward(2).decide(stage, 3, lambda: 4, 1, Nothing()) for stage in (0, 1))
+    first, middle = (ForwardBackward(2).lowered(stage, 3, lambda: 4, 1, Nothing()) for stage in (0, 1))
     assert str(next(first)) == "0SEND_F0"
     assert next(middle) == Wait((Action(1, Op.RECV_F, 0),))
+    routes = [(0, 1), (0, 2), (1, 2)]
+    first, last = (ForwardBackward(2).lowered(stage, 3, lambda: 4, 1, Nothing(), routes) for stage in (0, 2))
+    assert str(next(first)) == "0SEND_F0 or 0SEND_F0>2"
+    assert str(next(last)) == "2RECV_F0>0 or 2RECV_F0"
 
 
 @pytest.mark.parametrize("in_flight", [0, -1, 1.5, "x", None, True])
@@ -140,5 +144,5 @@ def test_a_message_that_comes_between_two_looks_is_no_trouble() -> None:
         def room(self, send: Action) -> bool:
             return True
 
-    decided = ForwardBackward(2).decide(1, 2, lambda: 1, 1, Changing())
-    assert [str(next(decided)) for _ in range(3)] == ["1RECV_F0", "1F0@0", "1B0@0"]
+    decided = ForwardBackward(2).lowered(1, 2, lambda: 1, 1, Changing())
+    assert [str(next(decided)) for _ in range(4)] == ["1RECV_F0", "1RECV_F0", "1F0@0", "1B0@0"]

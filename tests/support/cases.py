@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import repeat
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier, Lock, Thread
 from time import monotonic, sleep
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import Data, Images, ImageSplit, load_augment
+from pipetrain.draws import Seeds, drawing
+from pipetrain.runtime import engine
 from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import Op, Program, has_norms
@@ -336,16 +339,31 @@ def run_in_threads(
             barrier.abort()
 
     threads: list[Thread] = [Thread(target=partial(work, rank), daemon=True) for rank in range(case.ranks)]
-    for thread in threads:
-        thread.start()
     end = monotonic() + DEADLINE_S
-    while not errors and any(thread.is_alive() for thread in threads) and monotonic() < end:
-        threads[-1].join(0.02)
-        sleep(0.002)
+    with _drawing_in_turn() if any(layer.draws for layer in run.plan.layers) else nullcontext():
+        for thread in threads:
+            thread.start()
+        while not errors and any(thread.is_alive() for thread in threads) and monotonic() < end:
+            threads[-1].join(0.02)
+            sleep(0.002)
     if errors:
         raise errors[0]  # the other threads, which wait for this one, end at their deadline
     assert not any(thread.is_alive() for thread in threads), f"{case} did not end in {DEADLINE_S:g} s"
     return state, listener.epochs
+
+
+@contextmanager
+def _drawing_in_turn() -> Iterator[None]:
+    """Let threads, which share torch's generators, run their forwards one at a time."""
+    lock = Lock()
+
+    @contextmanager
+    def alone(seeds: Seeds | None) -> Iterator[None]:
+        with lock, drawing(seeds):
+            yield
+
+    with patch.object(engine, "drawing", alone):
+        yield
 
 
 Work = Callable[[int, int], None]

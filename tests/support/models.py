@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 from torch.utils.checkpoint import checkpoint
 
+from pipetrain.partition.network import Pop, Stash
+
 CLASSES = 10
 
 
@@ -134,6 +136,52 @@ def dropping() -> nn.Sequential:
     return nn.Sequential(first, nn.Dropout(0.3), nn.Linear(12, 12), nn.Dropout(0.3), nn.Linear(12, CLASSES))
 
 
+class Pair(nn.Module):
+    """x -> (layer(x), 2 x)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), 2 * x
+
+
+class Gather(nn.Module):
+    """Any number of tensors of one shape -> the tanh of their sum, the later ones scaled down."""
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return torch.tanh(sum(t / number for number, t in enumerate(tensors, 1)))
+
+
+STASHED = 2  # the layer of the outer skip, in these
+
+
+def skipping(dropout: float = 0.0, norm: bool = True, recompute: str = "", width: int = 4) -> nn.Sequential:
+    """Skips one inside the other, as in a U-Net; the inner one is a pair of tensors.
+
+    `recompute`: which form of torch.utils.checkpoint a layer that draws uses inside, if any.
+    """
+    outer, inner = Stash(), Stash()
+    drops = nn.Sequential(*conv(width, False), nn.Dropout(dropout))
+    if recompute:
+        drops = Recompute(drops, recompute == "reentrant")
+    layers = [
+        *(Shrink(), conv(width, norm, 3), outer, drops),
+        *(Pair(nn.Conv2d(width, width, 3, padding=1)), inner, Gather(), conv(width, norm), Pop(inner)),
+        *(Gather(), nn.Sequential(nn.Dropout(dropout), conv(width, norm)), Pop(outer), Join()),
+        *(nn.Sequential(nn.Flatten(), nn.Linear(16 * width, 12)), nn.Linear(12, CLASSES)),
+    ]
+    return nn.Sequential(*layers)
+
+
+def skipping_struck() -> nn.Sequential:
+    """An infinity in one microbatch, in what is kept for later."""
+    model = skipping()
+    model[1].append(Spoil(6, once=True))
+    return model
+
+
 class NoNumbers(nn.Module):
     """Can be planned, and fails when it runs."""
 
@@ -190,15 +238,20 @@ class Fault(nn.Module):
 
 
 class Spoil(nn.Module):
-    """Hands on what it is given; from its forward number `at` on, its output or its gradient is nan."""
+    """Hands on what it is given; from its forward number `at` on, its output or its gradient is nan.
 
-    def __init__(self, at: int, gradient: bool) -> None:
+    `once`: in that forward alone.
+    """
+
+    def __init__(self, at: int, gradient: bool = False, once: bool = False) -> None:
         super().__init__()
-        self._left, self._gradient = at, gradient
+        self._left, self._gradient, self._once = at, gradient, once
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and not is_planned():
             self._left -= 1
+            if self._once and self._left < 0:
+                return x
             if self._left <= 0 and self._gradient:
                 x = x * 1
                 x.register_hook(lambda grad: grad * float("nan"))

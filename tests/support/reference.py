@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -19,6 +20,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pipetrain.boundary import as_tuple, named_layers
 from pipetrain.data import Data, Draw, Sampler
+from pipetrain.draws import Seeds, begin, drawing
+from pipetrain.partition.network import Pop, Stash
 from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 
 IGNORED = -100  # a label that does not count
@@ -85,8 +88,10 @@ class Recipe:
 def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outcome:
     """Train in one plain loop; each window has a delay of its own."""
     if recipe.bf16:
-        for cut in recipe.cuts:
-            named_layers(model)[cut - 1][1].register_forward_hook(_narrow)
+        _narrow_at(model, recipe.cuts)
+    for number, (_, layer) in enumerate(named_layers(model)):
+        if any(isinstance(inner, nn.Dropout) and inner.p for inner in layer.modules()):
+            layer.register_forward_pre_hook(partial(_draw, number))
     live = dict(model.named_parameters())
     optimizer = optimizer_over(recipe.optimizer, live.items())
     peaks = [group["lr"] for group in optimizer.param_groups]
@@ -109,10 +114,11 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
                 whole = sum(_counting(recipe.data.train.targets(ids, draw)) for ids in batch)
                 buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
                 optimizer.zero_grad()
-                for ids in batch:
+                for number, ids in enumerate(batch):
                     weights = _mixed(history, recipe.cuts, delay, mb)
                     x, y = recipe.data.train.inputs(ids, draw), recipe.data.train.targets(ids, draw)
-                    with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
+                    seeds = Seeds(recipe.seed, update, number)
+                    with drawing(seeds), torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
                         scores = functional_call(model, weights, (x,))
                     scores = scores.float() if recipe.bf16 else scores
                     mb += 1
@@ -157,6 +163,33 @@ def _clipped_together(live: dict[str, nn.Parameter], recipe: Recipe) -> list[lis
         [p for name, p in live.items() if start <= int(name.split(".", 1)[0]) < end]
         for start, end in pairwise(ends)
     ]
+
+
+def _draw(number: int, layer: nn.Module, inputs: object) -> None:
+    begin(number)
+
+
+def _narrow_at(model: nn.Sequential, cuts: Sequence[int]) -> None:
+    """Let what crosses a cut be in bf16: outputs of layers before it, and what is kept for a later stage."""
+    layers = [layer for _, layer in named_layers(model)]
+    for number, layer in enumerate(layers):
+        if isinstance(layer, Pop):
+            made = next(n for n, other in enumerate(layers) if other is layer.stash)
+            if any(made < cut <= number for cut in cuts):
+                layer.register_forward_pre_hook(_narrow_kept)
+    for cut in cuts:
+        layers[cut - 1].register_forward_hook(_narrow)
+        if isinstance(layers[cut - 1], Stash):
+            layers[cut - 1].register_forward_hook(_keep_narrow)
+
+
+def _narrow_kept(pop: Pop, inputs: object) -> None:
+    pop.stash._kept[:] = [_narrow(pop, inputs, kept) for kept in pop.stash._kept]  # type: ignore[arg-type]
+
+
+def _keep_narrow(stash: Stash, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+    """What the next layer and a later one use is narrowed once."""
+    stash._kept[:] = [output]
 
 
 def _narrow(layer: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> object:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pipetrain.schedule.actions import Program, Ties, placement
-from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.lower import edges
+from pipetrain.schedule.simulate import BufferSize, simulate
 from pipetrain.schedule.timeline import Costs, Row, Span, Timeline, TracedWindow
 
 
@@ -18,12 +19,13 @@ def as_measured(
     microbatch: int = 4,
     own: float = 0.0,
     ties: Ties = (),
+    buffer_size: BufferSize = 2,
 ) -> list[TracedWindow]:
     """Windows of one epoch in which a lowered program ran by `costs`, one after the other.
 
     `own`: seconds in which each rank does nothing of the program, before each window.
     """
-    run = simulate(program, microbatches, cost=costs, ties=ties)
+    run = simulate(program, microbatches, cost=costs, ties=ties, buffer_size=buffer_size)
     samples = [microbatch] * (1 + max(action.mb for actions in program for action in actions))
     made = []
     for window in range(windows):
@@ -54,7 +56,8 @@ def about(program: Program, microbatches: int, microbatch: int = 4, **more: Any)
         "microbatches": microbatches,
         "window": 1,
         "epoch_batches": 1,
-        "buffer_size": 2,
+        "bounds": [[*edge, 2] for edge in edges(program)],
+        "ties": [],
         "dtype": "float32",
         "precision": "fp32",
         "memory_format": "channels_last",

@@ -1,0 +1,134 @@
+"""Compares a traced model with the module itself, where that is cheap: outputs and gradients.
+
+A trace leaves out what is no operation of its own, such as a backward that the user has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain import draws
+from pipetrain.boundary import Example, leaves_of
+from pipetrain.errors import ConfigError, one_line
+from pipetrain.partition.estimate import CHEAP, made_up
+from pipetrain.partition.exporting import as_arguments
+from pipetrain.partition.network import INPUT, Made, Tensors
+from pipetrain.partition.traced import Traced
+from pipetrain.partition.watching import watching
+
+SAMPLES = 2
+TOLERANCE = 1e-3  # relative; the module may choose another kernel than the trace for the same function
+
+
+def prove(network: Traced, example: Example) -> None:
+    """Compare a network with its module, in training and in evaluation. Raises ConfigError."""
+    model = network.model
+    weights = sum(p.numel() for p in model.parameters())
+    positions = sum(spec.numel for spec in example.specs)
+    device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    if device.type == "meta" or SAMPLES * positions * weights > CHEAP:
+        return
+    modes = [module.training for module in model.modules()]
+    with torch.random.fork_rng([]), draws.drawing(None):
+        tensors = _inputs(model, example, device)
+        args, kwargs = as_arguments(example, tensors)
+        for mode in (True, False):
+            network.train(mode)
+            whole = _run(model, lambda: leaves_of(model(*args, **kwargs)), mode)
+            layers = _run(model, lambda: _chain(network, tensors), mode)
+            _compare(whole, layers, mode)
+    for module, mode in zip(model.modules(), modes, strict=True):
+        module.training = mode
+    for layer in network.modules:
+        layer.train(model.training)
+
+
+def _inputs(model: nn.Module, example: Example, device: torch.device) -> list[Tensor]:
+    """Return a microbatch that the model takes; whole numbers are 0 or 1, or 0 if it does not take 1."""
+    torch.default_generator.manual_seed(0)
+    zeros = [made_up(spec, device) for spec in example.of(SAMPLES).specs]
+    varied = [
+        t
+        if t.is_floating_point() or t.is_complex()
+        else torch.randint(0, 2, t.shape, device=device).to(t.dtype)
+        for t in zeros
+    ]
+    error: Exception
+    for tensors in (varied, zeros):
+        args, kwargs = as_arguments(example, list(tensors))
+        try:
+            with torch.no_grad(), _restored(model), watching(model) as watch:
+                model(*args, **kwargs)
+        except ConfigError:
+            raise
+        except Exception as raised:  # the user's forward may raise anything
+            error = raised
+        else:
+            if watch.refused:  # what torch.export has undone, such as a list that grows
+                raise ConfigError(watch.refused)
+            return list(tensors)
+    raise ConfigError(
+        f"the model cannot take {example.of(SAMPLES)}: {type(error).__name__}: {one_line(error)[:300]}"
+    ) from error
+
+
+def _chain(network: Traced, tensors: Sequence[Tensor]) -> Tensors:
+    values = {Made(INPUT, number): tensor for number, tensor in enumerate(tensors)}
+    outputs: Tensors = ()
+    for index, layer in enumerate(network.modules):
+        outputs = layer(*[values[made] for made in network.takes(index, ())])
+        values |= {Made(index, number): tensor for number, tensor in enumerate(outputs)}
+    return outputs
+
+
+def _run(model: nn.Module, call: Callable[[], Tensors], mode: bool) -> dict[str, Tensor]:
+    """Return the outputs, the gradients and the buffers of a run, and restore the buffers."""
+    torch.default_generator.manual_seed(0)
+    with _restored(model), torch.set_grad_enabled(mode):
+        outputs = call()
+        found = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        wanted = [t for t in outputs if t.requires_grad]
+        if mode and trained and wanted:
+            ones = [torch.ones_like(t) for t in wanted]
+            made = torch.autograd.grad(wanted, list(trained.values()), ones, allow_unused=True)
+            found |= {f"the gradient of {n}": g for n, g in zip(trained, made, strict=True) if g is not None}
+        found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return found
+
+
+def _compare(whole: dict[str, Tensor], layers: dict[str, Tensor], mode: bool) -> None:
+    for name in dict.fromkeys([*whole, *layers]):  # in order, outputs first
+        one, other = whole.get(name), layers.get(name)
+        if one is None or other is None or not _close(one, other):
+            raise ConfigError(
+                f"{name} of the model in {'training' if mode else 'evaluation'} is not that of its trace, "
+                f"which holds only operations of torch's: make the model an nn.Sequential of its layers, and "
+                f"code of another kind stays inside one"
+            )
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    scale = one.abs().nan_to_num(0, 0, 0).max().item() if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restore the values of a model's buffers."""
+    before: list[tuple[Any, Tensor]] = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, old in before:
+                buffer.copy_(old)

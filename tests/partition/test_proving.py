@@ -1,0 +1,59 @@
+"""A trace that does not compute what its module does is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipetrain.errors import ConfigError
+from pipetrain.partition.proving import prove
+from pipetrain.partition.trace import trace
+from tests.support.tracing import example, tokens
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (self.factor if torch.is_grad_enabled() else 1.0)
+
+
+def test_another_output_is_refused():
+    model = Scaled()
+    network = trace(model, example((4,)))
+    prove(network, example((4,)))
+    model.factor = 2.0
+    with pytest.raises(ConfigError, match=r"output 0 of the model in training is not that of its trace"):
+        prove(network, example((4,)))
+
+
+def test_another_gradient_is_refused():
+    model = Scaled()
+    network = trace(model, example((4,)))
+    model.layer.weight.requires_grad_(False)
+    network.modules[0].get_parameter("layer.weight").requires_grad_(False)
+    prove(network, example((4,)))  # the same tensor in both
+    model.layer.register_forward_hook(lambda module, given, output: output.detach() + 0 * module.bias)
+    with pytest.raises(
+        ConfigError, match=r"the gradient of layer\.bias of the model in training is not that"
+    ):
+        prove(network, example((4,)))
+
+
+class Lookup(nn.Module):
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed(ids)
+
+
+def test_whole_numbers_are_those_that_the_model_takes():
+    trace(Lookup(1), tokens("ids"))  # takes no 1
+    with pytest.raises(ConfigError, match=r"the model cannot take int64\[2, 8\]: RuntimeError: index_select"):
+        trace(Lookup(0), tokens("ids"))
