@@ -56,17 +56,18 @@ def linear(depth: int, width: int) -> nn.Sequential:
 
 def of_tokens(outputs: Value, targets: Value) -> Tensor:
     """Return the mean cross-entropy over all tokens."""
-    assert isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+    assert isinstance(outputs, Tensor)
+    assert isinstance(targets, Tensor)
     return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
 def models(quick: bool) -> dict[str, Large]:
     """Return the models, of 1 GiB of float32; small ones if `quick`."""
     depth, width, blocks, words = (8, 32, 6, 64) if quick else (64, 2048, 20, 8192)
-    tokens, numbers = torch.zeros(8, 64, dtype=torch.int64), torch.ones(16, width)
-    language = partial(gpt, depth=blocks, heads=8, width=width // 2, sequence=64, vocabulary=words)
+    tokens, numbers = torch.zeros(4, 16, dtype=torch.int64), torch.ones(16, width)  # few: little but weights
+    language = partial(gpt, depth=blocks, heads=8, width=width // 2, sequence=16, vocabulary=words)
     return {
-        "linear": Large(partial(linear, depth, width), (numbers, numbers), functional.mse_loss),
+        "linear": Large(partial(linear, depth, width), (numbers, numbers), nn.MSELoss()),
         "gpt": Large(language, (tokens, tokens), of_tokens),
     }
 
@@ -86,7 +87,7 @@ def measure(mesh: Mesh, say: Say, name: str, whole: bool, quick: bool) -> Held:
     """Train a tiny model, and then this one, on one rank."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     os.environ |= dict(zip(names, map(str, (mesh.world.rank, RANKS) * 2), strict=True))
-    tiny = Large(partial(linear, RANKS, 4), (torch.ones(4, 4),) * 2, functional.mse_loss)
+    tiny = Large(partial(linear, RANKS, 4), (torch.ones(4, 4),) * 2, nn.MSELoss())
     _train(tiny, False)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _status("VmRSS")
