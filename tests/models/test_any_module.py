@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.parity import ADAMW, Way, compare
+from tests.support.parity import Way, compare
 from tests.support.subjects import MADE, subject
 
 pytestmark = pytest.mark.slow
