@@ -42,9 +42,7 @@ from pipetrain.blueprint import (
     Samples,
     make_plan,
     profile_conditions,
-    prove,
     prove_targets,
-    settle_clipping,
 )
 from pipetrain.boundary import Example, Value, as_tuple
 from pipetrain.building import prove_model
@@ -58,7 +56,7 @@ from pipetrain.data import pieces
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.optimizer import prove_optimizer
 from pipetrain.partition.factory import Factory
-from pipetrain.partition.materialise import materialise, named_tensors
+from pipetrain.partition.materialise import named_tensors
 from pipetrain.partition.network import Chain, Network, Values, network_of
 from pipetrain.partition.profile import PROFILE, read_profile
 from pipetrain.plan import describe
@@ -79,6 +77,7 @@ from pipetrain.tasks.metrics import MetricFunction
 from pipetrain.training.bar import Bar
 from pipetrain.training.loading import BadBatch, Batches, Form, Reader, WindowSource
 from pipetrain.training.runner import Runner
+from pipetrain.windows import prove, settle_clipping
 
 EVALUATED_AT_ONCE = 16  # batches of a window of an evaluation
 _open: weakref.ReferenceType[Pipeline] | None = None  # the pipeline of this process
@@ -432,8 +431,7 @@ class Pipeline:
         settings = replace(self._settings, batch_size=full * m)
         sizes = Samples([size * m for size in (full, full + 1) for _ in range(self._least)], [full, full + 1])
         network = network_of(model, form.inputs)
-        if any(tensor.is_meta for tensor in named_tensors(model).values()):
-            network.values = self._initial
+        network.values = self._initial
         plan = self._make_plan(replace(settings, window=self._least), network, form.inputs, sizes)
         with self._together():
             self._mesh.open(plan.edges, plan.ties)
@@ -441,9 +439,6 @@ class Pipeline:
         plan = _OpenPlan.of(plan, settings)
         self._settings, self._form = settings, form
         with self._together():
-            if self._initial is not None:
-                mine = plan.layers_on(self.rank)
-                materialise(network, mine, self._initial, {b for n in mine for b in plan.layers[n].borrows})
             self._owners = direct.owners(network, plan)
             self._runner = Runner(plan, network, self._task, self._optimizer, self._rate, self._mesh)
         self._model = self._initial = None
@@ -459,7 +454,7 @@ class Pipeline:
             if settings.profile is not None:
                 profile = read_profile(settings.profile, conditions)
             else:
-                if network.values is not None:
+                if any(tensor.is_meta for tensor in network.model.parameters()):
                     raise ConfigError(
                         "partition=profile measures the whole model in each process, which does not hold it: "
                         "choose partition=flops, or give partition.profile=, a file measured where it fits"

@@ -15,6 +15,7 @@ from pipetrain.arguments import (
     read_rate,
     read_schedule,
     read_task,
+    small_parameters,
 )
 from pipetrain.schedule.actions import format_program, parse_program
 from pipetrain.schedule.programs import gpipe, one_f_one_b
@@ -93,6 +94,19 @@ def test_a_program_file_is_read_with_or_without_its_messages(tmp_path):
 
 
 def test_a_model_that_is_elsewhere_is_refused():
-    refuse_elsewhere(MODEL)
-    with pytest.raises(ConfigError, match="weight of the model is on meta: build the model on the CPU"):
-        refuse_elsewhere(nn.Linear(2, 2, device="meta"))
+    assert read_model(MODEL, None) == (MODEL, None)
+    with pytest.raises(ConfigError, match="weight of the model is on the meta device and has no values"):
+        read_model(nn.Linear(2, 2, device="meta"), None)
+
+
+def test_a_function_is_called_to_make_the_model():
+    model, record = read_model(lambda: nn.Linear(2, 2), 3)
+    assert model.weight.is_meta
+    assert record is not None
+
+
+def test_small_parameters_have_the_kinds_of_the_models():
+    small = dict(small_parameters(nn.Linear(5, 1, dtype=torch.float64, device="meta")))
+    assert {name: (p.dtype, *p.shape) for name, p in small.items()} == {
+        "weight": (torch.float64, 1, 2), "bias": (torch.float64, 1),
+    }  # fmt: skip

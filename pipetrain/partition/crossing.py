@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -141,44 +142,71 @@ def _reaches(
 
 def refuse_cuts(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
     """Refuse a cut across which layers would behave otherwise than in one process. Raises ConfigError."""
-    for cut in cuts:
-        output, where = layers[cut - 1].output, f"layer {cut - 1} ({layers[cut - 1].name})"
-        elsewhere = f"choose a partition that does not cut before layer {cut}"
-        if any(spec.dtype.is_complex for spec in output.specs):
-            raise ConfigError(
-                f"{where} returns {output}, and complex tensors cannot cross a cut; {elsewhere}"
-            )
-        before = Slice(0, cut, (), tuple(Made(cut - 1, k) for k in range(len(output.specs))))
-        behind = range(cut, len(layers))
-        if copies_output(layers, before) and _reaches(
-            layers, before.leaves, behind, lambda layer: layer.writes_input
-        ):
-            raise ConfigError(f"{where} keeps its output, which a later layer modifies; {elsewhere}")
-    _refuse_written(layers, cuts)
+    ends = [0, *cuts, len(layers)]
+    stage_of = [stage for stage, (start, end) in enumerate(pairwise(ends)) for _ in range(start, end)]
+    for user, layer in enumerate(layers):
+        for value in layer.takes:
+            if value.layer != INPUT and stage_of[value.layer] != stage_of[user]:
+                _refuse_value(layers, value, user, ends[stage_of[user]])
+    _refuse_written(layers, ends, stage_of)
     _refuse_sharing(network, layers, cuts)
 
 
-def _refuse_written(layers: Sequence[Layer], cuts: Sequence[int]) -> None:
-    """Refuse a value that one stage modifies in place before a layer of another stage uses it."""
-    stage_of = [sum(cut <= index for cut in cuts) for index in range(len(layers))]
-    users: dict[Made, list[int]] = {}
-    for index, layer in enumerate(layers):
-        for value in layer.takes:
-            users.setdefault(value, []).append(index)
-    for value, (*_, last) in users.items():
-        for index in range(value.layer + 1, last):
-            writes = _reaches(
-                layers, [value], range(value.layer + 1, index + 1), lambda one: one.writes_input
-            )
-            if writes and stage_of[index] != stage_of[last]:
-                maker = "the data" if value.layer == INPUT else f"layer {value.layer}"
-                raise ConfigError(
-                    f"layer {index} ({layers[index].name}) modifies in place what comes from {maker}, and "
-                    f"layer {last} ({layers[last].name}), in another stage, uses it later: let it make a new "
-                    f"tensor, or keep both in one stage by partition="
-                )
-            if writes:
-                break
+def _refuse_value(layers: Sequence[Layer], value: Made, user: int, cut: int) -> None:
+    """Refuse that a value, which layer `user` takes, crosses `cut`, before the stage of that layer."""
+    maker = layers[value.layer]
+    where, output = f"layer {value.layer} ({maker.name})", maker.output
+    cuts = f"before layer {user}" if user == value.layer + 1 else f"between layers {value.layer} and {user}"
+    elsewhere = f"choose a partition that does not cut {cuts}"
+    if output.specs[value.number].dtype.is_complex:
+        raise ConfigError(f"{where} returns {output}, and complex tensors cannot cross a cut; {elsewhere}")
+    behind = range(cut, len(layers))
+    if copies_output(layers, Slice(0, cut, (), (value,))) and _reaches(
+        layers, [value], behind, lambda layer: layer.writes_input
+    ):
+        raise ConfigError(f"{where} keeps its output, which a later layer modifies; {elsewhere}")
+
+
+def _refuse_written(layers: Sequence[Layer], ends: Sequence[int], stage_of: Sequence[int]) -> None:
+    """Refuse a value that a layer modifies in place before a later one, which would not see it, uses it.
+
+    It sees what its own stage does, and what the value's stage does before the value leaves, if the two
+    layers have the same memory there. Over a cut each value is a tensor of its own.
+    """
+    writers = [index for index, layer in enumerate(layers) if layer.writes_input]
+    if not writers:
+        return
+    memory = {start: _memory(layers, start) for start in ends[:-1]}
+
+    def shared(a: Made, b: Made, start: int) -> bool:
+        of = memory[start]
+        return not of.get(a, frozenset((a,))).isdisjoint(of.get(b, frozenset((b,))))
+
+    for user, layer in enumerate(layers):
+        for value, writer in product(layer.takes, writers):
+            if not value.layer < writer < user:
+                continue
+            stage = stage_of[writer]
+            seen = stage in (stage_of[user], stage_of[max(value.layer, 0)])
+            for written in layers[writer].takes:
+                if shared(value, written, 0) and not (seen and shared(value, written, ends[stage])):
+                    maker = "the data" if value.layer == INPUT else f"layer {value.layer}"
+                    raise ConfigError(
+                        f"layer {writer} ({layers[writer].name}) modifies in place what comes from {maker}, "
+                        f"and layer {user} ({layer.name}), which uses it later, would not see that over a "
+                        f"cut: let it make a new tensor, or keep both in one stage by partition="
+                    )
+
+
+def _memory(layers: Sequence[Layer], start: int) -> dict[Made, frozenset[Made]]:
+    """Return, of what layers from `start` on make, the values whose memory each may share."""
+    found: dict[Made, frozenset[Made]] = {}
+    for index, layer in enumerate(layers[start:], start):
+        taken = [found.get(value, frozenset((value,))) for value in layer.takes if layer.hands_through]
+        for number in range(len(layer.output.specs)):
+            value = Made(index, number)
+            found[value] = frozenset((value,)).union(*taken)
+    return found
 
 
 def cuts_that_may_be(network: Network, layers: Sequence[Layer]) -> list[int]:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipetrain import draws
+from pipetrain.boundary import bytes_of
 from pipetrain.errors import ConfigError
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
@@ -52,7 +52,8 @@ class Constant:
     version: int
 
     def __repr__(self) -> str:
-        return f"{self.tensor.dtype}{list(self.tensor.shape)}"
+        some = self.tensor.detach().flatten()[:: max(1, self.tensor.numel() // 4096)]
+        return f"{self.tensor.dtype}{list(self.tensor.shape)}{zlib.crc32(bytes_of(some).numpy().data)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Deferred:
         self._held: list[torch.UntypedStorage] = []  # so that no address is used twice
         self._steps: list[_Step] = []
         self._writers: dict[int, list[int]] = defaultdict(list)  # the steps that make or change a storage
+        self._outside: set[int] = set()  # storages of tensors that the factory has not made
         self._drawn = 0
         self._named: dict[str, Ref] = {}
 
@@ -117,7 +119,10 @@ class Deferred:
             if isinstance(output, Ref) and output.storage not in known
         }
         changed = _written(function, *given)
-        if any(isinstance(one, Constant) for one in changed):
+        outside = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Constant)]
+        if outside and function._schema.name != "aten::lift_fresh" and _is_view(function):
+            self._outside.update(ref.storage for ref in made.values())
+        if any(isinstance(one, Constant) or one.storage in self._outside for one in changed):
             raise ConfigError(
                 f"the model's factory changes a tensor that was made outside of it ({function}): make the "
                 f"tensor within, {WAY_OUT}"
@@ -169,7 +174,7 @@ class Deferred:
         last = {number: index for index in chosen for number in self._touched(index)}
         last |= dict.fromkeys((ref.storage for ref in refs), len(self._steps))
         storages: dict[int, torch.UntypedStorage] = {}
-        with _disable_current_modes(), torch.random.fork_rng([]):
+        with torch.random.fork_rng([]):
             for index in chosen:
                 self._repeat(self._steps[index], storages)
                 for number in self._touched(index):
@@ -183,7 +188,12 @@ class Deferred:
         todo = [(number, len(self._steps)) for number in wanted]
         while todo:
             number, end = todo.pop()
-            for index in self._writers.get(number, ()):
+            if number not in self._writers:
+                raise ConfigError(
+                    f"the model's factory uses a tensor whose numbers are not recorded, such as one that "
+                    f"torch.load has read: give weights= in place of loading them there, {WAY_OUT}"
+                )
+            for index in self._writers[number]:
                 if index < end and index not in chosen:
                     chosen.add(index)
                     todo += [(read, index) for read in self._steps[index].reads]
@@ -237,6 +247,10 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Ref | Constant)]
     return written
+
+
+def _is_view(function: Any) -> bool:
+    return any(output.alias_info is not None for output in function._schema.returns)
 
 
 @contextmanager

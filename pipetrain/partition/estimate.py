@@ -67,7 +67,7 @@ def estimate(
     network = model if isinstance(model, Network) else Chain(model)
     trial = _Trial(network.model, numerics or Numerics(), network.values)
     runs: list[_Run] = []
-    with _quiet(), torch.random.fork_rng([]):
+    with quiet(), torch.random.fork_rng([]):
         torch.default_generator.manual_seed(0)  # so that every rank plans alike
         try:
             with _fake_mode() if entry.nbytes > MOST_REAL else nullcontext():
@@ -130,6 +130,7 @@ class _Trial:
         self._train = model.training
         self._kept = 0  # bytes of input of the cheap layers so far
         registered = [*model.named_parameters(), *model.named_buffers()]
+        self._meta = any(t.is_meta for _, t in registered)
         self._ids = {id(t): name for name, t in registered}
         self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
 
@@ -141,7 +142,7 @@ class _Trial:
         )
         nbytes = sum(t.nbytes for t in given)
         work = positions * sum(p.numel() for p in layer.module.parameters())
-        dear = self._kept + nbytes > MOST_KEPT or work > CHEAP or self._values is not None
+        dear = self._kept + nbytes > MOST_KEPT or work > CHEAP or self._meta
         self._kept += 0 if dear else nbytes
         try:
             return self._run(layer, given, _fake_mode() if dear else None)
@@ -345,7 +346,7 @@ def _fake_mode() -> FakeTensorMode:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep torch from logging a traceback of an error that is reported otherwise."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.partition.deferred import WAY_OUT, Constant, Deferred, Ref
+from pipetrain.partition.estimate import quiet
 from pipetrain.partition.materialise import named_tensors
 from pipetrain.places import places
 
@@ -50,9 +51,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = tree_map(self._record.described, (args, kwargs))
         try:
             result = func(*args, **kwargs)
-        except DataDependentOutputException:  # a number, such as that of Tensor.item
-            args, kwargs = tree_map(self._real, given)
+        except (DataDependentOutputException, DynamicOutputShapeException):  # as of Tensor.item or nonzero
             with _disable_current_modes():
+                args, kwargs = tree_map(self._real, given)
                 return func(*args, **kwargs)
         self._record.add(func, given, result)
         return result
@@ -71,15 +72,10 @@ def build(factory: Factory, seed: int) -> tuple[nn.Module, Deferred]:
     """
     record = Deferred(seed)
     try:
-        with _seeded(seed), FakeTensorMode(allow_non_fake_inputs=True), _Recorder(record), _swapping():
+        with _seeded(seed), _without_data(record):
             model = factory()
     except ConfigError:
         raise
-    except DynamicOutputShapeException as error:
-        raise ConfigError(
-            f"the model's factory makes a tensor whose shape depends on numbers ({one_line(error)}): avoid "
-            f"that, {WAY_OUT}"
-        ) from error
     except Exception as error:  # a factory may raise anything
         raise ConfigError(
             f"{getattr(factory, '__qualname__', factory)}, which was called to make the model, failed: "
@@ -106,14 +102,15 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _swapping() -> Iterator[None]:
-    """Let nn.Module.to convert parameters without data, for which torch has no way of its own."""
+def _without_data(record: Deferred) -> Iterator[None]:
+    """Let tensors be made without data, and record what is done to them."""
 
-    def swap(old: Tensor, new: Tensor) -> None:
+    def swap(old: Tensor, new: Tensor) -> None:  # nn.Module.to calls torch's own, which refuses them
         old.data = new.data
 
-    with patch.object(torch.utils, "swap_tensors", swap):
-        yield
+    with patch.object(torch.utils, "swap_tensors", swap), quiet():  # noqa: SIM117
+        with FakeTensorMode(allow_non_fake_inputs=True), _Recorder(record):
+            yield
 
 
 def _put_on_meta(model: nn.Module, record: Deferred) -> None:
@@ -122,24 +119,29 @@ def _put_on_meta(model: nn.Module, record: Deferred) -> None:
     record.name(named)
     bases: dict[int, torch.UntypedStorage] = {}
     others: dict[int, Tensor] = {id(t): _on_meta(t, record, bases) for t in named.values()}
+    attributes: dict[int, tuple[FakeTensor, Ref]] = {}
     for place in places(model):
         tensor = place.tensor
-        if not isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, FakeTensor) or id(tensor) in others:
             continue
-        if id(tensor) not in others:
-            ref = record.described(tensor)
-            if ref.storage in bases:
-                raise ConfigError(
-                    f"{place.name} of the model shares the memory of a parameter or buffer, which it does "
-                    f"not when each rank makes its own: compute it in forward, {WAY_OUT}"
-                )
-            if not isinstance(model, nn.Sequential) and tensor.dim():
-                raise ConfigError(
-                    f"{place.name} of the model is a tensor, but neither a parameter nor a buffer, and the "
-                    f"model is traced without its numbers: register it as a buffer, {WAY_OUT}"
-                )
-            others[id(tensor)] = record.repeated([ref])[0].requires_grad_(tensor.requires_grad)
-        place.container[place.key] = others[id(tensor)]
+        ref = record.described(tensor)
+        if ref.storage in bases:
+            raise ConfigError(
+                f"{place.name} of the model shares the memory of a parameter or buffer, which it does not "
+                f"when each rank makes its own: compute it in forward, {WAY_OUT}"
+            )
+        if not isinstance(model, nn.Sequential) and tensor.dim():
+            raise ConfigError(
+                f"{place.name} of the model is a tensor, but neither a parameter nor a buffer, and the model "
+                f"is traced without its numbers: register it as a buffer, {WAY_OUT}"
+            )
+        attributes[id(tensor)] = tensor, ref
+    made = record.repeated([ref for _, ref in attributes.values()])
+    for (tensor, _), value in zip(attributes.values(), made, strict=True):
+        others[id(tensor)] = value.requires_grad_(tensor.requires_grad)
+    for place in places(model):
+        if id(place.tensor) in others:
+            place.container[place.key] = others[id(place.tensor)]
 
 
 def _on_meta(tensor: FakeTensor, record: Deferred, bases: dict[int, torch.UntypedStorage]) -> Tensor:

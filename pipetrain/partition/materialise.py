@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
-from pipetrain.partition.network import Network, Values
+from pipetrain.partition.network import Network
 from pipetrain.places import places
 
 
@@ -23,11 +23,14 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def materialise(network: Network, layers: Iterable[int], values: Values, more: Iterable[str] = ()) -> None:
-    """Give layers of a network, by number, the numbers of `values`; and the tensors named `more`.
+def materialise(network: Network, layers: Iterable[int], more: Iterable[str] = ()) -> None:
+    """Give layers of a network, by number, and tensors named `more`, the numbers of its `values`, if any.
 
-    Raises ConfigError for a tensor that has none, or whose numbers would be rounded.
+    The network has no `values` any more. Raises ConfigError for numbers that would be rounded.
     """
+    values, network.values = network.values, None
+    if values is None:
+        return
     tensors = named_tensors(network.model)
     names = {id(tensor): name for name, tensor in tensors.items()}
     used = (names.get(id(place.tensor)) for index in layers for place in places(network.modules[index]))

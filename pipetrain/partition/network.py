@@ -95,7 +95,7 @@ class Network(ABC):
     names: Sequence[str]
     modules: Sequence[nn.Module]
     values: Values | None = None
-    """The numbers of tensors on the meta device; None: the model has all its numbers."""
+    """The numbers that its tensors shall have; None: those that they have."""
 
     @abstractmethod
     def takes(self, index: int, made: Sequence[Boundary]) -> tuple[Made, ...]:

@@ -35,13 +35,14 @@ class Pipeline:
 class Traffic:
     """A value that layers behind its maker use. `layer`: that maker; INPUT (-1) for the data.
 
-    Bytes on the wire, forward and back; with codecs, coding is free.
+    Bytes on the wire, forward and back, and of the tensor itself; with codecs, coding is free.
     """
 
     layer: int
     users: tuple[int, ...]  # layers
     forward: int
     back: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Predictor:
     def held_bytes(self, stage: int, start: int, end: int) -> int:
         """Return the memory of a stage in bytes: weights, activations, messages and working memory.
 
-        Weights: a gradient, all versions, and the optimizer's state. Activations: the input and the saved
+        Weights: a gradient, all versions, and the optimizer's state. Activations: what enters and the saved
         tensors of every open microbatch. Messages: `buffer_size` on each edge. Working memory: the largest
         peak of a layer, which counts some activations twice.
         """
@@ -110,7 +111,8 @@ class Predictor:
             layer.param_bytes * (pipeline.versions[stage] + 1) + layer.state_bytes + layer.fixed_bytes
             for layer in held
         )
-        entry = self.layers[start - 1].output_bytes if start else self.profile.input_bytes
+        entering = self._between((0, start), (start, end)) if start else []
+        entry = sum(value.nbytes for value in entering) if start else self.profile.input_bytes
         saved = entry + sum(layer.saved_bytes for layer in held)
         crossing = sum(map(sum, self._messages(stage, start, end)))
         work = max(layer.peak_bytes for layer in held)
@@ -134,7 +136,7 @@ class Predictor:
             seconds[stage, Op.B] = taken.backward_s
             seconds[stage, Op.I] = seconds[stage, Op.W] = taken.backward_s / 2
             seconds[stage, Op.STEP] = taken.step_s
-            seconds[stage, Op.NORM] = seconds[stage, Op.TIE] = self.profile.latency_s  # without its bytes
+            seconds[stage, Op.NORM] = self.profile.latency_s  # a message of one number
         ends = [0, *cuts, len(self.layers)]
         spans = list(pairwise(ends))
         for stage, to in itertools.combinations(range(len(spans)), 2):
@@ -159,14 +161,16 @@ class Predictor:
         stage: which stages that are depends on other cuts.
         """
         key = stage, start, end
+        ranks, layers = self._pipeline.placement, len(self.layers)
+        if len(set(ranks)) == 1:
+            return []
         if key not in self._exchanged:
-            ranks, layers = self._pipeline.placement, len(self.layers)
             mine = (start, end)
             entering = self._between((0, start), mine) if start else []
             leaving = self._between(mine, (end, layers))
             near = [
-                [value for value in entering if value.layer == start - 1],
-                [value for value in leaving if end in value.users],
+                [value for value in entering if value.layer == start - 1 or stage == 1],
+                [value for value in leaving if end in value.users or stage + 2 == self.stages],
             ]
             groups = [
                 near[0] if stage and ranks[stage - 1] != ranks[stage] else [],

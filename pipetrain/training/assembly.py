@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pipetrain.blueprint import Plan
+from pipetrain.partition.materialise import materialise
 from pipetrain.partition.network import Network, network_of
 from pipetrain.rate import Rate
 from pipetrain.runtime.channel import Channel
@@ -30,8 +31,13 @@ def make_stages(
     rate: Rate,
     mesh: Mesh,
 ) -> dict[int, Stage]:
-    """Make this rank's stages of a whole model, by number, on its device."""
+    """Make this rank's stages of a whole model, by number, on its device.
+
+    They get the `values` of the network, if it has some; the rest of it does not.
+    """
     settings, network = plan.settings, network_of(model, plan.example)
+    layers = plan.layers_on(mesh.world.rank)
+    materialise(network, layers, {name for layer in layers for name in plan.layers[layer].borrows})
     mine = [index for index, rank in enumerate(plan.placement) if rank == mesh.world.rank]
     known = {id(p): name for name, p in network.model.named_parameters()}
     parts, names = {}, {}

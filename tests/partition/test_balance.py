@@ -132,7 +132,10 @@ def predictors(draw: st.DrawFn) -> Predictor:
     ranks = draw(st.integers(1, stages))
     placement = [s % ranks for s in range(stages)]
     pairs = st.lists(st.integers(-1, len(held) - 1), min_size=2, max_size=4, unique=True).map(sorted)
-    skips = [Traffic(made, tuple(users), draw(BYTES), draw(BYTES)) for made, *users in draw(st.lists(pairs))]
+    skips = [
+        Traffic(made, tuple(users), draw(BYTES), draw(BYTES), draw(BYTES))
+        for made, *users in draw(st.lists(pairs))
+    ]
     pipeline = Pipeline(
         draw(st.integers(1, 4)), 2, placement, draw(counts), draw(counts), [*handed_on(held), *skips]
     )

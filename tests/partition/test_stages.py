@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipetrain.partition.stages import Pipeline, Predictor
+from pipetrain.partition.network import INPUT
+from pipetrain.partition.stages import Pipeline, Predictor, Traffic
 from pipetrain.schedule.actions import NO_PEER, Action, Op
 from tests.support.profiles import handed_on, layer, profile
 
@@ -72,3 +73,49 @@ def test_costs_are_what_simulate_asks_for():
     assert [of(1, op) for op in (Op.RECV_F, Op.RECV_B, Op.REDUCE)] == [0, 0, 0]
     tied = THREE.costs([1, 2], {0: 30, 2: 30})
     assert [tied(Action(stage, Op.TIE)) for stage in range(3)] == pytest.approx([1 + 0.3, 0, 1 + 0.3])
+
+
+# Skips: from layer a to c (with a gradient), and from the data to c
+
+
+SKIPS = [*handed_on(LAYERS), Traffic(0, (2,), 30, 20, 60), Traffic(INPUT, (2,), 40, 0, 80)]
+
+
+def skipping(placement: list[int]) -> Predictor:
+    ones = [1] * len(placement)
+    return Predictor(PROFILE, Pipeline(4, 2, placement, ones, ones, SKIPS))
+
+
+def test_skips_are_priced_at_both_ends_and_held_where_they_are_used():
+    made = skipping([0, 1, 2])
+    a_b, b_c, far = (1 + 1.0) + (1 + 0.5), (1 + 2.0) + (1 + 2.0), (1 + 0.70) + (1 + 0.20)
+    assert made.stage_time(0, 0, 1).messages_s == pytest.approx(a_b + far)
+    assert made.stage_time(1, 1, 2).messages_s == pytest.approx(a_b + b_c)  # they pass it by
+    assert made.stage_time(2, 2, 3).messages_s == pytest.approx(b_c + far)
+    weights, work = 2 * 1000 + 300 + 9, 2
+    messages = 2 * (200 + 200 + 30 + 20 + 40 + 0)
+    assert made.held_bytes(2, 2, 3) == weights + (200 + 60 + 80) + 20 + messages + work
+    assert made.held_bytes(1, 1, 2) == 100 + 8 + 2 * (150 + 400) + 30
+
+
+def test_a_skip_s_messages_cost_what_its_route_carries():
+    costs = skipping([0, 1, 2]).costs([1, 2])
+    assert costs(Action(0, Op.SEND_F, peer=2)) == pytest.approx(1 + 0.70)
+    assert costs(Action(2, Op.SEND_B, peer=0)) == pytest.approx(1 + 0.20)
+    assert costs(Action(0, Op.SEND_F, peer=1)) == pytest.approx(2.0)
+    two = skipping([0, 1]).costs([2])  # a and b together
+    assert two(Action(0, Op.SEND_F, peer=1)) == pytest.approx(1 + 2.0 + 0.70)
+
+
+def test_between_two_stages_all_is_one_message():
+    made = skipping([0, 1])
+    together = (1 + 2.0 + 0.70) + (1 + 2.0 + 0.20)
+    assert made.stage_time(0, 0, 2).messages_s == pytest.approx(together)
+    assert made.stage_time(1, 2, 3).messages_s == pytest.approx(together)
+    assert made.stage_time(1, 1, 3).messages_s == pytest.approx((1 + 1.0 + 0.70) + (1 + 0.5 + 0.20))
+    assert made.stage_time(1, 1, 3).held_bytes == 2309 + (100 + 60 + 80) + 28 + 2 * (150 + 90) + 30
+
+
+def test_on_one_rank_a_skip_is_no_message():
+    alone = skipping([0, 0, 0])
+    assert [alone.stage_time(n, n, n + 1).messages_s for n in range(3)] == [0, 0, 0]

@@ -27,7 +27,10 @@ def profile(layers: Sequence[LayerTime], latency_s: float = 0, s_per_byte: float
 def handed_on(layers: Sequence[LayerTime], wire: Sequence[tuple[int, int]] = ()) -> list[Traffic]:
     """What each layer hands to the next; `wire`: (forward, back) bytes, by default those of the tensors."""
     wire = wire or [(layer.output_bytes, layer.gradient_bytes) for layer in layers]
-    return [Traffic(index, (index + 1,), *nbytes) for index, nbytes in enumerate(wire[: len(layers) - 1])]
+    return [
+        Traffic(index, (index + 1,), *wire[index], layers[index].output_bytes)
+        for index in range(len(layers) - 1)
+    ]
 
 
 def profile_of(

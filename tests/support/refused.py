@@ -170,7 +170,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
         r"batch 1 has inputs float32\[5\] a sample, and those of the first batch were float32\[4\]",
     ),
     "length": (lambda rank: step(batch()[0], batch(7)[1]), "batch 0 has 8 inputs and 7 targets"),
-    "meta": (lambda rank: step(model=model().to("meta")), "0.weight .* is on the meta device .* Pipeline.lambda"),
+    "meta": (lambda rank: step(model=model().to("meta")), "0.weight .* is on the meta .* Pipeline.lambda"),
     "two": (twice, r"this process has a Pipeline already: call close\(\)"),
     "no optimizer": (lambda rank: step(optimizer=None), "Pipeline needs optimizer="),
     "no loss": (lambda rank: step(loss=None), "Pipeline needs loss="),

@@ -1,0 +1,165 @@
+"""Weights of plain PyTorch are those of the model, or refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from pipetrain import ConfigError, Pipeline
+from pipetrain.checkpoint.plain import read_weights
+from pipetrain.partition.factory import build
+from pipetrain.partition.materialise import named_tensors
+from tests.support.programs import mlp, momentum
+
+
+def tied(width: int = 4) -> nn.Sequential:
+    """An embedding and a head of one weight, and a buffer that is not in the state_dict."""
+    model = nn.Sequential(nn.Embedding(6, width), nn.BatchNorm1d(width), nn.Linear(width, 6))
+    model[2].weight = model[0].weight
+    model[1].register_buffer("table", torch.arange(3.0), persistent=False)
+    return model
+
+
+@pytest.fixture
+def state():
+    torch.manual_seed(5)
+    return {key: tensor.clone() for key, tensor in tied().state_dict().items()}
+
+
+def as_torch(folder, state):
+    torch.save(state, folder / "weights.pt")
+    return folder / "weights.pt"
+
+
+def as_safetensors(folder, state):
+    save_file({key: tensor for key, tensor in state.items() if key != "2.weight"}, folder / "w.safetensors")
+    return folder / "w.safetensors"
+
+
+def as_folder(folder, state):
+    return as_safetensors(folder, state).rename(folder / "model.safetensors").parent
+
+
+def as_index(folder, state):
+    files = {key: f"part-{number % 2}.safetensors" for number, key in enumerate(state)}
+    for file in set(files.values()):
+        save_file({key: state[key] for key in files if files[key] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder
+
+
+@pytest.mark.parametrize("write", [as_torch, as_safetensors, as_folder, as_index])
+def test_each_form_is_read_and_the_rest_is_the_factorys(tmp_path, state, write):
+    model, record = build(tied, 0)
+    loaded = read_weights(write(tmp_path, state), model, record)
+    made = loaded.tensors(named_tensors(model))
+    assert torch.equal(made.pop("1.table"), torch.arange(3.0))
+    assert made.keys() == state.keys() - {"2.weight"}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in made.items())
+    made["0.weight"].zero_()
+    assert torch.equal(loaded.tensors(["0.weight"])["0.weight"], state["0.weight"])
+
+
+def test_a_tied_tensor_is_found_under_any_of_its_names(tmp_path, state):
+    state["2.weight"] = state.pop("0.weight")
+    loaded = read_weights(as_torch(tmp_path, state), tied())
+    assert torch.equal(loaded.tensors(["0.weight"])["0.weight"], state["2.weight"])
+
+
+def test_a_checkpoint_of_ours_is_read(tmp_path):
+    with Pipeline(mlp(), cross_entropy, momentum, device="cpu", threads=1) as pipe:
+        pipe.step(torch.ones(4, 6), torch.arange(4))
+        folder, state = pipe.save(tmp_path), pipe.state_dict()
+    for path in (tmp_path, folder):
+        loaded = read_weights(path, mlp())
+        assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.tensors(state).items())
+
+
+def test_it_may_be_of_another_dtype_that_loses_nothing(tmp_path, state):
+    halves = {
+        key: tensor.bfloat16() if tensor.is_floating_point() else tensor for key, tensor in state.items()
+    }
+    model, record = build(tied, 0)
+    loaded = read_weights(as_torch(tmp_path, halves), model, record)
+    assert loaded.tensors(["2.bias"])["2.bias"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"2.bias": None}, "is of another model: it lacks 2.bias; give weights= whose names are those of"),
+        ({"2.bias": None, "1.bias": None}, "is of another model: it lacks 1.bias and 1 others"),
+        ({"mask": torch.zeros(1)}, "is of another model: it has also mask; give weights= whose names"),
+        ({"2.bias": torch.zeros(3)}, r"has float32\[3\] as 2.bias, which is float32\[6\] here; give other"),
+        ({"2.bias": torch.zeros(6).double()}, r"as 2.bias, which would be rounded to float32\[6\]: choose"),
+        ({"2.bias": torch.zeros(6).long()}, r"has int64\[6\] as 2.bias, which would be rounded"),
+        ({"lr": 0.1}, "holds a float, and a state_dict holds tensors by name"),
+        ([1], "holds a list, and a state_dict holds tensors by name"),
+        (tied, "weights.pt cannot be read as a state_dict: Weights only load failed"),
+    ],
+)
+def test_what_is_not_the_models_is_refused_in_one_sentence(tmp_path, state, change, sentence):
+    if isinstance(change, dict):
+        change = {key: t for key, t in (state | change).items() if t is not None}
+    path = as_torch(tmp_path, change)
+    with pytest.raises(ConfigError, match=sentence) as raised:
+        read_weights(path, tied())
+    assert "\n" not in str(raised.value)
+
+
+def test_two_different_tensors_for_a_tied_one_are_refused(tmp_path, state):
+    loaded = read_weights(as_torch(tmp_path, state | {"2.weight": state["2.weight"] + 1}), tied())
+    with pytest.raises(ConfigError, match=r"has two different tensors for 0.weight"):
+        loaded.tensors(["0.weight"])
+
+
+def test_a_tensor_that_neither_the_file_nor_the_factory_has_is_refused(tmp_path, state):
+    def factory():
+        model = tied()
+        model[1].register_buffer("table", torch.empty(3), persistent=False)
+        return model
+
+    model, record = build(factory, 0)
+    with pytest.raises(ConfigError, match=r"1.table of the model has no values"):
+        read_weights(as_torch(tmp_path, state), model, record)
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "sentence"),
+    [
+        ({}, "none.pt", "weights=.*none.pt does not exist"),
+        (
+            {"a.txt": ""},
+            "",
+            "has neither model.safetensors, nor .*index.json, nor a checkpoint",
+        ),
+        ({"a.safetensors": "no"}, "a.safetensors", "a.safetensors cannot be read"),
+        ({"a.pt": "no"}, "a.pt", "a.pt cannot be read as a state_dict"),
+        (
+            {"model.safetensors.index.json": "{}"},
+            "",
+            "index.json has no weight_map of names to files beside it",
+        ),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"a": "../a.safetensors"}}'},
+            "",
+            "index.json has no weight_map of names to files beside it",
+        ),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"a": "a.safetensors"}}'},
+            "",
+            "a.safetensors cannot be read: No such file",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_sentence(tmp_path, files, name, sentence):
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=sentence) as raised:
+        read_weights(tmp_path / name, tied())
+    assert "\n" not in str(raised.value)
