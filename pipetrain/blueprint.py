@@ -7,7 +7,7 @@ checked and simulated at the buffer size of the real channels.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -36,47 +36,20 @@ from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.network import INPUT, Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic
-from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, placement
+from pipetrain.schedule.actions import Program, Schedule, placement
 from pipetrain.schedule.bounds import edge_bounds, widest
-from pipetrain.schedule.check import check
-from pipetrain.schedule.lower import Edge, Route, edges, lower
-from pipetrain.schedule.policy import Bounds, Policy, compute_program
+from pipetrain.schedule.lower import Route, edges, lower
+from pipetrain.schedule.policy import Bounds, Policy
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.timeline import Costs, Timeline
-from pipetrain.schedule.transforms import with_norms, with_ties
+from pipetrain.schedule.timeline import Costs
 from pipetrain.tasks import Task, prove_task
+from pipetrain.windows import Links, Tie, Window, lowered, prove, refuse_ties, settle_clipping, window_lengths
 
 if TYPE_CHECKING:
     from pipetrain.runtime.order import Order
 
-Tie = tuple[int, ...]  # the stages that share a weight, ascending
 Estimates = dict[int, list[Layer]]  # number of samples in a microbatch -> the layers as estimated for it
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The lowered program of a window of some number of batches, and its properties."""
-
-    program: Program
-    simulation: Timeline
-    bounds: list[Bounds]  # by stage
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """What joins the stages of a cut model, beside the order of its actions.
-
-    `shared`: the stages of each weight that several have, by its name in the model; `bounds`: of the edges.
-    """
-
-    routes: list[Route]
-    shared: Mapping[str, Tie]
-    bounds: Mapping[Edge, int] = field(default_factory=dict)
-
-    @property
-    def ties(self) -> list[Tie]:
-        return sorted(set(self.shared.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +236,11 @@ def make_plan(
     links = Links(list(joined.routes), shared_weights(network, cuts))
     refuse_ties(settings, schedule, links)
     program = lower(forward_only(where, len(samples.evaluation)), links.routes)
-    lowered = [program, *(_lowered(settings, schedule, n, links) for n in windows)]
-    bounds = widest([edge_bounds(one, links.routes, settings.buffer_size, links.ties) for one in lowered])
+    programs = [program, *(lowered(settings, schedule, n, links) for n in windows)]
+    bounds = widest([edge_bounds(one, links.routes, settings.buffer_size, links.ties) for one in programs])
     links = replace(links, bounds=bounds)
-    windows = {n: prove(settings, schedule, n, links) for n in windows}
+    if links.ties or links.routes != list(pairwise(range(len(where)))):  # what was proven above had none
+        windows = {n: prove(settings, schedule, n, links) for n in windows}
     simulate(program, 1, buffer_size=bounds, routes=links.routes)
     return Plan(
         settings=settings,
@@ -312,80 +286,6 @@ def _cast(what: str, example: Example, dtype: torch.dtype) -> Example:
         ) from error
 
 
-def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
-    """Return the lengths of an epoch's windows after `done` batches; they end where the whole epoch's do."""
-    size = window or batches
-    ends = [done, *range(done - done % size + size, batches, size), batches]
-    return [end - start for start, end in pairwise(ends) if end > start]
-
-
-def settle_clipping(settings: Settings, schedule: Schedule, batches: int) -> Settings:
-    """Return the settings with clip_grad_norm_over=auto decided by a window of `batches`. Raises ConfigError.
-
-    It becomes model where no forward reads old weights, so that the pipeline is empty at an update anyway.
-    """
-    over, decides = settings.clip_grad_norm_over, isinstance(schedule, Policy)
-    if settings.clip_grad_norm is None or over == "stage":
-        return settings
-    if over == "model" and decides:
-        raise ConfigError(
-            f"clip_grad_norm_over=model needs a schedule with a fixed order, and {settings.schedule} decides "
-            f"its order while it runs: choose clip_grad_norm_over=stage, or another schedule"
-        )
-    if over == "auto":
-        program = [] if decides else _compute(settings, schedule, batches)
-        forwards = [a for actions in program for a in actions if a.op is Op.F]
-        flushes = not decides and all(a.version == a.mb // settings.microbatches for a in forwards)
-        over = "model" if flushes else "stage"
-    return replace(settings, clip_grad_norm_over=over)
-
-
-def _compute(
-    settings: Settings, schedule: Schedule, batches: int, routes: Sequence[Route] | None = None
-) -> Program:
-    size = settings.ranks, batches, settings.microbatches
-    try:
-        return compute_program(schedule, *size, settings.buffer_size, routes)
-    except ScheduleError:
-        raise
-    except Exception as error:  # an unknown argument, or a bug in the schedule
-        raise ConfigError(
-            f"schedule {settings.schedule} cannot be made: {type(error).__name__}: {error}"
-        ) from error
-
-
-def prove(settings: Settings, schedule: Schedule, batches: int, links: Links | None = None) -> Window:
-    """Make the program of one window, and check it for soundness and deadlock. Raises ScheduleError.
-
-    `links`: between the stages; None: from each to the next.
-    """
-    routes, ties = (links.routes, links.ties) if links else (None, [])
-    buffer_size = links.bounds if links else settings.buffer_size
-    program = _lowered(settings, schedule, batches, links)
-    placement(program)  # one rank a stage: the engine has no replicas yet
-    check(program, batches, settings.microbatches, routes, _norms(settings), ties)
-    run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
-    bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
-    if isinstance(schedule, Policy):
-        stages = len(program)
-        bounds = [schedule.bounds(stage, stages, batches, settings.microbatches) for stage in range(stages)]
-    return Window(program, run, bounds)
-
-
-def _norms(settings: Settings) -> bool:
-    """Return whether updates wait for the gradient norm of all stages."""
-    return settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model"
-
-
-def _lowered(settings: Settings, schedule: Schedule, batches: int, links: Links | None) -> Program:
-    """Return the lowered program of one window, with the norms and ties that its updates wait for."""
-    routes, ties = (links.routes, links.ties) if links else (None, [])
-    compute = _compute(settings, schedule, batches, routes)
-    if _norms(settings):
-        compute = with_norms(compute)
-    return lower(with_ties(compute, ties) if ties else compute, routes)
-
-
 def _tied_bytes(network: Network, links: Links) -> dict[int, int]:
     """Return the bytes of the weights that each stage shares with others; only of such stages."""
     found: dict[int, int] = {}
@@ -394,25 +294,6 @@ def _tied_bytes(network: Network, links: Links) -> dict[int, int]:
         for stage in stages:
             found[stage] = found.get(stage, 0) + weight.nbytes
     return found
-
-
-def refuse_ties(settings: Settings, schedule: Schedule, links: Links) -> None:
-    """Refuse shared weights whose copies would come apart. Raises ConfigError."""
-    if not links.ties:
-        return
-    name, stages = next(iter(links.shared.items()))
-    several = f"{name} is a weight of stages {' and '.join(map(str, stages))}"
-    together = "keep the layers that share it in one stage by partition="
-    if isinstance(schedule, Policy):
-        raise ConfigError(
-            f"{several}, which step it by one gradient, and {settings.schedule} decides its order while it "
-            f"runs: {together}, or choose a schedule with a fixed order"
-        )
-    if settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "stage":
-        raise ConfigError(
-            f"{several}, and clip_grad_norm_over=stage would scale its gradient by the norm of each: choose "
-            f"clip_grad_norm_over=model, or {together}"
-        )
 
 
 def _estimates(

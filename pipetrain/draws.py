@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -41,18 +42,17 @@ def _mixed(number: int) -> int:
     return number ^ (number >> 31)
 
 
-_drawing: Seeds | None = None
+_drawing: ContextVar[Seeds | None] = ContextVar("_drawing", default=None)  # of each thread
 
 
 @contextmanager
 def drawing(seeds: Seeds | None) -> Iterator[None]:
     """Let the layers that run draw by `seeds`; None: from the generators as they are."""
-    global _drawing
-    before, _drawing = _drawing, seeds
+    before = _drawing.set(seeds)
     try:
         yield
     finally:
-        _drawing = before
+        _drawing.reset(before)
 
 
 def begin(layer: int) -> None:
@@ -61,9 +61,9 @@ def begin(layer: int) -> None:
 
 
 def _seed(layer: int) -> None:
-    if _drawing is None:
+    if (seeds := _drawing.get()) is None:
         return
-    seed = _drawing.of(layer)
+    seed = seeds.of(layer)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)

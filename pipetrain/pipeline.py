@@ -42,9 +42,7 @@ from pipetrain.blueprint import (
     Samples,
     make_plan,
     profile_conditions,
-    prove,
     prove_targets,
-    settle_clipping,
 )
 from pipetrain.boundary import Example, Value, as_tuple
 from pipetrain.building import prove_model
@@ -79,6 +77,7 @@ from pipetrain.tasks.metrics import MetricFunction
 from pipetrain.training.bar import Bar
 from pipetrain.training.loading import BadBatch, Batches, Form, Reader, WindowSource
 from pipetrain.training.runner import Runner
+from pipetrain.windows import prove, settle_clipping
 
 EVALUATED_AT_ONCE = 16  # batches of a window of an evaluation
 _open: weakref.ReferenceType[Pipeline] | None = None  # the pipeline of this process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -84,6 +85,18 @@ def test_seeds_end_with_the_forward_that_fails():
     wanted = torch.rand(3).tolist()
     torch.manual_seed(0)
     assert drawn(4) == wanted
+
+
+def test_threads_have_seeds_of_their_own():
+    """Of two that overlap, the one that ended last left the other's behind."""
+    first, second = drawing(Seeds(1, 2, 3)), drawing(Seeds(4, 5, 6))
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        one.submit(first.__enter__).result()
+        other.submit(second.__enter__).result()
+        one.submit(first.__exit__, None, None, None).result()
+        other.submit(second.__exit__, None, None, None).result()
+        assert one.submit(draws._drawing.get).result() is None
+        assert other.submit(draws._drawing.get).result() is None
 
 
 # A chain in parts

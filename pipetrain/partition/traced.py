@@ -186,8 +186,10 @@ class _Writer:
                 self.code.size(op, *self._sizes[op])
                 continue
             self.ensure(op.given(self._training))
-            self.code.run(op)
-            self.ensure(writer for writer in self._flow.writers(op) if op in self._flow.free)
+            if op not in self.code:  # it may be the writer of what it takes, and has run
+                self.code.run(op)
+            writers = self._flow.writers(op) if op in self._flow.free else ()
+            self.ensure(writer for writer in writers if self._training in writer.modes)
 
 
 def _placed(model: nn.Module, used: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipetrain.blueprint import window_lengths
 from pipetrain.checkpoint.files import Position
 from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Row, Timeline, TracedWindow
 from pipetrain.training.run import Run
+from pipetrain.windows import window_lengths
 
 MOST_ACTIONS = 100_000  # per rank, in whole windows; one window is always traced
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipetrain.blueprint import window_lengths
 from pipetrain.boundary import Value
 from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
@@ -38,6 +37,7 @@ from pipetrain.training.figures import EpochFigures, Progress, Stats, by_update,
 from pipetrain.training.run import Run
 from pipetrain.training.runner import Runner
 from pipetrain.training.tracer import Tracer
+from pipetrain.windows import window_lengths
 
 if TYPE_CHECKING:  # the recorder imports Matplotlib and TensorBoard, which training does not need
     from pipetrain.training.recorder import Recorder

@@ -1,0 +1,140 @@
+"""The windows of a run: the program of each length, proven for what joins the stages.
+
+A window is what runs between two drains of the pipeline. Its length comes from the configuration alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from pipetrain.config import Settings
+from pipetrain.errors import ConfigError
+from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, placement
+from pipetrain.schedule.check import check
+from pipetrain.schedule.lower import Edge, Route, lower
+from pipetrain.schedule.policy import Bounds, Policy, compute_program
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Timeline
+from pipetrain.schedule.transforms import with_norms, with_ties
+
+Tie = tuple[int, ...]  # the stages that share a weight, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The lowered program of a window of some number of batches, and its properties."""
+
+    program: Program
+    simulation: Timeline
+    bounds: list[Bounds]  # by stage
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What joins the stages of a cut model, beside the order of its actions.
+
+    `shared`: the stages of each weight that several have, by its name in the model; `bounds`: of the edges.
+    """
+
+    routes: list[Route]
+    shared: Mapping[str, Tie]
+    bounds: Mapping[Edge, int] = field(default_factory=dict)
+
+    @property
+    def ties(self) -> list[Tie]:
+        return sorted(set(self.shared.values()))
+
+
+def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
+    """Return the lengths of an epoch's windows after `done` batches; they end where the whole epoch's do."""
+    size = window or batches
+    ends = [done, *range(done - done % size + size, batches, size), batches]
+    return [end - start for start, end in pairwise(ends) if end > start]
+
+
+def settle_clipping(settings: Settings, schedule: Schedule, batches: int) -> Settings:
+    """Return the settings with clip_grad_norm_over=auto decided by a window of `batches`. Raises ConfigError.
+
+    It becomes model where no forward reads old weights, so that the pipeline is empty at an update anyway.
+    """
+    over, decides = settings.clip_grad_norm_over, isinstance(schedule, Policy)
+    if settings.clip_grad_norm is None or over == "stage":
+        return settings
+    if over == "model" and decides:
+        raise ConfigError(
+            f"clip_grad_norm_over=model needs a schedule with a fixed order, and {settings.schedule} decides "
+            f"its order while it runs: choose clip_grad_norm_over=stage, or another schedule"
+        )
+    if over == "auto":
+        program = [] if decides else _compute(settings, schedule, batches)
+        forwards = [a for actions in program for a in actions if a.op is Op.F]
+        flushes = not decides and all(a.version == a.mb // settings.microbatches for a in forwards)
+        over = "model" if flushes else "stage"
+    return replace(settings, clip_grad_norm_over=over)
+
+
+def _compute(
+    settings: Settings, schedule: Schedule, batches: int, routes: Sequence[Route] | None = None
+) -> Program:
+    size = settings.ranks, batches, settings.microbatches
+    try:
+        return compute_program(schedule, *size, settings.buffer_size, routes)
+    except ScheduleError:
+        raise
+    except Exception as error:  # an unknown argument, or a bug in the schedule
+        raise ConfigError(
+            f"schedule {settings.schedule} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+
+
+def prove(settings: Settings, schedule: Schedule, batches: int, links: Links | None = None) -> Window:
+    """Make the program of one window, and check it for soundness and deadlock. Raises ScheduleError.
+
+    `links`: between the stages; None: from each to the next.
+    """
+    routes, ties = (links.routes, links.ties) if links else (None, [])
+    buffer_size = links.bounds if links else settings.buffer_size
+    program = lowered(settings, schedule, batches, links)
+    placement(program)  # one rank a stage: the engine has no replicas yet
+    check(program, batches, settings.microbatches, routes, _norms(settings), ties)
+    run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
+    bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
+    if isinstance(schedule, Policy):
+        stages = len(program)
+        bounds = [schedule.bounds(stage, stages, batches, settings.microbatches) for stage in range(stages)]
+    return Window(program, run, bounds)
+
+
+def _norms(settings: Settings) -> bool:
+    """Return whether updates wait for the gradient norm of all stages."""
+    return settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model"
+
+
+def lowered(settings: Settings, schedule: Schedule, batches: int, links: Links | None) -> Program:
+    """Return the lowered program of one window, with the norms and ties that its updates wait for."""
+    routes, ties = (links.routes, links.ties) if links else (None, [])
+    compute = _compute(settings, schedule, batches, routes)
+    if _norms(settings):
+        compute = with_norms(compute)
+    return lower(with_ties(compute, ties) if ties else compute, routes)
+
+
+def refuse_ties(settings: Settings, schedule: Schedule, links: Links) -> None:
+    """Refuse shared weights whose copies would come apart. Raises ConfigError."""
+    if not links.ties:
+        return
+    name, stages = next(iter(links.shared.items()))
+    several = f"{name} is a weight of stages {' and '.join(map(str, stages))}"
+    together = "keep the layers that share it in one stage by partition="
+    if isinstance(schedule, Policy):
+        raise ConfigError(
+            f"{several}, which step it by one gradient, and {settings.schedule} decides its order while it "
+            f"runs: {together}, or choose a schedule with a fixed order"
+        )
+    if settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "stage":
+        raise ConfigError(
+            f"{several}, and clip_grad_norm_over=stage would scale its gradient by the norm of each: choose "
+            f"clip_grad_norm_over=model, or {together}"
+        )
