@@ -222,7 +222,7 @@ def cuts_that_may_be(network: Network, layers: Sequence[Layer]) -> list[int]:
 
 
 def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
-    """Refuse a buffer, or a parameter that is not registered where it is used, that two stages share.
+    """Refuse a buffer that changes, or a parameter that is not registered where it is used, of two stages.
 
     Each would have a copy of its own. Of a registered parameter that is right, see `shared_weights`.
     """
@@ -231,6 +231,7 @@ def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[in
     model = network.model
     tied = {_address(t) for t in model.parameters()}
     registered = {_address(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    fixed = {name for name, _ in model.named_buffers() if not network.changes(name)}
     user: dict[str, int] = {}
     for index, (name, layer) in enumerate(zip(network.names, network.modules, strict=True)):
         stage = sum(cut <= index for cut in cuts)
@@ -242,7 +243,7 @@ def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[in
         ]
         used += [(tensor, tensor) for tensor in layers[index].borrows]
         for label, tensor in used:
-            if tensor and user.setdefault(tensor, stage) != stage:
+            if tensor and tensor not in fixed and user.setdefault(tensor, stage) != stage:
                 raise ConfigError(
                     f"layer {index} ({name}) of stage {stage} shares its {label} with stage {user[tensor]}; "
                     f"choose a partition that keeps both layers in one stage, or give each its own"
