@@ -231,7 +231,6 @@ def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[in
     model = network.model
     tied = {_address(t) for t in model.parameters()}
     registered = {_address(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    fixed = {name for name, _ in model.named_buffers() if not network.changes(name)}
     user: dict[str, int] = {}
     for index, (name, layer) in enumerate(zip(network.names, network.modules, strict=True)):
         stage = sum(cut <= index for cut in cuts)
@@ -243,7 +242,7 @@ def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[in
         ]
         used += [(tensor, tensor) for tensor in layers[index].borrows]
         for label, tensor in used:
-            if tensor and tensor not in fixed and user.setdefault(tensor, stage) != stage:
+            if tensor and user.setdefault(tensor, stage) != stage:
                 raise ConfigError(
                     f"layer {index} ({name}) of stage {stage} shares its {label} with stage {user[tensor]}; "
                     f"choose a partition that keeps both layers in one stage, or give each its own"

@@ -112,10 +112,6 @@ class Network(ABC):
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
         """Return some layers as one module; `evaluated`: the slice in an evaluation, if it differs."""
 
-    def changes(self, buffer: str) -> bool:
-        """Return whether a layer may change a buffer, by its name in the model."""
-        return True
-
     def train(self, mode: bool) -> None:
         """Put the model, and all layers, in training mode or out of it."""
         for module in (self.model, *self.modules):

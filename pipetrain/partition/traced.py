@@ -75,13 +75,6 @@ class Traced(Network):
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
         return TracedPart(self, slice, evaluated)
 
-    def changes(self, buffer: str) -> bool:
-        return any(
-            self.flow.writers(op)
-            for op in self.flow.ops
-            if isinstance(op.source, Held) and op.source.name == buffer
-        )
-
     def pack(self, outputs: Tensors) -> Any:
         """Return the tensors of the last layer as the model returns them."""
         tensors = iter(outputs)
