@@ -191,9 +191,8 @@ def named_layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
 
 def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the tensors of a value. Raises TypeError if it is neither a tensor nor tensors."""
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    tensors = (value,) if isinstance(value, Tensor) else tuple(value)
+    held = value.values() if isinstance(value, dict) else value
+    tensors = (held,) if isinstance(held, Tensor) else tuple(held)
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"a layer must return a tensor or a tuple of tensors, not {type(value).__name__}")
     return tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +34,7 @@ from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.tasks import Regression, Task
 from pipetrain.windows import prove, window_lengths
 from tests.support.cases import config
-from tests.support.models import Fork, complex_inside, shared_statistics, tied, with_norm
+from tests.support.models import Fork, complex_inside, shared_statistics, skipping, tied, with_norm
 from tests.support.profiles import profile_of
 
 IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
@@ -192,6 +193,21 @@ def test_cuts_by_times_keep_together_what_is_shared():
 
 def test_cuts_by_times_leave_complex_tensors_alone():
     assert by_times([9, 1, 9, 1], model=complex_inside, latency_s=0).cuts == [1]  # not [2]
+
+
+def test_skips_are_priced_as_messages_and_move_a_cut():
+    """Within both skips four tensors would cross, behind the inner one two: its own and the outer skip."""
+    model = partial(skipping, norm=False)
+    tensor = 3 * 64 * 4  # bytes
+    free, dear = (by_times([1] * 15, model=model, latency_s=0, s_per_byte=k / tensor) for k in (0, 2))
+    assert free.cuts[0] in (7, 8)
+    assert dear.cuts == [10]
+    assert dear.prediction is not None
+    assert dear.prediction.slowest_s == pytest.approx(4 * (30 + 2 * 2 * 2))
+    (carried,) = dear.seams.routes.values()
+    assert carried.left == carried.entered == (0, 1)
+    assert dear.costs is not None
+    assert dear.costs(Action(0, Op.SEND_F, peer=1)) == dear.costs(Action(1, Op.SEND_B, peer=0)) == 4
 
 
 def test_a_profile_of_another_model_is_refused():

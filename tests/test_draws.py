@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
 
 import pytest
@@ -68,6 +70,20 @@ def test_what_is_drawn_depends_on_nothing_that_drew_before():
     assert first != second
 
 
+def test_other_code_draws_as_if_no_layer_had():
+    """An augmentation on rank 0 would otherwise depend on the last layer of its stage, and so on the cut."""
+    torch.manual_seed(0)
+    wanted = torch.rand(3).tolist()
+    torch.manual_seed(0)
+    with drawing(Seeds(1, 2, 3)):
+        for layer in (4, 5):
+            drawn(layer)
+        with suppress(ValueError), drawing(Seeds(1, 2, 4)):
+            raise ValueError(drawn(4))
+        assert drawn(5) != wanted
+    assert torch.rand(3).tolist() == wanted
+
+
 def test_outside_a_forward_of_a_pipeline_the_generators_go_on():
     torch.manual_seed(0)
     wanted = torch.rand(3).tolist()
@@ -84,6 +100,18 @@ def test_seeds_end_with_the_forward_that_fails():
     wanted = torch.rand(3).tolist()
     torch.manual_seed(0)
     assert drawn(4) == wanted
+
+
+def test_threads_have_seeds_of_their_own():
+    """Of two that overlap, the one that ended last left the other's behind."""
+    first, second = drawing(Seeds(1, 2, 3)), drawing(Seeds(4, 5, 6))
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        one.submit(first.__enter__).result()
+        other.submit(second.__enter__).result()
+        one.submit(first.__exit__, None, None, None).result()
+        other.submit(second.__exit__, None, None, None).result()
+        assert one.submit(draws._running.get).result() is None
+        assert other.submit(draws._running.get).result() is None
 
 
 # A chain in parts

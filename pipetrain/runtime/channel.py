@@ -48,9 +48,15 @@ class Message:
         return sum(spec.nbytes for spec in self.specs)
 
     @property
-    def name(self) -> str:
+    def what(self) -> str:
         """What it is, without source and destination."""
         return f"the {'activation' if self.src < self.dst else 'gradient'} of microbatch {self.mb}"
+
+    @property
+    def name(self) -> str:
+        """What it is, with the stages of a skip, which are not neighbours."""
+        neighbours = abs(self.src - self.dst) == 1
+        return self.what if neighbours else f"{self.what} (stage {self.src} to {self.dst})"
 
 
 class Channel(Protocol):

@@ -140,7 +140,7 @@ class CodedChannel(WrappedChannel):
             except NotFinite as error:
                 direction = "forward" if _is_forward(message) else "backward"
                 raise TrainingStopped(
-                    f"{message.name} from stage {message.src} to stage {message.dst} has {error}, which "
+                    f"{message.what} from stage {message.src} to stage {message.dst} has {error}, which "
                     f"codec {codec} cannot carry; try a lower optim.lr, or a warmup, or "
                     f"codec.{direction}=identity, with which on_nan=skip can leave such an update out"
                 ) from error

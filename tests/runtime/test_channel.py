@@ -40,6 +40,15 @@ def test_a_message_has_a_name_and_a_size():
     assert message.nbytes == 2 * 3 * 8 + 2 * 8
 
 
+def test_a_skip_s_message_names_its_stages():
+    """Two routes may lead from one rank to another."""
+    skip, back = Message(0, 2, 7, SPECS, (0, 2)), Message(2, 0, 7, SPECS, (2, 0))
+    assert skip.name == "the activation of microbatch 7 (stage 0 to 2)"
+    assert str(expired([back], [], 60)) == (
+        "rank 0 waited 60 s for the gradient of microbatch 7 (stage 2 to 0) from rank 2"
+    )
+
+
 def test_virtual_stages_are_told_from_ranks():
     """Stage 2 is on rank 0 again: an activation goes up the stages and down the ranks."""
     message = Message(1, 2, 0, SPECS, (1, 0))

@@ -49,6 +49,18 @@ def test_every_schedule_equals_the_reference(ranks):
     assert run_world(train_cases, ranks, cases) == [len(cases)] * ranks
 
 
+def test_skips_and_what_is_dropped_equal_the_reference():
+    """Each process draws for itself, and a skip has an edge of its own."""
+    skips = ("model._target_=tests.support.models.skipping", "+model.dropout=0.3", "epochs=1")
+    cases = [
+        Case("1f1b", 3, (*skips, "partition=[3,9]", "microbatches=6", "+model.recompute=plain")),
+        Case("fbp", 3, (*skips, "partition=[6,11]", "microbatches=3")),
+        Case("pipedream", 3, (*skips, "partition=[3,9]", "microbatches=2", "window=2", "buffer_size=1")),
+        Case("interleaved_1f1b", 3, (*skips, "partition=[2,4,6,8,10]", "microbatches=6")),
+    ]
+    assert run_world(train_cases, 3, cases) == [4] * 3
+
+
 def test_clipping_by_the_norm_of_the_model_equals_the_reference():
     words = (NORM, "microbatches=3", "clip_grad_norm=0.25", "window=2", "epochs=2")
     cases = [
