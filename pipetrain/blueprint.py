@@ -229,7 +229,7 @@ def make_plan(
         predictor = Predictor(profile, _pipeline(settings, where, windows, layers, example.of(full)))
         cuts, prediction = _cut_by_times(settings, network, layers, predictor)
     else:
-        cuts = choose_cuts(settings.partition, layers, len(where))
+        cuts = choose_cuts(settings.partition, layers, len(where), network.joins)
     refuse_cuts(network, layers, cuts)
     refuse_changing([*trained.values(), *evaluated.values()], cuts, example.of(full))
     joined = seams(layers, cuts, example.of(full))

@@ -12,15 +12,19 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from pipetrain import ConfigError, Pipeline, ScheduleError, Task, TrainingStopped, pipeline
+from pipetrain.partition.factory import build
+from pipetrain.partition.materialise import named_tensors
 from pipetrain.schedule.actions import format_program
 from pipetrain.schedule.programs import one_f_one_b
 from tests.support.deadlines import DEADLINE_S
+from tests.support.factories import FACTORIES, all_trained, peak, pipe_of, saved, trained
 from tests.support.programs import (
     GROUPS,
     JOBS,
     Case,
     accuracy,
     evaluated,
+    falling,
     labelled,
     mlp,
     momentum,
@@ -69,6 +73,98 @@ def test_several_processes_train_as_plain_pytorch_does_and_all_know_the_results(
     told = run_world(train_cases, ranks, cases(ranks))
     assert all(rank == told[0] for rank in told[1:])
     assert all(result["updates"] == 3 for result in told[0])
+
+
+# A function that makes the model
+
+
+def hold_to_plain(name, result):
+    """Compare a factory's weights with those of its record, and the training with one of plain PyTorch."""
+    model, record = build(FACTORIES[name], 0)
+    made = record.tensors(named_tensors(model))
+    for key, array in result["initial"].items():
+        assert (made[key].numpy() == array).all(), key
+    twin = FACTORIES[name]()
+    twin.load_state_dict({key: torch.from_numpy(array) for key, array in result["initial"].items()})
+    optimizer, losses = momentum(twin.parameters()), []
+    for update, (x, y) in enumerate(DataLoader(labelled(24), batch_size=8)):
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.1 * falling(update)
+        parts = [cross_entropy(twin(part), of) for part, of in zip(x.split(4), y.split(4), strict=True)]
+        loss = torch.stack(parts).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert result["losses"] == pytest.approx(losses, rel=1e-12)
+    assert result["late"] == pytest.approx(evaluated(twin, Task(cross_entropy), labelled(24)), rel=1e-12)
+
+
+def test_one_process_trains_a_factorys_model_as_plain_pytorch_does():
+    hold_to_plain("normed", trained("normed"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_weights_of_a_factory_are_the_same_for_all_cuts(ranks):
+    """A model that is traced, and one of an nn.Sequential."""
+    names = ["normed", "branches"] if ranks == 2 else ["normed"]
+    first, *others = run_world(all_trained, ranks, names)
+    for name, result in zip(names, first, strict=True):
+        hold_to_plain(name, result)
+    for results in others:
+        for result, known in zip(results, first, strict=True):
+            assert (result["losses"], result["late"]) == (known["losses"], known["late"])
+            assert not any(result[state] for state in ("initial", "final"))
+
+
+@pytest.mark.processes
+def test_weights_in_a_file_are_the_same_for_all_cuts(tmp_path):
+    torch.manual_seed(9)
+    twin = FACTORIES["normed"]()
+    torch.save(twin.state_dict(), tmp_path / "weights.pt")
+    given = {"weights": tmp_path / "weights.pt", "schedule": "pipedream", "ema": 0.6}
+    ((result,), (none,)) = run_world(all_trained, 2, ["normed"], given)
+    for name, tensor in twin.state_dict().items():
+        assert (result["initial"][name] == tensor.numpy()).all()
+    assert result["ema"].keys() == result["initial"].keys()
+    assert not any(none[state] for state in ("initial", "final", "ema"))
+    wanted = evaluated(twin, Task(cross_entropy), labelled(24))
+    assert result["early"] == pytest.approx(wanted, rel=1e-12)
+    pipe = pipe_of("normed", model=FACTORIES["normed"](), **given)
+    assert all(torch.equal(tensor, twin.state_dict()[name]) for name, tensor in pipe.state_dict().items())
+    assert pipe.evaluate(DataLoader(labelled(24), 8)) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.processes
+def test_a_factorys_training_goes_on_with_other_cuts(tmp_path):
+    losses, _ = run_world(saved, 2, tmp_path)
+    batches = list(DataLoader(labelled(24), batch_size=8))
+    for begun in (False, True):
+        pipeline._open = None
+        with pipe_of("normed") as pipe:
+            if begun:
+                pipe.step(*batches[0])
+            pipe.load(tmp_path)
+            before = pipe.state_dict()
+            assert list(pipe.train(batches)) == pytest.approx(losses, rel=1e-12)
+        with pipe_of("normed", weights=tmp_path) as pipe:
+            assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
+
+
+@pytest.mark.processes
+def test_no_rank_holds_more_of_a_factorys_model_than_its_stages():
+    peaks = run_world(peak, 3)
+    whole = sum(held for _, _, held in peaks)
+    for built, stepped, held in peaks:
+        assert held < 0.5 * whole
+        assert built < 1.1 * held + 20_000
+        assert stepped < 2.3 * held + 100_000  # weights, gradients and activations
+
+
+def test_a_factory_cannot_be_profiled():
+    x = next(iter(DataLoader(labelled(8), 8)))
+    with pytest.raises(ConfigError, match="partition=profile measures the whole model in each process"):
+        pipe_of("normed", partition="profile", sample=x)
 
 
 # What is refused

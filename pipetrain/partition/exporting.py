@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from pipetrain.boundary import Example
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.partition.estimate import made_up
-from pipetrain.partition.watching import watching
+from pipetrain.partition.watching import Watch, watching
 from pipetrain.places import standing_in
 
 SAMPLES = 3  # of a microbatch; the trace holds for any number
@@ -65,27 +65,36 @@ def _exported(model: nn.Module, example: Example, device: torch.device) -> Expor
         args, kwargs = arguments(example, device)
     batch = Dim("batch")
     shapes = as_arguments(example, [{0: batch} for _ in example.specs])
-    for first in (True, False):  # a module may complete itself when it first runs
-        fixed: list[str] = []
-        with (
-            _quiet(),
-            _places_that_fix_sizes(fixed),
-            watching(model) as watch,
-            torch.random.fork_rng([]),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            try:
-                program = export(model, args, kwargs, dynamic_shapes=shapes[1] or shapes[0], strict=False)
-            except ConfigError:
-                raise
-            except Exception as error:  # the user's forward may raise anything
-                raise _refusal(model, example, error, fixed) from error
-        if not watch.refused or not first:
-            break
-    if watch.refused:
-        raise ConfigError(watch.refused)
-    return program
+    before: Watch | None = None
+    while True:
+        program, watch = _watched(model, args, kwargs, shapes[1] or shapes[0], example)
+        if not watch.refused:
+            return program
+        if before is not None:  # in the second run as well
+            before.assign(new=False)
+            raise ConfigError(watch.refused)
+        before = watch
+        before.assign(new=True)  # torch.export has undone it; a module may complete itself when it first runs
+
+
+def _watched(
+    model: nn.Module, args: Any, kwargs: Any, shapes: Any, example: Example
+) -> tuple[ExportedProgram, Watch]:
+    fixed: list[str] = []
+    with (
+        _quiet(),
+        _places_that_fix_sizes(fixed),
+        watching(model) as watch,
+        torch.random.fork_rng([]),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            return export(model, args, kwargs, dynamic_shapes=shapes, strict=False), watch
+        except ConfigError:
+            raise
+        except Exception as error:  # the user's forward may raise anything
+            raise _refusal(model, example, error, fixed) from error
 
 
 @contextmanager

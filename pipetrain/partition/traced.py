@@ -24,9 +24,10 @@ from pipetrain.partition.operations import Constant, Held, Input, Op, canonical
 class Traced(Network):
     """Any nn.Module, as traced by torch.export. Layers return tuples; see trace.py for how it is made.
 
-    `drawing`: the numbers of the layers that draw random numbers in training; `joins`: why modules that could
-    be layers of their own stay together, in sentences.
+    `drawing`: the numbers of the layers that draw random numbers in training.
     """
+
+    shared_buffers_are_read_only = True  # what is written and read elsewhere too keeps layers together
 
     def __init__(
         self,
@@ -186,8 +187,10 @@ class _Writer:
                 self.code.size(op, *self._sizes[op])
                 continue
             self.ensure(op.given(self._training))
-            self.code.run(op)
-            self.ensure(writer for writer in self._flow.writers(op) if op in self._flow.free)
+            if op not in self.code:  # it may be the writer of what it takes, and has run
+                self.code.run(op)
+            writers = self._flow.writers(op) if op in self._flow.free else ()
+            self.ensure(writer for writer in writers if self._training in writer.modes)
 
 
 def _placed(model: nn.Module, used: Sequence[Sequence[str]]) -> list[list[str]]:

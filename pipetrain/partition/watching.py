@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,15 @@ _SET = nn.Module.__setattr__
 
 @dataclass(slots=True)
 class Watch:
-    """What was seen. `refused`: a sentence, or ""."""
+    """What was seen. `refused`: a sentence, or ""; `assigned`: module, attribute and value, old and new."""
 
     refused: str = ""
+    assigned: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)
+
+    def assign(self, new: bool) -> None:
+        """Give the module's attributes the values that it assigned, or those before."""
+        for module, key, old, value in self.assigned if new else reversed(self.assigned):
+            setattr(module, key, value if new else old)
 
 
 @contextmanager
@@ -49,8 +55,11 @@ def watching(model: nn.Module) -> Iterator[Watch]:
     watch = Watch()
 
     def set_attribute(module: nn.Module, key: str, value: Any) -> None:
-        if id(module) in names and not watch.refused:
-            watch.refused = _assigned(module, f"{names[id(module)]}.{key}".lstrip("."), key, value)
+        if id(module) in names:
+            why = _assigned(module, f"{names[id(module)]}.{key}".lstrip("."), key, value)
+            watch.refused = watch.refused or why
+            if why and key in vars(module):
+                watch.assigned.append((module, key, vars(module)[key], value))
         _SET(module, key, value)
 
     before, states = _containers(model), _random_states()

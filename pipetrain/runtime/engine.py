@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pipetrain.boundary import Boundary, specs_of
+from pipetrain.boundary import Boundary, TensorSpec, specs_of
 from pipetrain.draws import EVALUATION, Seeds, drawing
 from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.runtime.channel import Channel, ChannelError, Edge, Message
@@ -31,6 +31,7 @@ from pipetrain.schedule.policy import Bounds, Wait
 from pipetrain.schedule.timeline import Row, StageStats, stage_stats, total
 
 Tensors = tuple[Tensor, ...]
+Specs = tuple[TensorSpec, ...]
 Boundaries = Mapping[int, Sequence[Boundary]]
 Progress = Callable[[int], None]
 """Called with a stage after each counted action (an update, or a microbatch of an evaluation)."""
@@ -69,6 +70,7 @@ class _Window:
     channel: Channel
     first: int  # update
     ends: Ends | None = None
+    specs: dict[tuple[int, int, int], Specs] = field(default_factory=dict)  # by edge and samples
     arrived: dict[tuple[Edge, int], Tensors] = field(
         default_factory=dict
     )  # (edge, microbatch) -> its message
@@ -402,8 +404,11 @@ class Engine:
 
     def _message(self, action: Action, window: _Window) -> Message:
         src, dst = action.edge
-        entry = window.boundaries[window.feed.size(action.mb)][max(src, dst)]
-        specs = window.joints.specs((src, dst), entry)
+        size = window.feed.size(action.mb)
+        specs = window.specs.get((src, dst, size))
+        if specs is None:
+            specs = window.joints.specs((src, dst), window.boundaries[size][max(src, dst)])
+            window.specs[src, dst, size] = specs
         return Message(src, dst, action.mb, specs, (self._placement[src], self._placement[dst]))
 
     def _send(self, action: Action, window: _Window) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmark import api, gpt, memory, models, overhead, report, routes, sleep, wire
+from benchmark import api, factory, gpt, memory, models, overhead, report, routes, sleep, wire
 from benchmark.report import Row
 from benchmark.tasks import Scale
 from benchmark.worlds import Say, WorldFailed
@@ -26,6 +26,7 @@ SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
     "memory": memory.suite,
     "wire": wire.suite,
     "routes": routes.suite,
+    "factory": factory.suite,
 }
 FAILED, INTERRUPTED = 1, 130
 

@@ -24,7 +24,8 @@ jitter, the stage that sleeps longest; vgg16, resnet18 and gpt, the no-communica
 on local tensors, at the same time, with the same microbatches and layout); one process, a plain PyTorch loop.
 Once full: between the last stage's updates, without the filling and the draining of the window. Wire: an
 epoch of CIFAR-10 (782 batches) at the time of the batches that were measured; MiB on the wire and
-milliseconds of codecs are of a batch, on all ranks. Routes: MiB that all ranks send a batch."""
+milliseconds of codecs are of a batch, on all ranks. Routes: MiB that all ranks send a batch.
+Factory: the most that a rank has held beyond what it holds when everything is imported."""
 
 
 @dataclass(frozen=True, slots=True)

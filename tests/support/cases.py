@@ -340,7 +340,7 @@ def run_in_threads(
 
     threads: list[Thread] = [Thread(target=partial(work, rank), daemon=True) for rank in range(case.ranks)]
     end = monotonic() + DEADLINE_S
-    with _drawing_in_turn() if any(layer.draws for layer in run.plan.layers) else nullcontext():
+    with drawing_in_turn() if any(layer.draws for layer in run.plan.layers) else nullcontext():
         for thread in threads:
             thread.start()
         while not errors and any(thread.is_alive() for thread in threads) and monotonic() < end:
@@ -353,7 +353,7 @@ def run_in_threads(
 
 
 @contextmanager
-def _drawing_in_turn() -> Iterator[None]:
+def drawing_in_turn() -> Iterator[None]:
     """Let threads, which share torch's generators, run their forwards one at a time."""
     lock = Lock()
 

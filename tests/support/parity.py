@@ -1,0 +1,255 @@
+"""Any module trained by the real stages, engine and channel, and in one process by plain PyTorch.
+
+The reference runs the user's module itself, with the weights that the theory lets each stage read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from threading import Barrier
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipetrain.arguments import configuration
+from pipetrain.blueprint import Plan, Samples, make_plan
+from pipetrain.boundary import Example, Value, as_tuple, on_each
+from pipetrain.building import make_schedule
+from pipetrain.config import read_settings
+from pipetrain.data.loader import pieces
+from pipetrain.draws import Seeds, drawing
+from pipetrain.partition.crossing import seams
+from pipetrain.partition.network import Network, network_of
+from pipetrain.runtime.local import Wire
+from pipetrain.runtime.mesh import World
+from pipetrain.runtime.order import Listed
+from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.tasks import Task
+from pipetrain.training.runner import Runner
+from tests.support.cases import LocalMesh, drawing_in_turn
+from tests.support.deadlines import DEADLINE_S
+from tests.support.reference import DELAYS
+
+SAMPLES = (7, 7, 6)  # of the batches, each an update; microbatches have 2 or 3 samples
+MICROBATCHES = 3
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+Loss = Callable[[Any, Value], Tensor]
+Weight = Callable[[Value], float]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with its traced layers and data. `inputs`, `targets`: of a whole training, [n, ...].
+
+    `weight`: what targets count for in the mean loss.
+    """
+
+    network: Network
+    inputs: Value
+    targets: Value
+    task: Task
+    loss: Loss
+    weight: Weight
+    initial: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, inputs: Value, targets: Value, task: Task, loss: Loss, weight: Weight = len
+    ) -> Subject:
+        """Trace a model, in float64."""
+        network = network_of(model.double(), Example.in_batch(inputs))
+        return cls(network, inputs, targets, task, loss, weight, _copied(model.state_dict()))
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module, with its initial values."""
+        self.network.model.load_state_dict(self.initial)
+        self.network.train(True)
+        return self.network.model
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to train: on how many ranks, by which schedule."""
+
+    schedule: str
+    ranks: int
+    optimizer: OptimizerFactory = SGD
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training leaves: the whole state, the mean loss of each update, and that of an evaluation."""
+
+    state: dict[str, Tensor]
+    losses: list[float]
+    evaluated: float
+
+
+def planned(subject: Subject, way: Way) -> Plan:
+    """Plan one window of all batches, as Pipeline does."""
+    options = {"device": "cpu", "seed": 5, "threads": 1, "partition": "even", **dict(way.options)}
+    cfg, name = configuration(subject.model, way.schedule, MICROBATCHES, len(SAMPLES), torch.float64, options)
+    settings = replace(read_settings(cfg, name, way.ranks), batch_size=max(SAMPLES))
+    samples = Samples([*SAMPLES], [*SAMPLES])
+    example = Example.in_batch(subject.inputs)
+    return make_plan(settings, make_schedule(cfg), subject.network, example, samples)
+
+
+def train(subject: Subject, plan: Plan, way: Way) -> Trained:
+    """Train with one thread a rank."""
+    assert subject.model is not None  # its values are the initial ones
+    wire, barrier, board = Wire(), Barrier(way.ranks), [None] * way.ranks
+    runners = []
+    for rank in range(way.ranks):
+        mesh = LocalMesh(World(rank, way.ranks), wire, barrier, board)
+        given = (subject.network, subject.task, way.optimizer, _constant, mesh)
+        runners.append(Runner(plan, *given))  # type: ignore[arg-type]
+    sizes = [pieces(samples, MICROBATCHES) for samples in SAMPLES]
+    flat = [size for batch in sizes for size in batch]
+
+    def work(rank: int) -> list[float]:
+        fed = [_cut(value, flat) for value in (subject.inputs, subject.targets)]
+        losses = runners[rank].train(plan.order(len(SAMPLES), rank), sizes, *fed)
+        barrier.wait(DEADLINE_S)
+        batches = [_cut(value, [*SAMPLES]) for value in (subject.inputs, subject.targets)]
+        runners[rank].evaluate(Listed(plan.evaluation[rank], len(SAMPLES)), [*SAMPLES], *batches)
+        return losses
+
+    drawn = any(layer.draws for layer in plan.layers)
+    with ThreadPoolExecutor(way.ranks) as pool, drawing_in_turn() if drawn else nullcontext():
+        found = [thread.result(DEADLINE_S) for thread in [pool.submit(work, k) for k in range(way.ranks)]]
+    state: dict[str, Tensor] = {}
+    for runner in runners:
+        for stage in runner.stages.values():
+            for name, tensor in stage.module.state_dict().items():
+                assert torch.equal(state.setdefault(name, tensor), tensor), f"copies of {name} differ"
+    last = next(runner.last for runner in runners if runner.last is not None)
+    return Trained(_copied(state), next(filter(None, found)), last.take_evaluated().mean_loss)
+
+
+def expected(subject: Subject, plan: Plan, way: Way) -> Trained:
+    """Train the module in one process: each stage reads the weights that the theory says.
+
+    A weight that several stages share is, in each of them, of that stage's version, and gets the sum of their
+    gradients. With dropout the module is one part of all layers, which seeds them as every cut does.
+    """
+    drawn = any(layer.draws for layer in plan.layers)
+    model = subject.model
+    live = dict(model.named_parameters())
+    stage_of = _stages(model, plan, subject.network)
+    optimizer = way.optimizer(live.values())
+    delay = DELAYS[way.schedule](plan.stages, MICROBATCHES)
+    run: Callable[..., Any] = partial(_called, subject, plan, drawn)
+    history, losses, mb, start = [_copied(live)], [], 0, 0
+    for update, samples in enumerate(SAMPLES):
+        inputs, targets = (_part(v, start, start + samples) for v in (subject.inputs, subject.targets))
+        start += samples
+        total, mean = subject.weight(targets), 0.0
+        sizes = pieces(samples, MICROBATCHES)
+        for number, (x, y) in enumerate(zip(_cut(inputs, sizes), _cut(targets, sizes), strict=True)):
+            read = {
+                alias: history[delay(stage, mb)][name].clone().requires_grad_(live[name].requires_grad)
+                for alias, (name, stage) in stage_of.items()
+            }
+            with drawing(Seeds(plan.settings.seed, update, number)):
+                loss = subject.loss(run(read, x), y) * (subject.weight(y) / total)
+            loss.backward()
+            for alias, (name, _) in stage_of.items():
+                if (grad := read[alias].grad) is not None:
+                    live[name].grad = grad if live[name].grad is None else live[name].grad + grad
+            mb += 1
+            mean += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(_copied(live))
+        losses.append(mean)
+    state = _copied(model.state_dict())
+    model.eval()
+    with torch.no_grad():
+        evaluated = sum(
+            subject.loss(_outputs(model, x), y).item() * subject.weight(y)
+            for x, y in zip(_cut(subject.inputs, [*SAMPLES]), _cut(subject.targets, [*SAMPLES]), strict=True)
+        )
+    return Trained(state, losses, evaluated / subject.weight(subject.targets))
+
+
+def compare(subject: Subject, way: Way, tolerance: float = 1e-12) -> Plan:
+    """Train in both ways, and hold weights, buffers, losses and the evaluation against each other."""
+    plan = planned(subject, way)
+    assert plan.stages >= way.ranks
+    wanted = expected(subject, plan, way)
+    found = train(subject, plan, way)
+    assert found.state.keys() <= wanted.state.keys()
+    missing = wanted.state.keys() - found.state.keys()
+    known = dict(subject.network.model.named_parameters(remove_duplicate=True))
+    assert not missing & known.keys(), missing  # the second names of tied weights are
+    for name, tensor in found.state.items():
+        torch.testing.assert_close(
+            tensor, wanted.state[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    figures = [[*one.losses, one.evaluated] for one in (found, wanted)]
+    torch.testing.assert_close(*figures, rtol=tolerance, atol=tolerance)
+    moved = [name for name, before in subject.initial.items() if not torch.equal(before, wanted.state[name])]
+    assert len(moved) > len(subject.initial) / 2
+    return plan
+
+
+def _stages(model: nn.Module, plan: Plan, network: Network) -> dict[str, tuple[str, int]]:
+    """Return the first name and the stage of each parameter; of a shared one by each of its names."""
+    users: dict[int, list[int]] = {}
+    for stage, slice in enumerate(plan.seams.slices):
+        for parameter in network.part(slice).parameters():
+            users.setdefault(id(parameter), []).append(stage)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = {}
+    for key, aliases in names.items():
+        stages = users[key] if len(users[key]) > 1 else users[key] * len(aliases)
+        found |= {alias: (aliases[0], stage) for alias, stage in zip(aliases, stages, strict=True)}
+    return found
+
+
+def _called(subject: Subject, plan: Plan, drawn: bool, weights: dict[str, Tensor], inputs: Value) -> Any:
+    model = subject.network.model
+    if not drawn:
+        positional = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
+        keywords = inputs if isinstance(inputs, dict) else {}
+        return functional_call(model, weights, positional, keywords, tie_weights=False)
+    (whole,) = seams(plan.layers, [], plan.example.of(1)).slices
+    part, tensors = subject.network.part(whole), as_tuple(inputs)
+    outputs = functional_call(part, weights, tuple(tensors[made.number] for made in whole.enters))
+    return part.pack(outputs)
+
+
+def _outputs(model: nn.Module, inputs: Value) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*as_tuple(inputs))
+
+
+def _constant(update: int) -> float:
+    return 1.0
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _part(value: Value, start: int, end: int) -> Value:
+    return on_each(value, lambda t: t[start:end])
+
+
+def _cut(value: Value, sizes: Sequence[int]) -> Iterator[Value]:
+    ends = [*accumulate(sizes, initial=0)]
+    return (_part(value, start, end) for start, end in pairwise(ends))
