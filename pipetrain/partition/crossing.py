@@ -246,13 +246,16 @@ def cuts_that_may_be(network: Network, layers: Sequence[Layer]) -> list[int]:
 
 
 def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
-    """Refuse a buffer, or a parameter that is not registered where it is used, that two stages share.
+    """Refuse a buffer that changes, or a parameter that is not registered where it is used, of two stages.
 
     Each would have a copy of its own. Of a registered parameter that is right, see `shared_weights`.
     """
+    if network.shared_buffers_are_read_only:
+        return
     model = network.model
     tied = {_address(t) for t in model.parameters()}
     registered = {_address(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    fixed = {name for name, _ in model.named_buffers() if not network.changes(name)}
     user: dict[str, int] = {}
     for index, (name, layer) in enumerate(zip(network.names, network.modules, strict=True)):
         stage = sum(cut <= index for cut in cuts)
@@ -264,11 +267,23 @@ def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[in
         ]
         used += [(tensor, tensor) for tensor in layers[index].borrows]
         for label, tensor in used:
-            if tensor and user.setdefault(tensor, stage) != stage:
+            if tensor and tensor not in fixed and user.setdefault(tensor, stage) != stage:
                 raise ConfigError(
                     f"layer {index} ({name}) of stage {stage} shares its {label} with stage {user[tensor]}; "
                     f"choose a partition that keeps both layers in one stage, or give each its own"
                 )
+
+
+def homes(network: Network, cuts: Sequence[int]) -> dict[str, int]:
+    """Return the first stage that holds each parameter and buffer, by its name in the model."""
+    named = [*network.model.named_parameters(), *network.model.named_buffers()]
+    names = {id(tensor): name for name, tensor in named}
+    found: dict[str, int] = {}
+    for index, module in enumerate(network.modules):
+        for place in places(module):
+            if id(place.tensor) in names:
+                found.setdefault(names[id(place.tensor)], sum(cut <= index for cut in cuts))
+    return found
 
 
 def shared_weights(network: Network, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -94,6 +94,9 @@ class Network(ABC):
     model: nn.Module
     names: Sequence[str]
     modules: Sequence[nn.Module]
+    joins: Sequence[str] = ()
+    """Why modules that could be layers of their own are one, in sentences."""
+    shared_buffers_are_read_only: bool = False
     values: Values | None = None
     """The numbers that its tensors shall have; None: those that they have."""
 
@@ -108,6 +111,10 @@ class Network(ABC):
     @abstractmethod
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
         """Return some layers as one module; `evaluated`: the slice in an evaluation, if it differs."""
+
+    def changes(self, buffer: str) -> bool:
+        """Return whether a layer may change a buffer, by its name in the model."""
+        return True
 
     def train(self, mode: bool) -> None:
         """Put the model, and all layers, in training mode or out of it."""
@@ -187,6 +194,11 @@ def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, in
     where: dict[int, int] = {}  # Stash -> its layer
     found: dict[int, int] = {}
     for index, module in enumerate(modules):
+        if isinstance(module, Stash | Pop) and _does_more(module):
+            raise ConfigError(
+                f"the {type(module).__name__} of layer {index} ({names[index]}) has a hook or a forward of "
+                f"its own, which a pipeline would not run: put what it does into a layer beside it"
+            )
         if isinstance(module, Stash) and where.setdefault(id(module), index) != index:
             raise ConfigError(
                 f"layer {index} ({names[index]}) is the Stash of layer {where[id(module)]} once more: make "
@@ -217,6 +229,13 @@ def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, in
                 f"layer {stash} ({names[stash]}) is a Stash without a Pop: add one, or leave it out"
             )
     return found
+
+
+def _does_more(module: Stash | Pop) -> bool:
+    """Return whether a Stash or Pop does more than a plain one, whose forward is not run."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    backward = (module._backward_pre_hooks, module._backward_hooks)
+    return any(hooks) or any(backward) or "forward" in vars(module) or type(module) not in (Stash, Pop)
 
 
 class _ChainPart(Part):

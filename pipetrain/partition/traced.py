@@ -24,9 +24,10 @@ from pipetrain.partition.operations import Constant, Held, Input, Op, canonical
 class Traced(Network):
     """Any nn.Module, as traced by torch.export. Layers return tuples; see trace.py for how it is made.
 
-    `drawing`: the numbers of the layers that draw random numbers in training; `joins`: why modules that could
-    be layers of their own stay together, in sentences.
+    `drawing`: the numbers of the layers that draw random numbers in training.
     """
+
+    shared_buffers_are_read_only = True  # what is written and read elsewhere too keeps layers together
 
     def __init__(
         self,
@@ -73,6 +74,13 @@ class Traced(Network):
 
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
         return TracedPart(self, slice, evaluated)
+
+    def changes(self, buffer: str) -> bool:
+        return any(
+            self.flow.writers(op)
+            for op in self.flow.ops
+            if isinstance(op.source, Held) and op.source.name == buffer
+        )
 
     def pack(self, outputs: Tensors) -> Any:
         """Return the tensors of the last layer as the model returns them."""

@@ -72,6 +72,8 @@ def test_every_example_runs_on_two_ranks(tmp_path):
     by_function, by_file = said["own_schedule"].split("Sequential, schedule by_twos: 2 stages")[1:]
     assert by_function == by_file
     assert float(re.search(r"close (\S+)%", said["own_task"]).group(1)) > 50
+    *losses, again = numbers(said["large"])
+    assert again < losses[-1] < losses[0]
     assert len(numbers(said["from_torchgpipe"])) == 4
     assert len(numbers(said["from_deepspeed"])) == 10
 

@@ -183,6 +183,27 @@ def test_a_pop_before_its_stash_says_so_in_one_process_too():
 
 # Refused
 
+
+def hooked(layer: nn.Module) -> nn.Module:
+    layer.register_forward_hook(lambda module, given, made: made)
+    return layer
+
+
+class Twice(Stash):
+    def forward(self, value: Tensor) -> Tensor:
+        return 2 * super().forward(value)
+
+
+class Add(Pop):
+    def forward(self, value: Tensor) -> Tensor:
+        a, b = super().forward(value)
+        return a + b
+
+
+MORE = (
+    " has a hook or a forward of its own, which a pipeline would not run: put what it does into a layer "
+    "beside it"
+)
 REFUSED: dict[str, tuple[Callable[[Stash], list[nn.Module]], str]] = {
     "a stash inside": (
         lambda s: [nn.Sequential(nn.Tanh(), s), Pop(s)],
@@ -207,6 +228,10 @@ REFUSED: dict[str, tuple[Callable[[Stash], list[nn.Module]], str]] = {
         "layer 2 (2) is the second Pop of one Stash (layer 0): put another Stash behind that one",
     ),
     "no pop": (lambda s: [nn.Tanh(), s], "layer 1 (1) is a Stash without a Pop: add one, or leave it out"),
+    "a hooked stash": (lambda s: [hooked(s), Pop(s)], f"the Stash of layer 0 (0){MORE}"),
+    "a hooked pop": (lambda s: [s, hooked(Pop(s))], f"the Pop of layer 1 (1){MORE}"),
+    "another stash": (lambda s: [t := Twice(), Pop(t)], f"the Twice of layer 0 (0){MORE}"),
+    "another pop": (lambda s: [s, Add(s)], f"the Add of layer 1 (1){MORE}"),
     "twice": (
         lambda s: [s, Pop(s), Join(), s, Pop(s)],
         "layer 3 (3) is the Stash of layer 0 once more: make another one",
