@@ -5,10 +5,14 @@ Three updates of uneven microbatches and an evaluation: weights, buffers and los
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
-from tests.support import subjects
+from pipetrain import export
+from tests.support import goes_on, subjects
 from tests.support.parity import ADAMW, Way, compare
+from tests.support.worlds import run_world
 
 pytestmark = pytest.mark.slow
 
@@ -39,3 +43,23 @@ def test_trains_as_one_process(name):
     subject = subjects.make(name)
     for way in WAYS[name]:
         compare(subject, way)
+
+
+@pytest.mark.processes
+def test_from_python_on_other_ranks_and_out_again(tmp_path, capsys):
+    """Dicts in and out, a weight of two stages, tables that all blocks use; 2 ranks, then 3, then none."""
+    whole = run_world(goes_on.begun, 2, str(tmp_path))
+    rest = run_world(goes_on.gone_on, 3, str(tmp_path))
+    model, wanted = goes_on.plain()
+    for ranks, updates in ((whole, wanted.losses), (rest, wanted.losses[goes_on.SAVED :])):
+        for ended in ranks:
+            assert ended.losses == pytest.approx(updates, rel=1e-12)
+            assert ended.evaluated["loss"] == pytest.approx(wanted.evaluated["loss"], rel=1e-12)
+        assert list(ranks[0].state) == list(wanted.state)
+        for name, values in wanted.state.items():
+            np.testing.assert_allclose(ranks[0].state[name], values, rtol=1e-12, atol=1e-12)
+    assert export.main([str(tmp_path), "--out", str(tmp_path / "weights")]) == 0
+    assert "of update 2 in" in capsys.readouterr().out
+    exported = torch.load(tmp_path / "weights.pt")
+    assert exported.keys() == wanted.state.keys()
+    model.load_state_dict(exported)
