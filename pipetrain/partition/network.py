@@ -295,6 +295,6 @@ def network_of(model: nn.Module | Network, example: Example) -> Network:
                 f"{', '.join(example.names)})"
             )
         return Chain(model)
-    from pipetrain.partition.trace import trace  # imports torch.export, which takes a second
+    from pipetrain.tracing.trace import trace  # imports torch.export, which takes a second
 
     return trace(model, example)
