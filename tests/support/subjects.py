@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -195,7 +195,7 @@ MADE: dict[str, Callable[[], Subject]] = {
 """Each traces its model, which takes up to seconds."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def subject(name: str) -> Subject:
     """Make a subject, the same every time."""
     with torch.random.fork_rng(devices=[]):
