@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 EVALUATION = -1  # in place of the number of an update
 _MASK = 2**64 - 1
@@ -42,17 +43,44 @@ def _mixed(number: int) -> int:
     return number ^ (number >> 31)
 
 
-_drawing: ContextVar[Seeds | None] = ContextVar("_drawing", default=None)  # of each thread
+@dataclass(slots=True)
+class _Forward:
+    """A forward that is running, and the states of torch's generators before its first draw."""
+
+    seeds: Seeds
+    before: Tensor | None = None
+    before_on_gpu: Tensor | None = None
+
+    def keep_states(self) -> None:
+        self.before = torch.get_rng_state()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self.before_on_gpu = torch.cuda.get_rng_state()
+
+    def restore_states(self) -> None:
+        if self.before is not None:
+            torch.set_rng_state(self.before)
+        if self.before_on_gpu is not None:
+            torch.cuda.set_rng_state(self.before_on_gpu)
+
+
+_running: ContextVar[_Forward | None] = ContextVar("_running", default=None)  # of each thread
 
 
 @contextmanager
 def drawing(seeds: Seeds | None) -> Iterator[None]:
-    """Let the layers that run draw by `seeds`; None: from the generators as they are."""
-    before = _drawing.set(seeds)
+    """Let the layers that run draw by `seeds`; None: from the generators as they are.
+
+    The generators then go on as if nothing had drawn, so that other code, such as an augmentation, does not
+    depend on which layers ran before it.
+    """
+    forward = None if seeds is None else _Forward(seeds)
+    before = _running.set(forward)
     try:
         yield
     finally:
-        _drawing.reset(before)
+        _running.reset(before)
+        if forward is not None:
+            forward.restore_states()
 
 
 def begin(layer: int) -> None:
@@ -61,9 +89,11 @@ def begin(layer: int) -> None:
 
 
 def _seed(layer: int) -> None:
-    if (seeds := _drawing.get()) is None:
+    if (forward := _running.get()) is None:
         return
-    seed = seeds.of(layer)
+    if forward.before is None:
+        forward.keep_states()
+    seed = forward.seeds.of(layer)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)

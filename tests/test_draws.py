@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
 
 import pytest
@@ -69,6 +70,20 @@ def test_what_is_drawn_depends_on_nothing_that_drew_before():
     assert first != second
 
 
+def test_other_code_draws_as_if_no_layer_had():
+    """An augmentation on rank 0 would otherwise depend on the last layer of its stage, and so on the cut."""
+    torch.manual_seed(0)
+    wanted = torch.rand(3).tolist()
+    torch.manual_seed(0)
+    with drawing(Seeds(1, 2, 3)):
+        for layer in (4, 5):
+            drawn(layer)
+        with suppress(ValueError), drawing(Seeds(1, 2, 4)):
+            raise ValueError(drawn(4))
+        assert drawn(5) != wanted
+    assert torch.rand(3).tolist() == wanted
+
+
 def test_outside_a_forward_of_a_pipeline_the_generators_go_on():
     torch.manual_seed(0)
     wanted = torch.rand(3).tolist()
@@ -95,8 +110,8 @@ def test_threads_have_seeds_of_their_own():
         other.submit(second.__enter__).result()
         one.submit(first.__exit__, None, None, None).result()
         other.submit(second.__exit__, None, None, None).result()
-        assert one.submit(draws._drawing.get).result() is None
-        assert other.submit(draws._drawing.get).result() is None
+        assert one.submit(draws._running.get).result() is None
+        assert other.submit(draws._running.get).result() is None
 
 
 # A chain in parts

@@ -69,8 +69,8 @@ def test_segmentation_finds_discs_and_rectangles(monkeypatch, tmp_path):
 def test_a_unet_finds_discs_and_rectangles(monkeypatch, tmp_path):
     small = ("model.levels=3", "model.width=8", "data.size=16")
     small += ("data.train_limit=160", "data.test_limit=32", "batch_size=8", "microbatches=1", "optim.lr=0.01")
-    train_here(monkeypatch, tmp_path, "experiment=unet", *small, "epochs=4")
-    assert summary(tmp_path)["val_miou"] > 0.5
+    train_here(monkeypatch, tmp_path, "experiment=unet", *small, "epochs=2")
+    assert summary(tmp_path)["val_miou"] > 0.45
 
 
 def test_a_gpt_learns_more_than_the_frequency_of_letters(monkeypatch, tmp_path):

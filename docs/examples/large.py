@@ -1,4 +1,4 @@
-"""A model that no process holds whole: a function makes it, and each rank makes the weights of its own stages."""
+"""A model that no process holds whole: each rank makes the weights of its own stages."""
 
 import torch
 from torch import nn

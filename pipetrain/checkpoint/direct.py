@@ -42,9 +42,9 @@ from pipetrain.checkpoint.state import (
 )
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.partition.crossing import homes
 from pipetrain.partition.materialise import cast_exactly, named_tensors
 from pipetrain.partition.network import Network, Values
-from pipetrain.places import places
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.timeline import StageStats
@@ -71,14 +71,7 @@ def entries(model: nn.Module) -> dict[str, Entry]:
 
 def owners(network: Network, plan: Plan) -> dict[str, int]:
     """Return the rank of the first stage that holds each tensor, by its name in the model."""
-    names = {id(tensor): name for name, tensor in named_tensors(network.model).items()}
-    found: dict[str, int] = {}
-    for stage, rank in enumerate(plan.placement):
-        for module in network.modules[plan.slice(stage)]:
-            for place in places(module):
-                if id(place.tensor) in names:
-                    found.setdefault(names[id(place.tensor)], rank)
-    return found
+    return {name: plan.placement[stage] for name, stage in homes(network, plan.cuts).items()}
 
 
 def initial(model: nn.Module, values: Values | None) -> dict[str, Tensor]:

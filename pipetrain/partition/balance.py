@@ -19,17 +19,19 @@ GIB = 2**30
 STRATEGIES = ("even", "params", "flops")
 
 
-def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], stages: int) -> list[int]:
+def choose_cuts(
+    partition: str | Sequence[int], layers: Sequence[Layer], stages: int, joins: Sequence[str] = ()
+) -> list[int]:
     """Return the first layers of stages 1, 2, ...: as given, or by one of STRATEGIES.
 
-    Raises ConfigError, with the list of layers, if there are too few layers, a stage would be empty or a cut
-    is outside the model.
+    `joins`: why some layers are not finer. Raises ConfigError, with the list of layers, if there are too few
+    layers, a stage would be empty or a cut is outside the model.
     """
     listed = ", ".join(f"{i} {layer.name}" for i, layer in enumerate(layers))
     if stages > len(layers):
         raise ConfigError(
             f"stages={stages} needs at least as many layers, but the model has {len(layers)}: "
-            f"{listed}; choose fewer stages or a deeper model"
+            f"{listed}{''.join(f'; {why}' for why in joins)}; choose fewer stages or a deeper model"
         )
     if partition == "even":
         return [round(len(layers) * stage / stages) for stage in range(1, stages)]

@@ -140,6 +140,30 @@ def _reaches(
     return False
 
 
+def lighter_cuts(layers: Sequence[Layer], cuts: Sequence[int], inputs: Boundary) -> list[int]:
+    """Move cuts over a layer that only hands on what it takes, such as a Pop, where fewer bytes cross then.
+
+    The stages' work stays the same. Behind a Pop a skip would travel to the Pop's stage, and on from there.
+    """
+
+    def crossing(cuts: Sequence[int]) -> int:
+        return sum(entry.nbytes for entry in seams(layers, cuts, inputs).entries[1:])
+
+    best = list(cuts)
+    for position in range(len(best)):
+        for moved in (best[position] - 1, best[position] + 1):
+            other = [*best[:position], moved, *best[position + 1 :]]
+            if any(a >= b for a, b in pairwise([0, *other, len(layers)])):
+                continue
+            layer = layers[min(best[position], moved)]
+            elements = sum(spec.numel for spec in layer.output.specs)
+            idle = layer.hands_through and not layer.params and layer.flops == elements
+            if idle and crossing(other) < crossing(best):
+                best = other
+                break
+    return best
+
+
 def refuse_cuts(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
     """Refuse a cut across which layers would behave otherwise than in one process. Raises ConfigError."""
     ends = [0, *cuts, len(layers)]
@@ -222,10 +246,12 @@ def cuts_that_may_be(network: Network, layers: Sequence[Layer]) -> list[int]:
 
 
 def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
-    """Refuse a buffer, or a parameter that is not registered where it is used, that two stages share.
+    """Refuse a buffer that changes, or a parameter that is not registered where it is used, of two stages.
 
     Each would have a copy of its own. Of a registered parameter that is right, see `shared_weights`.
     """
+    if network.shared_buffers_are_read_only:
+        return
     model = network.model
     tied = {_address(t) for t in model.parameters()}
     registered = {_address(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
@@ -245,6 +271,18 @@ def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[in
                     f"layer {index} ({name}) of stage {stage} shares its {label} with stage {user[tensor]}; "
                     f"choose a partition that keeps both layers in one stage, or give each its own"
                 )
+
+
+def homes(network: Network, cuts: Sequence[int]) -> dict[str, int]:
+    """Return the first stage that holds each parameter and buffer, by its name in the model."""
+    named = [*network.model.named_parameters(), *network.model.named_buffers()]
+    names = {id(tensor): name for name, tensor in named}
+    found: dict[str, int] = {}
+    for index, module in enumerate(network.modules):
+        for place in places(module):
+            if id(place.tensor) in names:
+                found.setdefault(names[id(place.tensor)], sum(cut <= index for cut in cuts))
+    return found
 
 
 def shared_weights(network: Network, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:

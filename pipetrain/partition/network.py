@@ -94,6 +94,9 @@ class Network(ABC):
     model: nn.Module
     names: Sequence[str]
     modules: Sequence[nn.Module]
+    joins: Sequence[str] = ()
+    """Why modules that could be layers of their own are one, in sentences."""
+    shared_buffers_are_read_only: bool = False
     values: Values | None = None
     """The numbers that its tensors shall have; None: those that they have."""
 
@@ -187,6 +190,11 @@ def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, in
     where: dict[int, int] = {}  # Stash -> its layer
     found: dict[int, int] = {}
     for index, module in enumerate(modules):
+        if isinstance(module, Stash | Pop) and _does_more(module):
+            raise ConfigError(
+                f"the {type(module).__name__} of layer {index} ({names[index]}) has a hook or a forward of "
+                f"its own, which a pipeline would not run: put what it does into a layer beside it"
+            )
         if isinstance(module, Stash) and where.setdefault(id(module), index) != index:
             raise ConfigError(
                 f"layer {index} ({names[index]}) is the Stash of layer {where[id(module)]} once more: make "
@@ -219,6 +227,13 @@ def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, in
     return found
 
 
+def _does_more(module: Stash | Pop) -> bool:
+    """Return whether a Stash or Pop does more than a plain one, whose forward is not run."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    backward = (module._backward_pre_hooks, module._backward_hooks)
+    return any(hooks) or any(backward) or "forward" in vars(module) or type(module) not in (Stash, Pop)
+
+
 class _ChainPart(Part):
     """Layers of a Chain, under their own names."""
 
@@ -227,7 +242,7 @@ class _ChainPart(Part):
         self._stashes = {pop: stash for pop, stash in chain.stashes.items() if slice.start <= pop < slice.end}
         self._leaving = [made.layer for made in slice.leaves if made.number == 0]
         for index in range(slice.start, slice.end):
-            self.add_module(chain.names[index], chain.modules[index])
+            self._modules[chain.names[index]] = chain.modules[index]  # add_module refuses a layer named pack
         self._single = True  # whether the last layer has returned one tensor
         self._packing: Packing | None = None  # of what the model has returned, if it is no tuple either
 
@@ -280,6 +295,6 @@ def network_of(model: nn.Module | Network, example: Example) -> Network:
                 f"{', '.join(example.names)})"
             )
         return Chain(model)
-    from pipetrain.partition.trace import trace  # imports torch.export, which takes a second
+    from pipetrain.tracing.trace import trace  # imports torch.export, which takes a second
 
     return trace(model, example)

@@ -7,7 +7,7 @@ the number of activations that `simulate` predicts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -116,7 +116,8 @@ class Stage:
     instead of stopping the training. `ema`: evaluate a moving average of the weights, see Weights.
     `clip_grad_norm`: the most that the norm of a batch's gradient may be, otherwise it is scaled to it.
     `names`: those of parameters in the model, where they differ, as of a weight that an earlier layer has
-    too; `shared`: of each parameter of several stages, by its name in the model, these stages.
+    too; `shared`: of each parameter of several stages, by its name in the model, these stages;
+    `elsewhere`: tensors, by these names, that are in the state of an earlier stage.
     """
 
     def __init__(
@@ -138,10 +139,12 @@ class Stage:
         clip_grad_norm: float | None = None,
         names: Mapping[str, str] | None = None,
         shared: Mapping[str, Tie] | None = None,
+        elsewhere: Collection[str] = (),
     ) -> None:
         self.index = index
         self._names = names or {}
         self._shared = shared or {}
+        self._elsewhere = elsewhere
         self._numerics = numerics or Numerics()
         self._numerics.arrange_weights(module)
         self.module = module.train()
@@ -343,17 +346,16 @@ class Stage:
 
         Keys use the layer names of the whole model: `model/NAME` for parameters and buffers (complex ones as
         pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state, `ema/NAME` for the moving
-        average of the weights. A weight that several stages share is in the state of the first of them.
+        average of the weights. What several stages share is in the state of the first of them.
         """
         model = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
         tensors = {f"model/{self._name(name)}": numbers_of(tensor.detach()) for name, tensor in model}
         tensors |= {f"optimizer/{path}": tensor for path, tensor in self.weights.optimizer_state().items()}
         tensors |= {f"ema/{name}": numbers_of(tensor) for name, tensor in self.weights.average().items()}
-        elsewhere = {name for name, stages in self._shared.items() if stages[0] != self.index}
         return {
             path: _host_copy(tensor.detach())
             for path, tensor in tensors.items()
-            if _weight_of(path) not in elsewhere
+            if _weight_of(path) not in self._elsewhere
         }
 
     @torch.no_grad()

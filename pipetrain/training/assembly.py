@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from pipetrain.blueprint import Plan
+from pipetrain.partition.crossing import homes
 from pipetrain.partition.materialise import materialise
-from pipetrain.partition.network import Network, network_of
+from pipetrain.partition.network import Network, Part, network_of
 from pipetrain.rate import Rate
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
@@ -39,12 +40,14 @@ def make_stages(
     layers = plan.layers_on(mesh.world.rank)
     materialise(network, layers, {name for layer in layers for name in plan.layers[layer].borrows})
     mine = [index for index, rank in enumerate(plan.placement) if rank == mesh.world.rank]
+    home = homes(network, plan.cuts)
     known = {id(p): name for name, p in network.model.named_parameters()}
-    parts, names = {}, {}
+    parts: dict[int, Part] = {}
+    names: dict[int, dict[str, str]] = {}
     for index in mine:
         part = network.part(plan.seams.slices[index], plan.evaluated_seams.slices[index])
         names[index] = {own: known[id(p)] for own, p in part.named_parameters() if known[id(p)] != own}
-        if any(index in tie and tie[0] in parts for tie in plan.ties):
+        if any(index in tie and not parts.keys().isdisjoint(tie) for tie in plan.ties):
             part = deepcopy(part)  # each stage has copies of the weights that it shares
         parts[index] = part.to(mesh.device)
     return {
@@ -65,6 +68,7 @@ def make_stages(
             clip_grad_norm=settings.clip_grad_norm,
             names=names[index],
             shared={name: tie for name, tie in plan.links.shared.items() if index in tie},
+            elsewhere={name for name, stage in home.items() if stage != index},
         )
         for index in mine
     }

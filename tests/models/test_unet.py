@@ -16,7 +16,7 @@ from pipetrain.models.unet import Concatenate
 from pipetrain.partition.estimate import estimate
 from pipetrain.partition.network import Pop, Stash
 from pipetrain.tasks.metrics import MeanIoU
-from tests.support.cases import config
+from tests.support.cases import Case, compare, config, run_in_threads
 
 SMALL = {"num_classes": 3, "levels": 3, "convolutions": 2, "width": 4}
 
@@ -28,6 +28,12 @@ def small(**changed) -> nn.Sequential:
 
 def images(n: int, height: int = 16, width: int = 16) -> torch.Tensor:
     return torch.rand(n, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def classifying() -> nn.Sequential:
+    """The mean score of each of ten classes, over all pixels."""
+    scores = unet(num_classes=10, levels=3, convolutions=1, width=2)
+    return nn.Sequential(*scores, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
 def parameters(model: nn.Module) -> int:
@@ -171,3 +177,23 @@ def test_it_learns_the_made_shapes():
     with torch.no_grad():
         sums = iou.sums(model(data.test.all_inputs), data.test.all_targets)
     assert iou.value(sums.tolist(), 0.0) > 0.5
+
+
+AT_SKIPS = "partition=[2,9]"  # behind the Stash of level 1, and behind the Pop of level 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "partition"),
+    [
+        ("1f1b", 2, "partition=flops"),
+        ("1f1b", 3, AT_SKIPS),
+        ("pipedream", 2, "partition=flops"),
+        ("pipedream", 3, AT_SKIPS),
+        ("pipedream_2bw", 3, "partition=flops"),
+    ],
+)
+def test_stages_train_it_as_one_process_does(schedule, ranks, partition):
+    """In float64, over four updates with the delays that the theory gives."""
+    words = (f"model._target_={__name__}.classifying", partition, "microbatches=3", "epochs=1")
+    case = Case(schedule, ranks, words)
+    compare(case, *run_in_threads(case))

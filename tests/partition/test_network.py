@@ -102,6 +102,17 @@ def test_names_are_those_of_the_model():
     assert [name for name, _ in parts[1].named_children()] == list(dict(model.named_children()))[4:9]
 
 
+def test_a_layer_may_be_called_as_a_part_s_own_attributes_are():
+    """`pack`, say; add_module refused it."""
+    names = ("slice", "pack", "observed", "train")
+    model = nn.Sequential()
+    model._modules = {name: nn.Linear(6, 6).double() for name in names}
+    (slice,) = seams(estimate(copy.deepcopy(model), ENTRY), [], ENTRY).slices
+    part, x = Chain(model).part(slice), torch.randn(2, 6, dtype=torch.float64)
+    assert torch.equal(part(x)[0], model(x))
+    assert list(part.state_dict()) == list(model.state_dict())
+
+
 def test_a_part_says_what_each_layer_makes_and_may_be_given_something_else():
     model, seen = around(), []
     (slice,) = seams(estimate(around(), ENTRY), [], ENTRY).slices
@@ -183,6 +194,27 @@ def test_a_pop_before_its_stash_says_so_in_one_process_too():
 
 # Refused
 
+
+def hooked(layer: nn.Module) -> nn.Module:
+    layer.register_forward_hook(lambda module, given, made: made)
+    return layer
+
+
+class Twice(Stash):
+    def forward(self, value: Tensor) -> Tensor:
+        return 2 * super().forward(value)
+
+
+class Add(Pop):
+    def forward(self, value: Tensor) -> Tensor:
+        a, b = super().forward(value)
+        return a + b
+
+
+MORE = (
+    " has a hook or a forward of its own, which a pipeline would not run: put what it does into a layer "
+    "beside it"
+)
 REFUSED: dict[str, tuple[Callable[[Stash], list[nn.Module]], str]] = {
     "a stash inside": (
         lambda s: [nn.Sequential(nn.Tanh(), s), Pop(s)],
@@ -207,6 +239,10 @@ REFUSED: dict[str, tuple[Callable[[Stash], list[nn.Module]], str]] = {
         "layer 2 (2) is the second Pop of one Stash (layer 0): put another Stash behind that one",
     ),
     "no pop": (lambda s: [nn.Tanh(), s], "layer 1 (1) is a Stash without a Pop: add one, or leave it out"),
+    "a hooked stash": (lambda s: [hooked(s), Pop(s)], f"the Stash of layer 0 (0){MORE}"),
+    "a hooked pop": (lambda s: [s, hooked(Pop(s))], f"the Pop of layer 1 (1){MORE}"),
+    "another stash": (lambda s: [t := Twice(), Pop(t)], f"the Twice of layer 0 (0){MORE}"),
+    "another pop": (lambda s: [s, Add(s)], f"the Add of layer 1 (1){MORE}"),
     "twice": (
         lambda s: [s, Pop(s), Join(), s, Pop(s)],
         "layer 3 (3) is the Stash of layer 0 once more: make another one",

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from threading import Barrier
@@ -32,6 +33,7 @@ from pipetrain.runtime.mesh import World
 from pipetrain.runtime.order import Listed
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import Task
+from pipetrain.tracing.traced import Traced
 from pipetrain.training.runner import Runner
 from tests.support.cases import LocalMesh, drawing_in_turn
 from tests.support.deadlines import DEADLINE_S
@@ -75,15 +77,33 @@ class Subject:
         self.network.train(True)
         return self.network.model
 
+    @property
+    def draws(self) -> bool:
+        """Whether a layer draws random numbers in training."""
+        return isinstance(self.network, Traced) and bool(self.network.drawing)
+
+    def copied(self) -> Network:
+        """Return the network of a copy of the model, as another process would have."""
+        model = deepcopy(self.model)
+        if not isinstance(self.network, Traced):
+            return network_of(model, Example.in_batch(self.inputs))
+        network = copy(self.network)
+        network.model = model
+        network.modules = [network.part(network.alone(index)) for index in range(len(network.names))]
+        return network
+
 
 @dataclass(frozen=True)
 class Way:
-    """How to train: on how many ranks, by which schedule."""
+    """How to train: on how many ranks, by which schedule; `options` as those of Pipeline."""
 
     schedule: str
     ranks: int
     optimizer: OptimizerFactory = SGD
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.schedule} on {self.ranks}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +117,7 @@ class Trained:
 
 def planned(subject: Subject, way: Way) -> Plan:
     """Plan one window of all batches, as Pipeline does."""
-    options = {"device": "cpu", "seed": 5, "threads": 1, "partition": "even", **dict(way.options)}
+    options = {"device": "cpu", "seed": 5, "threads": 1, "partition": "even", **way.options}
     cfg, name = configuration(subject.model, way.schedule, MICROBATCHES, len(SAMPLES), torch.float64, options)
     settings = replace(read_settings(cfg, name, way.ranks), batch_size=max(SAMPLES))
     samples = Samples([*SAMPLES], [*SAMPLES])
@@ -107,12 +127,11 @@ def planned(subject: Subject, way: Way) -> Plan:
 
 def train(subject: Subject, plan: Plan, way: Way) -> Trained:
     """Train with one thread a rank."""
-    assert subject.model is not None  # its values are the initial ones
     wire, barrier, board = Wire(), Barrier(way.ranks), [None] * way.ranks
     runners = []
     for rank in range(way.ranks):
         mesh = LocalMesh(World(rank, way.ranks), wire, barrier, board)
-        given = (subject.network, subject.task, way.optimizer, _constant, mesh)
+        given = (subject.copied(), subject.task, way.optimizer, _constant, mesh)
         runners.append(Runner(plan, *given))  # type: ignore[arg-type]
     sizes = [pieces(samples, MICROBATCHES) for samples in SAMPLES]
     flat = [size for batch in sizes for size in batch]
@@ -125,8 +144,7 @@ def train(subject: Subject, plan: Plan, way: Way) -> Trained:
         runners[rank].evaluate(Listed(plan.evaluation[rank], len(SAMPLES)), [*SAMPLES], *batches)
         return losses
 
-    drawn = any(layer.draws for layer in plan.layers)
-    with ThreadPoolExecutor(way.ranks) as pool, drawing_in_turn() if drawn else nullcontext():
+    with ThreadPoolExecutor(way.ranks) as pool, drawing_in_turn() if subject.draws else nullcontext():
         found = [thread.result(DEADLINE_S) for thread in [pool.submit(work, k) for k in range(way.ranks)]]
     state: dict[str, Tensor] = {}
     for runner in runners:
@@ -143,13 +161,12 @@ def expected(subject: Subject, plan: Plan, way: Way) -> Trained:
     A weight that several stages share is, in each of them, of that stage's version, and gets the sum of their
     gradients. With dropout the module is one part of all layers, which seeds them as every cut does.
     """
-    drawn = any(layer.draws for layer in plan.layers)
     model = subject.model
     live = dict(model.named_parameters())
     stage_of = _stages(model, plan, subject.network)
     optimizer = way.optimizer(live.values())
     delay = DELAYS[way.schedule](plan.stages, MICROBATCHES)
-    run: Callable[..., Any] = partial(_called, subject, plan, drawn)
+    run: Callable[..., Any] = partial(_called, subject, plan)
     history, losses, mb, start = [_copied(live)], [], 0, 0
     for update, samples in enumerate(SAMPLES):
         inputs, targets = (_part(v, start, start + samples) for v in (subject.inputs, subject.targets))
@@ -195,10 +212,14 @@ def compare(subject: Subject, way: Way, tolerance: float = 1e-12) -> Plan:
     assert not missing & known.keys(), missing  # the second names of tied weights are
     for name, tensor in found.state.items():
         torch.testing.assert_close(
-            tensor, wanted.state[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            tensor,
+            wanted.state[name],
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{way}: {n}: {m}",
         )
     figures = [[*one.losses, one.evaluated] for one in (found, wanted)]
-    torch.testing.assert_close(*figures, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(*figures, rtol=tolerance, atol=tolerance, msg=lambda m: f"{way}: {m}")
     moved = [name for name, before in subject.initial.items() if not torch.equal(before, wanted.state[name])]
     assert len(moved) > len(subject.initial) / 2
     return plan
@@ -220,14 +241,15 @@ def _stages(model: nn.Module, plan: Plan, network: Network) -> dict[str, tuple[s
     return found
 
 
-def _called(subject: Subject, plan: Plan, drawn: bool, weights: dict[str, Tensor], inputs: Value) -> Any:
+def _called(subject: Subject, plan: Plan, weights: dict[str, Tensor], inputs: Value) -> Any:
     model = subject.network.model
-    if not drawn:
+    if not subject.draws:
         positional = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
         keywords = inputs if isinstance(inputs, dict) else {}
         return functional_call(model, weights, positional, keywords, tie_weights=False)
     (whole,) = seams(plan.layers, [], plan.example.of(1)).slices
     part, tensors = subject.network.part(whole), as_tuple(inputs)
+    weights = {name: weights[name] for name, _ in part.named_parameters()}  # each once
     outputs = functional_call(part, weights, tuple(tensors[made.number] for made in whole.enters))
     return part.pack(outputs)
 

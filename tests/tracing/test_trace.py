@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipetrain import draws
 from pipetrain.boundary import Example, TensorSpec
 from pipetrain.partition.network import INPUT, Made, Slice
-from pipetrain.partition.trace import trace
+from pipetrain.tracing.trace import trace
 from tests.support.tracing import assert_equal, example, inputs, tokens
 
 

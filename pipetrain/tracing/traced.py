@@ -13,20 +13,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from pipetrain.boundary import Boundary, Value
-from pipetrain.partition.dataflow import Dataflow, draws
-from pipetrain.partition.emitting import Code, Function
-from pipetrain.partition.grouping import Group
-from pipetrain.partition.layering import layers_of
 from pipetrain.partition.network import INPUT, Made, Network, Part, See, Slice, Tensors
-from pipetrain.partition.operations import Constant, Held, Input, Op, canonical
+from pipetrain.tracing.dataflow import Dataflow, draws
+from pipetrain.tracing.emitting import Code, Function
+from pipetrain.tracing.grouping import Group
+from pipetrain.tracing.layering import layers_of
+from pipetrain.tracing.operations import Constant, Held, Input, Op, canonical
 
 
 class Traced(Network):
     """Any nn.Module, as traced by torch.export. Layers return tuples; see trace.py for how it is made.
 
-    `drawing`: the numbers of the layers that draw random numbers in training; `joins`: why modules that could
-    be layers of their own stay together, in sentences.
+    `drawing`: the numbers of the layers that draw random numbers in training.
     """
+
+    shared_buffers_are_read_only = True  # what is written and read elsewhere too keeps layers together
 
     def __init__(
         self,
