@@ -33,7 +33,7 @@ from pipetrain.tasks.metrics import MetricFunction
 _OTHERS = {  # keys of the configuration that the arguments and methods of Pipeline stand for
     "model", "data", "task", "loss", "metrics", "optim", "schedule", "lr_schedule", "experiment", "defaults",
     "epochs", "batch_size", "label_smoothing", "warmup", "log_every", "trace", "checkpoint", "resume",
-    "run_dir", "hydra", "codec", "logger",
+    "run_dir", "hydra", "codec", "logger", "weights", "build",
 }  # fmt: skip
 _ARGUMENTS = (  # beside the keys of the configuration
     "model", "loss", "optimizer", "schedule", "task", "metrics", "weight", "param_groups", "lr_schedule",

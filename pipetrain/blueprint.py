@@ -27,6 +27,7 @@ from pipetrain.partition.crossing import (
     copies_input,
     copies_output,
     cuts_that_may_be,
+    lighter_cuts,
     refuse_changing,
     refuse_cuts,
     seams,
@@ -230,6 +231,8 @@ def make_plan(
         cuts, prediction = _cut_by_times(settings, network, layers, predictor)
     else:
         cuts = choose_cuts(settings.partition, layers, len(where), network.joins)
+        if settings.partition == "flops":
+            cuts = lighter_cuts(layers, cuts, example.of(full))
     refuse_cuts(network, layers, cuts)
     refuse_changing([*trained.values(), *evaluated.values()], cuts, example.of(full))
     joined = seams(layers, cuts, example.of(full))

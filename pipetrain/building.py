@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -23,9 +24,10 @@ from torch import nn
 from pipetrain.boundary import Example, specs_of
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.partition import factory
 from pipetrain.partition.estimate import storage_of
-from pipetrain.partition.materialise import cast_exactly
-from pipetrain.partition.network import Chain, Network, network_of
+from pipetrain.partition.materialise import cast_exactly, named_tensors
+from pipetrain.partition.network import Chain, Network, Values, network_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
 
@@ -129,6 +131,7 @@ class Models:
     def __init__(self) -> None:
         self._key: object = None
         self._model: nn.Module | None = None
+        self._values: Values | None = None  # that the model shall have
         self._traced: tuple[Example, Network] | None = None
         self._random: tuple[Any, Any] = None, None  # states after building of Python's and NumPy's generators
 
@@ -136,9 +139,10 @@ class Models:
         """Return the whole model, to be read only. Raises ConfigError."""
         key = None
         with suppress(ValueError, OmegaConfBaseException):  # make_model raises a better error
-            key = OmegaConf.to_container(cfg.model, resolve=True), seed, dtype
+            key = OmegaConf.to_container(cfg.model, resolve=True), seed, dtype, _origin(cfg)
         if self._model is None or self._key != key:
-            self._key, self._model, self._traced = key, make_model(cfg, seed, dtype), None
+            made = _with_values(cfg, seed, dtype)
+            self._key, self._traced, (self._model, self._values) = key, None, made
             self._random = random.getstate(), np.random.get_state()
         random.setstate(self._random[0])  # so that layers draw the same numbers on every use
         np.random.set_state(self._random[1])
@@ -150,20 +154,30 @@ class Models:
         if not isinstance(model, nn.Sequential):
             return self._trace(model, example)
         if _is_copied_whole(model):
-            return Chain(deepcopy(model))
-        return network_of(make_model(cfg, seed, dtype), example)
+            return _valued(Chain(deepcopy(model)), self._values)
+        twin, values = _with_values(cfg, seed, dtype)
+        return _valued(network_of(twin, example), values)
 
     def take(self, cfg: DictConfig, seed: int, dtype: torch.dtype, example: Example) -> Network:
         """Return the whole model for training, and drop the reference. Raises ConfigError."""
         model = self.see(cfg, seed, dtype)
-        network = Chain(model) if isinstance(model, nn.Sequential) else self._trace(model, example)
-        self._model = self._traced = None
+        network = self._trace(model, example)
+        self._model = self._traced = self._values = None
         return network
 
     def _trace(self, model: nn.Module, example: Example) -> Network:
         if self._traced is None or self._traced[0] != example:
-            self._traced = example, network_of(model, example)
+            self._traced = example, _valued(network_of(model, example), self._values)
         return self._traced[1]
+
+
+def _valued(network: Network, values: Values | None) -> Network:
+    network.values = values
+    return network
+
+
+def _origin(cfg: DictConfig) -> tuple[object, object]:
+    return cfg.get("weights"), cfg.get("build", "whole")
 
 
 def _is_copied_whole(model: nn.Module) -> bool:
@@ -171,7 +185,8 @@ def _is_copied_whole(model: nn.Module) -> bool:
 
     A function or a weak reference in a layer would still refer to the layers of the original.
     """
-    held = [t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()]
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.numel()]
+    held = [t.untyped_storage().data_ptr() or storage_of(t) for t in tensors]
     if len(held) > len(set(held)):
         return False
     return all(
@@ -184,12 +199,29 @@ def _is_copied_whole(model: nn.Module) -> bool:
 
 def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Module:
     """Build the whole model, with the same weights for one seed on every rank. Raises ConfigError."""
+    return _with_values(cfg, seed, dtype)[0]
+
+
+def _with_values(cfg: DictConfig, seed: int, dtype: torch.dtype) -> tuple[nn.Module, Values | None]:
+    """Build the model, for build=stages without its numbers; return the values that it shall have too."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    model = build(cfg, "model")
+    weights, origin = _origin(cfg)
+    model: Any
+    values: Values | None
+    if origin == "whole":
+        model, values = build(cfg, "model"), None
+    else:
+        model, values = factory.build(partial(build, cfg, "model"), seed)
     prove_model(model, f"{cfg.model._target_} must return", dtype)
-    return cast(nn.Module, model)
+    if weights is not None:
+        from pipetrain.checkpoint.plain import read_weights  # which needs this module
+
+        values = read_weights(str(weights), model, values)
+    elif values is not None:
+        values.prove(named_tensors(model))
+    return cast(nn.Module, model), values
 
 
 def prove_model(model: object, needs: str, dtype: torch.dtype) -> None:

@@ -106,6 +106,7 @@ DTYPE = replace(_one_of("float32", "float64"), read=lambda name: getattr(torch, 
 SOURCE = _Rule(
     "auto, the folder of a checkpoint or of a run,", lambda value: isinstance(value, str) and value != ""
 )
+WEIGHTS = _Rule("the path of a file or a folder", lambda value: isinstance(value, str) and value != "")
 PARTITION = _Rule(
     "a strategy's name, a list of layer numbers such as [8], or partition.profile=FILE of an earlier run",
     _is_partition,
@@ -148,6 +149,8 @@ class Settings:
     clip_grad_norm_over: Annotated[str, _one_of("auto", "model", "stage")]
     ema: Annotated[float | None, SHARE]  # decay
     seed: Annotated[int, _whole(0, 2**63 - 1)]
+    weights: Annotated[str | None, WEIGHTS]
+    build: Annotated[str, _one_of("whole", "stages")]
     device: Annotated[str, _one_of("auto", "cpu", "cuda")]
     dtype: Annotated[torch.dtype, DTYPE]
     precision: Annotated[str, _one_of("fp32", "bf16")]
@@ -200,6 +203,16 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         raise ConfigError(
             f"memory_limit={settings.memory_limit:g} needs to know what a stage holds: choose "
             f"partition={PROFILE} with it, or leave it out"
+        )
+    if settings.build == "stages" and settings.partition == PROFILE and settings.profile is None:
+        raise ConfigError(
+            f"partition={PROFILE} measures the whole model in each process, which build=stages does not "
+            f"make: choose partition=flops, or give partition.profile=, a file measured where it fits"
+        )
+    if settings.weights is not None and settings.resume not in (None, "auto"):
+        raise ConfigError(
+            f"resume={settings.resume} begins with the weights of that checkpoint, and weights="
+            f"{settings.weights} with others: leave one of them out"
         )
     return settings
 

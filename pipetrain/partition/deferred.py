@@ -28,7 +28,7 @@ from pipetrain.errors import ConfigError
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 _INITIAL = -2  # in place of the number of an update
-WAY_OUT = "or give Pipeline the model itself, which every rank then holds whole"
+WAY_OUT = "or let every rank hold the whole model (Pipeline(model), or build=whole)"
 
 
 @dataclass(frozen=True, slots=True)

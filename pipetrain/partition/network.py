@@ -242,7 +242,7 @@ class _ChainPart(Part):
         self._stashes = {pop: stash for pop, stash in chain.stashes.items() if slice.start <= pop < slice.end}
         self._leaving = [made.layer for made in slice.leaves if made.number == 0]
         for index in range(slice.start, slice.end):
-            self.add_module(chain.names[index], chain.modules[index])
+            self._modules[chain.names[index]] = chain.modules[index]  # add_module refuses a layer named pack
         self._single = True  # whether the last layer has returned one tensor
         self._packing: Packing | None = None  # of what the model has returned, if it is no tuple either
 
@@ -295,6 +295,6 @@ def network_of(model: nn.Module | Network, example: Example) -> Network:
                 f"{', '.join(example.names)})"
             )
         return Chain(model)
-    from pipetrain.partition.trace import trace  # imports torch.export, which takes a second
+    from pipetrain.tracing.trace import trace  # imports torch.export, which takes a second
 
     return trace(model, example)

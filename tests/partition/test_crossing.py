@@ -17,6 +17,7 @@ from pipetrain.partition.crossing import (
     Seams,
     copies_output,
     cuts_that_may_be,
+    lighter_cuts,
     refuse_changing,
     refuse_cuts,
     seams,
@@ -26,7 +27,7 @@ from pipetrain.partition.network import INPUT, Chain, Made, Pop, Slice, Stash
 from tests.support.models import Join, Pair
 from tests.support.refusals import outcome, refusal
 
-steady = settings(derandomize=True, deadline=None, max_examples=60)
+steady = settings(derandomize=True, deadline=None, max_examples=40)
 ENTRY = Boundary((TensorSpec((2, 3), torch.float32),), needs_grad=(False,), requires_grad=(False,))
 
 
@@ -324,3 +325,31 @@ def test_what_a_layer_keeps_is_known_behind_many_that_hand_it_on(first, kept):
     leaves = tuple(Made(40, number) for number in range(3))
     assert copies_output(layers, Slice(0, 41, (), leaves)) is kept
     assert not copies_output(layers, Slice(1, 41, (), leaves))  # a copy came from another stage
+
+
+class Plus(nn.Module):
+    """The sum of two tensors."""
+
+    def forward(self, tensors: tuple[Tensor, Tensor]) -> Tensor:
+        return tensors[0] + tensors[1]
+
+
+def skipping() -> nn.Sequential:
+    """Layers 0 to 6: linear, Stash, linear, linear, Pop, join, linear."""
+    stash, (a, b, c, d) = Stash(), (nn.Linear(4, 4) for _ in range(4))
+    return nn.Sequential(a, stash, b, c, Pop(stash), Plus(), d)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "lighter"),
+    [
+        ([2, 3, 5], [2, 3, 4]),  # behind the Pop the skip would travel twice
+        ([2, 5], [2, 5]),  # the stage of the Pop has it anyway
+        ([4], [4]),
+        ([4, 5], [4, 5]),  # the stage between would be empty
+        ([3, 6], [3, 6]),  # no layer there only hands on
+    ],
+)
+def test_a_cut_is_moved_to_where_fewer_bytes_cross(cuts, lighter):
+    entry = Example((TensorSpec((4,), torch.float32),)).of(2)
+    assert lighter_cuts(estimate(skipping(), entry), cuts, entry) == lighter

@@ -102,6 +102,17 @@ def test_names_are_those_of_the_model():
     assert [name for name, _ in parts[1].named_children()] == list(dict(model.named_children()))[4:9]
 
 
+def test_a_layer_may_be_called_as_a_part_s_own_attributes_are():
+    """`pack`, say; add_module refused it."""
+    names = ("slice", "pack", "observed", "train")
+    model = nn.Sequential()
+    model._modules = {name: nn.Linear(6, 6).double() for name in names}
+    (slice,) = seams(estimate(copy.deepcopy(model), ENTRY), [], ENTRY).slices
+    part, x = Chain(model).part(slice), torch.randn(2, 6, dtype=torch.float64)
+    assert torch.equal(part(x)[0], model(x))
+    assert list(part.state_dict()) == list(model.state_dict())
+
+
 def test_a_part_says_what_each_layer_makes_and_may_be_given_something_else():
     model, seen = around(), []
     (slice,) = seams(estimate(around(), ENTRY), [], ENTRY).slices

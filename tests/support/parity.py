@@ -28,12 +28,12 @@ from pipetrain.data.loader import pieces
 from pipetrain.draws import Seeds, drawing
 from pipetrain.partition.crossing import seams
 from pipetrain.partition.network import Network, network_of
-from pipetrain.partition.traced import Traced
 from pipetrain.runtime.local import Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.runtime.order import Listed
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import Task
+from pipetrain.tracing.traced import Traced
 from pipetrain.training.runner import Runner
 from tests.support.cases import LocalMesh, drawing_in_turn
 from tests.support.deadlines import DEADLINE_S

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.boundary import Example, TensorSpec
 from pipetrain.partition.network import INPUT, Made, Slice
-from pipetrain.partition.trace import trace
-from pipetrain.partition.traced import Traced
+from pipetrain.tracing.trace import trace
+from pipetrain.tracing.traced import Traced
 
 
 def example(*shapes: tuple[int, ...], names: tuple[str, ...] | None = None) -> Example:

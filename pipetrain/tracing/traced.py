@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from pipetrain.boundary import Boundary, Value
-from pipetrain.partition.dataflow import Dataflow, draws
-from pipetrain.partition.emitting import Code, Function
-from pipetrain.partition.grouping import Group
-from pipetrain.partition.layering import layers_of
 from pipetrain.partition.network import INPUT, Made, Network, Part, See, Slice, Tensors
-from pipetrain.partition.operations import Constant, Held, Input, Op, canonical
+from pipetrain.tracing.dataflow import Dataflow, draws
+from pipetrain.tracing.emitting import Code, Function
+from pipetrain.tracing.grouping import Group
+from pipetrain.tracing.layering import layers_of
+from pipetrain.tracing.operations import Constant, Held, Input, Op, canonical
 
 
 class Traced(Network):
@@ -89,11 +89,15 @@ class Traced(Network):
 class TracedPart(Part):
     """Layers of a traced model, with code of their own for training and for evaluation."""
 
+    holders: tuple[nn.Module, ...]
+    constants: _Constants
+
     def __init__(self, network: Traced, slice: Slice, evaluated: Slice | None = None) -> None:
         super().__init__(slice, evaluated)
         names = dict.fromkeys(n for index in range(slice.start, slice.end) for n in network.placed[index])
-        self.holders, self._places = _hold(self, network.model, names)
-        self.constants = _Constants(network.constants)
+        holders, self._places = _hold(self, network.model, names)
+        # Past __setattr__, which refuses them where a layer of the model has such a name.
+        self.__dict__ |= {"holders": holders, "constants": _Constants(network.constants)}
         self._shared = _Shared(network)
         self._functions: dict[tuple[Slice, bool], Function] = {}
         self.training = network.model.training

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipetrain import draws
 from pipetrain.boundary import Example, TensorSpec
 from pipetrain.partition.network import INPUT, Made, Slice
-from pipetrain.partition.trace import trace
+from pipetrain.tracing.trace import trace
 from tests.support.tracing import assert_equal, example, inputs, tokens
 
 
@@ -40,6 +40,24 @@ def test_branches_travel_straight_to_where_they_join():
     assert network.names == ["trunk", "left", "right", "head"]
     assert network.takes(3, ()) == (Made(0, 0), Made(1, 0), Made(2, 0))
     assert network.drawing == {1}
+
+
+class Named(nn.Module):
+    """Layers that are called as a part's own attributes are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("holders", "constants", "slice", "pack", "observed"):
+            self.add_module(name, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x).tanh()
+        return x
+
+
+def test_layers_may_have_any_names():
+    assert_equal(Named(), example((8,)), samples=3)
 
 
 class Block(nn.Module):

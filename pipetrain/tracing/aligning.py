@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils._pytree import tree_structure
 
 from pipetrain.errors import ConfigError
-from pipetrain.partition.operations import BOTH, Choice, Listing, Op, ops_in, selection
+from pipetrain.tracing.operations import BOTH, Choice, Listing, Op, ops_in, selection
 
 
 def align(training: Listing, evaluation: Listing) -> Listing:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipetrain import draws
-from pipetrain.partition.operations import Autocast, Choice, Constant, Device, Held, Op, select
+from pipetrain.tracing.operations import Autocast, Choice, Constant, Device, Held, Op, select
 
 Function = Callable[..., tuple[Tensor, ...]]
 _numbers = itertools.count()

@@ -16,10 +16,10 @@ from pipetrain import draws
 from pipetrain.boundary import Example, leaves_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.partition.estimate import CHEAP, made_up
-from pipetrain.partition.exporting import as_arguments
 from pipetrain.partition.network import INPUT, Made, Tensors
-from pipetrain.partition.traced import Traced
-from pipetrain.partition.watching import watching
+from pipetrain.tracing.exporting import as_arguments
+from pipetrain.tracing.traced import Traced
+from pipetrain.tracing.watching import watching
 
 SAMPLES = 2
 TOLERANCE = 1e-3  # relative; the module may choose another kernel than the trace for the same function

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipetrain.partition.grouping import Group, Item, Modules, group
-from pipetrain.partition.operations import Call
+from pipetrain.tracing.grouping import Group, Item, Modules, group
+from pipetrain.tracing.operations import Call
 
 PLAIN = Modules(lists=(), elements=(), root="Model")
 

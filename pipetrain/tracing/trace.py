@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.boundary import Example
 from pipetrain.errors import ConfigError
-from pipetrain.partition.aligning import align
-from pipetrain.partition.dataflow import Dataflow
-from pipetrain.partition.exporting import exported
-from pipetrain.partition.grouping import Item, Modules, group
-from pipetrain.partition.operations import Listing, Op, ops_in
-from pipetrain.partition.proving import prove
-from pipetrain.partition.reading import read
-from pipetrain.partition.traced import Traced
+from pipetrain.tracing.aligning import align
+from pipetrain.tracing.dataflow import Dataflow
+from pipetrain.tracing.exporting import exported
+from pipetrain.tracing.grouping import Item, Modules, group
+from pipetrain.tracing.operations import Listing, Op, ops_in
+from pipetrain.tracing.proving import prove
+from pipetrain.tracing.reading import read
+from pipetrain.tracing.traced import Traced
 
 
 def trace(model: nn.Module, example: Example) -> Traced:

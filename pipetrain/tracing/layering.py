@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pipetrain.partition.dataflow import SIZES, Dataflow
-from pipetrain.partition.grouping import Group
-from pipetrain.partition.operations import Held, Input, Op, ops_in
+from pipetrain.tracing.dataflow import SIZES, Dataflow
+from pipetrain.tracing.grouping import Group
+from pipetrain.tracing.operations import Held, Input, Op, ops_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from pipetrain.boundary import Example
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.partition.estimate import made_up
-from pipetrain.partition.watching import Watch, watching
 from pipetrain.places import standing_in
+from pipetrain.tracing.watching import Watch, watching
 
 SAMPLES = 3  # of a microbatch; the trace holds for any number
 

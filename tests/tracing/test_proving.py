@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
-from pipetrain.partition.proving import prove
-from pipetrain.partition.trace import trace
+from pipetrain.tracing.proving import prove
+from pipetrain.tracing.trace import trace
 from tests.support.tracing import example, tokens
 
 
