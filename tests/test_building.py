@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from pipetrain.boundary import Boundary, Example, TensorSpec, Value
 from pipetrain.building import Models, make_model, make_schedule, make_task
+from pipetrain.errors import ConfigError
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.crossing import refuse_cuts
 from pipetrain.partition.estimate import estimate
+from pipetrain.partition.materialise import materialise
 from pipetrain.tasks import Classification, LanguageModelling, Regression, Segmentation, Task
 from tests.support.cases import config
 from tests.support.refusals import ARGUMENTS, TARGETS, WORDS, changed, outcome, refusal
@@ -187,6 +189,36 @@ def test_another_model_or_seed_or_dtype_is_built_anew():
     assert BUILT == ["known"] * 3
     assert len(models.take(other, 4, torch.float64, IMAGE).modules) == 4
     assert BUILT[3:] == ["draws"]
+
+
+def test_a_model_that_is_built_by_stages_has_no_numbers_until_a_stage_takes_them():
+    asked = config(["data=digits", "model=mlp", "build=stages"]), 3, torch.float64
+    models = Models()
+    network = models.copy(*asked, IMAGE)
+    assert all(p.is_meta and p.dtype == torch.float64 for p in network.model.parameters())
+    taken = models.take(*asked, IMAGE)
+    assert taken.model is not network.model
+    materialise(taken, [0])
+    made = [p.is_meta for p in taken.model.parameters()]
+    assert made == [False] * 2 + [True] * (len(made) - 2)
+    again = models.take(*asked, IMAGE)
+    materialise(again, range(len(again.modules)))
+    assert torch.equal(next(taken.model.parameters()), next(again.model.parameters()))
+    assert not same(again.model, make_model(config(["data=digits", "model=mlp"]), 3, torch.float64))
+
+
+@pytest.mark.parametrize("origin", ["whole", "stages"])
+def test_a_model_may_begin_with_the_weights_of_a_file(tmp_path, origin):
+    words = ["data=digits", "model=mlp", f"build={origin}"]
+    known = make_model(config(words[:2]), 5, torch.float32)
+    torch.save(known.state_dict(), tmp_path / "known.pt")
+    asked = config([*words, f"weights={tmp_path / 'known.pt'}"]), 3, torch.float32, IMAGE
+    network = Models().take(*asked)
+    materialise(network, range(len(network.modules)))
+    assert same(network.model, known)
+    other = config([*words, "+model.width=64", f"weights={tmp_path / 'known.pt'}"])
+    with pytest.raises(ConfigError, match=r"known.pt is of another model: it has float32\[128"):
+        Models().take(other, *asked[1:])
 
 
 @pytest.mark.parametrize(("kind", "cut"), [("functions", 4), ("memory", 3)])

@@ -138,6 +138,8 @@ STRATEGY = "must be a strategy's name, a list of layer numbers such as [8], or p
         ("dtype", "float16", "dtype=float16 must be one of float32, float64"),
         ("data.drop_last", "maybe", "data.drop_last=maybe must be true or false"),
         ("resume", "", "resume= must be auto, the folder of a checkpoint or of a run, or null"),
+        ("weights", "", "weights= must be the path of a file or a folder or null"),
+        ("build", "parts", "build=parts must be one of whole, stages"),
         ("trace", 3, "trace=3 must be true or false; trace.windows=4 traces the first 4 windows"),
         ("trace", {"steps": 3}, "trace={'steps': 3} must be true or false"),
         ("trace", {"windows": 0}, "trace={'windows': 0} must be true or false; trace.windows=4 traces"),
@@ -152,6 +154,21 @@ STRATEGY = "must be a strategy's name, a list of layer numbers such as [8], or p
 )
 def test_a_value_that_cannot_be_is_refused(key, value, says):
     assert says in refusal(lambda: read_settings(changed(key, value), "1f1b", None))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["build=stages", "partition=profile"], "partition=profile measures the whole model in each process"),
+        (
+            ["weights=w.pt", "resume=runs/x"],
+            "resume=runs/x begins with the weights of that",
+        ),
+    ],
+)
+def test_weights_that_would_not_count_or_could_not_be_made_are_refused(words, says):
+    assert says in refusal(lambda: read_settings(config(words), "1f1b", None))
+    read_settings(config([words[0], "resume=auto"]), "1f1b", None)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

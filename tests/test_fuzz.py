@@ -47,6 +47,8 @@ POOL: dict[str, list[object]] = {
     "memory_format": ["auto", "contiguous", "channels_last", "nhwc"],
     "on_nan": ["stop", "skip", "pray"],
     "seed": [0, 7, -1, 2**70, "x"],
+    "build": ["whole", "stages", "parts"],
+    "weights": ["null", "nowhere.pt"],
     "stages": ["null", 1, 2, 3, 9, 0],
     "threads": ["null", 1, 0],
     "timeout": [30, 0, "inf"],

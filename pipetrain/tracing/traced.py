@@ -89,11 +89,15 @@ class Traced(Network):
 class TracedPart(Part):
     """Layers of a traced model, with code of their own for training and for evaluation."""
 
+    holders: tuple[nn.Module, ...]
+    constants: _Constants
+
     def __init__(self, network: Traced, slice: Slice, evaluated: Slice | None = None) -> None:
         super().__init__(slice, evaluated)
         names = dict.fromkeys(n for index in range(slice.start, slice.end) for n in network.placed[index])
-        self.holders, self._places = _hold(self, network.model, names)
-        self.constants = _Constants(network.constants)
+        holders, self._places = _hold(self, network.model, names)
+        # Past __setattr__, which refuses them where a layer of the model has such a name.
+        self.__dict__ |= {"holders": holders, "constants": _Constants(network.constants)}
         self._shared = _Shared(network)
         self._functions: dict[tuple[Slice, bool], Function] = {}
         self.training = network.model.training

@@ -27,7 +27,7 @@ from pipetrain.partition.network import INPUT, Chain, Made, Pop, Slice, Stash
 from tests.support.models import Join, Pair
 from tests.support.refusals import outcome, refusal
 
-steady = settings(derandomize=True, deadline=None, max_examples=60)
+steady = settings(derandomize=True, deadline=None, max_examples=40)
 ENTRY = Boundary((TensorSpec((2, 3), torch.float32),), needs_grad=(False,), requires_grad=(False,))
 
 

@@ -42,6 +42,24 @@ def test_branches_travel_straight_to_where_they_join():
     assert network.drawing == {1}
 
 
+class Named(nn.Module):
+    """Layers that are called as a part's own attributes are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("holders", "constants", "slice", "pack", "observed"):
+            self.add_module(name, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x).tanh()
+        return x
+
+
+def test_layers_may_have_any_names():
+    assert_equal(Named(), example((8,)), samples=3)
+
+
 class Block(nn.Module):
     """torchvision's BasicBlock: ReLU and the residual sum in place."""
 
