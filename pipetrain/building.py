@@ -41,7 +41,7 @@ def build(cfg: DictConfig, group: str) -> Any:
     if not isinstance(cfg[group], DictConfig) or "_target_" not in cfg[group]:
         raise ConfigError(f"{group} needs a _target_: the dotted name of what builds it")
     try:
-        return instantiate(cfg[group])
+        return instantiate(cfg[group], _convert_="all")  # lists and dicts, as callers in Python give
     except InstantiationException as error:
         raise not_built(group, cfg[group], error) from error
     except InterpolationKeyError as error:
@@ -113,7 +113,7 @@ def _function(cfg: DictConfig, key: str) -> Any:
         raise ConfigError(f"{key} needs a _target_: the dotted name of a function or a class")
     try:
         is_class = inspect.isclass(pkgutil.resolve_name(str(node["_target_"])))
-        made = instantiate(node, _partial_=not is_class)
+        made = instantiate(node, _partial_=not is_class, _convert_="all")
     except (InstantiationException, ImportError, AttributeError, ValueError) as error:
         raise not_built(key, node, error) from error
     if not callable(made) and not isinstance(made, Metric):
@@ -312,7 +312,7 @@ def make_codec(cfg: DictConfig, direction: str) -> Codec:
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise ConfigError(f"{key} must be a codec's name, or have a _target_: the dotted name of its class")
     try:
-        codec = instantiate(node)
+        codec = instantiate(node, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, ValueError) and re.match(r"\w+=", str(cause)):  # a message of our codecs

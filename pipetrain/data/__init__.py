@@ -146,7 +146,7 @@ def fallback_message(error: DataMissing, name: str) -> str:
 
 def _make(data: DictConfig, part: str) -> object:
     try:
-        call = instantiate(data[part], _partial_=True)
+        call = instantiate(data[part], _partial_=True, _convert_="all")
     except InstantiationException as error:
         raise ConfigError(f"data.{part} cannot be made: {one_line(error.__cause__ or error)}") from error
     try:
