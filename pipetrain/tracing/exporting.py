@@ -120,7 +120,7 @@ def _places_that_fix_sizes(found: list[str]) -> Iterator[None]:
 
 
 def _is_machinery(file: str) -> bool:
-    return "/torch/" in file or "pipetrain/partition/" in file or file.startswith("<")
+    return "/torch/" in file or "pipetrain/tracing/" in file or file.startswith("<")
 
 
 def _refusal(model: nn.Module, example: Example, error: Exception, fixed: list[str]) -> ConfigError:

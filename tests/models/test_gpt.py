@@ -14,8 +14,9 @@ from pipetrain.building import build
 from pipetrain.data import Split, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.models import gpt
-from pipetrain.partition.crossing import refuse_cuts
+from pipetrain.partition.crossing import refuse_cuts, shared_weights
 from pipetrain.partition.estimate import estimate
+from pipetrain.partition.network import Chain
 from pipetrain.training.run import prepare
 from tests.support import cases
 from tests.support.cases import config
@@ -185,17 +186,13 @@ def test_the_work_of_a_block_counts_its_attention(dropout):
     assert work - n * length * width == 2 * n * length * 12 * width**2 + 2 * n * 2 * width * length**2
 
 
-def test_a_tied_head_is_trained_with_the_embedding_and_cannot_be_cut_from_it():
+def test_a_tied_head_shares_its_weight_with_the_stage_of_the_embedding():
     model = small(tied=True)
     assert model.head.weight is model.embedding.tokens.weight
-    layers = estimate(model, ENTRY)
-    refuse_cuts(model, layers, [])
-    with pytest.raises(ConfigError) as refusal:
-        refuse_cuts(model, layers, [2])
-    assert str(refusal.value) == (
-        "layer 4 (head) of stage 1 shares its weight with stage 0; choose a partition that keeps both layers "
-        "in one stage, or give each its own (for model=gpt: model.tied=false)"
-    )
+    chain = Chain(model)
+    refuse_cuts(chain, estimate(model, ENTRY), [2])
+    assert shared_weights(chain, [2]) == {"embedding.tokens.weight": (0, 1)}
+    assert shared_weights(chain, []) == shared_weights(Chain(small()), [2]) == {}
 
 
 def test_a_pipeline_trains_it_on_text_as_one_process_does(monkeypatch):
