@@ -51,8 +51,8 @@ def prove(network: Traced, example: Example) -> None:
 
 def _work(network: Traced, example: Example) -> int:
     """Return the floating-point operations of a forward."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.random.fork_rng([]), fake, FlopCounterMode(display=False) as counter:
+    fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
+    with _restored(network.model), torch.random.fork_rng([]), fake, counter:
         _chain(network, [made_up(spec) for spec in example.of(SAMPLES).specs])
     return int(counter.get_total_flops())
 
