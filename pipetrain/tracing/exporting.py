@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from typing import Any
 
 import torch
@@ -63,6 +65,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 def _exported(model: nn.Module, example: Example, device: torch.device) -> ExportedProgram:
     with torch.random.fork_rng([]):
         args, kwargs = arguments(example, device)
+    _refuse_names(model, example, args, kwargs)
     batch = Dim("batch")
     shapes = as_arguments(example, [{0: batch} for _ in example.specs])
     before: Watch | None = None
@@ -75,6 +78,19 @@ def _exported(model: nn.Module, example: Example, device: torch.device) -> Expor
             raise ConfigError(watch.refused)
         before = watch
         before.assign(new=True)  # torch.export has undone it; a module may complete itself when it first runs
+
+
+def _refuse_names(model: nn.Module, example: Example, args: Any, kwargs: dict[str, Any]) -> None:
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except ValueError:  # some callables have no signature
+        return
+    except TypeError as error:
+        given = f"a dict of {', '.join(kwargs)}" if kwargs else f"{len(args)} without names"
+        raise ConfigError(
+            f"the forward of {type(model).__name__} cannot take the data's inputs, {given}: {error}; choose "
+            f"and name them as it does, on the command line by data.columns="
+        ) from error
 
 
 def _watched(
@@ -90,7 +106,8 @@ def _watched(
     ):
         warnings.simplefilter("ignore")
         try:
-            return export(model, args, kwargs, dynamic_shapes=shapes, strict=False), watch
+            with redirect_stderr(StringIO()):  # where torch prints the graph of what it could not trace
+                return export(model, args, kwargs, dynamic_shapes=shapes, strict=False), watch
         except ConfigError:
             raise
         except Exception as error:  # the user's forward may raise anything
@@ -168,7 +185,8 @@ def _place(error: BaseException) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep torch from logging what is reported otherwise."""
-    loggers = [logging.getLogger(name) for name in ("torch", "torch._subclasses.fake_tensor", "torch.export")]
+    names = "torch", "torch._subclasses.fake_tensor", "torch.export", "torch.fx.experimental.symbolic_shapes"
+    loggers = [logging.getLogger(name) for name in names]
     disabled = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True

@@ -40,7 +40,14 @@ def prove(network: Traced, example: Example) -> None:
         args, kwargs = as_arguments(example, tensors)
         for mode in (True, False):
             network.train(mode)
-            whole = _run(model, lambda: leaves_of(model(*args, **kwargs)), mode)
+            try:
+                whole = _run(model, lambda: leaves_of(model(*args, **kwargs)), mode)
+            except RuntimeError as error:
+                what = "train on" if mode else "evaluate"
+                raise ConfigError(
+                    f"the model cannot {what} {example.of(SAMPLES)} in one process either: "
+                    f"{one_line(error)[:300]}"
+                ) from error
             layers = _run(model, lambda: _chain(network, tensors), mode)
             _compare(whole, layers, mode)
     for module, mode in zip(model.modules(), modes, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -156,6 +157,27 @@ def test_refused(function: Forward):
     Seven.apply(x).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [7, 7]
+
+
+def test_nothing_else_is_printed(capfd, caplog):
+    """torch.export prints the graph so far, and logs, where it fails."""
+    with pytest.raises(ConfigError):
+        trace(Model(decides), example((4,)))
+    assert tuple(capfd.readouterr()) == ("", "")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("of", "given"),
+    [
+        (example((4,), names=("z",)), "a dict of z: missing a required argument: 'x'"),
+        (example((4,), (4,)), "2 without names: too many positional arguments"),
+    ],
+)
+def test_inputs_that_the_forward_does_not_take_are_refused(of, given):
+    sentence = f"the forward of Model cannot take the data's inputs, {given}; choose and name them as it does"
+    with pytest.raises(ConfigError, match=sentence):
+        trace(Model(decides), of)
 
 
 def test_a_backward_hook_is_refused():

@@ -57,3 +57,24 @@ def test_whole_numbers_are_those_that_the_model_takes():
     trace(Lookup(1), tokens("ids"))  # takes no 1
     with pytest.raises(ConfigError, match=r"the model cannot take int64\[2, 8\]: RuntimeError: index_select"):
         trace(Lookup(0), tokens("ids"))
+
+
+class Overwritten(nn.Module):
+    """Writes what its own backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        y = self.layer(h)
+        h.mul_(2)
+        return h + y
+
+
+def test_what_one_process_cannot_train_either_is_said_so():
+    with pytest.raises(
+        ConfigError, match=r"cannot train on float32\[2, 4\] in one process either: one of the"
+    ):
+        trace(Overwritten(), example((4,)))
