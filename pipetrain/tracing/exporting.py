@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -167,13 +168,15 @@ def _place(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging what is reported otherwise."""
-    loggers = [logging.getLogger(name) for name in ("torch", "torch._subclasses.fake_tensor", "torch.export")]
+    """Keep torch from writing what is reported otherwise."""
+    names = ("", "._subclasses.fake_tensor", ".export", ".fx.experimental.symbolic_shapes")
+    loggers = [logging.getLogger(f"torch{name}") for name in names]
     disabled = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
     try:
-        yield
+        with redirect_stderr(io.StringIO()):  # where torch.export prints a graph
+            yield
     finally:
         for logger, value in zip(loggers, disabled, strict=True):
             logger.disabled = value
