@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
@@ -137,4 +137,12 @@ def refuse_ties(settings: Settings, schedule: Schedule, links: Links) -> None:
         raise ConfigError(
             f"{several}, and clip_grad_norm_over=stage would scale its gradient by the norm of each: choose "
             f"clip_grad_norm_over=model, or {together}"
+        )
+    chained = [(a, b) for a, b in combinations(links.ties, 2) if not set(a).isdisjoint(b)]
+    if chained and settings.on_nan == "skip" and settings.clip_grad_norm is None:
+        (first, *_), (*_, last) = chained[0]
+        raise ConfigError(
+            f"stages {first} to {last} share weights by way of another one, and with on_nan=skip some could "
+            f"leave an update out that others make: set clip_grad_norm, by which all stages leave it out, or "
+            f"{together}"
         )

@@ -250,6 +250,15 @@ def test_shared_weights_need_a_fixed_order_and_one_norm():
     )
 
 
+def test_weights_shared_by_way_of_another_stage_and_skipped_updates_are_refused():
+    """Stage 2 would not hear that stage 0 leaves an update out, but stage 1 would."""
+    model = nn.Sequential(FLAT, *(nn.Linear(48, 48) for _ in range(4)))
+    model[2].weight, model[4].weight = model[1].weight, model[3].weight
+    together = {"overrides": ("partition=[2,4]", "on_nan=skip"), "ranks": 3, "model": model}
+    assert "stages 0 to 2 share weights by way of another one, and with on_nan=skip" in refused(**together)
+    assert len(plan("partition=[2,4]", "on_nan=skip", "clip_grad_norm=1", ranks=3, model=model).ties) == 2
+
+
 def test_too_few_layers_are_refused():
     assert "stages=11 needs at least as many layers, but the model has 10: 0 0, 1 1" in refused(ranks=11)
 

@@ -80,7 +80,6 @@ class Decided:
     def receives(self) -> list[Action]:
         wiring = Wiring([(rank,) for rank in range(self.stages)], self.routes)
         mbs = range(self.batches * self.microbatches)
-        mbs = range(self.batches * self.microbatches)
         compute = [Action(self.stage, op, mb) for op in (Op.F, Op.B) for mb in mbs]
         return [receive for action in compute for receive in wiring.receives(action)]
 

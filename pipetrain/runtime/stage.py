@@ -41,7 +41,7 @@ from pipetrain.runtime.finite import (
     sums_are_finite,
     witness,
 )
-from pipetrain.runtime.tied import Tie, packed, unpacked
+from pipetrain.runtime.tied import Tie, packed, unpack
 from pipetrain.runtime.weights import Buffers, OptimizerFactory, Weights
 from pipetrain.tally import Counter, Tally
 from pipetrain.tasks import Task
@@ -278,8 +278,8 @@ class Stage:
 
     def add_tied(self, tie: Tie, sums: Tensor) -> None:
         """Take the sums of what `tied` returned on all stages of a tie."""
-        skip = unpacked(self.weights.live, self._names_of(tie), sums)
-        self._skip = self._skip or (self._skips and skip)
+        unpack(self.weights.live, self._names_of(tie), sums)
+        self._skip = self._skip or (self._skips and not bool(sums.isfinite().all()))
         if self._clip is not None and tie == self.ties[-1]:
             elsewhere = [name for name, stages in self._shared.items() if stages[0] != self.index]
             self._norm = self.weights.gradient_norm(elsewhere)

@@ -34,12 +34,10 @@ def packed(weights: Mapping[str, Tensor], names: Sequence[str], skip: bool) -> T
     return torch.cat([*parts, parts[0].new_tensor(there)])
 
 
-def unpacked(weights: Mapping[str, Tensor], names: Sequence[str], sums: Tensor) -> bool:
-    """Set the gradients to sums of what `packed` returned; return whether the update is to be left out."""
+def unpack(weights: Mapping[str, Tensor], names: Sequence[str], sums: Tensor) -> None:
+    """Set the gradients to sums of what `packed` returned."""
     there, left = sums[-len(names) :].tolist(), 0
     for name, count in zip(names, there, strict=True):
         size = weights[name].numel()
-        given = sums[left : left + size].view_as(weights[name]) if count else None
-        weights[name].grad = given
+        weights[name].grad = sums[left : left + size].view_as(weights[name]) if count else None
         left += size
-    return any(count != count for count in there)

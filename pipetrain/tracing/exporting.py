@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import re
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
-from io import StringIO
 from typing import Any
 
 import torch
@@ -106,8 +106,7 @@ def _watched(
     ):
         warnings.simplefilter("ignore")
         try:
-            with redirect_stderr(StringIO()):  # where torch prints the graph of what it could not trace
-                return export(model, args, kwargs, dynamic_shapes=shapes, strict=False), watch
+            return export(model, args, kwargs, dynamic_shapes=shapes, strict=False), watch
         except ConfigError:
             raise
         except Exception as error:  # the user's forward may raise anything
@@ -184,14 +183,15 @@ def _place(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging what is reported otherwise."""
-    names = "torch", "torch._subclasses.fake_tensor", "torch.export", "torch.fx.experimental.symbolic_shapes"
-    loggers = [logging.getLogger(name) for name in names]
+    """Keep torch from writing what is reported otherwise."""
+    names = ("", "._subclasses.fake_tensor", ".export", ".fx.experimental.symbolic_shapes")
+    loggers = [logging.getLogger(f"torch{name}") for name in names]
     disabled = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
     try:
-        yield
+        with redirect_stderr(io.StringIO()):  # where torch.export prints a graph
+            yield
     finally:
         for logger, value in zip(loggers, disabled, strict=True):
             logger.disabled = value

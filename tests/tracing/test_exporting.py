@@ -145,13 +145,14 @@ REFUSED: dict[Forward, str] = {
 
 
 @pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
-def test_refused(function: Forward):
+def test_refused(function: Forward, capfd: pytest.CaptureFixture[str]):
     model = Model(function)
     with pytest.raises(ConfigError, match=REFUSED[function]) as refused:
         trace(model, example((4,)))
     assert "\n" not in str(refused.value)
     assert model.training
     assert (model.calls, len(model.history) > 2) == (0, False)
+    assert capfd.readouterr().err == ""
     # Nothing that was watched stays changed.
     x = torch.ones(2, requires_grad=True)
     Seven.apply(x).sum().backward()
