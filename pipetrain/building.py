@@ -10,13 +10,14 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import get_method, instantiate
+from hydra.utils import get_method, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from torch import nn
@@ -41,7 +42,7 @@ def build(cfg: DictConfig, group: str) -> Any:
     if not isinstance(cfg[group], DictConfig) or "_target_" not in cfg[group]:
         raise ConfigError(f"{group} needs a _target_: the dotted name of what builds it")
     try:
-        return instantiate(cfg[group], _convert_="all")  # lists and dicts, as callers in Python give
+        made = instantiate(cfg[group], _convert_="all")  # lists and dicts, as callers in Python give
     except InstantiationException as error:
         raise not_built(group, cfg[group], error) from error
     except InterpolationKeyError as error:
@@ -50,6 +51,22 @@ def build(cfg: DictConfig, group: str) -> Any:
             f"{group} needs {missing}, which the configuration does not have: choose another {group}= or "
             f"{missing.split('.')[0]}="
         ) from error
+    _refuse_ignored(group, cfg[group])
+    return made
+
+
+def _refuse_ignored(key: str, node: object) -> None:
+    """Refuse arguments that a dataclass keeps and does not know, as transformers' configurations do."""
+    if not isinstance(node, DictConfig):
+        return
+    for name, inner in node.items():
+        _refuse_ignored(f"{key}.{name!s}", inner)
+    made = get_object(node["_target_"]) if "_target_" in node else None
+    if isinstance(made, type) and is_dataclass(made):
+        known = {*dir(made), *inspect.signature(made).parameters, *getattr(made, "attribute_map", ())}
+        for name in map(str, node):
+            if not known & {name, f"_{name}"} and not name.startswith("_"):
+                raise ConfigError(f"{key} cannot be built: {_not_taken(key, node['_target_'], name)}")
 
 
 def not_built(key: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
@@ -62,6 +79,8 @@ def not_built(key: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
     cause = one_line(error.__cause__) if error.__cause__ else ""
     if argument := re.search(r"unexpected keyword argument '(\w+)'", f"{text} {cause}"):
         return ConfigError(f"{key} cannot be built: {_not_taken(key, str(node['_target_']), argument[1])}")
+    if cause not in text:
+        text = text.replace(" ".join(repr(error.__cause__).split()), "").strip().removesuffix(":")
     why = f": {cause}" if cause not in text else ""
     return ConfigError(f"{key} cannot be built: {text.strip()}{why}")
 

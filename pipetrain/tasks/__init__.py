@@ -125,6 +125,12 @@ class Task:
         return value if self.metrics[0].higher else -value
 
 
+_HINTS = {  # by the dimensions of labels that do not fit
+    2: "for tokens [n, t] there is task=language_modelling",
+    3: "let the model enlarge its scores, or the data reduce its labels",
+}
+
+
 class Classification(Task):
     """Cross-entropy of scores [n, classes, ...] for labels int64 [n, ...], and accuracy."""
 
@@ -157,7 +163,7 @@ class Classification(Task):
         if not labels.is_floating_point() and scores.shape[2:] != labels.shape[1:]:
             raise ValueError(
                 f"scores {list(scores.shape)} are for labels {[len(scores), *scores.shape[2:]]}, with the "
-                f"classes along dimension 1 (for tokens [n, t] there is task=language_modelling)"
+                f"classes along dimension 1 ({_HINTS.get(labels.dim(), _HINTS[2])})"
             )
         return functional.cross_entropy(scores, labels, ignore_index=self._ignored, label_smoothing=smoothing)
 

@@ -151,7 +151,8 @@ def _refusal(model: nn.Module, example: Example, error: Exception, fixed: list[s
             f"with a cache: config.use_cache=False)"
         )
     return ConfigError(
-        f"the model {type(model).__name__} cannot be traced for {example}{at}: {kind}: {text[:200]}; {way}"
+        f"the model {type(model).__name__} cannot be traced for {example}{at}: {kind}: "
+        f"{text[:200].rstrip('.')}; {way}"
     )
 
 

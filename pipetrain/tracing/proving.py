@@ -11,27 +11,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain import draws
 from pipetrain.boundary import Example, leaves_of
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.partition.estimate import CHEAP, made_up
+from pipetrain.partition.estimate import made_up
 from pipetrain.partition.network import INPUT, Made, Tensors
 from pipetrain.tracing.exporting import as_arguments
 from pipetrain.tracing.traced import Traced
 from pipetrain.tracing.watching import watching
 
 SAMPLES = 2
+MOST_WORK = 4e10  # floating-point operations of a forward: some seconds for all runs on one core
 TOLERANCE = 1e-3  # relative; the module may choose another kernel than the trace for the same function
 
 
 def prove(network: Traced, example: Example) -> None:
     """Compare a network with its module, in training and in evaluation. Raises ConfigError."""
     model = network.model
-    weights = sum(p.numel() for p in model.parameters())
-    positions = sum(spec.numel for spec in example.specs)
     device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
-    if device.type == "meta" or SAMPLES * positions * weights > CHEAP:
+    if device.type == "meta" or _work(network, example) > MOST_WORK:
         return
     modes = [module.training for module in model.modules()]
     with torch.random.fork_rng([]), draws.drawing(None):
@@ -46,6 +47,14 @@ def prove(network: Traced, example: Example) -> None:
         module.training = mode
     for layer in network.modules:
         layer.train(model.training)
+
+
+def _work(network: Traced, example: Example) -> int:
+    """Return the floating-point operations of a forward."""
+    fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
+    with _restored(network.model), torch.random.fork_rng([]), fake, counter:
+        _chain(network, [made_up(spec) for spec in example.of(SAMPLES).specs])
+    return int(counter.get_total_flops())
 
 
 def _inputs(model: nn.Module, example: Example, device: torch.device) -> list[Tensor]:

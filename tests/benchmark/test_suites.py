@@ -104,6 +104,7 @@ WHAT_IT_SHOWS = {
     "api": ["api, 1f1b", "step: added to it", "train, a DataLoader: added to it", "< 1 ms a batch"],
     "memory": ["memory, pipedream, rank 0", "weight versions at the peak", "as simulated: 2"],
     "wire": ["wire, 100 MB/s", "pipedream, no codec", "layer_dist, int8, topk_int8 1 % back", "s an epoch"],
+    "factory": ["factory, gpt, rank 3", "after a step", "x its weights"],
     "routes": ["routes, 4 stages", "by hand through every stage", "MiB as on paper, fewer MiB than by hand"],
 }
 
