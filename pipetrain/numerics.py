@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipetrain.boundary import Value, on_each
-
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
@@ -48,10 +46,6 @@ class Numerics:
         for parameter in module.parameters():
             parameter.data = self.arrange(parameter.data)
 
-    def narrow(self, value: Value) -> Value:
-        """Return a stage's output as it is sent: under autocast float32 becomes bf16."""
-        return on_each(value, _narrow) if self.autocast else value
-
-
-def _narrow(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
+    def narrow(self, tensor: Tensor) -> Tensor:
+        """Return what a layer has made as it is sent: under autocast float32 becomes bf16."""
+        return tensor.to(torch.bfloat16) if self.autocast and tensor.dtype == torch.float32 else tensor

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipetrain.boundary import Example, TensorSpec, specs_of
 from pipetrain.errors import ConfigError
 from pipetrain.numerics import Numerics
+from pipetrain.partition.crossing import seams
+from pipetrain.partition.estimate import estimate
 from pipetrain.runtime.mesh import World
+from pipetrain.runtime.stage import Stage
 from pipetrain.seal import SealedStore
+from pipetrain.tracing.trace import trace
 from tests.support.cases import Case, compare, make_run, run_in_threads
 from tests.support.jobs import train_cases
 from tests.support.worlds import run_world
@@ -63,9 +69,34 @@ def test_bf16_of_float64_is_refused():
 
 
 def test_what_leaves_a_stage_is_narrowed_and_integers_are_not():
-    narrow = Numerics(autocast=True).narrow((torch.ones(2), torch.ones(2, dtype=torch.int64)))
+    narrow = [*map(Numerics(autocast=True).narrow, (torch.ones(2), torch.ones(2, dtype=torch.int64)))]
     assert [t.dtype for t in narrow] == [torch.bfloat16, torch.int64]
     assert Numerics().narrow(one := torch.ones(2)) is one
+
+
+class Scaled(nn.Module):
+    """Uses its second input last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x)) * scale
+
+
+def test_data_that_crosses_a_cut_is_not_narrowed():
+    """Neither is it in one process."""
+    example, numerics = Example((TensorSpec((4,), torch.float32),) * 2, single=False), Numerics(autocast=True)
+    network, inputs = trace(Scaled(), example), example.of(2)
+    joined = seams(estimate(network, inputs, numerics), [1], inputs)
+    part = network.part(joined.slices[0])
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    stage = Stage(0, part, sgd, lambda update: 1.0, exit=joined.exits[0], numerics=numerics)
+    made = stage.forward(0, (torch.ones(2, 4), torch.full((2, 4), 1.001)), 0)
+    assert [str(spec) for spec in specs_of(made)] == ["float32[2, 4]", "bfloat16[2, 4]"]
+    assert specs_of(made) == joined.exits[0].specs
+    assert made[0].eq(1.001).all()
 
 
 # Layout

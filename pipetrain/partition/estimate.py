@@ -198,7 +198,7 @@ class _Trial:
                 params=sum(p.numel() for p in module.parameters()),
                 flops=spy.flops + sum(t.numel() for t in outputs),
                 output=replace(
-                    describe(self._numerics.narrow(outputs)),
+                    describe(tuple(map(self._numerics.narrow, outputs))),
                     single=isinstance(result, Tensor),
                     packing=packing if run.last else None,
                 ),

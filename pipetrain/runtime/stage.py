@@ -415,7 +415,10 @@ class Stage:
             x = tuple(t.clone() for t in x)
         with self._numerics.context(self._device):
             outputs = as_tuple(self._layers(*x))
-        return as_tuple(self._numerics.narrow(outputs)) if self._task is None else outputs
+        if self._task is not None:
+            return outputs
+        data = {number for number, value in enumerate(self.module.slice.leaves) if value.layer == INPUT}
+        return tuple(t if number in data else self._numerics.narrow(t) for number, t in enumerate(outputs))
 
     def _handed_on(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the outputs to send, copied where the layers may keep or change them."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import ConfigError
@@ -52,7 +53,7 @@ def watching(model: nn.Module) -> Iterator[Watch]:
                 f"remove it, or {_OUT}"
             )
     names = {id(module): name for name, module in model.named_modules()}
-    watch = Watch()
+    watch, known = Watch(), [(module, set(vars(module))) for module in model.modules()]
 
     def set_attribute(module: nn.Module, key: str, value: Any) -> None:
         if id(module) in names:
@@ -72,6 +73,10 @@ def watching(model: nn.Module) -> Iterator[Watch]:
         torch.autograd.Function.apply = _FUNCTION  # type: ignore[method-assign]
         Tensor.register_hook = _HOOK  # type: ignore[method-assign]
         nn.Module.__setattr__ = _SET  # type: ignore[method-assign]
+        for module, before_it in known:  # what torch.export leaves behind
+            for key in vars(module).keys() - before_it:
+                if isinstance(vars(module)[key], FakeTensor):
+                    del vars(module)[key]
     after = _containers(model)
     for name in sorted(before.keys() & after.keys()):
         if not _same(before[name], after[name]):

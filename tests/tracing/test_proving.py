@@ -44,6 +44,27 @@ def test_another_gradient_is_refused():
         prove(network, example((4,)))
 
 
+class Remembers(nn.Module):
+    """Adds what it has made of the microbatch before."""
+
+    before: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) + (0 if self.before is None else self.before.mean())
+        self.before = y.detach()
+        return y
+
+
+def test_a_tensor_that_is_kept_for_the_next_forward_is_refused():
+    """torch.export leaves a tensor without numbers there."""
+    with pytest.raises(ConfigError, match=r"output 0 of the model in training is not that of its trace"):
+        trace(Remembers(), example((4,)))
+
+
 class Lookup(nn.Module):
     def __init__(self, words: int) -> None:
         super().__init__()
