@@ -82,7 +82,8 @@ def _exported(model: nn.Module, example: Example, device: torch.device) -> Expor
 
 def _refuse_names(model: nn.Module, example: Example, args: Any, kwargs: dict[str, Any]) -> None:
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        signature = inspect.signature(model.forward)
+        taken = signature.bind(*args, **kwargs).arguments
     except ValueError:  # some callables have no signature
         return
     except TypeError as error:
@@ -91,6 +92,15 @@ def _refuse_names(model: nn.Module, example: Example, args: Any, kwargs: dict[st
             f"the forward of {type(model).__name__} cannot take the data's inputs, {given}: {error}; choose "
             f"and name them as it does, on the command line by data.columns="
         ) from error
+    for name in taken:
+        if signature.parameters[name].kind in (
+            inspect.Parameter.VAR_KEYWORD,
+            inspect.Parameter.VAR_POSITIONAL,
+        ):
+            raise ConfigError(
+                f"the forward of {type(model).__name__} takes its inputs by {signature.parameters[name]}, which "
+                f"torch.export does not trace: name each of them in its signature"
+            )
 
 
 def _watched(
