@@ -98,7 +98,7 @@ def _refuse_names(model: nn.Module, example: Example, args: Any, kwargs: dict[st
             inspect.Parameter.VAR_POSITIONAL,
         ):
             raise ConfigError(
-                f"the forward of {type(model).__name__} takes its inputs by {signature.parameters[name]}, which "
+                f"the forward of {type(model).__name__} takes inputs by {signature.parameters[name]}, which "
                 f"torch.export does not trace: name each of them in its signature"
             )
 
