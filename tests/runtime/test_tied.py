@@ -8,7 +8,7 @@ from torch import nn
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.tied import packed, unpack
-from tests.support.cases import Case, compare, make_run, run_in_threads
+from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 
 TIED = "model._target_=tests.support.models.tied"
 CLIPPED = ("clip_grad_norm=0.25", "clip_grad_norm_over=model")
@@ -58,3 +58,12 @@ def test_a_sparse_gradient_is_refused():
     layer(torch.tensor([1])).sum().backward()
     with pytest.raises(TrainingStopped, match=r"of e, which stages share, is sparse: .*sparse=False"):
         packed({"e": layer.weight}, ["e"], skip=False)
+
+
+def test_two_stages_of_one_rank_go_on_with_a_state_each(tmp_path):
+    """Once both read AdamW's step count in one piece of memory, and each counted it up."""
+    words = (TIED, "schedule.virtual=2", "partition=[2]", "optim=adamw", "optim.lr=0.01", "window=2")
+    case = Case("interleaved_1f1b", 1, words)
+    wanted, _ = run_in_threads(case, saved=Saved(tmp_path))
+    state, _ = run_in_threads(case, source=sorted((tmp_path / "checkpoints").glob("update-*"))[0])
+    assert all(state[name].equal(tensor) for name, tensor in wanted.items())
