@@ -82,7 +82,9 @@ def _exported(model: nn.Module, example: Example, device: torch.device) -> Expor
 
 def _refuse_names(model: nn.Module, example: Example, args: Any, kwargs: dict[str, Any]) -> None:
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        signature = inspect.signature(model.forward)
+        named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]  # torch.export's
+        signature.replace(parameters=named).bind(*args, **kwargs)
     except ValueError:  # some callables have no signature
         return
     except TypeError as error:
