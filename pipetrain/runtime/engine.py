@@ -79,7 +79,7 @@ class _Window:
     norms: dict[int, float] = field(default_factory=dict)  # -> norm of the whole gradient, once heard
     shares: dict[tuple[Tie, int], dict[int, Tensor]] = field(default_factory=dict)  # (tie, version) -> stage
     sums: dict[tuple[Tie, int], Tensor] = field(default_factory=dict)  # of shared weights' gradients
-    tied: set[tuple[int, int, Tie]] = field(default_factory=set)  # (stage, version, tie) that has its sum
+    tied: set[tuple[Tie, int]] = field(default_factory=set)  # (tie, version) whose stages here have its sum
     raw_bytes: Counter[int] = field(default_factory=Counter)  # stage -> bytes sent, before encoding
 
 
@@ -246,14 +246,15 @@ class Engine:
 
     def _hear(self, action: Action, window: _Window, watch: Stopwatch) -> None:
         """Wait for what a NORM or STEP needs of other ranks, once."""
-        stage, version = self._stages[action.stage], action.version
+        version = action.version
         for tie in self._ties_of[action.stage]:
-            if (action.stage, version, tie) not in window.tied:
+            if (tie, version) not in window.tied:
                 watch.start(None)
-                if (tie, version) not in window.sums:
-                    window.sums[tie, version] = window.channel.hear_tied(tie)
-                stage.add_tied(tie, window.sums[tie, version])
-                window.tied.add((action.stage, version, tie))
+                sums = window.sums.pop((tie, version), None)
+                sums = window.channel.hear_tied(tie) if sums is None else sums
+                for index in self._held(tie):
+                    self._stages[index].add_tied(tie, sums)
+                window.tied.add((tie, version))
         if action.op is Op.STEP and version in window.squares.keys() - window.norms.keys():
             watch.start(None)
             window.norms[version] = math.sqrt(sum(window.channel.hear_norms()))
@@ -346,14 +347,18 @@ class Engine:
         for tie in self._ties_of[action.stage]:
             mine = window.shares.setdefault((tie, action.version), {})
             mine[action.stage] = self._stages[action.stage].tied(tie)
-            held = [stage for stage in tie if stage in self._stages]
+            held = self._held(tie)
             if len(mine) == len(held):
                 total = torch.stack([mine[stage] for stage in held]).sum(0)
+                del window.shares[tie, action.version]
                 ranks = len({self._placement[stage] for stage in tie})
                 if ranks == 1:
                     window.sums[tie, action.version] = total
                 else:
                     window.channel.tell_tied(tie, held[0], total, ranks)
+
+    def _held(self, tie: Tie) -> list[int]:
+        return [stage for stage in tie if stage in self._stages]
 
     def _norm(self, action: Action, window: _Window) -> None:
         """Tell the other ranks, together with the last NORM of this rank for a version."""

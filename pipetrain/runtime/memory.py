@@ -47,7 +47,8 @@ class Memory:
         # As in torch.optim, the step count stays on the host, unless a kernel reads it.
         host = () if group.get("capturable") or group.get("fused") else ("step",)
         self._optimizer.state[parameter] = {
-            key: value if key in host else _placed(value, parameter) for key, value in state.items()
+            key: copy.deepcopy(value) if key in host else _placed(value, parameter)
+            for key, value in state.items()
         }
 
 
@@ -89,7 +90,10 @@ def _unpacked(tree: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:
-    """Move state to the parameter's device, and into its memory format if it has its shape."""
+    """Copy state to the parameter's device, and into its memory format if it has its shape.
+
+    A copy, as two stages of a rank that share a weight read the same tensors of a checkpoint.
+    """
     if isinstance(value, dict):
         return {key: _placed(item, parameter) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -97,5 +101,5 @@ def _placed(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape != parameter.shape:
-        return value.to(parameter.device)
+        return value.to(parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -155,7 +155,6 @@ class Stage:
         self._evaluated = Counter()
         self._watch = FiniteWatch(index)
         self._clip = clip_grad_norm
-        self._norm: Tensor | None = None  # of the stage's gradient
         self._norms: list[Tensor] = []  # by which the updates of the window were clipped
         self._reduced: list[int] = []  # the microbatches of the gradient that is to be stepped
         self._skips = skip_not_finite
@@ -256,8 +255,6 @@ class Stage:
             self._losses.append(torch.stack(self._batch_losses).sum())
             self._batch_losses = []
         numbers = witness([numbers_of(gradient) for gradient in gradients.values()]) if gradients else None
-        if self._clip is not None and not self._shared:
-            self._norm = self.weights.gradient_norm()
         if self._skips:
             self._skip = numbers is not None and not bool(numbers.isfinite().all())
             self._reduced = mbs
@@ -280,17 +277,17 @@ class Stage:
         """Take the sums of what `tied` returned on all stages of a tie."""
         unpack(self.weights.live, self._names_of(tie), sums)
         self._skip = self._skip or (self._skips and not bool(sums.isfinite().all()))
-        if self._clip is not None and tie == self.ties[-1]:
-            elsewhere = [name for name, stages in self._shared.items() if stages[0] != self.index]
-            self._norm = self.weights.gradient_norm(elsewhere)
 
     def squared_norm(self) -> float:
         """Return the squared norm of the batch's gradient, as far as it is this stage's.
 
         A weight that several stages share counts at the first of them.
         """
-        assert self._norm is not None, f"stage {self.index} clips no gradient"
-        return float(self._norm) ** 2
+        return float(self._gradient_norm()) ** 2
+
+    def _gradient_norm(self) -> Tensor:
+        elsewhere = [name for name, stages in self._shared.items() if stages[0] != self.index]
+        return self.weights.gradient_norm(elsewhere)
 
     def step(self, keep: bool, norm: float | None = None) -> None:
         """Update the weights; `keep` the previous version for later actions.
@@ -298,8 +295,7 @@ class Stage:
         The gradient is clipped by `norm`, that of the whole model, or None for that of this stage.
         """
         if self._clip is not None:
-            assert self._norm is not None
-            by = self._norm if norm is None else torch.tensor(norm, dtype=torch.float64)
+            by = self._gradient_norm() if norm is None else torch.tensor(norm, dtype=torch.float64)
             self._norms.append(by)
             self._skip = self._skip or (self._skips and not bool(by.isfinite()))
             if not self._skip:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import TrainingStopped
+from pipetrain.runtime.finite import numbers_of
 
 Tie = tuple[int, ...]  # the stages that share some weights, ascending
 
@@ -29,7 +30,8 @@ def packed(weights: Mapping[str, Tensor], names: Sequence[str], skip: bool) -> T
                 f"the gradient of {name}, which stages share, is sparse: make the layer with sparse=False, "
                 f"or keep the layers that share it in one stage by partition="
             )
-        parts.append(torch.zeros_like(weight).flatten() if weight.grad is None else weight.grad.flatten())
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        parts.append(numbers_of(gradient).flatten())
     there = [float("nan") if skip else float(weights[name].grad is not None) for name in names]
     return torch.cat([*parts, parts[0].new_tensor(there)])
 
@@ -38,6 +40,9 @@ def unpack(weights: Mapping[str, Tensor], names: Sequence[str], sums: Tensor) ->
     """Set the gradients to sums of what `packed` returned."""
     there, left = sums[-len(names) :].tolist(), 0
     for name, count in zip(names, there, strict=True):
-        size = weights[name].numel()
-        weights[name].grad = sums[left : left + size].view_as(weights[name]) if count else None
-        left += size
+        # A copy: clipping scales it in place, and another stage of the rank may take the same sums.
+        gradient = torch.empty_like(weights[name])
+        numbers = numbers_of(gradient)
+        numbers.copy_(sums[left : left + numbers.numel()].view_as(numbers))
+        weights[name].grad = gradient if count else None
+        left += numbers.numel()

@@ -145,6 +145,12 @@ def fourier() -> nn.Sequential:
     return ended(nn.Linear(12, 12), Fourier(), nn.Linear(12, 12))
 
 
+def fourier_shared() -> nn.Sequential:
+    first, second = Fourier(), Fourier()
+    second.weight = first.weight
+    return ended(first, nn.Tanh(), second)
+
+
 class Unsaved(nn.Module):
     """Has a table that it makes itself, and leaves out of its state_dict."""
 

@@ -1,0 +1,69 @@
+"""Weights that several stages share, against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipetrain.errors import TrainingStopped
+from pipetrain.runtime.tied import packed, unpack
+from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
+
+TIED = "model._target_=tests.support.models.tied"
+CLIPPED = ("clip_grad_norm=0.25", "clip_grad_norm_over=model")
+
+
+def both(case: Case) -> None:
+    plan = make_run(case).plan
+    assert len(plan.ties) == 1
+    compare(case, *run_in_threads(case))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_stages_of_one_rank_clip_their_own_copies(ranks):
+    """Once their gradients were views of one tensor, which both scaled in place."""
+    cuts = {1: "partition=[2]", 2: "partition=[2,3,4]"}[ranks]
+    both(Case("interleaved_1f1b", ranks, (TIED, "schedule.virtual=2", cuts, "microbatches=4", *CLIPPED)))
+
+
+def test_complex_weights_are_shared_as_pairs_of_numbers():
+    model = "model._target_=tests.support.edges.fourier_shared"
+    both(Case("1f1b", 2, (model, "partition=[2]", "microbatches=4", "optim.lr=0.01")))
+
+
+def test_gradients_are_added_and_one_that_no_stage_has_stays_none():
+    of = {"a": nn.Parameter(torch.zeros(2, 3)), "b": nn.Parameter(torch.zeros(4, dtype=torch.complex64))}
+    other = {name: nn.Parameter(p.detach().clone()) for name, p in of.items()}
+    assert packed(of, ["a", "b"], skip=False).tolist() == [0] * 16
+    of["b"].grad = torch.full((4,), 1 + 2j)
+    other["b"].grad = torch.full((4,), 3j)
+    sums = packed(of, ["a", "b"], skip=False) + packed(other, ["a", "b"], skip=False)
+    for weights in (of, other):
+        unpack(weights, ["a", "b"], sums)
+        assert weights["a"].grad is None
+        assert weights["b"].grad.tolist() == [1 + 5j] * 4
+    assert of["b"].grad.data_ptr() != other["b"].grad.data_ptr()
+
+
+def test_a_stage_that_skips_says_so_by_a_nan():
+    of = {"a": nn.Parameter(torch.zeros(2))}
+    of["a"].grad = torch.ones(2)
+    assert not packed(of, ["a"], skip=True).isfinite().all()
+    assert packed(of, ["a"], skip=False).tolist() == [1, 1, 1]
+
+
+def test_a_sparse_gradient_is_refused():
+    layer = nn.Embedding(3, 2, sparse=True)
+    layer(torch.tensor([1])).sum().backward()
+    with pytest.raises(TrainingStopped, match=r"of e, which stages share, is sparse: .*sparse=False"):
+        packed({"e": layer.weight}, ["e"], skip=False)
+
+
+def test_two_stages_of_one_rank_go_on_with_a_state_each(tmp_path):
+    """Once both read AdamW's step count in one piece of memory, and each counted it up."""
+    words = (TIED, "schedule.virtual=2", "partition=[2]", "optim=adamw", "optim.lr=0.01", "window=2")
+    case = Case("interleaved_1f1b", 1, words)
+    wanted, _ = run_in_threads(case, saved=Saved(tmp_path))
+    state, _ = run_in_threads(case, source=sorted((tmp_path / "checkpoints").glob("update-*"))[0])
+    assert all(state[name].equal(tensor) for name, tensor in wanted.items())
