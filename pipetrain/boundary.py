@@ -128,6 +128,8 @@ class Example:
     names: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
+        if self.names is not None:
+            return " + ".join(f"{name} {spec}" for name, spec in zip(self.names, self.specs, strict=True))
         return " + ".join(map(str, self.specs))
 
     def of(self, samples: int) -> Boundary:

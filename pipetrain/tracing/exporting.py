@@ -82,7 +82,8 @@ def _exported(model: nn.Module, example: Example, device: torch.device) -> Expor
 
 def _refuse_names(model: nn.Module, example: Example, args: Any, kwargs: dict[str, Any]) -> None:
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        signature = inspect.signature(model.forward)
+        taken = signature.bind(*args, **kwargs).arguments
     except ValueError:  # some callables have no signature
         return
     except TypeError as error:
@@ -91,6 +92,19 @@ def _refuse_names(model: nn.Module, example: Example, args: Any, kwargs: dict[st
             f"the forward of {type(model).__name__} cannot take the data's inputs, {given}: {error}; choose "
             f"and name them as it does, on the command line by data.columns="
         ) from error
+    for name, values in taken.items():
+        if signature.parameters[name].kind in (
+            inspect.Parameter.VAR_KEYWORD,
+            inspect.Parameter.VAR_POSITIONAL,
+        ):
+            raise ConfigError(
+                f"the forward of {type(model).__name__} takes inputs by {signature.parameters[name]}, which "
+                f"torch.export does not trace: name each of them in its signature{_others(values)}"
+            )
+
+
+def _others(values: object) -> str:
+    return f", or {', '.join(values)} as it does, by data.columns=" if isinstance(values, dict) else ""
 
 
 def _watched(

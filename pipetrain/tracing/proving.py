@@ -59,9 +59,9 @@ def prove(network: Traced, example: Example) -> None:
 def _work(network: Traced, example: Example) -> int:
     """Return the floating-point operations of a forward."""
     fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
-    with _restored(network.model), torch.random.fork_rng([]), fake, counter:
-        with suppress(DataDependentOutputException):  # a number that is read has no value: up to there
-            _chain(network, [made_up(spec) for spec in example.of(SAMPLES).specs])
+    unread = suppress(DataDependentOutputException)  # a number that is read has no value: up to there
+    with _restored(network.model), torch.random.fork_rng([]), unread, fake, counter:
+        _chain(network, [made_up(spec) for spec in example.of(SAMPLES).specs])
     return int(counter.get_total_flops())
 
 

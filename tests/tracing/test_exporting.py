@@ -181,6 +181,20 @@ def test_inputs_that_the_forward_does_not_take_are_refused(of, given):
         trace(Model(decides), of)
 
 
+def test_an_input_that_only_keywords_of_any_name_would_take_is_refused():
+    class Open(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+            return self.layer(x)
+
+    trace(Open(), example((4,), names=("x",)))
+    with pytest.raises(ConfigError, match=r"its signature, or mask as it does, by data\.columns="):
+        trace(Open(), example((4,), (4,), names=("x", "mask")))
+
+
 def test_a_backward_hook_is_refused():
     model = Model(lambda self, x: self.layer(x))
     model.layer.register_full_backward_hook(lambda module, before, behind: None)
