@@ -519,8 +519,10 @@ class Pipeline:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is None or self._mesh.world.size == 1:  # after an error other ranks may not come
-            self.close()
+        if error[0] is not None and self._mesh.world.size > 1 and not self._stopped:
+            self._stopped = one_line(error[1]) if isinstance(error[1], Exception) else "interrupted"
+            self._mesh.abandon()  # other ranks may not come to close it together
+        self.close()
 
     def close(self) -> None:
         """Leave the process groups, so that another Pipeline can be made. All ranks must call it."""

@@ -153,7 +153,7 @@ def _over(panels: dict[str, list[Row]], methods: Sequence[str], key: str) -> Fig
         one.set_ylabel(f"test {compared(rows).title}")
         (_percent if compared(rows).percent else _fitted)(one)
         if key == "epoch":
-            one.xaxis.set_major_locator(MaxNLocator(integer=True))
+            one.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             one.set_xlabel("epoch")
         else:
             one.set_xlim(left=0)
