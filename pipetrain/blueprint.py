@@ -214,7 +214,7 @@ def make_plan(
     """
     m, epoch = settings.microbatches, len(samples.batches)
     example = _cast("inputs", example, settings.dtype)
-    network = network_of(model, example)
+    network = network_of(model, example, settings.precision == "bf16")
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
     settings = settle_clipping(settings, schedule, max(lengths))
     windows = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}

@@ -171,7 +171,7 @@ class Models:
         """Return a copy of the whole model, for inputs like the example. Raises ConfigError."""
         model = self.see(cfg, seed, dtype)
         if not isinstance(model, nn.Sequential):
-            return self._trace(model, example)
+            return self._trace(model, example, cfg)
         if _is_copied_whole(model):
             return _valued(Chain(deepcopy(model)), self._values)
         twin, values = _with_values(cfg, seed, dtype)
@@ -180,13 +180,14 @@ class Models:
     def take(self, cfg: DictConfig, seed: int, dtype: torch.dtype, example: Example) -> Network:
         """Return the whole model for training, and drop the reference. Raises ConfigError."""
         model = self.see(cfg, seed, dtype)
-        network = self._trace(model, example)
+        network = self._trace(model, example, cfg)
         self._model = self._traced = self._values = None
         return network
 
-    def _trace(self, model: nn.Module, example: Example) -> Network:
+    def _trace(self, model: nn.Module, example: Example, cfg: DictConfig) -> Network:
         if self._traced is None or self._traced[0] != example:
-            self._traced = example, _valued(network_of(model, example), self._values)
+            network = network_of(model, example, cfg.get("precision") == "bf16")
+            self._traced = example, _valued(network, self._values)
         return self._traced[1]
 
 

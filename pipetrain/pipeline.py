@@ -430,7 +430,7 @@ class Pipeline:
         full = max(1, samples // m)  # in a microbatch
         settings = replace(self._settings, batch_size=full * m)
         sizes = Samples([size * m for size in (full, full + 1) for _ in range(self._least)], [full, full + 1])
-        network = network_of(model, form.inputs)
+        network = network_of(model, form.inputs, self._settings.precision == "bf16")
         network.values = self._initial
         plan = self._make_plan(replace(settings, window=self._least), network, form.inputs, sizes)
         with self._together():

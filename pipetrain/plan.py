@@ -64,7 +64,7 @@ def show(cfg: DictConfig) -> None:
     model = make_model(cfg, settings.seed, settings.dtype)
     make_task(cfg)
     example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
-    network = network_of(model, example.cast(settings.dtype))
+    network = network_of(model, example.cast(settings.dtype), settings.precision == "bf16")
     plan = draft_plan(cfg, settings, network, example, samples)
     if cfg.partition == PROFILE:
         from pipetrain.profiling import measure_alone  # imports the runtime, not needed otherwise

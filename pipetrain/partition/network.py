@@ -283,8 +283,11 @@ class _ChainPart(Part):
         return outputs[0] if self._single else outputs
 
 
-def network_of(model: nn.Module | Network, example: Example) -> Network:
-    """Return a model as a network; `example` of its inputs. Raises ConfigError if it cannot be traced."""
+def network_of(model: nn.Module | Network, example: Example, autocast: bool = False) -> Network:
+    """Return a model as a network; `example` of its inputs. Raises ConfigError if it cannot be traced.
+
+    `autocast`: it will run under bf16 autocast, and is compared so with its trace.
+    """
     if isinstance(model, Network):
         return model
     if isinstance(model, nn.Sequential):
@@ -297,4 +300,4 @@ def network_of(model: nn.Module | Network, example: Example) -> Network:
         return Chain(model)
     from pipetrain.tracing.trace import trace  # imports torch.export, which takes a second
 
-    return trace(model, example)
+    return trace(model, example, autocast)

@@ -25,17 +25,22 @@ from pipetrain.tracing.watching import watching
 
 SAMPLES = 2
 MOST_WORK = 4e10  # floating-point operations of a forward: some seconds for all runs on one core
-TOLERANCE = 1e-3  # relative; the module may choose another kernel than the trace for the same function
+# Relative, in float32 and under autocast; a module may choose another kernel for the same function.
+TOLERANCE, COARSE = 1e-3, 5e-2
 
 
-def prove(network: Traced, example: Example) -> None:
-    """Compare a network with its module, in training and in evaluation. Raises ConfigError."""
+def prove(network: Traced, example: Example, autocast: bool = False) -> None:
+    """Compare a network with its module, in training and in evaluation. Raises ConfigError.
+
+    `autocast`: under bf16 autocast, in which code that asks for a dtype may go another way than in the trace.
+    """
     model = network.model
     device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     if device.type == "meta" or _work(network, example) > MOST_WORK:
         return
     modes = [module.training for module in model.modules()]
-    with torch.random.fork_rng([]), draws.drawing(None):
+    cast = torch.autocast(device.type, torch.bfloat16, enabled=autocast)
+    with torch.random.fork_rng([]), draws.drawing(None), cast:
         tensors = _inputs(model, example, device)
         args, kwargs = as_arguments(example, tensors)
         for mode in (True, False):
@@ -49,7 +54,7 @@ def prove(network: Traced, example: Example) -> None:
                     f"{one_line(error)[:300]}"
                 ) from error
             layers = _run(model, lambda: _chain(network, tensors), mode)
-            _compare(whole, layers, mode)
+            _compare(whole, layers, mode, COARSE if autocast else TOLERANCE)
     for module, mode in zip(model.modules(), modes, strict=True):
         module.training = mode
     for layer in network.modules:
@@ -119,10 +124,10 @@ def _run(model: nn.Module, call: Callable[[], Tensors], mode: bool) -> dict[str,
     return found
 
 
-def _compare(whole: dict[str, Tensor], layers: dict[str, Tensor], mode: bool) -> None:
+def _compare(whole: dict[str, Tensor], layers: dict[str, Tensor], mode: bool, tolerance: float) -> None:
     for name in dict.fromkeys([*whole, *layers]):  # in order, outputs first
         one, other = whole.get(name), layers.get(name)
-        if one is None or other is None or not _close(one, other):
+        if one is None or other is None or not _close(one, other, tolerance):
             raise ConfigError(
                 f"{name} of the model in {'training' if mode else 'evaluation'} is not that of its trace, "
                 f"which holds only operations of torch's: make the model an nn.Sequential of its layers, and "
@@ -130,13 +135,13 @@ def _compare(whole: dict[str, Tensor], layers: dict[str, Tensor], mode: bool) ->
             )
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.is_floating_point():
         return torch.equal(one, other)
     scale = one.abs().nan_to_num(0, 0, 0).max().item() if one.numel() else 0.0
-    return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
 @contextmanager

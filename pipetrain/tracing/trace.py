@@ -25,12 +25,12 @@ from pipetrain.tracing.reading import read
 from pipetrain.tracing.traced import Traced
 
 
-def trace(model: nn.Module, example: Example) -> Traced:
+def trace(model: nn.Module, example: Example, autocast: bool = False) -> Traced:
     """Return a model as layers and the values between them.
 
-    `example`: what a sample's input is. The model may be on the meta device. Its tensors are used as they
-    are, and its mode, values and the random generators do not change. Raises ConfigError with the place and
-    a way out for a model that cannot be traced or cut.
+    `example`: what a sample's input is; `autocast`: see network_of. The model may be on the meta device. Its
+    tensors are used as they are, and its mode, values and the random generators do not change. Raises
+    ConfigError with the place and a way out for a model that cannot be traced or cut.
     """
     training = [module.training for module in model.modules()]
     listings = []
@@ -53,7 +53,7 @@ def trace(model: nn.Module, example: Example) -> Traced:
     items = _items(flow)
     groups = group(items, _modules(model, items), forbidden)
     network = Traced(model, flow, groups, listing.tree, listing.constants)
-    prove(network, example)
+    prove(network, example, autocast)
     return network
 
 

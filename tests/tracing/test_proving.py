@@ -99,3 +99,19 @@ def test_what_one_process_cannot_train_either_is_said_so():
         ConfigError, match=r"cannot train on float32\[2, 4\] in one process either: one of the"
     ):
         trace(Overwritten(), example((4,)))
+
+
+class AsksForADtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(y * 2 if y.dtype == torch.bfloat16 else y)
+
+
+def test_a_model_that_asks_for_a_dtype_is_refused_under_autocast_alone():
+    trace(AsksForADtype(), example((4,)))
+    with pytest.raises(ConfigError, match="output 0 of the model in training is not that of its trace"):
+        trace(AsksForADtype(), example((4,)), autocast=True)
