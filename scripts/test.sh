@@ -5,8 +5,8 @@
 #     scripts/test.sh --quick          without the tests that start processes or train for seconds
 #     scripts/test.sh -x -k pipedream  what pytest makes of these arguments; -n 0 runs them in one process
 #
-# Stops at the first tool that fails, with its status. Tests run in the checkout's folder, two at a time; a thread
-# a process, because the tests start several processes at a time.
+# Stops at the first tool that fails, with its status. Tests run in the checkout's folder, three at a time, as some wait;
+# a thread a process, because the tests start several processes at a time.
 
 set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/environment.sh"
@@ -27,4 +27,4 @@ fi
 step ruff check .
 step ruff format --check .
 step mypy
-step pytest -n 2 --dist worksteal "${chosen[@]}" "$@"
+step pytest -n 3 --dist worksteal "${chosen[@]}" "$@"

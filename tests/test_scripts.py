@@ -92,7 +92,7 @@ RUN = "OMP= -m pip install -q -c constraints.txt -e ."
 TEST = "OMP= -m pip install -q -c constraints.txt -e .[test]"
 TRAIN = "OMP= -m pipetrain.launcher epochs=1"
 LINT = ["OMP=1 -m ruff check .", "OMP=1 -m ruff format --check .", "OMP=1 -m mypy"]
-PYTEST = "OMP=1 -m pytest -n 2 --dist worksteal"
+PYTEST = "OMP=1 -m pytest -n 3 --dist worksteal"
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_ci_needs_no_terminal_and_installs_a_browser_where_it_can(checkout, tmp_
     calls = checkout.calls()
     assert [call for call in calls if call.startswith("apt-get")] == asked[: 1 if status else 2]
     assert "true -m pipetrain.launcher" in calls
-    assert calls[-1] == "true -m pytest -n 2 --dist worksteal"
+    assert calls[-1] == "true -m pytest -n 3 --dist worksteal"
     assert ("nobody looks at the report" in done.stderr) == bool(status)
 
 
