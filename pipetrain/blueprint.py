@@ -37,7 +37,7 @@ from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.network import INPUT, Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic
-from pipetrain.schedule.actions import Program, Schedule, placement
+from pipetrain.schedule.actions import Program, Schedule, Tie, placement
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.lower import Route, edges, lower
 from pipetrain.schedule.policy import Bounds, Policy
@@ -45,7 +45,7 @@ from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs
 from pipetrain.tasks import Task, prove_task
-from pipetrain.windows import Links, Tie, Window, lowered, prove, refuse_ties, settle_clipping, window_lengths
+from pipetrain.windows import Links, Window, lowered, prove, refuse_ties, settle_clipping, window_lengths
 
 if TYPE_CHECKING:
     from pipetrain.runtime.order import Order

@@ -11,15 +11,13 @@ from itertools import combinations, pairwise
 
 from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
-from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, placement
+from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, Tie, placement
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import Edge, Route, lower
 from pipetrain.schedule.policy import Bounds, Policy, compute_program
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import with_norms, with_ties
-
-Tie = tuple[int, ...]  # the stages that share a weight, ascending
 
 
 @dataclass(frozen=True, slots=True)

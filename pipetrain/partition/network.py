@@ -62,7 +62,7 @@ class Slice:
     single: bool = True
 
 
-class Part(nn.Module):
+class Part(nn.Module, ABC):
     """A slice as one module: `forward(*enters)` returns the tuple of tensors `leaves`.
 
     Before a layer that draws random numbers it calls draws.begin. Parameters and buffers have the names that
@@ -79,13 +79,13 @@ class Part(nn.Module):
         """What enters and leaves; in an evaluation there may be other numbers of tensors."""
         return self._slice if self.training else self._evaluated
 
+    @abstractmethod
     def observed(self, tensors: Tensors, see: See) -> Tensors:
         """Run forward, with `see` after each layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pack(self, outputs: Tensors) -> Any:
         """Return what the last part has returned as the model returns it."""
-        raise NotImplementedError
 
 
 class Network(ABC):

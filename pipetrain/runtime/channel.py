@@ -22,8 +22,8 @@ from torch import Tensor
 
 from pipetrain.boundary import TensorSpec
 from pipetrain.errors import ChannelError as ChannelError
-from pipetrain.runtime.tied import Tie
 from pipetrain.runtime.watch import Watch
+from pipetrain.schedule.actions import Tie
 
 _Post = Callable[..., "dist.Work | None"]
 Edge = tuple[int, int]  # (source stage, destination stage)

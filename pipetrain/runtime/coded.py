@@ -18,7 +18,7 @@ from pipetrain.boundary import TensorSpec
 from pipetrain.codec import Codec, Codecs, Identity, NotFinite, on_wire
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.channel import Channel, Edge, Message
-from pipetrain.runtime.tied import Tie
+from pipetrain.schedule.actions import Tie
 
 Slot = tuple[Edge, int, tuple[int, ...]]
 """The key of a residual: the edge, the tensor's number in the message, and its shape."""

@@ -25,8 +25,7 @@ from pipetrain.runtime.clock import Clock, Stopwatch
 from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.stage import Stage, Target
-from pipetrain.runtime.tied import Tie
-from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op
+from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op, Tie
 from pipetrain.schedule.policy import Bounds, Wait
 from pipetrain.schedule.timeline import Row, StageStats, stage_stats, total
 

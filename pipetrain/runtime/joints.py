@@ -42,35 +42,34 @@ class Joints:
             for r in self.routes
         }
         self._counts = list(map(len, leaving))
+        stages = range(len(seams.slices))
+        self._from = [[route for route in self.routes if route[0] == stage] for stage in stages]
+        self._to = [[route for route in self.routes if route[1] == stage] for stage in stages]
 
     def handed_on(self, stage: int, outputs: Tensors) -> Iterator[tuple[Edge, Tensors]]:
         """Yield the message for each later stage, from what has left this one."""
-        for route in self.routes:
-            if route[0] == stage:
-                yield route, _pick(outputs, self._left[route])
+        for route in self._from[stage]:
+            yield route, _pick(outputs, self._left[route])
 
     def inputs(self, stage: int, take: Take) -> Tensors:
         """Return what enters a stage, in its order."""
         arrived: dict[int, Tensor] = {}
-        for route in self.routes:
-            if route[1] == stage:
-                arrived |= zip(self._entered[route], take(route), strict=True)
+        for route in self._to[stage]:
+            arrived |= zip(self._entered[route], take(route), strict=True)
         return tuple(arrived[position] for position in sorted(arrived))
 
     def handed_back(self, stage: int, grads: Tensors) -> Iterator[tuple[Edge, Tensors]]:
         """Yield the message for each earlier stage, from the gradients of what has entered this one."""
-        for route in self.routes:
-            if route[1] == stage:
-                yield route[::-1], _pick(grads, self._made[route])
+        for route in self._to[stage]:
+            yield route[::-1], _pick(grads, self._made[route])
 
     def output_grads(self, stage: int, take: Take) -> Tensors:
         """Return the gradient of each tensor that has left a stage and needs one."""
         sums: list[Tensor | None] = [None] * self._counts[stage]
-        for route in self.routes:
-            if route[0] == stage:
-                for place, grad in zip(self._taken[route], take(route[::-1]), strict=True):
-                    before = sums[place]
-                    sums[place] = grad if before is None else before + grad
+        for route in self._from[stage]:
+            for place, grad in zip(self._taken[route], take(route[::-1]), strict=True):
+                before = sums[place]
+                sums[place] = grad if before is None else before + grad
         return tuple(grad for grad in sums if grad is not None)
 
     def specs(self, edge: Edge, entry: Boundary) -> tuple[TensorSpec, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.runtime.channel import NORMS, TIED, ChannelError, Edge, Message, bounds_of, expired, not_heard
-from pipetrain.runtime.tied import Tie
+from pipetrain.schedule.actions import Tie
 
 
 class LocalChannel:

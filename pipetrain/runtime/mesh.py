@@ -32,7 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipetrain.boundary import TensorSpec
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.channel import ChannelError, DistChannel, Edge, cause_of
-from pipetrain.runtime.tied import Tie
+from pipetrain.schedule.actions import Tie
 from pipetrain.seal import SealedStore
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface

@@ -41,8 +41,9 @@ from pipetrain.runtime.finite import (
     sums_are_finite,
     witness,
 )
-from pipetrain.runtime.tied import Tie, packed, unpack
+from pipetrain.runtime.tied import packed, unpack
 from pipetrain.runtime.weights import Buffers, OptimizerFactory, Weights
+from pipetrain.schedule.actions import Tie
 from pipetrain.tally import Counter, Tally
 from pipetrain.tasks import Task
 

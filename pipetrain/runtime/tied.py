@@ -14,8 +14,6 @@ from torch import Tensor
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.finite import numbers_of
 
-Tie = tuple[int, ...]  # the stages that share some weights, ascending
-
 
 def packed(weights: Mapping[str, Tensor], names: Sequence[str], skip: bool) -> Tensor:
     """Return the gradients of `names` [n], and behind them a count of these that there are, each 0 or 1.

@@ -90,6 +90,7 @@ class Action:
 
 Program = list[list[Action]]  # one list of actions per rank
 
+Tie = tuple[int, ...]  # the stages that share some weights, ascending
 Ties = Sequence[Collection[int]]  # the stages that share each weight; a stage may share several
 
 Schedule = Callable[[int, int, int], Program]
