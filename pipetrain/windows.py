@@ -88,13 +88,18 @@ def _compute(
 
 
 def prove(settings: Settings, schedule: Schedule, batches: int, links: Links | None = None) -> Window:
-    """Make the program of one window, and check it for soundness and deadlock. Raises ScheduleError.
+    """Make the program of one window, and check it for soundness and deadlock.
 
-    `links`: between the stages; None: from each to the next.
+    `links`: between the stages; None: from each to the next. Raises ScheduleError and ConfigError.
     """
     routes, ties = (links.routes, links.ties) if links else (None, [])
     buffer_size = links.bounds if links else settings.buffer_size
     program = lowered(settings, schedule, batches, links)
+    if settings.compile and any(action.op is Op.I for actions in program for action in actions):
+        raise ConfigError(
+            f"schedule {settings.schedule} splits backwards, and torch.compile runs them whole: set "
+            f"compile=false, or choose a schedule without I and W"
+        )
     placement(program)  # one rank a stage: the engine has no replicas yet
     check(program, batches, settings.microbatches, routes, _norms(settings), ties)
     run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)

@@ -144,6 +144,7 @@ class Engine:
             Op.B: self._backward,
             Op.I: self._backward_input,
             Op.W: self._backward_weight,
+            Op.R: self._recompute,
             Op.SEND_F: self._send,
             Op.RECV_F: self._recv,
             Op.SEND_B: self._send,
@@ -309,14 +310,22 @@ class Engine:
     def _forward(self, action: Action, window: _Window) -> None:
         stage = self._stages[action.stage]
         target = window.feed.target(action.mb) if self._is_last(action.stage) else None
-        batch, microbatch = divmod(action.mb, window.microbatches)
-        with drawing(Seeds(self._seed, window.first + batch, microbatch)):
-            outputs = stage.forward(action.mb, self._inputs(action, window), action.version, target)
+        saving = window.order.saving(action.stage, action.mb)
+        with drawing(self._seeds(action, window)):
+            outputs = stage.forward(action.mb, self._inputs(action, window), action.version, target, saving)
         self._hand_on(action, outputs, window)
         limit = self.bounds[action.stage].activations
         assert stage.in_flight <= limit, (
             f"{action}: {stage.in_flight} microbatches in flight, {limit} simulated"
         )
+
+    def _recompute(self, action: Action, window: _Window) -> None:
+        with drawing(self._seeds(action, window)):
+            self._stages[action.stage].recompute(action.mb, action.version)
+
+    def _seeds(self, action: Action, window: _Window) -> Seeds:
+        batch, microbatch = divmod(action.mb, window.microbatches)
+        return Seeds(self._seed, window.first + batch, microbatch)
 
     def _predict(self, action: Action, window: _Window) -> None:
         stage = self._stages[action.stage]

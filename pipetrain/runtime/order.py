@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pipetrain.runtime.stage import WHOLE, Saving
 from pipetrain.schedule.actions import RECEIVES, Action, Op, last_uses, shortened
 from pipetrain.schedule.lower import Route, Wiring
 from pipetrain.schedule.policy import Policy, View, Wait
@@ -31,6 +32,9 @@ class Order(Protocol):
     def needed(self, stage: int, version: int) -> bool:
         """Return whether an action after the current one reads a version of a stage's weights."""
 
+    def saving(self, stage: int, mb: int) -> Saving:
+        """Return what the forward of a microbatch is to save."""
+
     def shorten(self, batches: int) -> None:
         """End the window after `batches` batches; no later one may have begun."""
 
@@ -45,6 +49,8 @@ class Listed:
         self._microbatches = microbatches
         self._actions = list(actions)
         self._last_uses = last_uses(self._actions)
+        self._split = {(a.stage, a.mb) for a in actions if a.op is Op.I}
+        self._recomputed = {(a.stage, a.mb) for a in actions if a.op is Op.R}
         self._position = -1
 
     def receives(self) -> list[Action]:
@@ -57,6 +63,9 @@ class Listed:
 
     def needed(self, stage: int, version: int) -> bool:
         return self._last_uses.get((stage, version), -1) > self._position
+
+    def saving(self, stage: int, mb: int) -> Saving:
+        return Saving((stage, mb) in self._split, (stage, mb) in self._recomputed)
 
     def shorten(self, batches: int) -> None:
         self.batches = batches
@@ -94,6 +103,9 @@ class Decided:
 
     def needed(self, stage: int, version: int) -> bool:
         return version in self._reads.values()
+
+    def saving(self, stage: int, mb: int) -> Saving:
+        return WHOLE
 
     def shorten(self, batches: int) -> None:
         self.batches = batches

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipetrain import draws
 from pipetrain.boundary import (
@@ -41,6 +43,7 @@ from pipetrain.runtime.finite import (
     sums_are_finite,
     witness,
 )
+from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.tied import packed, unpack
 from pipetrain.runtime.weights import Buffers, OptimizerFactory, Weights
 from pipetrain.schedule.actions import Tie
@@ -74,6 +77,15 @@ def _weight_of(path: str) -> str:
     return name.rpartition("/")[0] if kind == "optimizer" else name
 
 
+def _saving_nothing() -> AbstractContextManager[None]:
+    """Return a context in which a forward computes as ever, and saves nothing for a backward."""
+    return saved_tensors_hooks(lambda tensor: None, _no_backward)
+
+
+def _no_backward(packed: None) -> Tensor:
+    raise AssertionError("a microbatch to be recomputed has no backward before its R")
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """The last stage's targets of a microbatch.
@@ -92,19 +104,33 @@ class Target:
 
 def compiled(module: nn.Module) -> Callable[..., Value]:
     """Return a module's call through torch.compile, specialised to the shapes that occur."""
-    # A backward in two halves traverses the graph twice, so the first must not donate its buffers.
-    torch._functorch.config.donated_buffer = False
     draws.leave_to_python()
     return torch.compile(module, dynamic=False)
 
 
+class Saving(NamedTuple):
+    """What a forward saves for its backward, which may come in two halves, or after a recomputation."""
+
+    split: bool = False
+    recomputed: bool = False
+
+
+WHOLE = Saving()
+
+
 @dataclass(slots=True)
 class _Saved:
+    """An open microbatch. Before a recomputation there are no outputs, and after I no inputs either."""
+
     inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
     version: int
+    saving: Saving
     target: Target | None = None
-    grads: list[Tensor] = field(default_factory=list)  # of the outputs, between I and W
+    outputs: tuple[Tensor, ...] = ()
+    grads: tuple[Tensor, ...] = ()  # of the outputs, where W is all of the backward
+    loss: Tensor | None = None  # its share of the batch's loss, at the last stage
+    deferred: Deferred | None = None  # the weight gradients to be made in W
+    buffers: Buffers = field(default_factory=list)  # before the forward, if it is recomputed
 
 
 class Stage:
@@ -179,7 +205,12 @@ class Stage:
         return len(self._saved)
 
     def forward(
-        self, mb: int, x: tuple[Tensor, ...], version: int, target: Target | None = None
+        self,
+        mb: int,
+        x: tuple[Tensor, ...],
+        version: int,
+        target: Target | None = None,
+        saving: Saving = WHOLE,
     ) -> tuple[Tensor, ...]:
         """Run microbatch `mb` with a weight version, and save what its backward needs.
 
@@ -191,8 +222,11 @@ class Stage:
         x = tuple(t.requires_grad_(require) for t, require in zip(x, requires, strict=True))
         if self._skips:
             self._before[mb] = self.weights.buffers()
-        with self.weights.installed(version):
-            outputs = self._call(x)
+        saved = self._saved[mb] = _Saved(x, version, saving, target)
+        if saving.recomputed:
+            saved.buffers = self.weights.buffers()
+        with self.weights.installed(version), _saving_nothing() if saving.recomputed else nullcontext():
+            outputs = self._recorded(saved)
         forward = partial(self._forward_origin, x, version)
         if self._task is not None:
             assert target is not None, (
@@ -203,6 +237,7 @@ class Stage:
             if not self._skips or loss.isfinite():
                 self._count(self._trained, loss, outputs, target)
             outputs = (loss * target.share,)
+            saved.loss = outputs[0].detach()
         else:
             made = tuple(t for t in outputs if t.requires_grad)  # not, for example, a mask of -inf
             self._check(f"the activation of microbatch {mb} is not finite", made, forward)
@@ -213,8 +248,30 @@ class Stage:
                         f"output {number} of stage {self.index} depends on weights in microbatch {mb}, and "
                         f"{_CHANGES}"
                     )
-        self._saved[mb] = _Saved(x, outputs, version, target)
+        if not saving.recomputed:
+            saved.outputs = outputs
         return () if self._task is not None else self._handed_on(outputs)
+
+    def recompute(self, mb: int, version: int) -> None:
+        """Run a forward again, with the weights, buffers and random numbers of the first time.
+
+        Neither metrics nor the statistics of a BatchNorm count it.
+        """
+        saved = self._saved[mb]
+        assert saved.saving.recomputed and saved.version == version
+        with self.weights.installed(version, again=saved.buffers):
+            outputs = self._recorded(saved)
+        if saved.target is not None:
+            outputs = (self._loss_of(saved.target, outputs) * saved.target.share,)
+        saved.outputs, saved.buffers = outputs, []
+
+    def _recorded(self, saved: _Saved) -> tuple[Tensor, ...]:
+        """Run the layers; where the backward is split, with what puts the gradients of weights off."""
+        if not saved.saving.split or not any(t.requires_grad for t in saved.inputs):
+            return self._call(saved.inputs)
+        saved.deferred = Deferred(self.weights.leaves(saved.version))
+        with saved.deferred.recording():
+            return self._call(saved.inputs)
 
     def backward(self, mb: int, grads: tuple[Tensor, ...], version: int) -> tuple[Tensor, ...]:
         """Run the whole backward of a microbatch and add to its version's gradients.
@@ -223,30 +280,37 @@ class Stage:
         needs one (none at the first). Raises TrainingStopped if they are not finite.
         """
         saved = self._take(mb, version)
-        self._differentiate(saved, grads)
+        self.weights.accumulate_on(version)
+        self._differentiate(saved, grads, torch.autograd.backward)
         back = self._input_gradients(mb, saved)
         self._check_gradient(mb, saved, grads, back or self._front_gradient(version))
         return back
 
     def backward_input(self, mb: int, grads: tuple[Tensor, ...], version: int) -> tuple[Tensor, ...]:
-        """Run the first half of a backward: the gradients of the inputs, for which the stage before waits."""
+        """Run the first half of a backward: the gradients of the inputs, for which the stage before waits.
+
+        Without any, as on the first stage, the second half is all of it.
+        """
         saved = self._saved[mb]
-        assert saved.version == version
-        saved.grads = list(grads)
-        inputs = [t for t in saved.inputs if t.requires_grad]
-        if inputs:
-            self._differentiate(saved, grads, inputs, retain_graph=True)
+        assert saved.saving.split and saved.version == version
+        if saved.deferred is None:
+            saved.grads = grads
+            return ()
+        self._differentiate(saved, grads, partial(saved.deferred.input_half, self.weights.leaves(version)))
         back = self._input_gradients(mb, saved)
         self._check_gradient(mb, saved, grads, back)
+        saved.inputs = saved.outputs = ()
         return back
 
     def backward_weight(self, mb: int, version: int) -> None:
-        """Run the second half: the gradients of the weights, going through the layers' graph again."""
-        saved = self._take(mb, version)
-        grads = tuple(saved.grads)
-        self._differentiate(saved, grads, self.weights.leaves(version))
-        if not any(t.requires_grad for t in saved.inputs):
-            self._check_gradient(mb, saved, grads, self._front_gradient(version))
+        """Run the second half: the gradients of the weights."""
+        deferred = self._saved[mb].deferred
+        if deferred is None:
+            self.backward(mb, self._saved[mb].grads, version)
+            return
+        self._take(mb, version)
+        self.weights.accumulate_on(version)
+        deferred.weight_half()
 
     def reduce(self) -> None:
         """Give the batch's gradient to the optimizer. Raises TrainingStopped if it is not finite."""
@@ -455,7 +519,10 @@ class Stage:
             if not all_finite([tensor]):
                 made = "the data" if value.layer == INPUT else f"layer {value.layer}, in an earlier stage"
                 return f"what came from {made}"
-        with self.weights.installed(version, backward=True), self._numerics.context(self._device):
+        with (
+            self.weights.installed(version, again=self.weights.buffers()),
+            self._numerics.context(self._device),
+        ):
             return forward_origin(self.module, x)
 
     def _backward_origin(self, saved: _Saved, grads: tuple[Tensor, ...]) -> str:
@@ -466,7 +533,10 @@ class Stage:
                 if not all_finite([grad]):
                     return f"what came back to layer {value.layer} from a later stage"
         loss = None if self._task is None else partial(self._loss_of, saved.target)
-        with self.weights.installed(saved.version, backward=True), self._numerics.context(self._device):
+        with (
+            self.weights.installed(saved.version, again=self.weights.buffers()),
+            self._numerics.context(self._device),
+        ):
             return backward_origin(self.module, saved.inputs, grads, needs, loss)
 
     def _loss_of(self, target: Target | None, outputs: tuple[Tensor, ...]) -> Tensor:
@@ -485,27 +555,22 @@ class Stage:
     def _take(self, mb: int, version: int) -> _Saved:
         saved = self._saved.pop(mb)
         self._batch.append(mb)
-        if self._task is not None:
-            self._batch_losses.append(saved.outputs[0].detach())
+        if saved.loss is not None:
+            self._batch_losses.append(saved.loss)
         assert saved.version == version, f"microbatch {mb} ran forward over {saved.version}, not {version}"
         return saved
 
     def _differentiate(
-        self,
-        saved: _Saved,
-        grads: tuple[Tensor, ...],
-        inputs: list[Tensor] | None = None,
-        retain_graph: bool = False,
+        self, saved: _Saved, grads: tuple[Tensor, ...], run: Callable[[list[Tensor], list[Tensor]], None]
     ) -> None:
         if self._task is not None:
             grads = (torch.ones_like(saved.outputs[0]),)
         needs = needs_grad(self._exit, saved.outputs)
         outputs = [t for t, need in zip(saved.outputs, needs, strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
-        if pairs and inputs != []:
-            made, given = zip(*pairs, strict=True)
-            with self.weights.installed(saved.version, backward=True):
-                torch.autograd.backward(made, given, retain_graph=retain_graph, inputs=inputs)
+        if pairs:
+            with self.weights.installed(saved.version, again=self.weights.buffers()):
+                run([t for t, _ in pairs], [grad for _, grad in pairs])
 
     def _input_gradients(self, mb: int, saved: _Saved) -> tuple[Tensor, ...]:
         """Return the gradients that the stage before needs. Raises TrainingStopped for any others."""

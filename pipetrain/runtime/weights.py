@@ -157,18 +157,14 @@ class Weights:
     def leaf(self, version: int, name: str) -> Tensor:
         return self._versions[version][name]
 
-    @contextmanager
-    def installed(self, version: int, backward: bool = False) -> Iterator[None]:
+    def installed(self, version: int, again: Buffers | None = None) -> AbstractContextManager[None]:
         """Let the module compute with a version. Raises KeyError for one that is not held.
 
-        Also needed in a backward, for layers that recompute. Their changes of buffers are dropped then, so
-        that batch statistics are counted once.
+        `again`: for a forward that is run again, the buffers before the first one, or at present. Its changes
+        of them are dropped, so that batch statistics are counted once. A backward may run one, in a layer
+        that recomputes.
         """
-        leaves = self._versions[version]
-        if backward:
-            self._accumulate_on(leaves)
-        with self._in_place(leaves, self.buffers() if backward else []):
-            yield
+        return self._in_place(self._versions[version], again or [])
 
     def averaged(self) -> AbstractContextManager[None]:
         """Let the module compute with the moving average of the weights, if there is one."""
@@ -205,8 +201,9 @@ class Weights:
         for place, (buffer, old) in zip(self._buffers, before, strict=True):
             place.container[place.key] = buffer if torch.equal(buffer, old) else old
 
-    def _accumulate_on(self, leaves: dict[str, Tensor]) -> None:
-        """Move the batch's gradient to these leaves: one sum, in the order of the microbatches."""
+    def accumulate_on(self, version: int) -> None:
+        """Move the batch's gradient to the leaves of a version: one sum, in the order of the microbatches."""
+        leaves = self._versions[version]
         if leaves is not self._accumulating:
             for name, leaf in self._accumulating.items():
                 leaves[name].grad, leaf.grad = leaf.grad, None

@@ -21,7 +21,7 @@ class ScheduleError(ValueError):
 
 
 class Op(StrEnum):
-    """The operation of an action. B is a whole backward; I and W are its two halves.
+    """The operation of an action. B is a whole backward; I and W are its two halves. R recomputes a forward.
 
     TIE sends the gradient of weights that several stages share to the others of them; what comes next, NORM
     or else STEP, waits for theirs. NORM tells all stages the norm of a stage's gradient; where a program has
@@ -32,6 +32,7 @@ class Op(StrEnum):
     B = "B"
     I = "I"  # noqa: E741 - the usual letter for the input gradient
     W = "W"
+    R = "R"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -42,7 +43,7 @@ class Op(StrEnum):
     STEP = "STEP"
 
 
-COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})  # uses a microbatch and a weight version
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})  # uses a microbatch and a weight version
 UPDATE = frozenset({Op.REDUCE, Op.TIE, Op.NORM, Op.STEP})  # `version` is the new one; no microbatch
 TOLD = frozenset({Op.TIE, Op.NORM})  # of these, what other stages are told; the rank goes on meanwhile
 COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})  # a microbatch, no version
@@ -94,7 +95,7 @@ Tie = tuple[int, ...]  # the stages that share some weights, ascending
 Ties = Sequence[Collection[int]]  # the stages that share each weight; a stage may share several
 
 Schedule = Callable[[int, int, int], Program]
-"""(ranks, batches, microbatches a batch) -> a compute-only program: F, B (or I and W) and STEP."""
+"""(ranks, batches, microbatches a batch) -> a compute-only program: F, B (or I and W), R and STEP."""
 
 
 def parse_action(text: str) -> Action:

@@ -46,11 +46,12 @@ def check(
 ) -> None:
     """Refuse an unsound lowered program: raises ScheduleError, naming rank and action.
 
-    Every stage has each microbatch's F once, then its B (or I, then W) once, each kind ascending; a backward
-    reads its forward's version; a version is read only after the STEP that makes it, so never one newer than
-    the microbatch's batch; batch n's STEP makes version n + 1 after exactly its backwards and before any of
-    the next batch; communication is what `lower` makes of the rest. `norms`: every update waits for the norms
-    of all stages, and both are where `with_norms` puts them; otherwise there are none. `ties`: so do those of
+    Every stage has each microbatch's F once, then its B (or I, then W) once, each kind ascending; a
+    backward reads its forward's version; a version is read only after the STEP that makes it, so never
+    one newer than the microbatch's batch; an R comes between its F and its B or I, at most once; batch
+    n's STEP makes version n + 1 after exactly its backwards and before any of the next batch;
+    communication is what `lower` makes of the rest. `norms`: every update waits for the norms of all
+    stages, and both are where `with_norms` puts them; otherwise there are none. `ties`: so do those of
     stages that share weights, as `with_ties` has it.
     """
     ranks = ranks_of(program)
@@ -97,6 +98,7 @@ class _Stage:
     )
     newest: int = 0
     reads: dict[int, int] = field(default_factory=dict)  # the version that each forward read
+    recomputed: set[int] = field(default_factory=set)
 
     def take(self, action: Action) -> str:
         """Do an action; return what is wrong with it, or ""."""
@@ -110,6 +112,8 @@ class _Stage:
 
     def _compute(self, action: Action) -> str:
         op, mb = action.op, action.mb
+        if op is Op.R:
+            return self._recompute(action)
         for kind in _COUNTED[op]:
             following = self.mine.start + self.done[kind] * self.mine.step
             if mb != following:
@@ -128,6 +132,17 @@ class _Stage:
         for kind in _COUNTED[op]:
             self.done[kind] += 1
         return ""
+
+    def _recompute(self, action: Action) -> str:
+        mb = action.mb
+        if mb not in self.reads:
+            return f"it comes before the forward of microbatch {mb}"
+        if mb < self.mine.start + self.done["input gradients"] * self.mine.step:
+            return f"the backward of microbatch {mb} has begun"
+        if mb in self.recomputed:
+            return f"microbatch {mb} has been recomputed"
+        self.recomputed.add(mb)
+        return "" if action.version == self.reads[mb] else f"its forward read version {self.reads[mb]}"
 
     def _step(self, action: Action) -> str:
         if action.version != self.newest + 1:

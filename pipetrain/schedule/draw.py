@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 
 SHORT = 48  # cells in a short figure
 _MOST_INCHES = 100.0
-_COLOURS = {Op.F: "#4e79a7", Op.B: "#e08a2e", Op.I: "#e08a2e", Op.W: "#59a14f"}
-_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
+_COLOURS = {Op.F: "#4e79a7", Op.B: "#e08a2e", Op.I: "#e08a2e", Op.W: "#59a14f", Op.R: "#a9c3e0"}
+_NAMES = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input gradient",
+    Op.W: "weight gradient",
+    Op.R: "recompute",
+}
 _STEP, _IDLE, _INK = "#222222", "#ececec", "#333333"
 
 

@@ -94,7 +94,9 @@ def lower(program: Program, routes: Sequence[Route] | None = None) -> Program:
     for rank, actions in enumerate(program):
         for action in actions:
             if action.op in ADDED:
-                raise ScheduleError(f"rank {rank} has {action}: a schedule gives F, B, I, W and STEP alone")
+                raise ScheduleError(
+                    f"rank {rank} has {action}: a schedule gives F, B, I, W, R and STEP alone"
+                )
     wiring = Wiring(ranks_of(program), routes)
     reduced_for: dict[int, Op] = {}
     for actions in program:

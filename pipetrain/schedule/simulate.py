@@ -36,7 +36,7 @@ BufferSize = int | Mapping[Edge, int]  # for all edges, or for each
 
 _TRAVEL = SENDS | TOLD  # whose rank goes on while the message travels
 
-_UNITS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
+_UNITS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.R: 1.0}
 
 
 class Deadlock(ScheduleError):
@@ -44,7 +44,7 @@ class Deadlock(ScheduleError):
 
 
 def unit_cost(action: Action) -> float:
-    """Return the cost 1 for a forward, 2 for a backward (1 for each half), and 0 for all else."""
+    """Return the cost 1 for a forward or R, 2 for a backward (1 for each half), and 0 for all else."""
     return _UNITS.get(action.op, 0.0)
 
 
@@ -146,7 +146,7 @@ class _Simulation:
         if self._shares:
             if any(needed not in self._done for needed in self._needs(action)):
                 return None
-            if action.op is not Op.W:
+            if action.op not in (Op.W, Op.R):
                 self._done.add((action.stage, Op.F if action.op is Op.F else Op.B, action.mb))
         return now
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from pipetrain.boundary import Boundary, TensorSpec, Value
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.stage import Stage, Target
+from pipetrain.runtime.stage import Saving, Stage, Target
 from pipetrain.tasks import Classification, Task
 from tests.support.models import Fork, Join
 from tests.support.parts import part_of
@@ -22,6 +22,8 @@ from tests.support.parts import part_of
 SGD = partial(torch.optim.SGD, lr=0.1)
 LABELS = torch.tensor([0, 2, 1])
 PAIR = Boundary((TensorSpec((2, 3), torch.float64),) * 2, single=False)
+
+SPLIT = Saving(split=True)
 
 
 def stage(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
@@ -241,7 +243,7 @@ def test_the_two_halves_of_a_backward_equal_the_whole(place):
     grads = () if place == "last" else (randn(3, 3),)
     for mb, x in enumerate(inputs):
         for of in (whole, split):
-            of.forward(mb, (x,), 0, Target(LABELS, 3.0, 0.5))
+            of.forward(mb, (x,), 0, Target(LABELS, 3.0, 0.5), Saving(split=of is split))
     wanted = [whole.backward(mb, grads, 0) for mb in range(2)]
     halves = [split.backward_input(mb, grads, 0) for mb in range(2)]  # both, before either weight gradient
     assert gradients(split) == []
@@ -249,19 +251,19 @@ def test_the_two_halves_of_a_backward_equal_the_whole(place):
     for mb in range(2):
         split.backward_weight(mb, 0)
     assert split.in_flight == 0
-    torch.testing.assert_close(halves, wanted, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(halves, wanted, rtol=0, atol=0)
     assert len(halves[0]) == (0 if place == "first" else 1)
-    torch.testing.assert_close(gradients(split), gradients(whole), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(gradients(split), gradients(whole), rtol=0, atol=0)
     for of in (whole, split):
         of.reduce()
         of.step(keep=False)
     for a, b in zip(whole.module.state_dict().values(), split.module.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_a_split_backward_of_a_stage_without_parameters():
     middle = stage(nn.Sequential(nn.Tanh()))
-    (output,) = middle.forward(0, (torch.zeros(2).double(),), 0)
+    (output,) = middle.forward(0, (torch.zeros(2).double(),), 0, saving=SPLIT)
     (back,) = middle.backward_input(0, (torch.ones_like(output),), 0)
     middle.backward_weight(0, 0)
     assert back.tolist() == [1.0, 1.0]
@@ -358,7 +360,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update_and_names_microba
 def test_the_first_stage_hands_no_gradient_on_and_names_what_came(halves):
     first = stage(nn.Sequential(OrderedDict(first=nn.Linear(3, 3))), 0)
     for mb in range(2):
-        first.forward(mb, (randn(3, 3),), 0)
+        first.forward(mb, (randn(3, 3),), 0, saving=Saving(split=halves and mb == 1))
     first.backward(0, (randn(3, 3),), 0)
     nothing = (torch.full((3, 3), math.nan).double(),)
     if halves:
@@ -570,7 +572,7 @@ def test_inputs_outputs_and_targets_may_be_tuples():
 def test_a_microbatch_whose_targets_are_all_ignored_trains_nothing_and_stops_nothing(halves):
     """Its mean loss is NaN in torch, as that of no target."""
     final, ignored = last(nn.Linear(3, 3)), torch.full((3,), -100)
-    final.forward(0, (randn(3, 3),), 0, Target(ignored, 0.0, 0.0))
+    final.forward(0, (randn(3, 3),), 0, Target(ignored, 0.0, 0.0), Saving(split=halves))
     (back,) = final.backward_input(0, (), 0) if halves else final.backward(0, (), 0)
     if halves:
         final.backward_weight(0, 0)
@@ -614,8 +616,7 @@ def test_a_compiled_stage_finds_each_version_in_forward_and_backward(monkeypatch
                 middle.reduce()
                 middle.step(keep=version == 0)
         seen += middle.backward(0, (randn(5, 3),), 0)
-        seen += middle.backward_input(2, (randn(5, 3),), 2)
-        middle.backward_weight(2, 2)
+        seen += middle.backward(2, (randn(5, 3),), 2)
         seen += [*gradients(middle, 0), *gradients(middle, 2), *middle.predict((randn(5, 4),))]
         return [*seen, *(buffer.double() for buffer in module.buffers())]
 

@@ -42,7 +42,8 @@ def forward(module: nn.Module, weights: Weights, version: int) -> Tensor:
 
 
 def backward(weights: Weights, version: int, output: Tensor, share: float = 1.0) -> None:
-    with weights.installed(version, backward=True):
+    weights.accumulate_on(version)
+    with weights.installed(version, again=weights.buffers()):
         torch.autograd.backward([output], [torch.full_like(output, share)])
 
 
@@ -323,7 +324,7 @@ def test_the_module_has_its_own_parameters_again_even_after_an_error():
     with weights.installed(0):
         assert module.w is weights.leaves(0)[0]
     assert module.w is parameter
-    with pytest.raises(ZeroDivisionError), weights.installed(0, backward=True):
+    with pytest.raises(ZeroDivisionError), weights.installed(0, again=weights.buffers()):
         raise ZeroDivisionError
     assert module.w is parameter
 
@@ -335,7 +336,7 @@ def test_statistics_are_written_in_a_forward_and_not_in_a_backward():
     with weights.installed(0):
         module(x)
     counted, mean = module.num_batches_tracked.item(), module.running_mean.clone()
-    with weights.installed(0, backward=True):
+    with weights.installed(0, again=weights.buffers()):
         module(x)  # what a layer that recomputes itself does
     assert counted == 1
     assert module.num_batches_tracked.item() == 1

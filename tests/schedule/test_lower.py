@@ -44,7 +44,9 @@ def test_neighbours_on_one_rank_exchange_nothing() -> None:
 
 @pytest.mark.parametrize("word", ["0SEND_F0", "0RECV_B0", "0REDUCE@1"])
 def test_a_program_that_communicates_already_is_refused(word: str) -> None:
-    with pytest.raises(ScheduleError, match=f"rank 0 has {word}: a schedule gives F, B, I, W and STEP alone"):
+    with pytest.raises(
+        ScheduleError, match=f"rank 0 has {word}: a schedule gives F, B, I, W, R and STEP alone"
+    ):
         lower(parse_program(f"0F0@0 {word} 0B0@0 0STEP@1"))
 
 
