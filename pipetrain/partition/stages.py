@@ -200,6 +200,8 @@ def costs_by_work(layers: Sequence[Layer], cuts: Sequence[int]) -> Costs:
     flops = [sum(layer.flops for layer in layers[start:end]) for start, end in ends]
     mean = sum(flops) / len(flops)
     times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
-    return Costs(
-        {(stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()}
-    )
+    costs: dict[Kind, float] = {
+        (stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()
+    }
+    costs[0, Op.I], costs[0, Op.W] = 0, costs[0, Op.B]  # nobody needs its input gradient
+    return Costs(costs)

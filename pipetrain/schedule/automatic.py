@@ -20,6 +20,7 @@ from pipetrain.schedule.programs import one_f_one_b, v_half, v_min, zb_h1, zb_h2
 from pipetrain.schedule.programs.order import Work, newest, repeated, require, versioned
 from pipetrain.schedule.simulate import Cost, Deadlock, simulate, unit_cost
 from pipetrain.schedule.tailored import most_open, v_placement
+from pipetrain.schedule.transforms import joined
 
 FIXED: dict[bool, list[Schedule]] = {
     True: [zbv, v_half, v_min],  # of the V placement
@@ -71,7 +72,9 @@ class ZeroBubbleAuto:
         found: list[tuple[float, Callable[[int], Program]]] = []
         for make in self._candidates(where, trial, microbatches, limit * len(where) // ranks):
             try:
-                run = simulate(lower(make(trial)), microbatches, buffer_size=self.buffer_size, cost=self.cost)
+                run = simulate(
+                    lower(joined(make(trial))), microbatches, buffer_size=self.buffer_size, cost=self.cost
+                )
             except Deadlock:  # with this bound of the channel
                 continue
             found.append((run.makespan, make))
