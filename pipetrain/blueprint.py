@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -36,11 +37,12 @@ from pipetrain.partition.crossing import (
 from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.network import INPUT, Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
+from pipetrain.partition.recompute import Mode, modes_of, stages_by
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic
-from pipetrain.schedule.actions import Program, Schedule, Tie, placement
+from pipetrain.schedule.actions import Op, Program, Schedule, Tie, placement
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.lower import Route, edges, lower
-from pipetrain.schedule.policy import Bounds, Policy
+from pipetrain.schedule.policy import Bounds, Policy, with_recomputation
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs
@@ -70,6 +72,7 @@ class Plan:
     evaluation: Program
     boundaries: Mapping[int, list[Boundary]]  # the input of each stage, by samples of a microbatch
     evaluated: Mapping[int, list[Boundary]]  # likewise in an evaluation
+    recompute: Sequence[Mode]  # of each stage
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
     policy: Policy | None = None  # decides the order at run time; the windows' programs are then examples
@@ -216,6 +219,8 @@ def make_plan(
     example = _cast("inputs", example, settings.dtype)
     network = network_of(model, example, settings.precision == "bf16")
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
+    modes = partial(modes_of, settings.recompute)
+    schedule = with_recomputation(schedule, stages_by(modes))
     settings = settle_clipping(settings, schedule, max(lengths))
     windows = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}
     where = placement(next(iter(windows.values())).program)
@@ -259,10 +264,23 @@ def make_plan(
         evaluation=program,
         boundaries=_boundaries(example, trained, cuts),
         evaluated=_boundaries(example, evaluated, cuts),
+        recompute=_effective(modes(len(where)), windows),
         costs=predictor.costs(cuts, _tied_bytes(network, links)) if predictor else None,
         prediction=prediction,
         policy=schedule if isinstance(schedule, Policy) else None,
     )
+
+
+def _effective(modes: Sequence[Mode], windows: Mapping[int, Window]) -> list[Mode]:
+    """Return the mode of each stage; one whose backwards all follow their forwards recomputes nothing."""
+    recomputing = {
+        action.stage
+        for window in windows.values()
+        for actions in window.program
+        for action in actions
+        if action.op is Op.R
+    }
+    return [mode if stage in recomputing else Mode.NEVER for stage, mode in enumerate(modes)]
 
 
 def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = None) -> None:

@@ -56,7 +56,7 @@ def estimated_costs(plan: Plan) -> Costs:
     """Return each stage's costs by its work, relative to the mean stage; updates and messages are free."""
     flops = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in range(plan.stages)]
     mean = sum(flops) / len(flops)
-    times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+    times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
     return Costs(
         {(stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()}
     )

@@ -134,6 +134,7 @@ class Predictor:
         for stage, taken in enumerate(self.stage_times(cuts)):
             seconds[stage, Op.F] = taken.forward_s
             seconds[stage, Op.B] = taken.backward_s
+            seconds[stage, Op.R] = taken.forward_s
             seconds[stage, Op.I] = seconds[stage, Op.W] = taken.backward_s / 2
             seconds[stage, Op.STEP] = taken.step_s
             seconds[stage, Op.NORM] = self.profile.latency_s  # a message of one number
