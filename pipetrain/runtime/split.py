@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
@@ -88,7 +88,7 @@ class Deferred:
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self._ids = {id(leaf) for leaf in leaves if leaf.requires_grad}
-        self._kept: list[_Kept] = []
+        self._kept: list[_Operation] = []
         self._at_once: list[tuple[Tensor, Tensor]] = []  # leaves, with their gradients from I
         self._task: int | None = None  # the graph task of autograd that is I
 
@@ -121,7 +121,8 @@ class Deferred:
         kept, at_once = self._kept, self._at_once
         self._kept, self._at_once = [], []
         wanted = {id(weight): weight for one in kept for weight in one.weights}
-        edges, grads = [one.edge for one in kept], [one.grad for one in kept]
+        edges = [one.edge for one in kept]
+        grads = [one.grad for one in kept]
         for leaf, grad in at_once:
             if id(leaf) in wanted:  # one sum for the microbatch, as in a whole backward
                 edges.insert(0, get_gradient_edge(leaf))
@@ -135,31 +136,38 @@ class Deferred:
     def held(self) -> list[Tensor]:
         """What stays between I and W: the inputs of operations, and gradients. Tensors may share storage."""
         kept = [tensor for one in self._kept for tensor in (*one.inputs, one.grad)]
-        return [*kept, *(grad for _, grad in self._at_once)]
+        return [*(tensor for tensor in kept if tensor is not None), *(grad for _, grad in self._at_once)]
 
-    def put_off(self, function: Callable[..., Tensor], args: Sequence[Any], kwargs: Any) -> Tensor | None:
+    def put_off(
+        self, function: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor | None:
         """Run an operation with a small graph of its own; None if it is none that can be put off."""
         if not torch.is_grad_enabled() or _recomputes() or torch._C._are_functorch_transforms_active():
             return None
-        operands = [*args, *kwargs.values()] if kwargs else list(args)
-        inputs, weights, dear, others = [], [], False, False
+        operands = [*args, *kwargs.values()]
+        inputs, trained, weights, others = [], [], [], False
         for position, operand in enumerate(operands):
             if isinstance(operand, Tensor):
-                leaf = self._leaf_of(operand)
-                if leaf is not None:
+                if (leaf := self._leaf_of(operand)) is not None:
+                    trained.append(operand)
                     weights.append(leaf)
-                    dear = dear or operand.dim() > 1
                 else:
                     others = True
                     if operand.requires_grad:
                         inputs.append(position)
-        if not (dear and others):
+        if not others or all(operand.dim() < 2 for operand in trained):
             return None
-        if function in _LOWERED:
-            for position in inputs:
-                operands[position] = _cast(operands[position])
-        call = _Call(function, inputs, weights, tuple(kwargs))
-        result: Tensor = _PutOff.apply(self, call, *operands)  # type: ignore[no-untyped-call]
+        entering, leaves = [], []
+        for position in inputs:
+            tensor = _cast(operands[position]) if function in _LOWERED else operands[position]
+            entering.append(tensor)
+            operands[position] = tensor.detach().requires_grad_()
+            leaves.append(operands[position])
+        named = dict(zip(kwargs, operands[len(args) :], strict=True))
+        output = function(*operands[: len(args)], **named)
+        operation = _Operation(self, get_gradient_edge(output), leaves, trained, weights)
+        operation.output = output.detach()
+        result: Tensor = _PutOff.apply(operation, *entering, *trained)  # type: ignore[no-untyped-call]
         return result
 
     def _leaf_of(self, operand: Tensor) -> Tensor | None:
@@ -173,43 +181,42 @@ class Deferred:
         """Return whether autograd runs I, rather than what a layer differentiates by itself."""
         return self._task is not None and self._task == torch._C._current_graph_task_id()
 
-    def keep(self, kept: _Kept) -> None:
-        self._kept.append(kept)
+    def keep(self, operation: _Operation) -> None:
+        """Keep an operation for W, with the gradient of its output."""
+        self._kept.append(operation)
 
 
-class _Kept:
-    """What W needs of an operation: its small graph, the gradient of its output, and its weights.
+class _Operation:
+    """An operation that was put off: its small graph, which holds the inputs, and what it was made from.
 
-    The graph holds the inputs.
+    `inputs`: the leaves in the small graph that stand for the inputs; `trained`: weights or views of weights,
+    and `weights`: those themselves.
     """
 
-    __slots__ = ("edge", "grad", "inputs", "weights")
-
-    def __init__(
-        self, edge: GradientEdge, grad: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor]
-    ) -> None:
-        self.edge, self.grad, self.inputs, self.weights = edge, grad, inputs, weights
-
-
-class _Call:
-    """An operation on operands, of which those at `inputs` need a gradient in I; `names`: of the last."""
-
-    __slots__ = ("function", "inputs", "names", "weights")
+    __slots__ = ("deferred", "edge", "grad", "inputs", "output", "trained", "weights")
 
     def __init__(
         self,
-        function: Callable[..., Tensor],
-        inputs: Sequence[int],
+        deferred: Deferred,
+        edge: GradientEdge,
+        inputs: Sequence[Tensor],
+        trained: Sequence[Tensor],
         weights: Sequence[Tensor],
-        names: Sequence[str],
     ) -> None:
-        self.function, self.inputs, self.weights, self.names = function, inputs, weights, names
+        self.deferred, self.edge = deferred, edge
+        self.inputs, self.trained, self.weights = inputs, trained, weights
+        self.output: Tensor | None = None  # until it is in the stage's graph, which refers to this
+        self.grad: Tensor | None = None  # of the output, once it is known
 
-    def __call__(self, operands: Sequence[Any]) -> Tensor:
-        if not self.names:
-            return self.function(*operands)
-        first = len(operands) - len(self.names)
-        return self.function(*operands[:first], **dict(zip(self.names, operands[first:], strict=True)))
+    def differentiate(self, tensors: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
+        """Return the gradients of some inputs and weights; those of others may be asked for later."""
+        if not tensors:
+            return ()
+        # torch.autograd.grad, without what it does for other arguments, which takes 6 us.
+        found: Sequence[Tensor] = _engine_run_backward(
+            (self.edge,), (grad,), True, False, tuple(tensors), allow_unreachable=False, accumulate_grad=False
+        )
+        return found
 
 
 class _Recording(TorchFunctionMode):
@@ -236,41 +243,26 @@ class _PutOff(torch.autograd.Function):
     """An operation whose backward makes the gradients of its inputs only."""
 
     @staticmethod
-    def forward(ctx: Any, deferred: Deferred, call: _Call, *operands: Any) -> Tensor:
-        replaced = list(operands)
-        inputs = []
-        for position in call.inputs:
-            leaf = replaced[position] = operands[position].detach().requires_grad_()
-            inputs.append(leaf)
-        with torch.enable_grad():
-            output = call(replaced)
+    def forward(ctx: Any, operation: _Operation, *operands: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.deferred, ctx.call, ctx.inputs, ctx.edge = deferred, call, inputs, get_gradient_edge(output)
-        ctx.operands = replaced
-        return output.detach()
+        ctx.operation, output = operation, operation.output
+        operation.output = None
+        assert output is not None
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        made: list[Tensor | None] = [None] * (2 + len(ctx.operands))
+        operation: _Operation = ctx.operation
+        nothing = (None,) * len(operation.trained)
         if grad is None:
-            return tuple(made)
+            return None, *(None for _ in operation.inputs), *nothing
         if torch.is_grad_enabled():
             raise RuntimeError(_TWICE)
-        positions, wanted = ctx.call.inputs, ctx.inputs
-        if ctx.deferred.is_under_way():
-            ctx.deferred.keep(_Kept(ctx.edge, grad, ctx.inputs, ctx.call.weights))
-        else:
-            positions = [
-                position
-                for position, operand in enumerate(ctx.operands)
-                if isinstance(operand, Tensor) and operand.requires_grad
-            ]
-            wanted = [ctx.operands[position] for position in positions]
-        if wanted:
-            grads = torch.autograd.grad([ctx.edge], wanted, [grad], retain_graph=True)
-            for position, back in zip(positions, grads, strict=True):
-                made[2 + position] = back
-        return tuple(made)
+        if not operation.deferred.is_under_way():
+            return None, *operation.differentiate([*operation.inputs, *operation.trained], grad)
+        operation.grad = grad
+        operation.deferred.keep(operation)
+        return None, *operation.differentiate(operation.inputs, grad), *nothing
 
 
 # Attention within which operations are seen: it only asks whether it is to be replaced as a whole.
