@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pipetrain.blueprint import Plan
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.timeline import Costs, Timeline
+from pipetrain.schedule.timeline import Costs, Kind, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ def estimated_costs(plan: Plan) -> Costs:
     flops = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in range(plan.stages)]
     mean = sum(flops) / len(flops)
     times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
-    return Costs(
-        {(stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()}
-    )
+    costs: dict[Kind, float] = {
+        (stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()
+    }
+    costs[0, Op.I], costs[0, Op.W] = 0, costs[0, Op.B]  # nobody needs its input gradient
+    return Costs(costs)
