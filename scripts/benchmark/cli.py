@@ -9,7 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmark import api, factory, gpt, memory, models, overhead, report, routes, sleep, wire, zero_bubble
+from benchmark import (
+    api,
+    factory,
+    gpt,
+    memory,
+    models,
+    overhead,
+    report,
+    routes,
+    sleep,
+    split,
+    wire,
+    zero_bubble,
+)
 from benchmark.report import Row
 from benchmark.tasks import Scale
 from benchmark.worlds import Say, WorldFailed
@@ -21,6 +34,7 @@ SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
     **{model: partial(models.suite, model) for model in models.MODELS},
     "gpt": gpt.suite,
     "zero-bubble": zero_bubble.suite,
+    "split": split.suite,
     "one-process": models.one_process_suite,
     "overhead": overhead.suite,
     "api": api.suite,
