@@ -33,6 +33,7 @@ from benchmark.worlds import Say
 from pipetrain.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
+from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Target
 from pipetrain.schedule.timeline import StageStats
@@ -148,6 +149,7 @@ class Ours:
         self.batches = self._windows * window
         self.actions = plan.windows[window].program[mesh.world.rank]  # where a policy decides: as many
         self.losses: list[float] = []
+        self.observe: Observer | None = None  # gets the spans of each window
         self._feed = BatchFeed(job, mesh.device)
         self._full_after = plan.stages if window > 2 * plan.stages else None  # updates; None: never full
         self._updates: list[float] = []
@@ -166,7 +168,7 @@ class Ours:
         self._updates.clear()
         for _ in range(self._windows):
             order = self.plan.order(max(self.plan.windows), self._rank)
-            self._engine.train(order, self._feed, self.microbatches, self._count)
+            self._engine.train(order, self._feed, self.microbatches, self._count, self.observe)
         if self._last:
             self.losses = self._stages[self.plan.stages - 1].take_losses()
         if not self._last or self._full_after is None:

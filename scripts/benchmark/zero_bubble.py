@@ -18,9 +18,9 @@ from benchmark import gpt, models
 from benchmark.contestants import Contestant, Ours, TorchPipeline, race
 from benchmark.paced import SAMPLE, WIDTH, Paced
 from benchmark.report import Row, Series, timed_row
-from benchmark.tasks import Scale, Task, compose_task, prepare
+from benchmark.tasks import Job, Scale, Task, compose_task, prepare
 from benchmark.worlds import Say, run_world, titled
-from pipetrain.blueprint import Plan, profile_conditions
+from pipetrain.blueprint import Plan, profile_conditions, with_costs
 from pipetrain.partition.network import Chain
 from pipetrain.partition.profile import LayerTime
 from pipetrain.profiling import make_profile, measure_together
@@ -49,6 +49,9 @@ WAYS = {
     "zbv, 4 batches a window": Way("zbv", 4, v=True),
     "v_half": Way("v_half", v=True),
     "v_min": Way("v_min", v=True),
+    "zb_auto": Way("zb_auto", v=True),
+    "v_async, 4 batches a window": Way("v_async", 4, v=True),
+    "pipedream, 4 batches a window": Way("pipedream", 4),
 }
 OF_BOUND, OF_TORCH, OF_ONCE = "of bound", "x torch's", "x 1f1b"
 LEAST = {OF_BOUND: 0.97, OF_TORCH: 1.0}
@@ -83,31 +86,38 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
 # Sleeping stages
 
 
-def task(ranks: int, m: int, way: Way) -> Task:
-    """Return the products as something to train: a microbatch is one sample."""
+def prepared(way: Way, ranks: int, m: int, product_s: float) -> tuple[Job, float]:
+    """Prepare the training of stages of one product, for the costs of the machine; a microbatch is a sample.
+
+    `product_s`: seconds of a whole stage's product. Returns the job, and the seconds of a product.
+    """
+    slices = 2 if way.v else 1
     overrides = (
         "model._target_=benchmark.paced.products",
-        f"+model.stages={ranks * (2 if way.v else 1)}",
+        f"+model.stages={ranks * slices}",
         "partition=even",
         f"batch_size={m}",
         f"microbatches={m}",
         f"window={way.batches}",
     )
-    return Task(overrides, SAMPLE, WIDTH)
+    job = prepare(Task(overrides, SAMPLE, WIDTH), way.schedule, ranks, way.batches)
+    one_s = product_s / slices
+    return replace(job, plan=with_costs(job.plan, product_costs(job.plan.stages, one_s))), one_s
 
 
-def bound(plan: Plan, product_s: float) -> float:
-    """Return the seconds of a batch on paper, with messages that take no time.
-
-    `product_s`: of one product of this plan's stages. The first stage has no I: its W is a whole backward.
-    """
+def product_costs(stages: int, product_s: float) -> Costs:
+    """Return the costs of stages of one product. The first has no I: its W is a whole backward."""
     units = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
-    seconds: dict[Kind, float] = {}
-    seconds |= {(stage, op): product_s * n for stage in range(plan.stages) for op, n in units.items()}
-    seconds |= {(0, Op.I): 0.0, (0, Op.W): 2 * product_s}
-    settings, window = plan.settings, plan.window
+    seconds: dict[Kind, float] = {(s, op): n * product_s for s in range(stages) for op, n in units.items()}
+    return Costs(seconds | {(0, Op.I): 0.0, (0, Op.W): 2 * product_s})
+
+
+def bound(plan: Plan) -> float:
+    """Return the seconds of a batch on paper, at the plan's costs, with messages that take no time."""
+    assert plan.costs is not None
+    settings = plan.settings
     run = simulate(
-        window.program, settings.microbatches, buffer_size=settings.buffer_size, cost=Costs(seconds)
+        plan.window.program, settings.microbatches, buffer_size=settings.buffer_size, cost=plan.costs
     )
     return run.makespan / max(plan.windows)
 
@@ -136,16 +146,15 @@ def measure(mesh: Mesh, say: Say, sizes: Sizes, rounds: int) -> tuple[Series, di
     bounds: dict[str, float] = {}
     for m in sizes.microbatches:
         for name, way in WAYS.items():
-            product_s = sizes.product_s / (2 if way.v else 1)
-            job = prepare(task(ranks, m, way), way.schedule, ranks, way.batches)
+            job, one_s = prepared(way, ranks, m, sizes.product_s)
             full = f"{name}, m = {m}"
-            contestants.append(Paced(Ours(full, job, meshes.of(job.plan)), product_s))
-            bounds[full] = bound(job.plan, product_s)
+            contestants.append(Paced(Ours(full, job, meshes.of(job.plan)), one_s))
+            bounds[full] = bound(job.plan)
             if way.rival:
-                theirs = prepare(task(ranks, m, way), way.schedule, ranks)
+                theirs, _ = prepared(way, ranks, m, sizes.product_s)
                 rival = TorchPipeline(way.rival.removeprefix("torch "), theirs, mesh, 1)
                 rival.name += f", m = {m}"
-                contestants.append(Paced(rival, product_s))
+                contestants.append(Paced(rival, one_s))
                 bounds[rival.name] = bounds[full]
     return race(mesh, contestants, rounds, say), bounds
 
