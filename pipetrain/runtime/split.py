@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 _ATEN = torch.ops.aten
 _PADDED = ("default", "padding")  # a number, or a word such as "same"
-_DEAR = {
+DEAR = {
     F.linear,
     F.bilinear,
     torch.matmul,
@@ -139,7 +139,7 @@ class _Recording(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _DEAR:
+        if func in DEAR:
             result = self._deferred.put_off(func, args, kwargs or {})
             if result is not None:
                 return result

@@ -33,7 +33,7 @@ from pipetrain.draws import Seeds, drawing
 from pipetrain.runtime import engine
 from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
-from pipetrain.schedule.actions import Op, Program, has_norms
+from pipetrain.schedule.actions import Op, Program, has_norms, ranks_of
 from pipetrain.seal import Seal, SealedStore
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.run import Run, prepare
@@ -72,6 +72,11 @@ def config(overrides: Sequence[str]) -> DictConfig:
     cfg = deepcopy(_composed(tuple(choices)))
     ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
     return cfg
+
+
+def stages_of(schedule: str, ranks: int) -> int:
+    """Return into how many stages `schedule`, as its YAML sets it, cuts a model."""
+    return len(ranks_of(make_schedule(config([f"schedule={schedule}"]))(ranks, 1, ranks)))
 
 
 @lru_cache(maxsize=128)
