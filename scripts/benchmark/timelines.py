@@ -22,7 +22,7 @@ from pipetrain.schedule.timeline import Row as Spans
 from pipetrain.schedule.timeline import Timeline
 
 RANKS, MICROBATCHES, BATCHES = 4, 8, 2
-PRODUCT_S, PRODUCT_SMALL_S = 0.06, 0.004
+PRODUCT_S = 0.06
 SHOWN = {
     "1f1b": "One forward, one backward, a flush after each batch.",
     "zb_h1": "The same memory, the backward split: W waits until a rank has nothing else to do.",
@@ -44,8 +44,8 @@ class Shown:
 
 def suite(scale: Scale, say: Say) -> Iterator[Row]:
     """Measure, write the page if one is asked for, and give the rows."""
-    product_s = PRODUCT_SMALL_S if scale.quick else PRODUCT_S
-    shown = run_world(measure, RANKS, titled(say, "timelines"), product_s, scale.rounds)[0]
+    names, product_s = (("1f1b", "v_async"), 0.004) if scale.quick else (tuple(SHOWN), PRODUCT_S)
+    shown = run_world(measure, RANKS, titled(say, "timelines"), names, product_s, scale.rounds)[0]
     if scale.page is not None:
         scale.page.parent.mkdir(parents=True, exist_ok=True)
         scale.page.write_text(page(shown, product_s))
@@ -57,11 +57,11 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
         yield timed_row(f"timelines, a window of {BATCHES} batches", title, series, against)
 
 
-def measure(mesh: Mesh, say: Say, product_s: float, rounds: int) -> list[Shown]:
+def measure(mesh: Mesh, say: Say, names: Sequence[str], product_s: float, rounds: int) -> list[Shown]:
     """Run every schedule, on one rank; returns what all ranks did."""
     meshes = Meshes(mesh)
     contestants, taken, paper = [], {}, {}
-    for name in SHOWN:
+    for name in names:
         way = Way(name, BATCHES, v=name not in ("1f1b", "zb_h1"))
         job, one_s = prepared(way, mesh.world.size, MICROBATCHES, product_s)
         ours = Ours(name, job, meshes.of(job.plan))
@@ -72,7 +72,7 @@ def measure(mesh: Mesh, say: Say, product_s: float, rounds: int) -> list[Shown]:
     race(mesh, contestants, rounds, say)
     by_rank: list[dict[str, list[Spans]]] = mesh.gather("the spans", taken)  # type: ignore[assignment]
     shown = []
-    for name in SHOWN:
+    for name in names:
         turns = zip(*(rank[name] for rank in by_rank), strict=True)  # each with the rows of all ranks
         ran = [Timeline(list(rows), MICROBATCHES) for rows in turns]
         shown.append(Shown(name, min(ran, key=lambda turn: turn.makespan), paper[name]))

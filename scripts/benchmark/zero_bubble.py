@@ -66,9 +66,11 @@ class Sizes:
     product_s: float
     ranks: tuple[int, ...]
     microbatches: tuple[int, ...]
+    ways: Mapping[str, Way]
 
 
-SLEEP, SLEEP_SMALL = Sizes(0.06, (2, 4), (4, 8, 16)), Sizes(0.004, (2,), (4,))
+SLEEP = Sizes(0.06, (2, 4), (4, 8, 16), WAYS)
+SLEEP_SMALL = Sizes(0.004, (2,), (4,), {name: WAYS[name] for name in ("1f1b", "zb_h1", "zbv")})
 
 
 def suite(scale: Scale, say: Say) -> Iterator[Row]:
@@ -122,6 +124,11 @@ def bound(plan: Plan) -> float:
     return run.makespan / max(plan.windows)
 
 
+def copied(job: Job) -> Job:
+    """Return the same job for another one who trains it."""
+    return replace(job, model=deepcopy(job.model))
+
+
 class Meshes:
     """A mesh for each placement of stages, because each stage boundary has process groups of its own."""
 
@@ -145,17 +152,16 @@ def measure(mesh: Mesh, say: Say, sizes: Sizes, rounds: int) -> tuple[Series, di
     contestants: list[Contestant] = []
     bounds: dict[str, float] = {}
     for m in sizes.microbatches:
-        for name, way in WAYS.items():
+        for name, way in sizes.ways.items():
             job, one_s = prepared(way, ranks, m, sizes.product_s)
             full = f"{name}, m = {m}"
-            contestants.append(Paced(Ours(full, job, meshes.of(job.plan)), one_s))
             bounds[full] = bound(job.plan)
             if way.rival:
-                theirs, _ = prepared(way, ranks, m, sizes.product_s)
-                rival = TorchPipeline(way.rival.removeprefix("torch "), theirs, mesh, 1)
+                rival = TorchPipeline(way.rival.removeprefix("torch "), copied(job), mesh, 1)
                 rival.name += f", m = {m}"
                 contestants.append(Paced(rival, one_s))
                 bounds[rival.name] = bounds[full]
+            contestants.append(Paced(Ours(full, job, meshes.of(job.plan)), one_s))
     return race(mesh, contestants, rounds, say), bounds
 
 
@@ -205,12 +211,12 @@ def measure_model(mesh: Mesh, say: Say, task: Task, scale: Scale) -> tuple[Serie
         one = task.extended(f"window={way.batches}")
         cut = best_cut(prepare(one.extended("partition=even"), way.schedule, RANKS, way.batches).plan, layers)
         job = prepare(one.extended(f"partition={cut}"), way.schedule, RANKS, way.batches)
-        contestants.append(Ours(name, job, meshes.of(job.plan), BATCHES))
         cuts[name] = cut
         if way.rival:
-            theirs = prepare(one.extended(f"partition={cut}"), way.schedule, RANKS)
-            contestants.append(TorchPipeline(way.rival.removeprefix("torch "), theirs, mesh, BATCHES))
-            cuts[way.rival] = cut
+            rival = TorchPipeline(way.rival.removeprefix("torch "), copied(job), mesh, BATCHES)
+            contestants.append(rival)
+            cuts[rival.name] = cut
+        contestants.append(Ours(name, job, meshes.of(job.plan), BATCHES))
     return race(mesh, contestants, scale.rounds, say), cuts
 
 
