@@ -233,7 +233,7 @@ class Recomputing(Policy):
 
 def with_recomputation(schedule: Schedule, chosen: Callable[[int], Collection[int]]) -> Schedule:
     """Return a schedule whose `chosen`(number of stages) stages recompute their forwards."""
-    return (Recomputing if isinstance(schedule, Policy) else Recomputed)(schedule, chosen)
+    return Recomputing(schedule, chosen) if isinstance(schedule, Policy) else Recomputed(schedule, chosen)
 
 
 @dataclass(frozen=True, slots=True)
