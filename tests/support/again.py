@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.support.models import CLASSES, Shrink, conv
+from tests.support.models import CLASSES, Recompute, Shrink, conv
+
+
+class Struck(nn.Module):
+    """Makes infinities in one microbatch of eight, at random."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (torch.rand((), dtype=torch.float64) > 1 / 8)
 
 
 class Scaled(nn.Module):
@@ -32,23 +39,30 @@ class Counting(nn.Module):
         return x / self.calls
 
 
-def _model(*middle: nn.Module, inplace: bool = False) -> nn.Sequential:
+def _model(*middle: nn.Module) -> nn.Sequential:
     flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 12))
-    return nn.Sequential(
-        Shrink(), conv(4, True, 3), *middle, nn.ReLU(inplace=inplace), flat, nn.Linear(12, CLASSES)
+    return nn.Sequential(Shrink(), conv(4, True, 3), *middle, flat, nn.Linear(12, CLASSES))
+
+
+def everything(struck: bool = False) -> nn.Sequential:
+    """Nine layers in the middle, with one weight in two of them.
+
+    `spectral_norm` has two buffers that each forward changes, and computes with. What overwrites the results
+    of a convolution and of a product would make others from what it has left there.
+    """
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    two.weight = one.weight
+    return _model(
+        spectral_norm(nn.Conv2d(4, 4, 3, padding=1)),
+        nn.ReLU(inplace=True),
+        nn.Sequential(one, nn.Hardswish(inplace=True), nn.Linear(4, 4)),
+        nn.Sequential(nn.Dropout(0.2), nn.Conv2d(4, 4, 3, padding=1), nn.ELU(inplace=True)),
+        Recompute(conv(4, True), reentrant=False),
+        Struck() if struck else nn.Identity(),
+        Recompute(conv(4, False), reentrant=True),
+        nn.Dropout(0.2, inplace=True),
+        two,
     )
-
-
-def spectral() -> nn.Sequential:
-    """Two buffers that each forward changes, and computes with."""
-    return _model(spectral_norm(nn.Conv2d(4, 4, 3, padding=1)))
-
-
-def overwritten() -> nn.Sequential:
-    """The results of a convolution and of a product are overwritten by what no second call would leave."""
-    convolution = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ELU(inplace=True))
-    product = nn.Sequential(nn.Linear(4, 4), nn.Hardswish(inplace=True), nn.Linear(4, 4))
-    return _model(convolution, product, inplace=True)
 
 
 def scaled() -> nn.Sequential:
@@ -59,34 +73,20 @@ def counting() -> nn.Sequential:
     return _model(Counting())
 
 
-class Attention(nn.Module):
-    """[n, 3, 32, 32] -> [n, 16, 8]: a transformer's layer over 16 tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True, norm_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(self.first(nn.functional.avg_pool2d(x, 8).flatten(2).mT))
-        return out
-
-
 class Attending(nn.Module):
-    """Traced: skips over two attentions, the last of which shares its weight with the first."""
+    """Traced: [n, 3, 32, 32] -> [n, 10] by attention over 16 tokens, with a skip and a shared weight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter = Attention()
-        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.enter, self.query, self.key = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.drop, self.norm = nn.Dropout(0.2), nn.BatchNorm1d(16)
         self.leave = nn.Linear(16 * 8, CLASSES)
-        self.two.weight = self.one.weight
+        self.key.weight = self.query.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        y = self.drop(torch.relu_(self.norm(self.one(x))))
-        out: Tensor = self.leave((x + self.two(y)).flatten(1))
+        x = self.enter(nn.functional.avg_pool2d(x, 8).flatten(2).mT)
+        y = nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), x)
+        out: Tensor = self.leave((x + self.drop(torch.relu_(self.norm(y)))).flatten(1))
         return out
 
 
