@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipetrain.blueprint import Plan
-from pipetrain.schedule.actions import Op
+from pipetrain.partition.stages import costs_by_work
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.timeline import Costs, Kind, Timeline
+from pipetrain.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def played(plan: Plan) -> Timeline:
         plan.window.program,
         plan.settings.microbatches,
         buffer_size=plan.links.bounds,
-        cost=plan.costs or estimated_costs(plan),
+        cost=plan.costs or costs_by_work(plan.layers, plan.cuts),
         routes=plan.routes,
         ties=plan.ties,
     )
@@ -50,15 +50,3 @@ def predict(plan: Plan, run: Timeline) -> list[StageTimes]:
         )
         for stage, rank in enumerate(plan.placement)
     ]
-
-
-def estimated_costs(plan: Plan) -> Costs:
-    """Return each stage's costs by its work, relative to the mean stage; updates and messages are free."""
-    flops = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in range(plan.stages)]
-    mean = sum(flops) / len(flops)
-    times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
-    costs: dict[Kind, float] = {
-        (stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()
-    }
-    costs[0, Op.I], costs[0, Op.W] = 0, costs[0, Op.B]  # nobody needs its input gradient
-    return Costs(costs)

@@ -233,14 +233,19 @@ class Recomputing(Policy):
 
 def with_recomputation(schedule: Schedule, chosen: Callable[[int], Collection[int]]) -> Schedule:
     """Return a schedule whose `chosen`(number of stages) stages recompute their forwards."""
-    if isinstance(schedule, Policy):
-        return Recomputing(schedule, chosen)
+    return Recomputing(schedule, chosen) if isinstance(schedule, Policy) else Recomputed(schedule, chosen)
 
-    def made(ranks: int, batches: int, microbatches: int) -> Program:
-        program = schedule(ranks, batches, microbatches)
-        return recomputing(program, chosen(len(ranks_of(program))))
 
-    return made
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A schedule with a fixed order, some of whose stages recompute their forwards."""
+
+    schedule: Schedule
+    chosen: Callable[[int], Collection[int]]
+
+    def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
+        program = self.schedule(ranks, batches, microbatches)
+        return recomputing(program, self.chosen(len(ranks_of(program))))
 
 
 def play(
