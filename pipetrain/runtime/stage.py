@@ -264,9 +264,9 @@ class Stage:
                 outputs = (self._loss_of(saved.target, outputs) * saved.target.share,)
         if not again.equals(outputs):
             raise TrainingStopped(
-                f"stage {self.index} made other outputs when it ran the forward of microbatch {mb} again: its "
-                f"layers must depend on inputs, weights, buffers and the random numbers of torch, NumPy or "
-                f"Python alone; choose recompute=never"
+                f"stage {self.index} made other outputs when it ran the forward of microbatch {mb} again: "
+                f"its layers must depend on inputs, weights, buffers and the random numbers of torch, NumPy "
+                f"or Python alone; choose recompute=never"
             )
         saved.outputs = outputs
 
