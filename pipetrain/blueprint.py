@@ -37,7 +37,7 @@ from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.network import INPUT, Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic
-from pipetrain.schedule.actions import Program, Schedule, Tie, placement
+from pipetrain.schedule.actions import Program, Schedule, Tie, placement, splits
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.lower import Route, edges, lower
 from pipetrain.schedule.policy import Bounds, Policy
@@ -345,7 +345,8 @@ def _pipeline(
     if settings.ema is not None:
         versions = tuple(held + 1 for held in versions)  # the moving average is as large as a version
     values = _traffic(settings, layers, inputs)
-    return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions, values)
+    split = any(splits(window.program) for window in windows.values())
+    return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions, values, split)
 
 
 def _traffic(settings: Settings, layers: Sequence[Layer], inputs: Boundary) -> list[Traffic]:

@@ -1,7 +1,8 @@
 """The plan's prediction of each stage's time, to compare with the measured run.
 
-It is based on `plan.costs` if known, otherwise on the estimated work of each stage, with a backward twice its
-forward; then only fractions of time are predicted.
+It is based on `plan.costs` if known, otherwise on the estimated work of each stage; then only fractions of
+time are predicted. A backward is twice its forward: each operation is differentiated for both its operands. W
+is what is differentiated for weights.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pipetrain.blueprint import Plan
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.timeline import Costs, Timeline
+from pipetrain.schedule.timeline import Costs, Kind, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,15 @@ def predict(plan: Plan, run: Timeline) -> list[StageTimes]:
 
 def estimated_costs(plan: Plan) -> Costs:
     """Return each stage's costs by its work, relative to the mean stage; updates and messages are free."""
-    flops = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in range(plan.stages)]
-    mean = sum(flops) / len(flops)
-    times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
-    return Costs(
-        {(stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()}
-    )
+    held = [plan.layers[plan.slice(stage)] for stage in range(plan.stages)]
+    mean = sum(layer.flops for layers in held for layer in layers) / len(held)
+    costs: dict[Kind, float] = {}
+    for stage, layers in enumerate(held):
+        forward = sum(layer.flops for layer in layers) / mean
+        weights = sum(layer.weight_flops for layer in layers) / mean
+        if not stage or not plan.seams.entries[stage].gradients:  # W is all of it
+            weights = 2 * forward
+        times = {Op.F: forward, Op.R: forward, Op.B: 2 * forward}
+        times |= {Op.I: 2 * forward - weights, Op.W: weights}
+        costs |= {(stage, op): seconds for op, seconds in times.items()}
+    return Costs(costs)
