@@ -18,6 +18,7 @@ from pipetrain.schedule.programs import (
     one_f_one_b,
     pipedream,
     pipedream_2bw,
+    v_min,
     zb_h1,
     zb_h2,
     zbv,
@@ -63,7 +64,7 @@ sizes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.sampled_from(FLUSH), sizes, st.integers(1, 3))
+@given(st.sampled_from((*FLUSH, zb_h1, v_min)), sizes, st.integers(1, 3))
 def test_a_flush_schedule_waits_for_nothing_that_it_would_not_wait_for_anyway(
     schedule, size, buffer_size
 ) -> None:
@@ -118,7 +119,7 @@ def test_a_norm_that_travels_holds_up_every_step() -> None:
 # Mutants
 
 
-@pytest.mark.parametrize("schedule", [*FLUSH, pipedream, pipedream_2bw])
+@pytest.mark.parametrize("schedule", [*FLUSH, zb_h1, pipedream, pipedream_2bw])
 @pytest.mark.parametrize("size", [(2, 2, 2), (3, 1, 3), (1, 1, 1)])
 def test_no_mutant_survives(schedule, size) -> None:
     _, batches, microbatches = size
