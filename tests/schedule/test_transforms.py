@@ -85,8 +85,14 @@ def test_a_flush_schedule_waits_for_nothing_that_it_would_not_wait_for_anyway(
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_what_is_held_and_read_stays_the_same(case: Case) -> None:
+    """Except where a stage steps before others of its rank have their gradients: there updates block."""
     program = case.schedule(3, 4, 4)
-    run, plain = (simulate(lower(made), 4) for made in (with_norms(program), program))
+    plain = simulate(lower(program), 4)
+    if case.virtual > 1 and any(plain.staleness):
+        with pytest.raises(Deadlock, match="waits for the norm of stage"):
+            simulate(lower(with_norms(program)), 4)
+        return
+    run = simulate(lower(with_norms(program)), 4)
     assert (run.activations, run.versions, run.staleness) == (
         plain.activations,
         plain.versions,
