@@ -39,7 +39,7 @@ from pipetrain.partition.network import INPUT, Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.partition.recompute import Mode, modes_of, stages_by
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic, costs_by_work
-from pipetrain.schedule.actions import Op, Program, Schedule, Tie, placement
+from pipetrain.schedule.actions import Op, Program, Schedule, Tie, placement, splits
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.lower import Route, edges, lower
 from pipetrain.schedule.policy import Bounds, Policy, Recomputed, with_recomputation
@@ -251,7 +251,7 @@ def make_plan(
     refuse_ties(settings, schedule, links)
     costs = predictor.costs(cuts, _tied_bytes(network, links)) if predictor else None
     made_for_unit_costs = schedule
-    schedule = _tailored(schedule, costs or costs_by_work(layers, cuts), settings)
+    schedule = _tailored(schedule, costs or costs_by_work(layers, cuts, joined.entries), settings)
     program = lower(forward_only(where, len(samples.evaluation)), links.routes)
     links = _bounded(settings, schedule, windows, links, program)
     # What was proven above had neither ties, nor other routes, nor these costs.
@@ -398,7 +398,8 @@ def _pipeline(
     if settings.ema is not None:
         versions = tuple(held + 1 for held in versions)  # the moving average is as large as a version
     values = _traffic(settings, layers, inputs)
-    return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions, values)
+    split = any(splits(window.program) for window in windows.values())
+    return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions, values, split)
 
 
 def _traffic(settings: Settings, layers: Sequence[Layer], inputs: Boundary) -> list[Traffic]:

@@ -1,7 +1,8 @@
 """The plan's prediction of each stage's time, to compare with the measured run.
 
-It is based on `plan.costs` if known, otherwise on the estimated work of each stage, with a backward twice its
-forward; then only fractions of time are predicted.
+It is based on `plan.costs` if known, otherwise on the estimated work of each stage; then only fractions of
+time are predicted. A backward is twice its forward: each operation is differentiated for both its operands. W
+is what is differentiated for weights.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def played(plan: Plan) -> Timeline:
         plan.window.program,
         plan.settings.microbatches,
         buffer_size=plan.links.bounds,
-        cost=plan.costs or costs_by_work(plan.layers, plan.cuts),
+        cost=plan.costs or costs_by_work(plan.layers, plan.cuts, plan.seams.entries),
         routes=plan.routes,
         ties=plan.ties,
     )

@@ -18,7 +18,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.partition.estimate import Layer
 
 PROFILE = "profile"  # the strategy's name
-VERSION = 1
+VERSION = 2
 Facts = Mapping[str, Any]
 
 
@@ -32,9 +32,15 @@ class LayerTime:
 
     name: str
     forward_s: float
+    recorded_s: float  # a forward whose backward is split
     backward_s: float  # for the gradients of inputs and parameters
+    input_s: (
+        float  # the half for the inputs, and what of the parameters is not put off; 0 without such inputs
+    )
+    weight_s: float  # the other half
     step_s: float  # the optimizer's step, once a batch
     saved_bytes: int  # saved for the backward, without parameters and inputs
+    deferred_bytes: int  # of these and of gradients, held from the first half to the second
     peak_bytes: int  # additional peak in forward and backward
     output_bytes: int  # the forward message of a cut behind it
     gradient_bytes: int  # the backward message
@@ -117,7 +123,10 @@ def average(ranks: Sequence[Sequence[LayerTime]]) -> list[LayerTime]:
         replace(
             layers[0],
             forward_s=median(layer.forward_s for layer in layers),
+            recorded_s=median(layer.recorded_s for layer in layers),
             backward_s=median(layer.backward_s for layer in layers),
+            input_s=median(layer.input_s for layer in layers),
+            weight_s=median(layer.weight_s for layer in layers),
             step_s=median(layer.step_s for layer in layers),
         )
         for layers in zip(*ranks, strict=True)

@@ -163,6 +163,46 @@ def test_each_layer_s_times_are_its_own(monkeypatch):
     assert column("step_s", held) == [0, 7, 7]
 
 
+class Halves(nn.Linear):
+    """A layer whose forward takes 1 s, and the gradient of its input 2 s; of its weight, see below."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(lambda grad: setattr(SetClock, "now", SetClock.now + 2))
+        made = super().forward(x)
+        if not is_planned():
+            SetClock.now += 1
+        return made
+
+
+def test_the_halves_of_a_backward_are_measured_apart(monkeypatch):
+    monkeypatch.setattr(measure, "Clock", SetClock)
+    model = nn.Sequential(Halves(12, 12), nn.BatchNorm1d(12), Halves(12, 12))
+    for layer in (model[0], model[2]):
+        layer.weight.register_hook(
+            lambda grad: None if grad is None else setattr(SetClock, "now", SetClock.now + 5)
+        )
+    held = measured(model, (2, 12))
+    assert column("forward_s", held) == column("recorded_s", held) == [1, 0, 1]
+    assert column("backward_s", held) == [5, 0, 7]
+    assert column("input_s", held) == [0, 0, 2]  # nothing before the first layer needs a gradient
+    assert column("weight_s", held) == [5, 0, 5]
+
+
+def test_what_is_held_between_the_halves_counts_once_at_the_layer_that_made_it():
+    model = nn.Sequential(
+        nn.Linear(48, 12), nn.Tanh(), nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Linear(10, 3)
+    )
+    held = measured(model, (2, 48))
+    # The first layer has no I. Behind it the inputs of the linear layers, of the one before, the gradients of
+    # their outputs, and those of the norm's weights.
+    inputs, grads = [0, 2 * 12, 0, 2 * 10, 0], [0, 0, 2 * 10, 2 * 10, 2 * 3]
+    assert column("deferred_bytes", held) == [FLOAT * (a + b) for a, b in zip(inputs, grads, strict=True)]
+    saved = column("saved_bytes", held)
+    assert saved[3] > 2 * 10 * FLOAT  # the norm's activations are gone
+
+
 def test_a_layer_runs_often_enough_and_in_training_mode():
     class Counting(nn.Module):
         calls = 0
@@ -173,7 +213,8 @@ def test_a_layer_runs_often_enough_and_in_training_mode():
             return x
 
     measured(nn.Sequential(nn.Flatten(), Counting(), nn.Linear(3072, 10)).eval())
-    assert Counting.calls == WARM_UP + REPEATS + 1  # and one for the bytes that are saved
+    # Each pass has a whole and a split backward; and one pass each for the bytes that are saved and deferred.
+    assert Counting.calls >= 2 * (WARM_UP + REPEATS) + 2
 
 
 # Any model
