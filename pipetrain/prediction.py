@@ -1,8 +1,7 @@
 """The plan's prediction of each stage's time, to compare with the measured run.
 
 It is based on `plan.costs` if known, otherwise on the estimated work of each stage; then only fractions of
-time are predicted. A backward is twice its forward: each operation is differentiated for both its operands. W
-is what is differentiated for weights.
+time are predicted.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipetrain.blueprint import Plan
-from pipetrain.schedule.actions import Op
+from pipetrain.partition.stages import costs_by_work
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.timeline import Costs, Kind, Timeline
+from pipetrain.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ def played(plan: Plan) -> Timeline:
         plan.window.program,
         plan.settings.microbatches,
         buffer_size=plan.links.bounds,
-        cost=plan.costs or estimated_costs(plan),
+        cost=plan.costs or costs_by_work(plan.layers, plan.cuts),
         routes=plan.routes,
         ties=plan.ties,
     )
@@ -51,19 +50,3 @@ def predict(plan: Plan, run: Timeline) -> list[StageTimes]:
         )
         for stage, rank in enumerate(plan.placement)
     ]
-
-
-def estimated_costs(plan: Plan) -> Costs:
-    """Return each stage's costs by its work, relative to the mean stage; updates and messages are free."""
-    held = [plan.layers[plan.slice(stage)] for stage in range(plan.stages)]
-    mean = sum(layer.flops for layers in held for layer in layers) / len(held)
-    costs: dict[Kind, float] = {}
-    for stage, layers in enumerate(held):
-        forward = sum(layer.flops for layer in layers) / mean
-        weights = sum(layer.weight_flops for layer in layers) / mean
-        if not stage or not plan.seams.entries[stage].gradients:  # W is all of it
-            weights = 2 * forward
-        times = {Op.F: forward, Op.R: forward, Op.B: 2 * forward}
-        times |= {Op.I: 2 * forward - weights, Op.W: weights}
-        costs |= {(stage, op): seconds for op, seconds in times.items()}
-    return Costs(costs)

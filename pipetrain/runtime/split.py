@@ -61,7 +61,7 @@ _LOWERED = {
     *_overloads(_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d, _ATEN.convolution),
     *_overloads(_ATEN.conv_transpose1d, _ATEN.conv_transpose2d, _ATEN.conv_transpose3d),
 }
-_DEAR = {
+DEAR = {
     *_LOWERED,
     F.bilinear,
     F.embedding,
@@ -227,7 +227,7 @@ class _Recording(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _DEAR:
+        if func in DEAR:
             if func is torch.einsum and len(args) == 2 and isinstance(args[1], list | tuple):
                 args = (args[0], *args[1])
             result = self._deferred.put_off(func, args, kwargs or {})

@@ -1,5 +1,7 @@
 """Transforms: program -> program, both without communication.
 
+A backward is split for what waits for its first half; where nothing does, it is joined again.
+
 What an update waits for is told as early as it can be, and awaited as late as it may: it travels meanwhile,
 and a rank with several stages has told all that others wait for before it waits itself.
 """
@@ -7,8 +9,10 @@ and a rank with several stages has told all that others wait for before it waits
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from pipetrain.schedule.actions import (
+    COMPUTE,
     Action,
     Op,
     Program,
@@ -18,6 +22,52 @@ from pipetrain.schedule.actions import (
     ranks_of,
     tied_stages,
 )
+from pipetrain.schedule.lower import Route, Wiring
+
+
+def joined(program: Program, routes: Sequence[Route] | None = None) -> Program:
+    """Make one B of each I and its own W between which nothing is sent: one pass costs less than two.
+
+    So it is on stage 0, whose I is for nobody, and where the stages before are on the same rank. Elsewhere
+    `lower` puts a message between the two, which would have to wait for the W. At equal costs the program
+    takes the same time. `routes`: see `lower`.
+    """
+    wiring = Wiring(ranks_of(program), routes)
+
+    def halves(first: Action, second: Action) -> bool:
+        own = (first.op, second.op) == (Op.I, Op.W) and (first.stage, first.mb) == (second.stage, second.mb)
+        return own and not wiring.sends(first)
+
+    made: Program = []
+    for actions in program:
+        made.append([])
+        for action in actions:
+            if made[-1] and halves(made[-1][-1], action):
+                made[-1][-1] = replace(action, op=Op.B)
+            else:
+                made[-1].append(action)
+    return made
+
+
+def recomputing(program: Program, stages: Collection[int]) -> Program:
+    """Let `stages` recompute their forwards: each R directly before the backward of its microbatch.
+
+    So `lower` puts it before the RECV_B, and it runs while the gradient is awaited. There is none where a
+    backward is what its rank computes next after the forward, as the activations are needed at once.
+    """
+    return [_recomputing(actions, stages) for actions in program]
+
+
+def _recomputing(actions: Sequence[Action], stages: Collection[int]) -> list[Action]:
+    made: list[Action] = []
+    computed: Action | None = None  # last
+    for action in actions:
+        if action.op in (Op.B, Op.I) and action.stage in stages:
+            forward = replace(action, op=Op.F)
+            made += [replace(action, op=Op.R)] * (computed != forward)
+        made.append(action)
+        computed = action if action.op in COMPUTE else computed
+    return made
 
 
 def with_norms(program: Program) -> Program:
