@@ -251,7 +251,7 @@ def make_plan(
     refuse_ties(settings, schedule, links)
     costs = predictor.costs(cuts, _tied_bytes(network, links)) if predictor else None
     made_for_unit_costs = schedule
-    schedule = _tailored(schedule, costs or costs_by_work(layers, cuts), settings)
+    schedule = _tailored(schedule, costs or costs_by_work(layers, cuts, joined.entries), settings)
     program = lower(forward_only(where, len(samples.evaluation)), links.routes)
     links = _bounded(settings, schedule, windows, links, program)
     # What was proven above had neither ties, nor other routes, nor these costs.

@@ -192,7 +192,10 @@ def _predicted(run: Timeline, prediction: Prediction, batches: int, split: bool)
 def _figures(plan: Plan, batches: int) -> str:
     settings, simulation = plan.settings, plan.window.simulation
     virtual = plan.stages // settings.ranks
-    formula = theory(settings.schedule, settings.ranks, batches, settings.microbatches, virtual)
+    size = settings.microbatches, virtual
+    formula = theory(settings.schedule, settings.ranks, batches, *size)
+    if formula and not any(formula.staleness) and has_norms(plan.window.program):
+        formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
     bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.4f}"
     rows = [
         ["equal stages", "simulated", "at most" if plan.policy else "formula"],

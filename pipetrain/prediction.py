@@ -33,7 +33,7 @@ def played(plan: Plan) -> Timeline:
         plan.window.program,
         plan.settings.microbatches,
         buffer_size=plan.links.bounds,
-        cost=plan.costs or costs_by_work(plan.layers, plan.cuts),
+        cost=plan.costs or costs_by_work(plan.layers, plan.cuts, plan.seams.entries),
         routes=plan.routes,
         ties=plan.ties,
     )

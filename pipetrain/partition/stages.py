@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from pipetrain.boundary import Boundary
 from pipetrain.partition.estimate import Layer
 from pipetrain.partition.network import INPUT
 from pipetrain.partition.profile import PROFILE, Profile
@@ -234,23 +235,20 @@ class Predictor:
         return self.profile.latency_s + nbytes * self.profile.s_per_byte
 
 
-def costs_by_work(layers: Sequence[Layer], cuts: Sequence[int]) -> Costs:
+def costs_by_work(layers: Sequence[Layer], cuts: Sequence[int], entries: Sequence[Boundary]) -> Costs:
     """Return each stage's costs by its estimated work, in forwards of the mean stage; messages are free.
 
-    A backward is two forwards: each operation is differentiated for both of its operands. W is what is
-    differentiated for weights.
+    `entries`: what enters each stage. Where none of it needs a gradient, W is all of the backward.
     """
-    stages = [layers[start:end] for start, end in pairwise([0, *cuts, len(layers)])]
-    mean = sum(layer.flops for layer in layers) / len(stages)
+    held = [layers[start:end] for start, end in pairwise([0, *cuts, len(layers)])]
+    mean = sum(layer.flops for layer in layers) / len(held)
     costs: dict[Kind, float] = {}
-    for stage, (first, held) in enumerate(zip([0, *cuts], stages, strict=True)):
-        forward = sum(layer.flops for layer in held) / mean
-        weights = sum(layer.weight_flops for layer in held) / mean
-        times = {Op.F: forward, Op.R: forward, Op.B: 2 * forward}
-        times |= {Op.I: 2 * forward - weights, Op.W: weights}
-        taken = (pair for layer in held for pair in zip(layer.takes, layer.reached, strict=False))
-        if not any(reached and value.layer < first for value, reached in taken):
-            times |= {Op.I: 0.0, Op.W: 2 * forward}  # nobody needs its input gradient
+    for stage, (mine, entry) in enumerate(zip(held, entries, strict=True)):
+        forward = sum(layer.flops for layer in mine) / mean
+        weights = sum(layer.weight_flops for layer in mine) / mean
+        if not stage or not entry.gradients:
+            weights = 2 * forward
+        times = {Op.F: forward, Op.R: forward, Op.B: 2 * forward, Op.I: 2 * forward - weights, Op.W: weights}
         costs |= {(stage, op): seconds for op, seconds in times.items()}
     return Costs(costs)
 
