@@ -140,7 +140,8 @@ def _with_weights(
 
 
 def _with(taken: Taken, at: float, length: float) -> Taken:
-    return tuple(sorted((*taken, (_phase(at), length))))
+    """Return what is taken with one work more; one of no length takes nothing."""
+    return tuple(sorted((*taken, (_phase(at), length)))) if length > _NEAR else taken
 
 
 def _phase(at: float) -> float:
@@ -154,6 +155,9 @@ def _places(taken: Taken, ready: float, length: float, left: tuple[float, ...]) 
     What is `left` for the rank must find room as well. So the work begins when it is ready, or else leaves a
     gap of the length of some of these beside it.
     """
+    if length < _NEAR or not taken:
+        yield ready
+        return
     sums = {sum(some) for count in range(len(left) + 1) for some in combinations(left, count)}
     edges = {start + long + gap for start, long in taken for gap in sums}
     edges |= {start - length - gap for start, _ in taken for gap in sums}

@@ -6,8 +6,11 @@ from random import Random
 import pytest
 
 from pipetrain.schedule.actions import Op
+from pipetrain.schedule.check import check
 from pipetrain.schedule.greedy import Times
+from pipetrain.schedule.lower import lower
 from pipetrain.schedule.periodic import offsets
+from pipetrain.schedule.programs.order import newest, versioned
 from pipetrain.schedule.simulate import unit_cost
 from pipetrain.schedule.tailored import v_placement
 from pipetrain.schedule.timeline import Costs, Kind
@@ -61,3 +64,17 @@ def test_fewer_microbatches_come_in_the_same_order() -> None:
     found = offsets(v_placement(3), random_times(1, 3))
     for few, many in zip(found.orders(v_placement(3), 5), found.orders(v_placement(3), 9), strict=True):
         assert few == [work for work in many if work[2] < 5]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stages_without_weights_have_works_of_no_length(seed: int) -> None:
+    """Such as an activation alone in a stage: its W takes no time, and may begin inside of another work."""
+    draw = Random(seed)
+    seconds: dict[Kind, float] = {}
+    for s in range(12):
+        size = 1.0 if s % 2 else draw.choice((0.0, 1e-9, 1e-3))
+        seconds |= {(s, Op.F): size, (s, Op.I): 1.1 * size, (s, Op.W): s % 2}
+    times = Times.of(Costs(seconds), v_placement(6))
+    for hop in (0.0, 0.125, 0.25):
+        orders = offsets(v_placement(6), times, hop).orders(v_placement(6), 5)
+        check(lower([versioned(order, 1, newest) for order in orders]), 5, 1)
