@@ -40,6 +40,7 @@ from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic
 from pipetrain.schedule.actions import Program, Schedule, Tie, placement
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.lower import Route, edges, lower
+from pipetrain.schedule.memory import Sizes
 from pipetrain.schedule.policy import Bounds, Policy
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
@@ -73,6 +74,12 @@ class Plan:
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
     policy: Policy | None = None  # decides the order at run time; the windows' programs are then examples
+    sizes: Sequence[Sizes] = ()  # the bytes of each stage, see prediction.sized
+
+    @property
+    def full(self) -> int:
+        """The samples of a full microbatch."""
+        return self.settings.batch_size // self.settings.microbatches
 
     @property
     def stages(self) -> int:

@@ -1,17 +1,28 @@
-"""The plan's prediction of each stage's time, to compare with the measured run.
+"""The plan's prediction of each stage's time and memory, to compare with the measured run.
 
-It is based on `plan.costs` if known, otherwise on the estimated work of each stage, with a backward twice its
-forward; then only fractions of time are predicted.
+Times are based on `plan.costs` if known, otherwise on the estimated work of each stage, with a backward twice
+its forward; then only fractions of time are predicted. Memory follows from the order of the actions, and from
+what the estimated layers save.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.optim import Optimizer
 
 from pipetrain.blueprint import Plan
+from pipetrain.boundary import TensorSpec
+from pipetrain.codec import Identity
+from pipetrain.partition.sizes import loss_sizes, microbatch, optimizer_state
 from pipetrain.schedule.actions import Op
+from pipetrain.schedule.lower import Edge
+from pipetrain.schedule.memory import Moment, Sizes, over_time
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Timeline
+from pipetrain.tasks import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,57 @@ def predict(plan: Plan, run: Timeline) -> list[StageTimes]:
         )
         for stage, rank in enumerate(plan.placement)
     ]
+
+
+def sized(plan: Plan, task: Task, optimizer: Callable[[Any], Optimizer]) -> Plan:
+    """Return a plan with the bytes of its stages. `optimizer`: makes that of some parameters."""
+    loss = loss_sizes(task, plan.layers[-1].output, plan.settings.dtype)
+    state_of = optimizer_state(optimizer)
+    messages = _messages(plan)
+    sizes = []
+    for stage in range(plan.stages):
+        layers, of = plan.layers[plan.slice(stage)], plan.slice(stage)
+        weights = {name: spec for layer in layers for name, spec in layer.weights.items()}
+        held = [layer.frozen for layer in layers] + [layer.buffers for layer in layers]
+        fixed = {name: spec for of_layer in held for name, spec in of_layer.items()}
+        trained = sum(spec.nbytes for spec in weights.values())
+        of_one = microbatch(
+            plan.layers, plan.example.of(plan.full), of.start, of.stop, loss, plan.copies_input(stage)
+        )
+        sizes.append(
+            Sizes(
+                saved=of_one.saved,
+                before_r=of_one.before_r,
+                after_i=of_one.after_i,
+                weights=trained * (1 + (plan.settings.ema is not None))
+                + sum(spec.nbytes for spec in fixed.values()),
+                version=trained,
+                gradient=trained,
+                optimizer=sum(map(state_of, weights.values())),
+                tied=sum(weights[name].nbytes for name, tie in plan.links.shared.items() if stage in tie),
+                wire={edge: plan.settings.codecs.wire_bytes(s, edge[0] < edge[1]) for edge, s in messages},
+                raw={edge: sum(spec.nbytes for spec in s) for edge, s in messages},
+            )
+        )
+    return replace(plan, sizes=sizes)
+
+
+def _messages(plan: Plan) -> list[tuple[Edge, list[TensorSpec]]]:
+    """Return the tensors of a message of each edge, forward and back."""
+    found = []
+    for (source, to), carried in plan.seams.routes.items():
+        entry = plan.seams.entries[to]
+        needs = entry.needs_grad or (False,) * len(entry.specs)
+        found.append(((source, to), [entry.specs[position] for position in carried.entered]))
+        found.append(((to, source), [entry.specs[p] for p in carried.entered if needs[p]]))
+    return found
+
+
+def memory(plan: Plan, run: Timeline) -> list[list[Moment]]:
+    """Return, by rank, what the stages of a plan that is `sized` hold after each action of a timeline."""
+    coded = not isinstance(plan.settings.codecs.forward, Identity)
+    copied = [route for route in plan.routes if coded or plan.copies_output(route[0])]
+    return over_time(run, plan.sizes, plan.links.bounds, plan.routes, copied)
 
 
 def estimated_costs(plan: Plan) -> Costs:

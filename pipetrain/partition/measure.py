@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_leaves
 from pipetrain.boundary import Boundary, Value, as_tuple, describe, leaves_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
-from pipetrain.partition.estimate import Layer, storage_of, strided
+from pipetrain.partition.estimate import Layer
 from pipetrain.partition.network import INPUT, Chain, Made, Network, Tensors
 from pipetrain.partition.profile import LayerTime
+from pipetrain.partition.saved import storage_of, strided
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.weights import OptimizerFactory
 

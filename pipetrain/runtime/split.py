@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -26,39 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
-_ATEN = torch.ops.aten
-_PADDED = ("default", "padding")  # a number, or a word such as "same"
-_DEAR = {
-    F.linear,
-    F.bilinear,
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    torch.addmm,
-    torch.baddbmm,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    Tensor.mm,
-    F.conv1d,
-    F.conv2d,
-    F.conv3d,
-    F.conv_transpose1d,
-    F.conv_transpose2d,
-    F.conv_transpose3d,
-    # As they stand in a traced model:
-    _ATEN.linear.default,
-    _ATEN.bilinear.default,
-    _ATEN.matmul.default,
-    _ATEN.mm.default,
-    _ATEN.bmm.default,
-    _ATEN.addmm.default,
-    _ATEN.baddbmm.default,
-    _ATEN.convolution.default,
-    *(getattr(packet, kind) for packet in (_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d) for kind in _PADDED),
-    _ATEN.conv_transpose1d.default,
-    _ATEN.conv_transpose2d.input,
-    _ATEN.conv_transpose3d.input,
-}
+from pipetrain.partition.saved import DEAR
 
 
 class Deferred:
@@ -75,6 +42,11 @@ class Deferred:
         self._grads: list[Tensor] = []
         self._at_once: list[tuple[Tensor, Tensor]] = []  # leaves, with their gradients from I
         self._differentiating = False
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The gradients that are kept for W."""
+        return [*self._grads, *(grad for _, grad in self._at_once)]
 
     def recording(self) -> TorchFunctionMode:
         """Return a context in which a forward puts off the weight gradients of dear operations."""
@@ -139,7 +111,7 @@ class _Recording(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _DEAR:
+        if func in DEAR:
             result = self._deferred.put_off(func, args, kwargs or {})
             if result is not None:
                 return result

@@ -7,7 +7,7 @@ the number of activations that `simulate` predicts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -203,6 +203,16 @@ class Stage:
     def in_flight(self) -> int:
         """The number of microbatches between their forward and the end of their backward."""
         return len(self._saved)
+
+    def open_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that open microbatches hold themselves, beside what autograd saves."""
+        for saved in self._saved.values():
+            yield from (*saved.inputs, *saved.outputs, *saved.grads)
+            yield from (copy for _, copy in saved.buffers)
+            if saved.target is not None:
+                yield from as_tuple(saved.target.value)
+            if saved.deferred is not None:
+                yield from saved.deferred.held
 
     def forward(
         self,
