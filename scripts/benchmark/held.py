@@ -12,7 +12,7 @@ from benchmark.report import Row, Verdict
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, run_world, titled
 from pipetrain.boundary import on_each
-from pipetrain.prediction import memory, sized
+from pipetrain.prediction import memory, played, sized
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Target
