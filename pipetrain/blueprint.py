@@ -36,7 +36,7 @@ from pipetrain.partition.crossing import (
 from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.network import INPUT, Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
-from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic
+from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic, costs_by_work
 from pipetrain.schedule.actions import Program, Schedule, Tie, placement
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.lower import Route, edges, lower
@@ -44,6 +44,7 @@ from pipetrain.schedule.memory import Sizes
 from pipetrain.schedule.policy import Bounds, Policy
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.tailored import Tailored
 from pipetrain.schedule.timeline import Costs
 from pipetrain.tasks import Task, prove_task
 from pipetrain.windows import Links, Window, lowered, prove, refuse_ties, settle_clipping, window_lengths
@@ -71,15 +72,20 @@ class Plan:
     evaluation: Program
     boundaries: Mapping[int, list[Boundary]]  # the input of each stage, by samples of a microbatch
     evaluated: Mapping[int, list[Boundary]]  # likewise in an evaluation
+    schedule: Schedule  # made for the costs, if it is for any
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
-    policy: Policy | None = None  # decides the order at run time; the windows' programs are then examples
     sizes: Sequence[Sizes] = ()  # the bytes of each stage, see prediction.sized
 
     @property
     def full(self) -> int:
         """The samples of a full microbatch."""
         return self.settings.batch_size // self.settings.microbatches
+
+    @property
+    def policy(self) -> Policy | None:
+        """What decides the order at run time; the windows' programs are then examples."""
+        return self.schedule if isinstance(self.schedule, Policy) else None
 
     @property
     def stages(self) -> int:
@@ -245,13 +251,15 @@ def make_plan(
     joined = seams(layers, cuts, example.of(full))
     links = Links(list(joined.routes), shared_weights(network, cuts))
     refuse_ties(settings, schedule, links)
+    costs = predictor.costs(cuts, _tied_bytes(network, links)) if predictor else None
+    tailored = isinstance(schedule, Tailored)
+    schedule = _tailored(schedule, costs or costs_by_work(layers, cuts), settings)
     program = lower(forward_only(where, len(samples.evaluation)), links.routes)
-    programs = [program, *(lowered(settings, schedule, n, links) for n in windows)]
-    bounds = widest([edge_bounds(one, links.routes, settings.buffer_size, links.ties) for one in programs])
-    links = replace(links, bounds=bounds)
-    if links.ties or links.routes != list(pairwise(range(len(where)))):  # what was proven above had none
+    links = _bounded(settings, schedule, windows, links, program)
+    # What was proven above had neither ties, nor other routes, nor these costs.
+    if tailored or links.ties or links.routes != list(pairwise(range(len(where)))):
         windows = {n: prove(settings, schedule, n, links) for n in windows}
-    simulate(program, 1, buffer_size=bounds, routes=links.routes)
+    simulate(program, 1, buffer_size=links.bounds, routes=links.routes)
     return Plan(
         settings=settings,
         numerics=numerics,
@@ -266,10 +274,34 @@ def make_plan(
         evaluation=program,
         boundaries=_boundaries(example, trained, cuts),
         evaluated=_boundaries(example, evaluated, cuts),
-        costs=predictor.costs(cuts, _tied_bytes(network, links)) if predictor else None,
+        schedule=schedule,
+        costs=costs,
         prediction=prediction,
-        policy=schedule if isinstance(schedule, Policy) else None,
     )
+
+
+def with_costs(plan: Plan, costs: Costs) -> Plan:
+    """Return the plan at measured costs: where the schedule makes its order for them, with that order."""
+    plan = replace(plan, costs=costs, prediction=None)
+    if not isinstance(plan.schedule, Tailored):
+        return plan
+    schedule = _tailored(plan.schedule, costs, plan.settings)
+    links = _bounded(plan.settings, schedule, plan.windows, plan.links, plan.evaluation)
+    windows = {n: prove(plan.settings, schedule, n, links) for n in plan.windows}
+    return replace(plan, schedule=schedule, links=links, windows=windows)
+
+
+def _tailored(schedule: Schedule, costs: Costs, settings: Settings) -> Schedule:
+    return schedule.made_for(costs, settings.buffer_size) if isinstance(schedule, Tailored) else schedule
+
+
+def _bounded(
+    settings: Settings, schedule: Schedule, lengths: Collection[int], links: Links, evaluation: Program
+) -> Links:
+    """Return the links with the bounds of their edges, for windows of these lengths and the evaluation."""
+    programs = [evaluation, *(lowered(settings, schedule, n, links) for n in lengths)]
+    bounds = [edge_bounds(one, links.routes, settings.buffer_size, links.ties) for one in programs]
+    return replace(links, bounds=widest(bounds))
 
 
 def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = None) -> None:

@@ -387,7 +387,7 @@ class Pipeline:
         plan = self.plan
         if batches not in plan.windows:
             assert isinstance(plan.windows, dict)
-            plan.windows[batches] = prove(self._settings, self._schedule, batches, plan.links)
+            plan.windows[batches] = prove(self._settings, plan.schedule, batches, plan.links)
             self._begun.engine.bounds = {stage: plan.peaks(stage) for stage in self._begun.stages}
 
     @contextmanager

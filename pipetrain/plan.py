@@ -17,7 +17,7 @@ from shutil import get_terminal_size
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from pipetrain.blueprint import Plan, Samples, draft_plan, make_plan
+from pipetrain.blueprint import Plan, Samples, draft_plan, make_plan, with_costs
 from pipetrain.building import make_model, make_schedule, make_task
 from pipetrain.cli import compose
 from pipetrain.config import read_settings, whole_number
@@ -74,7 +74,8 @@ def show(cfg: DictConfig) -> None:
         plan = make_plan(settings, make_schedule(cfg), network, example, samples, profile)
     if traced:
         refuse_other(plan, traced, str(cfg.cost))
-        plan = replace(plan, costs=traced.costs, prediction=None)
+        plan = with_costs(plan, traced.costs)
+        refuse_other(plan, traced, str(cfg.cost))
     span = _span(cfg)
     if cfg.out is not None:
         try:

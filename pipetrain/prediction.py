@@ -17,11 +17,11 @@ from pipetrain.blueprint import Plan
 from pipetrain.boundary import TensorSpec
 from pipetrain.codec import Identity
 from pipetrain.partition.sizes import loss_sizes, microbatch, optimizer_state
-from pipetrain.schedule.actions import Op
+from pipetrain.partition.stages import costs_by_work
 from pipetrain.schedule.lower import Edge
 from pipetrain.schedule.memory import Moment, Sizes, over_time
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.timeline import Costs, Timeline
+from pipetrain.schedule.timeline import Timeline
 from pipetrain.tasks import Task
 
 
@@ -44,7 +44,7 @@ def played(plan: Plan) -> Timeline:
         plan.window.program,
         plan.settings.microbatches,
         buffer_size=plan.links.bounds,
-        cost=plan.costs or estimated_costs(plan),
+        cost=plan.costs or costs_by_work(plan.layers, plan.cuts),
         routes=plan.routes,
         ties=plan.ties,
     )
@@ -112,13 +112,3 @@ def memory(plan: Plan, run: Timeline) -> list[list[Moment]]:
     coded = not isinstance(plan.settings.codecs.forward, Identity)
     copied = [route for route in plan.routes if coded or plan.copies_output(route[0])]
     return over_time(run, plan.sizes, plan.links.bounds, plan.routes, copied)
-
-
-def estimated_costs(plan: Plan) -> Costs:
-    """Return each stage's costs by its work, relative to the mean stage; updates and messages are free."""
-    flops = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in range(plan.stages)]
-    mean = sum(flops) / len(flops)
-    times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
-    return Costs(
-        {(stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()}
-    )

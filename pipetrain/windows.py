@@ -17,7 +17,7 @@ from pipetrain.schedule.lower import Edge, Route, lower
 from pipetrain.schedule.policy import Bounds, Policy, compute_program
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Timeline
-from pipetrain.schedule.transforms import with_norms, with_ties
+from pipetrain.schedule.transforms import joined, with_norms, with_ties
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _norms(settings: Settings) -> bool:
 def lowered(settings: Settings, schedule: Schedule, batches: int, links: Links | None) -> Program:
     """Return the lowered program of one window, with the norms and ties that its updates wait for."""
     routes, ties = (links.routes, links.ties) if links else (None, [])
-    compute = _compute(settings, schedule, batches, routes)
+    compute = joined(_compute(settings, schedule, batches, routes), routes)
     if _norms(settings):
         compute = with_norms(compute)
     return lower(with_ties(compute, ties) if ties else compute, routes)

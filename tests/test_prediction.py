@@ -11,7 +11,8 @@ from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.boundary import Example, TensorSpec
 from pipetrain.building import make_model, make_schedule
 from pipetrain.config import read_settings
-from pipetrain.prediction import estimated_costs, played, predict
+from pipetrain.partition.stages import costs_by_work
+from pipetrain.prediction import played, predict
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Costs
 from tests.support.cases import config
@@ -32,7 +33,7 @@ def predicted(plan):
 
 def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known():
     plan = planned("gpipe", "partition=[3]")
-    costs = estimated_costs(plan)
+    costs = costs_by_work(plan.layers, plan.cuts)
     work = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in (0, 1)]
     assert costs.seconds[0, Op.F] / costs.seconds[1, Op.F] == pytest.approx(work[0] / work[1])
     assert costs.seconds[1, Op.B] == pytest.approx(2 * costs.seconds[1, Op.F])

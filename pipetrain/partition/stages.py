@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from pipetrain.partition.estimate import Layer
 from pipetrain.partition.network import INPUT
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.schedule.actions import Op
@@ -191,3 +192,16 @@ class Predictor:
 
     def _travel_s(self, nbytes: int) -> float:
         return self.profile.latency_s + nbytes * self.profile.s_per_byte
+
+
+def costs_by_work(layers: Sequence[Layer], cuts: Sequence[int]) -> Costs:
+    """Return each stage's costs by its estimated work, in forwards of the mean stage; messages are free."""
+    ends = pairwise([0, *cuts, len(layers)])
+    flops = [sum(layer.flops for layer in layers[start:end]) for start, end in ends]
+    mean = sum(flops) / len(flops)
+    times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+    costs: dict[Kind, float] = {
+        (stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()
+    }
+    costs[0, Op.I], costs[0, Op.W] = 0, costs[0, Op.B]  # nobody needs its input gradient
+    return Costs(costs)

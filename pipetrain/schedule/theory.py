@@ -1,13 +1,14 @@
 """Formulas from the papers, to compare simulations and measurements with.
 
 No program is built or read here, so that the comparison is independent. The formulas are exact for stages of
-equal times F + B with free messages, also for short windows, in which the pipeline never fills.
+equal times F + B with free messages, also for short windows, in which the pipeline never fills; where a
+backward is split, for F = I = W.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class Theory:
     staleness: list[int]  # the maximum, in updates
     bubble: float | None
     source: str
+    exact: bool = True  # False: no stage holds more activations, and some hold one less
+    held: float | None = None  # the greatest peak of a rank, in microbatches of 1/S of the model on S ranks
 
 
 def theory(name: str, ranks: int, batches: int, microbatches: int, virtual: int = 1) -> Theory | None:
@@ -117,6 +120,84 @@ def _pipedream_2bw(ranks: int, batches: int, microbatches: int) -> Theory:
     )
 
 
+def _zb_h1(ranks: int, batches: int, microbatches: int) -> Theory:
+    drain = max(0, ranks - microbatches)
+    return _zero_bubble(
+        [min(ranks, microbatches)] * ranks,
+        batches * (ranks - 1 + drain),
+        batches * microbatches,
+        min(ranks, microbatches),
+        "ZB-H1, Qi et al. 2024 (arXiv 2401.10241), table 2: memory p, bubble (p-1)(F+B-W), B = I, for m >= p",
+    )
+
+
+def _zb_h2(ranks: int, batches: int, microbatches: int) -> Theory:
+    """With 2S-1 microbatches or more a batch drains while the next one fills the pipeline."""
+    held = min(2 * ranks - 1, microbatches)
+    first = max(ranks - 1, 2 * (ranks - 1) - microbatches // 2)
+    return _zero_bubble(
+        [held] * ranks,
+        first + (batches - 1) * max(0, 2 * ranks - 1 - microbatches),
+        batches * microbatches,
+        held,
+        "ZB-H2, Qi et al. 2024 (arXiv 2401.10241), table 2: memory 2p-1, bubble (p-1)(F+B-2W)",
+    )
+
+
+# Of the V placements a stage is half of what a stage of 1f1b is: `work` and idle slots are of half the size.
+
+
+def _zbv(ranks: int, batches: int, microbatches: int) -> Theory:
+    alone = 2 * (2 * ranks - 1 - microbatches)  # one microbatch's way there and back, less what others fill
+    return _zero_bubble(
+        [min(2 * ranks - stage, microbatches) for stage in range(2 * ranks)],
+        max(ranks - 1, alone) + (batches - 1) * max(0, alone),
+        2 * batches * microbatches,
+        min(ranks, microbatches),
+        "ZB-V, Qi et al. 2024 (arXiv 2401.10241), section 6: memory p, no bubble between batches",
+    )
+
+
+def _v_half(ranks: int, batches: int, microbatches: int) -> Theory:
+    if ranks == 1:
+        return _one_rank()
+    odd = ranks % 2
+    late = microbatches - 1 if odd else max(0, microbatches - 2)
+    alone = max(3 * (ranks - 1) - odd, 4 * ranks - 5 - 2 * late)
+    between = 2 if ranks == 2 and microbatches > 1 else alone
+    return _zero_bubble(
+        [min(ranks + 1 - (stage + odd) // 2, 2 * ranks - stage, microbatches) for stage in range(2 * ranks)],
+        alone + (batches - 1) * between,
+        2 * batches * microbatches,
+        min(ranks // 2 + 1, microbatches),
+        "V-Half, Qi et al. 2024 (arXiv 2405.15362): memory floor((p+2)/2), bubble about p/(2m)",
+    )
+
+
+def _v_min(ranks: int, batches: int, microbatches: int) -> Theory:
+    if ranks == 1:
+        return _one_rank()
+    gap = 2 if ranks % 3 == 0 and ranks > 3 and microbatches > 1 else 0
+    once_full = [(2 * ranks + 4 - (ranks % 3 == 1) - stage) // 3 for stage in range(2 * ranks)]
+    full = _zero_bubble(
+        [min(held, microbatches) for held in once_full],
+        batches * (4 * ranks - 5 + gap),
+        2 * batches * microbatches,
+        min((ranks + 4) // 3, microbatches),
+        "V-Min, Qi et al. 2024 (arXiv 2405.15362): memory floor((p+4)/3), bubble about 2p/(3m)",
+    )
+    return replace(full, exact=microbatches >= once_full[0])
+
+
+def _one_rank() -> Theory:
+    return _zero_bubble([1, 1], 0, 1, 1, "one rank alone has no bubble")
+
+
+def _zero_bubble(activations: list[int], idle: int, work: int, held: float, source: str) -> Theory:
+    """`idle`: the slots in which each rank waits, beside `work` forwards and twice as many I and W."""
+    return replace(_flushing(activations, idle / (3 * work + idle), source), held=held)
+
+
 def _flushing(activations: list[int], bubble: float | None, source: str) -> Theory:
     stages = len(activations)
     return Theory(activations, [1] * stages, [0] * stages, bubble, source)
@@ -131,6 +212,11 @@ _KNOWN: dict[str, Callable[[int, int, int], Theory]] = {
     "layer_dist": _layer_dist,
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
+    "zb_h1": _zb_h1,
+    "zb_h2": _zb_h2,
+    "zbv": _zbv,
+    "v_half": _v_half,
+    "v_min": _v_min,
     "pipedream": _pipedream,
     "pipedream_2bw": _pipedream_2bw,
 }

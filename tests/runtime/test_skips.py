@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipetrain.partition.network import Made
-from tests.support.cases import SCHEDULES, Case, Saved, compare, make_run, run_in_threads
+from tests.support.cases import SCHEDULES, Case, Saved, compare, make_run, run_in_threads, stages_of
 from tests.support.models import STASHED
 
 pytestmark = pytest.mark.slow
@@ -23,12 +23,19 @@ def check(case: Case, tolerance: float = 1e-12) -> None:
 
 
 def words(schedule: str) -> tuple[str, ...]:
-    """One stage a rank."""
+    """One stage a rank, where that can be chosen."""
     return ("schedule.virtual=1",) if schedule == "interleaved_1f1b" else ()
 
 
+CUTS = {3: "[3,9]", 6: "[2,4,6,9,11]"}
+
+
 @pytest.mark.parametrize(
-    ("schedule", "cuts"), [*((schedule, "[3,9]") for schedule in SCHEDULES), ("pipedream", "[6,11]")]
+    ("schedule", "cuts"),
+    [
+        *((schedule, CUTS[3 if words(schedule) else stages_of(schedule, 3)]) for schedule in SCHEDULES),
+        ("pipedream", "[6,11]"),
+    ],
 )
 def test_every_schedule_equals_the_reference(schedule, cuts):
     """Four updates, with dropout and BatchNorm; the last batch is shorter, its microbatches uneven."""

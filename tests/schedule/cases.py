@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from pipetrain.schedule.actions import Program, Schedule, ScheduleError
+from pipetrain.schedule.actions import Program, Schedule, ScheduleError, ranks_of
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.theory import Theory, theory
@@ -27,9 +28,10 @@ class Case:
         made: Schedule = instantiate(self.config.schedule)
         return made
 
-    @property
+    @cached_property
     def virtual(self) -> int:
-        return int(self.config.schedule.get("virtual", 1))
+        """The stages of each rank."""
+        return len(ranks_of(self.schedule(2, 1, 2))) // 2
 
     def theory(self, ranks: int, batches: int, microbatches: int) -> Theory | None:
         return theory(self.name, ranks, batches, microbatches, self.virtual)

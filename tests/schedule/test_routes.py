@@ -125,7 +125,10 @@ def test_every_microbatch_travels_each_route_once_and_back_and_no_stage_between_
     load = {(s, t): sum(size[a, b] for a, b in routes if a <= s < t <= b) for s, t in every}
     handed_on = sum(count * load[min(edge), max(edge)] for edge, count in hops.sends.items())
     assert carried <= handed_on
-    assert (carried == handed_on) == (set(routes) <= set(every) or not hops.sends)
+    # A route is shorter than its way through the stages, except where most of these are on one rank.
+    direct, along = set(edges(program, routes)), [edge for edge in edges(relayed) if edge[0] < edge[1]]
+    passed = {(a, b): sum(a <= s < t <= b for s, t in along) for a, b in routes}
+    assert (carried == handed_on) == all((route in direct) == hops for route, hops in passed.items())
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schedule.actions import Program
+from pipetrain.schedule.actions import Op, Program
 from pipetrain.schedule.programs import interleaved_1f1b
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.theory import Theory, theory
+from pipetrain.schedule.timeline import Timeline
 from tests.schedule.cases import CASES, NAMES, Case, accepted, sound
 
 pytestmark = pytest.mark.slow
@@ -21,10 +23,22 @@ def assert_as_the_theory_says(program: Program, microbatches: int, expected: The
     for buffer_size in (1, 2):
         result = simulate(program, microbatches, buffer_size=buffer_size)
         if expected is not None:
-            assert result.activations == expected.activations
+            if expected.exact:
+                assert result.activations == expected.activations
+            assert all(0 <= b - a <= 1 for a, b in zip(result.activations, expected.activations, strict=True))
+            assert expected.held is None or peak_of_a_rank(result) == expected.held
             assert result.versions == expected.versions
             assert result.staleness == expected.staleness
             assert expected.bubble is None or result.bubble == pytest.approx(expected.bubble, abs=1e-12)
+
+
+def peak_of_a_rank(timeline: Timeline) -> float:
+    """Return the most microbatches that a rank holds, a stage counting as its share of the rank's."""
+    most = 0.0
+    for row in timeline.rows:
+        opened = accumulate((a.op is Op.F) - (a.op in (Op.B, Op.W)) for a in row.actions)
+        most = max(most, max(opened) / len({a.stage for a in row.actions}))
+    return most
 
 
 def sizes(ranks: int) -> Iterator[tuple[int, int, int]]:

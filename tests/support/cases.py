@@ -23,7 +23,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from torch import Tensor
 
-from pipetrain.building import make_schedule
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import read_whole
 from pipetrain.checkpoint.resume import tensors_of
@@ -34,7 +33,7 @@ from pipetrain.draws import Seeds, drawing
 from pipetrain.runtime import engine
 from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
-from pipetrain.schedule.actions import Op, Program, has_norms
+from pipetrain.schedule.actions import Op, Program, has_norms, ranks_of
 from pipetrain.seal import Seal, SealedStore
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.run import Run, prepare
@@ -73,6 +72,11 @@ def config(overrides: Sequence[str]) -> DictConfig:
     cfg = deepcopy(_composed(tuple(choices)))
     ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
     return cfg
+
+
+def stages_of(schedule: str, ranks: int) -> int:
+    """Return into how many stages `schedule`, as its YAML sets it, cuts a model."""
+    return len(ranks_of(make_schedule(config([f"schedule={schedule}"]))(ranks, 1, ranks)))
 
 
 @lru_cache(maxsize=128)
@@ -144,17 +148,15 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
         ema=run.settings.ema,
         skip=run.settings.on_nan == "skip",
     )
-    delays = [_reads(program) for program in ran] or repeat(_delay(case, cfg, run))
+    delays = [_reads(program) for program in ran] or repeat(_delay(case, run))
     return reference.train(run.take_network().model, recipe, delays)
 
 
-def _delay(case: Case, cfg: DictConfig, run: Run) -> reference.Delay:
-    """The theory's delays; for a schedule that has none yet, what its own program says."""
+def _delay(case: Case, run: Run) -> reference.Delay:
+    """The theory's delays; for a schedule that has none, what the plan's program says."""
     if case.schedule in reference.DELAYS:
         return reference.DELAYS[case.schedule](run.plan.stages, run.settings.microbatches)
-    batches = max(run.plan.windows)
-    program = make_schedule(cfg)(case.ranks, batches, run.settings.microbatches)
-    return _reads(program)
+    return _reads(run.plan.window.program)
 
 
 def _reads(program: Program) -> reference.Delay:

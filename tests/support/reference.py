@@ -50,6 +50,11 @@ DELAYS = {
     "gpipe": flush,
     "1f1b": flush,
     "interleaved_1f1b": flush,
+    "zb_h1": flush,
+    "zb_h2": flush,
+    "zbv": flush,
+    "v_half": flush,
+    "v_min": flush,
     "pipedream": pipedream,
     "pipedream_2bw": pipedream_2bw,
 }

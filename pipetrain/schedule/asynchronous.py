@@ -1,0 +1,116 @@
+"""v_async: the V placement without a flush, with weight stashing.
+
+As in PipeDream, a forward reads the newest weights of its stage and its backward the same, and a stage steps
+after each batch's last W. But a microbatch comes back to the rank that it left, so all ranks hold about as
+much, a third to a half of what PipeDream's first rank does: fewer activations, fewer weight versions, less
+staleness. With the works in a periodic order (see `periodic`) no rank waits once the pipeline is full.
+
+The order is made for the costs. What is least stale where F = I = W, V-Min's offsets, would leave ranks
+waiting a sixth of the time where I takes a fifth longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import inf
+
+from pipetrain.schedule.actions import Program, ScheduleError
+from pipetrain.schedule.greedy import Times
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.periodic import Offsets, offsets
+from pipetrain.schedule.programs.order import newest, require, versioned
+from pipetrain.schedule.simulate import Cost, Deadlock, simulate, unit_cost
+from pipetrain.schedule.tailored import most_open, v_placement
+
+LIKE = ("auto", "v_min", "v_half")
+_SLOWER = 1.01  # times the shortest period, for less staleness
+
+
+@dataclass(frozen=True)
+class AsynchronousV:
+    """Makes a periodic order for the costs of the stages; called, it is a Schedule.
+
+    `like`: v_min or v_half has the offsets of that rule for F = I = W; auto chooses among these and some made
+    for the costs: of those that are as fast, to a hundredth, what holds the fewest activations and is so the
+    least stale. `memory`: the most activations that a rank may hold, in microbatches of its two stages
+    together; None: any number. `cost`: of each action; `buffer_size`: the bound of the channel.
+    """
+
+    like: str = "auto"
+    memory: float | None = None
+    cost: Cost = unit_cost
+    buffer_size: int = 1
+
+    def made_for(self, cost: Cost, buffer_size: int) -> AsynchronousV:
+        """Return the schedule for these costs and this bound of the channel."""
+        return replace(self, cost=cost, buffer_size=buffer_size)
+
+    def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
+        """Return the compute-only program of a window. Raises ScheduleError."""
+        require("v_async", ranks=ranks, batches=batches, microbatches=microbatches)
+        if self.like not in LIKE:
+            raise ScheduleError(
+                f"schedule v_async needs like to be one of {', '.join(LIKE)}; got {self.like}"
+            )
+        where = v_placement(ranks)
+        orders = self.offsets(ranks).orders(where, batches * microbatches)
+        return [versioned(order, microbatches, newest) for order in orders]
+
+    def offsets(self, ranks: int) -> Offsets:
+        """Return the offsets of the order, the same for any window. Raises ScheduleError."""
+        times = Times.of(self.cost, v_placement(ranks))
+        possible = _timed(times, self.buffer_size)
+        if self.like != "auto":
+            return possible[self.like == "v_half"][2]
+        if self.memory is not None:
+            least = min(held for _, held, _ in possible)
+            possible = [one for one in possible if one[1] <= 2 * self.memory]
+            if not possible:
+                raise ScheduleError(
+                    f"schedule v_async needs memory >= {least / 2:g} microbatches on {ranks} ranks; got "
+                    f"memory={self.memory}"
+                )
+        fastest = min(period for period, _, _ in possible)
+        return min(
+            (one for one in possible if one[0] <= _SLOWER * fastest),
+            key=lambda one: sum(map(one[2].ahead, range(2 * ranks))),
+        )[2]
+
+
+@lru_cache(maxsize=64)
+def _timed(times: Times, buffer_size: int) -> list[tuple[float, float, Offsets]]:
+    """Return some offsets, V-Min's and V-Half's first, with the period at these times and what a rank holds.
+
+    The period is that of the simulated steady state, infinite for an order that the channel blocks.
+    """
+    stages = len(times.f)
+    where = v_placement(stages // 2)
+    found = [offsets(where, of, hop) for of in (_even(stages), times) for hop in (0.0, 0.25, 0.125)]
+    return [
+        (_period(one, where, times, buffer_size), most_open(_program(one, where, stages)), one)
+        for one in found
+    ]
+
+
+def _even(stages: int) -> Times:
+    """Return the times of F = I = W, and no time for messages."""
+    return Times.of(unit_cost, v_placement(stages // 2))
+
+
+def _period(found: Offsets, where: Sequence[int], times: Times, buffer_size: int) -> float:
+    """Return the time between microbatches in the simulated steady state; infinite if it blocks."""
+    count = len(where) + 4  # enough to fill the pipeline
+    try:
+        once, twice = (
+            simulate(lower(_program(found, where, n)), 1, buffer_size=buffer_size, cost=times.cost).makespan
+            for n in (count, 2 * count)
+        )
+    except Deadlock:
+        return inf
+    return (twice - once) / count
+
+
+def _program(found: Offsets, where: Sequence[int], microbatches: int) -> Program:
+    return [versioned(order, 1, newest) for order in found.orders(where, microbatches)]

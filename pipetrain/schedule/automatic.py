@@ -1,0 +1,123 @@
+"""zb_auto: a flush schedule whose order is made for the costs of its stages, under a limit of memory.
+
+A list scheduler plays the ranks by several rules, periodic orders and the fixed rules of zero bubble stand
+beside it, and `simulate` at the same costs decides between all that keep to the limit. So it is never slower
+than a fixed rule of its placement. Every rank makes the same program, as all know the same costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError
+from pipetrain.schedule.greedy import Rule, Times, listed
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.periodic import offsets
+from pipetrain.schedule.programs import one_f_one_b, v_half, v_min, zb_h1, zb_h2, zbv
+from pipetrain.schedule.programs.order import Work, newest, repeated, require, versioned
+from pipetrain.schedule.simulate import Cost, Deadlock, simulate, unit_cost
+from pipetrain.schedule.tailored import most_open, v_placement
+from pipetrain.schedule.transforms import joined
+
+FIXED: dict[bool, list[Schedule]] = {
+    True: [zbv, v_half, v_min],  # of the V placement
+    False: [zb_h1, zb_h2, one_f_one_b],
+}
+
+_DEPTHS = (None, 1.0, 1.25, 1.5)
+_ORDERS = {
+    True: ("F1 I0 F0 I1", "F1 F0 I0 I1", "I1 F1 I0 F0", "I1 I0 F1 F0", "F1 I1 I0 F0"),
+    False: ("F0 I0", "I0 F0"),
+}
+_RULES = {
+    v: [
+        Rule(tuple((Op(word[0]), int(word[1])) for word in order.split()), patience, depth)
+        for order, patience, depth in product(orders, (0.0, 0.5), _DEPTHS if v else (*_DEPTHS, 2.0, 3.0))
+    ]
+    for v, orders in _ORDERS.items()
+}
+_SIMULATED = 4  # of the list scheduler's orders, the fastest
+_LARGE = 5_000  # works from which on orders are compared over fewer batches
+
+
+@dataclass(frozen=True)
+class ZeroBubbleAuto:
+    """Makes an order of F, I and W for the costs of the stages; called, it is a Schedule.
+
+    `memory`: the most activations that a rank may hold, in microbatches of all its stages together; None: one
+    for each rank, as 1f1b. `v`: rank r of S holds stages r and 2S-1-r; else stage r alone. `cost`: of each
+    action; `buffer_size`: the bound of the channel.
+    """
+
+    memory: float | None = None
+    v: bool = True
+    cost: Cost = unit_cost
+    buffer_size: int = 1
+
+    def made_for(self, cost: Cost, buffer_size: int) -> ZeroBubbleAuto:
+        """Return the schedule for these costs and this bound of the channel."""
+        return replace(self, cost=cost, buffer_size=buffer_size)
+
+    def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
+        """Return the compute-only program of a window. Raises ScheduleError."""
+        require("zb_auto", ranks=ranks, batches=batches, microbatches=microbatches)
+        limit = ranks if self.memory is None else self.memory
+        if limit < 1:
+            raise ScheduleError(f"schedule zb_auto needs memory >= 1 microbatch; got memory={limit}")
+        where = v_placement(ranks) if self.v else list(range(ranks))
+        trial = max(1, min(batches, _LARGE // (3 * len(where) * microbatches)))
+        found: list[tuple[float, Callable[[int], Program]]] = []
+        for make in self._candidates(where, trial, microbatches, limit * len(where) // ranks):
+            try:
+                run = simulate(
+                    lower(joined(make(trial))), microbatches, buffer_size=self.buffer_size, cost=self.cost
+                )
+            except Deadlock:  # with this bound of the channel
+                continue
+            found.append((run.makespan, make))
+        if not found:
+            raise ScheduleError(
+                f"schedule zb_auto found no order of {ranks} ranks and {microbatches} microbatches that does "
+                f"with memory={limit} and buffer_size={self.buffer_size}: raise one of them"
+            )
+        return min(found, key=lambda timed: timed[0])[1](batches)
+
+    def _candidates(
+        self, where: Sequence[int], batches: int, microbatches: int, limit: float
+    ) -> Iterator[Callable[[int], Program]]:
+        """Yield what makes the program of a number of batches, for each order within the limit."""
+        times = Times.of(self.cost, where)
+        ranks = max(where) + 1
+        for fixed in FIXED[self.v]:
+            if most_open(fixed(ranks, 1, microbatches)) <= limit:
+                yield partial(_fixed, fixed, ranks, microbatches)
+        if self.v:
+            for hop in (0.0, 0.125, 0.25):
+                orders = offsets(where, times, hop).orders(where, microbatches)
+                if most_open(_repeated(orders, microbatches, 1)) <= limit:
+                    yield partial(_repeated, orders, microbatches)
+        listing = partial(
+            listed, where, microbatches=microbatches, times=times, limit=limit, room=2 * self.buffer_size
+        )
+        timed = [
+            (listing(batches=batches, rule=rule)[1], number) for number, rule in enumerate(_RULES[self.v])
+        ]
+        for _, number in sorted(timed)[:_SIMULATED]:
+            yield partial(_played, partial(listing, rule=_RULES[self.v][number]), microbatches)
+
+
+def _fixed(schedule: Schedule, ranks: int, microbatches: int, batches: int) -> Program:
+    return schedule(ranks, batches, microbatches)
+
+
+def _repeated(orders: Sequence[Sequence[Work]], microbatches: int, batches: int) -> Program:
+    return [repeated(order, microbatches, batches, microbatches) for order in orders]
+
+
+def _played(
+    listing: Callable[..., tuple[list[list[Work]], float]], microbatches: int, batches: int
+) -> Program:
+    return [versioned(order, microbatches, newest) for order in listing(batches=batches)[0]]

@@ -1,0 +1,235 @@
+"""A list scheduler: plays all ranks in time, and lets each take the best work that is ready.
+
+Forwards, input gradients and weight gradients of a stage ascend; batches flush, so a forward waits for the
+STEP of the batch before. A rank holds no more microbatches than its limit, and no rank sends more messages
+than the channel has room for. Which of several ready works is best depends on the costs, so a rule says it,
+and several rules may be tried: one pass takes a few microseconds for each action.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+
+from pipetrain.schedule.actions import Action, Op
+from pipetrain.schedule.programs.order import Work
+from pipetrain.schedule.simulate import Cost
+
+Costs = tuple[float, ...]  # by stage
+
+
+@dataclass(frozen=True)
+class Times:
+    """What `cost` says of each stage; `ahead` and `back`: of messages to the next and to the last stage.
+
+    Nobody waits for the input gradient of stage 0, so that here its W, `w[0]`, is the whole backward.
+    """
+
+    f: Costs
+    i: Costs
+    w: Costs
+    step: Costs
+    ahead: Costs
+    back: Costs
+
+    @classmethod
+    def of(cls, cost: Cost, where: Sequence[int]) -> Times:
+        """Return the times of stages on the ranks `where`; stages on one rank exchange no messages."""
+        stages = range(len(where))
+        f, i, w, step, ahead, back = (
+            [cost(Action(stage, op)) for stage in stages]
+            for op in (Op.F, Op.I, Op.W, Op.STEP, Op.SEND_F, Op.SEND_B)
+        )
+        for stage in stages:
+            if not i[stage] and not w[stage]:  # where only whole backwards were measured
+                i[stage] = w[stage] = cost(Action(stage, Op.B)) / 2
+            if stage == 0 or where[stage - 1] == where[stage]:
+                ahead[stage - 1] = back[stage] = 0.0
+        i[0], w[0] = 0.0, i[0] + w[0]
+        return cls(*map(tuple, (f, i, w, step, ahead, back)))
+
+    def cost(self, action: Action) -> float:
+        """Return the time of an action, for `simulate`."""
+        of = {Op.F: self.f, Op.I: self.i, Op.W: self.w, Op.STEP: self.step}
+        of |= {Op.SEND_F: self.ahead, Op.SEND_B: self.back}
+        return of[action.op][action.stage] if action.op in of else 0.0
+
+    def busy(self, where: Sequence[int]) -> list[float]:
+        """Return the time that each rank works on a microbatch."""
+        sums = [0.0] * (max(where) + 1)
+        for rank, *parts in zip(where, self.f, self.i, self.w, strict=True):
+            sums[rank] += sum(parts)
+        return sums
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which ready work a rank takes.
+
+    `order`: (op, position) by preference, where position 0 is the rank's first stage; W comes after these.
+    `patience`: a rank rather waits for an F or I than to start a W, if it comes within this part of the W.
+    `depth`: a stage has at most so many times the microbatches between their F and I that a free way through
+    the stages behind it and back fills, when ranks are as busy as the busiest one; None: any number.
+    """
+
+    order: tuple[tuple[Op, int], ...]
+    patience: float = 0.0
+    depth: float | None = None
+
+
+def listed(
+    where: Sequence[int],
+    batches: int,
+    microbatches: int,
+    times: Times,
+    limit: float,
+    rule: Rule,
+    room: int = 2,
+) -> tuple[list[list[Work]], float]:
+    """Return the order of each rank's work, and the makespan.
+
+    `where`: the rank of each stage; `limit`: the microbatches that a rank may hold over all its stages, more
+    than its stages less one; `room`: the messages on each edge that need not be taken yet.
+    """
+    play = _Play(where, batches, microbatches, times, limit, rule, room)
+    play.run()
+    return play.orders, max(play.free)
+
+
+class _Play:
+    def __init__(
+        self,
+        where: Sequence[int],
+        batches: int,
+        microbatches: int,
+        times: Times,
+        limit: float,
+        rule: Rule,
+        room: int,
+    ) -> None:
+        self.where, self.m, self.total = where, microbatches, batches * microbatches
+        self.times, self.limit, self.patience, self.room = times, limit, rule.patience, room
+        ranks = range(max(where) + 1)
+        held: dict[int, list[int]] = defaultdict(list)
+        for stage, rank in enumerate(where):
+            held[rank].append(stage)
+        self.held = [held[rank] for rank in ranks]
+        self.wanted = [
+            [(op, held[rank][at]) for op, at in rule.order if at < len(held[rank])] for rank in ranks
+        ]
+        stages = range(len(where))
+        self.done = {op: [0 for _ in stages] for op in (Op.F, Op.I, Op.W)}
+        self.comes: dict[Op, list[list[float]]] = {  # when each input is there, as far as it is known
+            op: [[inf] * self.total for _ in stages] for op in (Op.F, Op.I)
+        }
+        self.most = _most(where, times, rule.depth)
+        self.comes[Op.F][0] = [0.0] * self.total
+        self.free = [0.0 for _ in ranks]
+        self.open = [0 for _ in ranks]
+        self.orders: list[list[Work]] = [[] for _ in ranks]
+        self.events = [(0.0, rank) for rank in ranks]
+
+    def run(self) -> None:
+        while self.events:
+            now, rank = heapq.heappop(self.events)
+            if now < self.free[rank]:
+                continue
+            chosen = self._chosen(rank, now + 1e-9 * now)
+            if isinstance(chosen, tuple):
+                self._do(rank, now, *chosen)
+            elif chosen < inf:
+                heapq.heappush(self.events, (chosen, rank))
+
+    def _chosen(self, rank: int, now: float) -> tuple[Op, int] | float:
+        """Return what the rank does now, or else until when it waits."""
+        soonest = inf
+        for op, stage in self.wanted[rank]:
+            comes = self._allowed(op, stage)
+            if comes <= now:
+                return op, stage
+            soonest = min(soonest, comes)
+        weights = [
+            (self.done[Op.W][stage], -stage) for stage in self.held[rank] if self._weights(stage) <= now
+        ]
+        if weights:
+            stage = -min(weights)[1]
+            if soonest - now >= self.patience * self.times.w[stage]:
+                return Op.W, stage
+        return soonest
+
+    def _allowed(self, op: Op, stage: int) -> float:
+        """Return when the next F or I of a stage could begin, as far as it is known."""
+        mb = self.done[op][stage]
+        if mb == self.total or (op is Op.I and stage == 0):
+            return inf
+        if op is Op.I:
+            return self.comes[op][stage][mb] if mb < self.done[Op.F][stage] else inf
+        if mb - self.done[Op.I][stage] >= self.most[stage]:
+            return inf
+        rank = self.where[stage]
+        if self.done[Op.W][stage] < mb - mb % self.m:  # the batch before has not made its step
+            return inf
+        above = sum(mb >= self.done[Op.F][other] for other in self.held[rank] if other > stage)
+        if self.open[rank] + above >= self.limit:  # those stages need a place for this microbatch too
+            return inf
+        apart = stage + 1 < len(self.where) and self.where[stage + 1] != rank
+        if apart and mb - self.done[Op.F][stage + 1] >= self.room:
+            return inf
+        return self.comes[op][stage][mb]
+
+    def _weights(self, stage: int) -> float:
+        """Return when the next W of a stage could begin; of stage 0, when the whole backward could."""
+        mb = self.done[Op.W][stage]
+        if mb == self.total:
+            return inf
+        if stage:
+            return 0.0 if mb < self.done[Op.I][stage] else inf
+        return self.comes[Op.I][0][mb] if mb < self.done[Op.F][0] else inf
+
+    def _do(self, rank: int, now: float, op: Op, stage: int) -> None:
+        mb, times = self.done[op][stage], self.times
+        self.done[op][stage] += 1
+        if op is Op.W and stage == 0:
+            self.done[Op.I][stage] += 1
+            self.orders[rank].append((Op.I, stage, mb))
+        self.orders[rank].append((op, stage, mb))
+        if op is Op.F:
+            end = now + times.f[stage]
+            self.open[rank] += 1
+            if stage + 1 < len(self.where):
+                self._tell(Op.F, stage + 1, mb, end + times.ahead[stage])
+            else:
+                self.comes[Op.I][stage][mb] = end
+            if stage:  # there is room for another message
+                heapq.heappush(self.events, (now, self.where[stage - 1]))
+        elif op is Op.I:
+            end = now + times.i[stage]
+            self._tell(Op.I, stage - 1, mb, end + times.back[stage])
+        else:
+            end = now + times.w[stage]
+            self.open[rank] -= 1
+            if (mb + 1) % self.m == 0:
+                end += times.step[stage]
+        self.free[rank] = end
+        heapq.heappush(self.events, (end, rank))
+
+    def _tell(self, op: Op, stage: int, mb: int, at: float) -> None:
+        self.comes[op][stage][mb] = at
+        heapq.heappush(self.events, (at, self.where[stage]))
+
+
+def _most(where: Sequence[int], times: Times, depth: float | None) -> list[float]:
+    """Return, by stage, how many microbatches may be between their F and I."""
+    if depth is None:
+        return [inf for _ in where]
+    busy = max(times.busy(where)) or 1.0
+    most: list[float] = []
+    way = 0.0
+    for stage in reversed(range(len(where))):
+        way += times.f[stage] + (times.i[stage] if stage else times.w[stage])
+        most.append(max(1.0, ceil(depth * way / busy - 1e-9)))
+        way += times.ahead[stage - 1] + times.back[stage] if stage else 0.0
+    return most[::-1]

@@ -1,0 +1,186 @@
+"""Periodic orders of a V placement: each microbatch follows the one before by one period, on every rank.
+
+Rank r of S holds stages r and 2S-1-r, so a period has six works on each rank: F, I and W of both. If those do
+not overlap modulo the period, which is the time of the busiest rank, then the pipeline never waits once it is
+full, whatever the times are: this is modulo scheduling (Rau, "Iterative Modulo Scheduling", 1994). What
+remains to be chosen are the waits between the works of a microbatch: they cost activations, staleness, and
+time to fill. V-Min and V-Half (Qi et al. 2024, arXiv 2405.15362) are such orders for F = I = W; a beam search
+makes one for any times. The backward of stage 0, for which nobody waits, is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+
+from pipetrain.schedule.actions import Op
+from pipetrain.schedule.greedy import Times
+from pipetrain.schedule.programs.order import Work
+
+Node = tuple[Op, int]  # (F, I or W, stage)
+Taken = tuple[tuple[float, float], ...]  # of a rank: (start, length) of its works in the period, ascending
+
+_BEAM, _BRANCHES = 24, 3
+_NEAR = 1e-7  # of a period: what is nearer is at the same time
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """When the works of microbatch 0 begin, in periods; those of microbatch k follow k periods later."""
+
+    start: dict[Node, float]
+
+    def ahead(self, stage: int) -> int:
+        """Return how many forwards of later microbatches a stage does before the W of one."""
+        periods = self.start[Op.W, stage] - self.start[Op.F, stage]
+        return -int(-(periods - _NEAR) // 1) - 1
+
+    def orders(self, where: Sequence[int], microbatches: int) -> list[list[Work]]:
+        """Return the works of each rank in order, for so many microbatches.
+
+        Of fewer microbatches, the works come in the same order.
+        """
+        kinds = [Op.F, Op.I, Op.W]
+        orders: list[list[Work]] = []
+        for rank in range(max(where) + 1):
+            mine = [
+                (at, kinds.index(op), stage) for (op, stage), at in self.start.items() if where[stage] == rank
+            ]
+            works = sorted(
+                (round((at + mb) / _NEAR), kind, stage, mb)
+                for at, kind, stage in mine
+                for mb in range(microbatches)
+            )
+            orders.append([(kinds[kind], stage, mb) for _, kind, stage, mb in works])
+        return orders
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """The first works of microbatch 0, placed; `cost`: how long stages hold it while it waits, summed up."""
+
+    cost: float
+    starts: tuple[float, ...]
+    taken: tuple[Taken, ...]  # by rank
+    ready: float  # when the next work may begin
+
+
+def offsets(where: Sequence[int], times: Times, hop: float = 0.0) -> Offsets:
+    """Return offsets of few waits for stages on the ranks `where`.
+
+    From the start of a work to that of the next one of its microbatch on another rank it takes `hop` periods
+    or more: this leaves room for messages that come late.
+    """
+    period = max(times.busy(where)) or 1.0
+    stages = range(len(where))
+    path = [(Op.F, stage) for stage in stages] + [(Op.I, stage) for stage in reversed(stages[1:])]
+    path.append((Op.W, 0))
+    lengths = {
+        (op, stage): time / period
+        for op, of in ((Op.F, times.f), (Op.I, times.i), (Op.W, times.w))
+        for stage, time in enumerate(of)
+        if (op, stage) != (Op.I, 0)
+    }
+    travels = [time / period for time in (*times.ahead[:-1], 0.0, *times.back[:0:-1], 0.0)]
+    left = [[length for (_, stage), length in lengths.items() if where[stage] == rank] for rank in set(where)]
+    beam = [_Partial(0.0, (), ((),) * len(left), 0.0)]
+    for index, ((op, stage), travel) in enumerate(zip(path, travels, strict=True)):
+        rank, length = where[stage], lengths[op, stage]
+        left[rank].remove(length)
+        rest = tuple(sorted(left[rank]))
+        behind = path[min(index + 1, len(path) - 1)][1]
+        least = max(length + travel, hop if where[behind] != rank else 0.0)
+        holding = stage if op is Op.F else stage + 1  # the stages that hold the microbatch while it waits
+        grown = [
+            _Partial(
+                state.cost + (at - state.ready) * holding,
+                (*state.starts, at),
+                (*state.taken[:rank], _with(state.taken[rank], at, length), *state.taken[rank + 1 :]),
+                at + least,
+            )
+            for state in beam
+            for at in _places(state.taken[rank], state.ready, length, rest)
+        ]
+        beam = sorted(grown, key=lambda state: state.cost)[:_BEAM]
+    found = [
+        _with_weights(dict(zip(path, state.starts, strict=True)), state.taken, where, lengths)
+        for state in beam
+    ]
+    return Offsets(min(found, key=lambda start: _held(start, where)))
+
+
+def _held(start: dict[Node, float], where: Sequence[int]) -> float:
+    """Return for how many periods all stages hold a microbatch, and a little of how long it takes to pass."""
+    held = sum(start[Op.W, stage] - start[Op.F, stage] for stage in range(len(where)))
+    return held + 0.01 * max(start.values())
+
+
+def _with_weights(
+    start: dict[Node, float], taken: Sequence[Taken], where: Sequence[int], lengths: dict[Node, float]
+) -> dict[Node, float]:
+    """Add each W in the first gap after its I, in the better of both orders on a rank."""
+    start = {**start, (Op.I, 0): start[Op.W, 0]}
+    for rank, busy in enumerate(taken):
+        mine = [stage for stage in reversed(range(len(where))) if where[stage] == rank and stage]
+        options: list[tuple[float, dict[Node, float]]] = []
+        for order in (mine, mine[::-1]):
+            placed: dict[Node, float] = {}
+            held = busy
+            for index, stage in enumerate(order):
+                rest = tuple(sorted(lengths[Op.W, other] for other in order[index + 1 :]))
+                length = lengths[Op.W, stage]
+                ready = start[Op.I, stage] + lengths[Op.I, stage]
+                placed[Op.W, stage] = at = next(_places(held, ready, length, rest))
+                held = _with(held, at, length)
+            options.append((sum(placed.values()), placed))
+        start |= min(options, key=lambda option: option[0])[1]
+    return start
+
+
+def _with(taken: Taken, at: float, length: float) -> Taken:
+    return tuple(sorted((*taken, (_phase(at), length))))
+
+
+def _phase(at: float) -> float:
+    phase = at % 1.0
+    return 0.0 if phase > 1.0 - _NEAR else phase
+
+
+def _places(taken: Taken, ready: float, length: float, left: tuple[float, ...]) -> Iterator[float]:
+    """Yield the earliest times from `ready` on at which a work fits between those that are `taken`.
+
+    What is `left` for the rank must find room as well. So the work begins when it is ready, or else leaves a
+    gap of the length of some of these beside it.
+    """
+    sums = {sum(some) for count in range(len(left) + 1) for some in combinations(left, count)}
+    edges = {start + long + gap for start, long in taken for gap in sums}
+    edges |= {start - length - gap for start, _ in taken for gap in sums}
+    found, before = 0, -1.0
+    for wait in sorted({0.0, *(_phase(edge - ready) for edge in edges)}):
+        if wait - before > _NEAR and _fits(_with(taken, ready + wait, length), left):
+            yield ready + wait
+            found += 1
+            if found == _BRANCHES:
+                return
+        before = wait
+
+
+def _fits(taken: Taken, left: tuple[float, ...]) -> bool:
+    """Return whether no two works overlap, and those left have room in the gaps."""
+    following = [*(start for start, _ in taken[1:]), taken[0][0] + 1.0]
+    gaps = [end - start - length for (start, length), end in zip(taken, following, strict=True)]
+    return min(gaps) > -_NEAR and _packs(tuple(gap for gap in gaps if gap > _NEAR), left)
+
+
+@lru_cache(maxsize=4096)
+def _packs(gaps: tuple[float, ...], left: tuple[float, ...]) -> bool:
+    """Return whether works of these lengths, ascending, fit into the gaps together."""
+    if not left or left[-1] < _NEAR:
+        return True
+    *rest, longest = left
+    return any(
+        gap > longest - _NEAR and _packs((*gaps[:index], gap - longest, *gaps[index + 1 :]), tuple(rest))
+        for index, gap in enumerate(gaps)
+    )

@@ -1,0 +1,62 @@
+"""What the schedules are made of: the order of a rank's work, and the versions that it reads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from pipetrain.schedule.actions import Action, Op, ScheduleError
+
+Work = tuple[Op, int, int]  # (F, B, I or W, stage, microbatch), still without weight version
+Reads = Callable[[int, int], int]  # (batch, newest version of the stage) -> the version that a forward reads
+
+
+def one_stage(stage: int, mbs: range, ahead: int) -> list[Work]:
+    """Return the work of a rank with one stage, see `alternate`."""
+    return alternate([(Op.F, stage, mb) for mb in mbs], [(Op.B, stage, mb) for mb in mbs], ahead)
+
+
+def alternate(forwards: Sequence[Work], backwards: Sequence[Work], ahead: int) -> list[Work]:
+    """Order the work: `ahead` forwards, then one forward and one backward in turn, then backwards."""
+    ahead = min(ahead, len(forwards))
+    order = list(forwards[:ahead])
+    for pair in zip(forwards[ahead:], backwards, strict=False):
+        order += pair
+    return order + list(backwards[len(forwards) - ahead :])
+
+
+def repeated(order: Sequence[Work], size: int, batches: int, microbatches: int) -> list[Action]:
+    """Return the actions of a rank that does the work of `size` microbatches over and over.
+
+    `size` divides a batch's microbatches; forwards read the newest weights.
+    """
+    firsts = range(0, batches * microbatches, size)
+    whole = [(op, stage, first + mb) for first in firsts for op, stage, mb in order]
+    return versioned(whole, microbatches, newest)
+
+
+def versioned(order: Iterable[Work], microbatches: int, reads: Reads) -> list[Action]:
+    """Add to each action the version that it reads, and a STEP after the last backward of each batch."""
+    made: dict[int, int] = defaultdict(int)  # the newest version of each stage
+    read: dict[tuple[int, int], int] = {}
+    actions: list[Action] = []
+    for op, stage, mb in order:
+        if op is Op.F:
+            read[stage, mb] = reads(mb // microbatches, made[stage])
+        actions.append(Action(stage, op, mb, read[stage, mb]))
+        if op in (Op.B, Op.W) and (mb + 1) % microbatches == 0:
+            made[stage] += 1
+            actions.append(Action(stage, Op.STEP, version=made[stage]))
+    return actions
+
+
+def newest(batch: int, made: int) -> int:
+    """Read the newest weights of the stage."""
+    return made
+
+
+def require(schedule: str, **counts: int) -> None:
+    """Raise ScheduleError unless every count is a whole number from 1 on."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ScheduleError(f"schedule {schedule} needs {name} >= 1; got {name}={count}")
