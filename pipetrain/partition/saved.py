@@ -141,7 +141,7 @@ class Saving:
             self._saved.append(tensor)
             if self._within:
                 self._dear.add(key)
-        return tensor
+        return tensor.detach()  # a node that saves its own output would keep itself alive
 
 
 class _Watch(TorchFunctionMode):

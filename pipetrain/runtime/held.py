@@ -89,7 +89,7 @@ class Meter:
             if key not in self._saved[stage]:
                 self._saved[stage][key] = storage.nbytes()
                 self._refs[stage, key] = weakref.ref(storage, partial(self._forget, stage, key))
-        return tensor
+        return tensor.detach()  # a node that saves its own output would keep itself alive
 
     def _forget(self, stage: int, key: int, _: object) -> None:
         del self._saved[stage][key], self._refs[stage, key]
