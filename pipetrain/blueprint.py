@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -36,12 +37,13 @@ from pipetrain.partition.crossing import (
 from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.network import INPUT, Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
+from pipetrain.partition.recompute import Mode, modes_of, stages_by
 from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic, costs_by_work
-from pipetrain.schedule.actions import Program, Schedule, Tie, placement
+from pipetrain.schedule.actions import Op, Program, Schedule, Tie, placement
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.lower import Route, edges, lower
 from pipetrain.schedule.memory import Sizes
-from pipetrain.schedule.policy import Bounds, Policy
+from pipetrain.schedule.policy import Bounds, Policy, Recomputed, with_recomputation
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.tailored import Tailored
@@ -73,6 +75,7 @@ class Plan:
     boundaries: Mapping[int, list[Boundary]]  # the input of each stage, by samples of a microbatch
     evaluated: Mapping[int, list[Boundary]]  # likewise in an evaluation
     schedule: Schedule  # made for the costs, if it is for any
+    recompute: Sequence[Mode]  # of each stage
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
     sizes: Sequence[Sizes] = ()  # the bytes of each stage, see prediction.sized
@@ -229,6 +232,8 @@ def make_plan(
     example = _cast("inputs", example, settings.dtype)
     network = network_of(model, example, settings.precision == "bf16")
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
+    modes = partial(modes_of, settings.recompute)
+    schedule = with_recomputation(schedule, stages_by(modes))
     settings = settle_clipping(settings, schedule, max(lengths))
     windows = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}
     where = placement(next(iter(windows.values())).program)
@@ -252,12 +257,12 @@ def make_plan(
     links = Links(list(joined.routes), shared_weights(network, cuts))
     refuse_ties(settings, schedule, links)
     costs = predictor.costs(cuts, _tied_bytes(network, links)) if predictor else None
-    tailored = isinstance(schedule, Tailored)
+    made_for_unit_costs = schedule
     schedule = _tailored(schedule, costs or costs_by_work(layers, cuts), settings)
     program = lower(forward_only(where, len(samples.evaluation)), links.routes)
     links = _bounded(settings, schedule, windows, links, program)
     # What was proven above had neither ties, nor other routes, nor these costs.
-    if tailored or links.ties or links.routes != list(pairwise(range(len(where)))):
+    if schedule != made_for_unit_costs or links.ties or links.routes != list(pairwise(range(len(where)))):
         windows = {n: prove(settings, schedule, n, links) for n in windows}
     simulate(program, 1, buffer_size=links.bounds, routes=links.routes)
     return Plan(
@@ -275,6 +280,7 @@ def make_plan(
         boundaries=_boundaries(example, trained, cuts),
         evaluated=_boundaries(example, evaluated, cuts),
         schedule=schedule,
+        recompute=_effective(modes(len(where)), windows),
         costs=costs,
         prediction=prediction,
     )
@@ -283,15 +289,18 @@ def make_plan(
 def with_costs(plan: Plan, costs: Costs) -> Plan:
     """Return the plan at measured costs: where the schedule makes its order for them, with that order."""
     plan = replace(plan, costs=costs, prediction=None)
-    if not isinstance(plan.schedule, Tailored):
-        return plan
     schedule = _tailored(plan.schedule, costs, plan.settings)
+    if schedule == plan.schedule:
+        return plan
     links = _bounded(plan.settings, schedule, plan.windows, plan.links, plan.evaluation)
     windows = {n: prove(plan.settings, schedule, n, links) for n in plan.windows}
     return replace(plan, schedule=schedule, links=links, windows=windows)
 
 
 def _tailored(schedule: Schedule, costs: Costs, settings: Settings) -> Schedule:
+    """Return a schedule that is made for costs as made for these; any other one as it is."""
+    if isinstance(schedule, Recomputed):
+        return replace(schedule, schedule=_tailored(schedule.schedule, costs, settings))
     return schedule.made_for(costs, settings.buffer_size) if isinstance(schedule, Tailored) else schedule
 
 
@@ -302,6 +311,18 @@ def _bounded(
     programs = [evaluation, *(lowered(settings, schedule, n, links) for n in lengths)]
     bounds = [edge_bounds(one, links.routes, settings.buffer_size, links.ties) for one in programs]
     return replace(links, bounds=widest(bounds))
+
+
+def _effective(modes: Sequence[Mode], windows: Mapping[int, Window]) -> list[Mode]:
+    """Return the mode of each stage; one whose backwards all follow their forwards recomputes nothing."""
+    recomputing = {
+        action.stage
+        for window in windows.values()
+        for actions in window.program
+        for action in actions
+        if action.op is Op.R
+    }
+    return [mode if stage in recomputing else Mode.NEVER for stage, mode in enumerate(modes)]
 
 
 def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = None) -> None:

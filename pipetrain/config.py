@@ -20,6 +20,7 @@ from pipetrain.building import build, make_codec
 from pipetrain.codec import Codecs
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
+from pipetrain.partition.recompute import RECOMPUTE
 from pipetrain.rate import SHAPES, Rate, learning_rate
 
 MONTH_S = 30 * 24 * 3600
@@ -135,6 +136,7 @@ class Settings:
     partition: Annotated[str | list[int], PARTITION]
     profile: Annotated[str | None, PROFILE_FILE, "partition"]  # for partition=profile; None: measure
     memory_limit: Annotated[float | None, POSITIVE]  # GiB a stage, for partition=profile
+    recompute: Annotated[str, _one_of(*RECOMPUTE)]
     microbatches: Annotated[int, COUNT]
     window: Annotated[int | None, COUNT]
     buffer_size: Annotated[int, COUNT]

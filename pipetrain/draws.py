@@ -7,11 +7,14 @@ the same process, nor a forward that is run again changes them.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +84,56 @@ def drawing(seeds: Seeds | None) -> Iterator[None]:
         _running.reset(before)
         if forward is not None:
             forward.restore_states()
+
+
+class Beginning:
+    """The states of all generators as a forward begins, so that another can draw the same numbers.
+
+    `begin` seeds torch's generators for layers that are known to draw; these states are for all others, and
+    for what draws from Python's or NumPy's.
+    """
+
+    def __init__(self) -> None:
+        self._torch: Tensor = torch.get_rng_state()
+        self._gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self._others: tuple[Any, Any] | None = _python_and_numpy()
+
+    def end(self) -> None:
+        """Forget Python's and NumPy's states if nothing has drawn from them since."""
+        if self._others is not None and _equal(self._others, _python_and_numpy()):
+            self._others = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Go back to these states; afterwards the generators go on as if nothing had drawn again."""
+        forward, others = _running.get() or _Forward(Seeds(0, 0, 0)), _python_and_numpy()
+        if forward.before is None:
+            forward.keep_states()
+        _set(self._torch, self._gpu, self._others)
+        try:
+            yield
+        finally:
+            forward.restore_states()
+            _set(None, None, others if self._others else None)
+
+
+def _python_and_numpy() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state(legacy=True)
+
+
+def _equal(some: tuple[Any, Any], others: tuple[Any, Any]) -> bool:
+    (python, (_, keys, *rest)), (other_python, (_, other_keys, *other_rest)) = some, others
+    return python == other_python and rest == other_rest and np.array_equal(keys, other_keys)
+
+
+def _set(torchs: Tensor | None, gpu: Tensor | None, others: tuple[Any, Any] | None) -> None:
+    if torchs is not None:
+        torch.set_rng_state(torchs)
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu)
+    if others is not None:
+        random.setstate(others[0])
+        np.random.set_state(others[1])
 
 
 def begin(layer: int) -> None:

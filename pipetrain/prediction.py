@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from pipetrain.blueprint import Plan
 from pipetrain.boundary import TensorSpec
 from pipetrain.codec import Identity
+from pipetrain.partition.recompute import Mode
 from pipetrain.partition.sizes import loss_sizes, microbatch, optimizer_state
 from pipetrain.partition.stages import costs_by_work
 from pipetrain.schedule.lower import Edge
@@ -76,7 +77,13 @@ def sized(plan: Plan, task: Task, optimizer: Callable[[Any], Optimizer]) -> Plan
         fixed = {name: spec for of_layer in held for name, spec in of_layer.items()}
         trained = sum(spec.nbytes for spec in weights.values())
         of_one = microbatch(
-            plan.layers, plan.example.of(plan.full), of.start, of.stop, loss, plan.copies_input(stage)
+            plan.layers,
+            plan.example.of(plan.full),
+            of.start,
+            of.stop,
+            loss,
+            copies_input=plan.copies_input(stage),
+            selective=plan.recompute[stage] is Mode.SELECTIVE,
         )
         sizes.append(
             Sizes(

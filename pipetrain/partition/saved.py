@@ -3,15 +3,17 @@
 Tensors that share memory share a storage, which is held once however many operations save it, and however
 many layers hand it on. So a layer's storages are numbered here, and a stage joins those of its layers.
 
-A split backward (see runtime/split.py) puts off the weight gradients of `DEAR` operations, matrix products
-and convolutions: what these save, and the gradients of their outputs, are held from I until W.
+A split backward (see runtime/split.py) puts off the weight gradients of `DEAR` operations, matrix products,
+convolutions and embeddings: what these save, and the gradients of their outputs, are held from I until W. A
+selective recomputation (see runtime/recompute.py) keeps their results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,38 +24,59 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 _ATEN = torch.ops.aten
-_PADDED = ("default", "padding")  # a number, or a word such as "same"
-DEAR = {
+
+
+def _overloads(*packets: Any) -> Iterator[Any]:
+    """Yield ATen operations and their overloads, as a traced model calls them."""
+    for packet in packets:
+        yield packet
+        yield from (getattr(packet, name) for name in packet.overloads() if not name.endswith("out"))
+
+
+# Operations whose weight gradient is dear. These compute in the lower precision under autocast.
+LOWERED = {
     F.linear,
-    F.bilinear,
     torch.matmul,
     torch.mm,
     torch.bmm,
     torch.addmm,
     torch.baddbmm,
+    torch.linalg.matmul,
     Tensor.matmul,
     Tensor.__matmul__,
     Tensor.mm,
+    Tensor.bmm,
+    Tensor.addmm,
+    Tensor.baddbmm,
     F.conv1d,
     F.conv2d,
     F.conv3d,
     F.conv_transpose1d,
     F.conv_transpose2d,
     F.conv_transpose3d,
-    # As they stand in a traced model:
-    _ATEN.linear.default,
-    _ATEN.bilinear.default,
-    _ATEN.matmul.default,
-    _ATEN.mm.default,
-    _ATEN.bmm.default,
-    _ATEN.addmm.default,
-    _ATEN.baddbmm.default,
-    _ATEN.convolution.default,
-    *(getattr(packet, kind) for packet in (_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d) for kind in _PADDED),
-    _ATEN.conv_transpose1d.default,
-    _ATEN.conv_transpose2d.input,
-    _ATEN.conv_transpose3d.input,
+    *_overloads(_ATEN.linear, _ATEN.matmul, _ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm),
+    *_overloads(_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d, _ATEN.convolution),
+    *_overloads(_ATEN.conv_transpose1d, _ATEN.conv_transpose2d, _ATEN.conv_transpose3d),
 }
+DEAR = {
+    *LOWERED,
+    F.bilinear,
+    F.embedding,
+    torch.einsum,
+    torch.tensordot,
+    torch.inner,
+    *_overloads(_ATEN.bilinear, _ATEN.embedding),
+}
+
+# Attention within which operations are seen: it only asks whether it is to be replaced as a whole.
+attention = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": lambda tensors: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+
+
+_NOT_KEPT = {F.embedding, *_overloads(_ATEN.embedding)}  # by a selective recomputation: they cost nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +90,8 @@ class Storages:
     returned: tuple[int, ...] = ()  # that of each output
     saved: frozenset[int] = frozenset()  # by autograd
     dear: frozenset[int] = frozenset()  # of these, by operations whose weight gradient can be put off
-    gradients: int = 0  # bytes of the gradients of these operations' outputs
+    gradients: int = 0  # bytes of the gradients of these operations' results
+    results: frozenset[int] = frozenset()  # of operations with a weight that nothing overwrites
 
 
 NONE = Storages()
@@ -93,6 +117,7 @@ class Saving:
         self._saved: list[Tensor] = []  # kept, so that no address is used twice
         self._dear: set[int] = set()
         self._gradients = 0
+        self._results: list[tuple[Tensor, int]] = []  # with their version counters
         self._within = False  # an operation whose weight gradient can be put off
         self._stack = ExitStack()
 
@@ -119,14 +144,18 @@ class Saving:
         saved = [number(t) for t in self._saved]
         returned = tuple(number(t) for t in outputs)
         dear = {numbers[key] for key in self._dear}
-        self._saved = []
-        return Storages(tuple(made), returned, frozenset(saved), frozenset(dear), self._gradients)
+        results = [number(t) for t, version in self._results if t._version == version]
+        self._saved, self._results = [], []
+        return Storages(
+            tuple(made), returned, frozenset(saved), frozenset(dear), self._gradients, frozenset(results)
+        )
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation of `DEAR`."""
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-        inputs = [t for t in given if id(t) not in self._weights]
-        if self._within or len(inputs) != 1 or len(given) == 1:  # as Deferred.put_off has it
+        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        trained = [t for t in operands if id(t) in self._weights or id(t._base) in self._weights]
+        # As Deferred.put_off has it:
+        if self._within or len(trained) == len(operands) or all(t.dim() < 2 for t in trained):
             return func(*args, **kwargs)
         self._within = True
         try:
@@ -134,6 +163,8 @@ class Saving:
         finally:
             self._within = False
         self._gradients += result.nbytes
+        if func not in _NOT_KEPT:
+            self._results.append((result, result._version))
         return result
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -154,4 +185,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         if func in DEAR:
             return self._saving.run(func, args, kwargs or {})
+        if func is F.multi_head_attention_forward:
+            with self:
+                return attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

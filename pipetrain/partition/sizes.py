@@ -59,8 +59,13 @@ def microbatch(
     end: int,
     loss: LossSizes = NO_LOSS,
     copies_input: bool = False,
+    selective: bool = False,
 ) -> Microbatch:
-    """Return what a stage of these layers holds of a microbatch; `inputs`: of the model."""
+    """Return what a stage of these layers holds of a microbatch.
+
+    `inputs`: of the model; `copies_input`: the stage does, before its layers; `selective`: until its R it
+    holds the results of operations with a weight.
+    """
     stage = _Stage(layers, inputs, start, end)
     entering = sum(map(stage.nbytes, stage.enters))
     around = [(value, _VALUE) for value in stage.enters]
@@ -74,12 +79,15 @@ def microbatch(
         targets = loss.targets
     whole = sum(stage.size(key, loss) for key in saved | set(around)) + targets
     whole += entering if copies_input else 0
-    buffers = {name: spec for layer in layers[start:end] for name, spec in layer.buffers.items()}
     if stage.has_gradient:
         after_i = sum(stage.size(key, loss) for key in kept) + gradients + targets
     else:  # W is then the whole backward
         after_i = whole + stage.leaving_gradients
-    return Microbatch(whole, entering + targets + sum(spec.nbytes for spec in buffers.values()), after_i)
+    buffers = {name: spec for layer in layers[start:end] for name, spec in layer.buffers.items()}
+    before_r = entering + targets + sum(spec.nbytes for spec in buffers.values())
+    if selective:
+        before_r += sum(stage.size(key, loss) for key in stage.results())
+    return Microbatch(whole, before_r, after_i)
 
 
 class _Stage:
@@ -145,6 +153,17 @@ class _Stage:
             saved |= {self._numbered(layer, number) for number in of.saved}
             kept |= {self._numbered(layer, number) for number in of.dear}
         return saved, kept, sum(self._layers[layer].storages.gradients for layer in numbers)
+
+    def results(self) -> set[_Key]:
+        """Return the results of operations with a weight that no layer overwrites."""
+        numbers = range(self._start, self._end)
+        made = {
+            self._numbered(layer, number)
+            for layer in numbers
+            for number in self._layers[layer].storages.results
+        }
+        written = [layer for layer in numbers if self._layers[layer].writes_input]
+        return made - {self.key(value) for layer in written for value in self._layers[layer].takes}
 
     def of_loss(self, storages: Storages) -> set[_Key]:
         """Return what the loss saves."""

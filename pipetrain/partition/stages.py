@@ -135,6 +135,7 @@ class Predictor:
         for stage, taken in enumerate(self.stage_times(cuts)):
             seconds[stage, Op.F] = taken.forward_s
             seconds[stage, Op.B] = taken.backward_s
+            seconds[stage, Op.R] = taken.forward_s
             seconds[stage, Op.I] = seconds[stage, Op.W] = taken.backward_s / 2
             seconds[stage, Op.STEP] = taken.step_s
             seconds[stage, Op.NORM] = self.profile.latency_s  # a message of one number
@@ -199,7 +200,7 @@ def costs_by_work(layers: Sequence[Layer], cuts: Sequence[int]) -> Costs:
     ends = pairwise([0, *cuts, len(layers)])
     flops = [sum(layer.flops for layer in layers[start:end]) for start, end in ends]
     mean = sum(flops) / len(flops)
-    times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+    times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
     costs: dict[Kind, float] = {
         (stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()
     }

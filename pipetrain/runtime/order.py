@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pipetrain.runtime.stage import WHOLE, Saving
+from pipetrain.runtime.stage import Saving
 from pipetrain.schedule.actions import RECEIVES, Action, Op, last_uses, shortened
 from pipetrain.schedule.lower import Route, Wiring
 from pipetrain.schedule.policy import Policy, View, Wait
@@ -85,6 +85,11 @@ class Decided:
     routes: Sequence[Route] | None = None
     decided: bool = True
     _reads: dict[int, int] = field(default_factory=dict)  # open microbatch -> weight version
+    _recomputes: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.stages, self.batches, self.microbatches
+        self._recomputes = self.policy.recomputes(self.stage, *size)
 
     def receives(self) -> list[Action]:
         wiring = Wiring([(rank,) for rank in range(self.stages)], self.routes)
@@ -105,7 +110,7 @@ class Decided:
         return version in self._reads.values()
 
     def saving(self, stage: int, mb: int) -> Saving:
-        return WHOLE
+        return Saving(recomputed=self._recomputes)
 
     def shorten(self, batches: int) -> None:
         self.batches = batches

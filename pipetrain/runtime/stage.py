@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from pipetrain import draws
 from pipetrain.boundary import (
@@ -43,6 +41,7 @@ from pipetrain.runtime.finite import (
     sums_are_finite,
     witness,
 )
+from pipetrain.runtime.recompute import Again
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.tied import packed, unpack
 from pipetrain.runtime.weights import Buffers, OptimizerFactory, Weights
@@ -75,15 +74,6 @@ def _weight_of(path: str) -> str:
     """Return the parameter or buffer of an entry of a stage's state."""
     kind, _, name = path.partition("/")
     return name.rpartition("/")[0] if kind == "optimizer" else name
-
-
-def _saving_nothing() -> AbstractContextManager[None]:
-    """Return a context in which a forward computes as ever, and saves nothing for a backward."""
-    return saved_tensors_hooks(lambda tensor: None, _no_backward)
-
-
-def _no_backward(packed: None) -> Tensor:
-    raise AssertionError("a microbatch to be recomputed has no backward before its R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +120,7 @@ class _Saved:
     grads: tuple[Tensor, ...] = ()  # of the outputs, where W is all of the backward
     loss: Tensor | None = None  # its share of the batch's loss, at the last stage
     deferred: Deferred | None = None  # the weight gradients to be made in W
-    buffers: Buffers = field(default_factory=list)  # before the forward, if it is recomputed
+    again: Again | None = None  # between the forward and its recomputation
 
 
 class Stage:
@@ -139,8 +129,9 @@ class Stage:
     `entry` and `exit` describe what enters and leaves, for any microbatch size, and which of these tensors
     need a gradient; by default every one but the data that can have a gradient does.
     `copy_input`: a layer modifies what enters; `copy_output`: a layer keeps what leaves. `compile`: use
-    torch.compile. `skip_not_finite`: a non-finite gradient skips the update, with its changes of the buffers,
-    instead of stopping the training. `ema`: evaluate a moving average of the weights, see Weights.
+    torch.compile. `selective`: a forward that is to be run again keeps dear results, see recompute.py.
+    `skip_not_finite`: a non-finite gradient skips the update, with its changes of the buffers, instead of
+    stopping the training. `ema`: evaluate a moving average of the weights, see Weights.
     `clip_grad_norm`: the most that the norm of a batch's gradient may be, otherwise it is scaled to it.
     `names`: those of parameters in the model, where they differ, as of a weight that an earlier layer has
     too; `shared`: of each parameter of several stages, by its name in the model, these stages;
@@ -161,6 +152,7 @@ class Stage:
         copy_output: bool = False,
         numerics: Numerics | None = None,
         compile: bool = False,
+        selective: bool = False,
         skip_not_finite: bool = False,
         ema: float | None = None,
         clip_grad_norm: float | None = None,
@@ -184,6 +176,7 @@ class Stage:
         self._clip = clip_grad_norm
         self._norms: list[Tensor] = []  # by which the updates of the window were clipped
         self._reduced: list[int] = []  # the microbatches of the gradient that is to be stepped
+        self._selective = selective
         self._skips = skip_not_finite
         self._skip = False
         self.skipped = 0  # number of updates skipped because of a non-finite gradient
@@ -208,9 +201,10 @@ class Stage:
         """Yield the tensors that open microbatches hold themselves, beside what autograd saves."""
         for saved in self._saved.values():
             yield from (*saved.inputs, *saved.outputs, *saved.grads)
-            yield from (copy for _, copy in saved.buffers)
             if saved.target is not None:
                 yield from as_tuple(saved.target.value)
+            if saved.again is not None:
+                yield from (*(copy for _, copy in saved.again.buffers), *saved.again.kept)
             if saved.deferred is not None:
                 yield from saved.deferred.held
 
@@ -234,9 +228,9 @@ class Stage:
             self._before[mb] = self.weights.buffers()
         saved = self._saved[mb] = _Saved(x, version, saving, target)
         if saving.recomputed:
-            saved.buffers = self.weights.buffers()
-        with self.weights.installed(version), _saving_nothing() if saving.recomputed else nullcontext():
-            outputs = self._recorded(saved)
+            saved.again = Again(self.weights.buffers(), self._selective)
+        with self.weights.installed(version):
+            outputs = self._recorded(saved) if saved.again is None else self._first(saved, saved.again)
         forward = partial(self._forward_origin, x, version)
         if self._task is not None:
             assert target is not None, (
@@ -258,8 +252,10 @@ class Stage:
                         f"output {number} of stage {self.index} depends on weights in microbatch {mb}, and "
                         f"{_CHANGES}"
                     )
-        if not saving.recomputed:
+        if saved.again is None:
             saved.outputs = outputs
+        else:
+            saved.again.end()
         return () if self._task is not None else self._handed_on(outputs)
 
     def recompute(self, mb: int, version: int) -> None:
@@ -268,12 +264,17 @@ class Stage:
         Neither metrics nor the statistics of a BatchNorm count it.
         """
         saved = self._saved[mb]
-        assert saved.saving.recomputed and saved.version == version
-        with self.weights.installed(version, again=saved.buffers):
+        again, saved.again = saved.again, None
+        assert again is not None and saved.version == version
+        with self.weights.installed(version, again=again.buffers), again.second():
             outputs = self._recorded(saved)
-        if saved.target is not None:
-            outputs = (self._loss_of(saved.target, outputs) * saved.target.share,)
-        saved.outputs, saved.buffers = outputs, []
+            if saved.target is not None:
+                outputs = (self._loss_of(saved.target, outputs) * saved.target.share,)
+        saved.outputs = outputs
+
+    def _first(self, saved: _Saved, again: Again) -> tuple[Tensor, ...]:
+        with again.first():
+            return self._call(saved.inputs)
 
     def _recorded(self, saved: _Saved) -> tuple[Tensor, ...]:
         """Run the layers; where the backward is split, with what puts the gradients of weights off."""

@@ -178,6 +178,7 @@ class Weights:
     @contextmanager
     def _in_place(self, leaves: Mapping[str, Tensor], buffers: Buffers) -> Iterator[None]:
         """Put leaves, and copies of the buffers, where the module's own tensors are."""
+        own = [place.tensor for place in self._buffers] if buffers else []
         try:
             for registry, key, _, name in self._places:
                 registry[key] = leaves[name]
@@ -187,7 +188,7 @@ class Weights:
         finally:
             for registry, key, parameter, _ in self._places:
                 registry[key] = parameter
-            for place, (buffer, _) in zip(self._buffers, buffers, strict=False):
+            for place, buffer in zip(self._buffers, own, strict=False):
                 place.container[place.key] = buffer
 
     def buffers(self) -> Buffers:

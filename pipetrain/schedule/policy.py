@@ -14,8 +14,8 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -27,10 +27,12 @@ from pipetrain.schedule.actions import (
     Program,
     Schedule,
     ScheduleError,
+    ranks_of,
 )
 from pipetrain.schedule.bounds import free_skips
 from pipetrain.schedule.lower import Route, Wiring
 from pipetrain.schedule.simulate import BufferSize, Cost, unit_cost
+from pipetrain.schedule.transforms import recomputing
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,10 @@ class Policy(ABC):
     @abstractmethod
     def refuse(self, ranks: int, batches: int, microbatches: int) -> None: ...
 
+    def recomputes(self, stage: int, stages: int, batches: int, microbatches: int) -> bool:
+        """Return whether each microbatch of a stage has an R in a window that begins with so many batches."""
+        return False
+
     def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
         """Return the compute-only program of a window at unit costs."""
         return play(self, ranks, batches, microbatches)
@@ -179,6 +185,67 @@ class ForwardBackward(Policy):
         for name, count in {**counts, "in_flight": self.in_flight}.items():
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ScheduleError(f"schedule fbp needs {name} >= 1; got {name}={count}")
+
+
+@dataclass(frozen=True)
+class Recomputing(Policy):
+    """A policy some of whose stages recompute their forwards, see transforms.recomputing.
+
+    `chosen`: number of stages -> those that do, if they may hold more than one microbatch open. The oldest is
+    recomputed while its gradient is awaited; if that is there already, directly before its backward.
+    """
+
+    policy: Policy
+    chosen: Callable[[int], Collection[int]]
+
+    def decide(
+        self, stage: int, stages: int, batches: Callable[[], int], microbatches: int, outlook: Outlook
+    ) -> Iterator[Action | Wait]:
+        recomputes = self.recomputes(stage, stages, batches(), microbatches)
+        opened: deque[Action] = deque()  # forwards without a backward
+        done = -1  # the last microbatch that was recomputed
+        for decided in self.policy.decide(stage, stages, batches, microbatches, outlook):
+            if isinstance(decided, Wait):
+                awaits = any(receive.op is Op.RECV_B for receive in decided.receives)
+                if recomputes and awaits and opened and done < opened[0].mb:
+                    done = opened[0].mb
+                    yield replace(opened[0], op=Op.R)
+                    continue  # decide anew
+            elif decided.op is Op.F:
+                opened.append(decided)
+            elif decided.op in (Op.B, Op.I):
+                forward = opened.popleft()
+                if recomputes and done < forward.mb:
+                    done = forward.mb
+                    yield replace(forward, op=Op.R)
+            yield decided
+
+    def bounds(self, stage: int, stages: int, batches: int, microbatches: int) -> Bounds:
+        return self.policy.bounds(stage, stages, batches, microbatches)
+
+    def refuse(self, ranks: int, batches: int, microbatches: int) -> None:
+        self.policy.refuse(ranks, batches, microbatches)
+
+    def recomputes(self, stage: int, stages: int, batches: int, microbatches: int) -> bool:
+        several = self.bounds(stage, stages, batches, microbatches).activations > 1
+        return several and stage in self.chosen(stages)
+
+
+def with_recomputation(schedule: Schedule, chosen: Callable[[int], Collection[int]]) -> Schedule:
+    """Return a schedule whose `chosen`(number of stages) stages recompute their forwards."""
+    return Recomputing(schedule, chosen) if isinstance(schedule, Policy) else Recomputed(schedule, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A schedule with a fixed order, some of whose stages recompute their forwards."""
+
+    schedule: Schedule
+    chosen: Callable[[int], Collection[int]]
+
+    def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
+        program = self.schedule(ranks, batches, microbatches)
+        return recomputing(program, self.chosen(len(ranks_of(program))))
 
 
 def play(

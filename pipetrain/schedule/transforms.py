@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from pipetrain.schedule.actions import (
+    COMPUTE,
     Action,
     Op,
     Program,
@@ -45,6 +46,27 @@ def joined(program: Program, routes: Sequence[Route] | None = None) -> Program:
                 made[-1][-1] = replace(action, op=Op.B)
             else:
                 made[-1].append(action)
+    return made
+
+
+def recomputing(program: Program, stages: Collection[int]) -> Program:
+    """Let `stages` recompute their forwards: each R directly before the backward of its microbatch.
+
+    So `lower` puts it before the RECV_B, and it runs while the gradient is awaited. There is none where a
+    backward is what its rank computes next after the forward, as the activations are needed at once.
+    """
+    return [_recomputing(actions, stages) for actions in program]
+
+
+def _recomputing(actions: Sequence[Action], stages: Collection[int]) -> list[Action]:
+    made: list[Action] = []
+    computed: Action | None = None  # last
+    for action in actions:
+        if action.op in (Op.B, Op.I) and action.stage in stages:
+            forward = replace(action, op=Op.F)
+            made += [replace(action, op=Op.R)] * (computed != forward)
+        made.append(action)
+        computed = action if action.op in COMPUTE else computed
     return made
 
 

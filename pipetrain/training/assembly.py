@@ -12,6 +12,7 @@ from pipetrain.blueprint import Plan
 from pipetrain.partition.crossing import homes
 from pipetrain.partition.materialise import materialise
 from pipetrain.partition.network import Network, Part, network_of
+from pipetrain.partition.recompute import Mode
 from pipetrain.rate import Rate
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
@@ -63,6 +64,7 @@ def make_stages(
             copy_output=plan.copies_output(index),
             numerics=plan.numerics,
             compile=settings.compile,
+            selective=plan.recompute[index] is Mode.SELECTIVE,
             skip_not_finite=settings.on_nan == "skip",
             ema=settings.ema,
             clip_grad_norm=settings.clip_grad_norm,

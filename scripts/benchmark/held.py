@@ -16,12 +16,11 @@ from pipetrain.prediction import memory, played, sized
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Target
-from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.memory import PARTS, Peak, peak, peaks
-from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.training.assembly import make_engine, make_stages
 
 WINDOWS = 2  # the second one is measured: it has the optimizer's state from its start
+BATCHES = 6  # of a window of an asynchronous schedule
 NEAR = 0.10  # of what was predicted
 
 IMAGES = ("microbatches=4", "batch_size=16")
@@ -34,6 +33,7 @@ MODELS = {
 }
 SMALL = {"mlp": Task(("model=mlp", *IMAGES))}
 SCHEDULES = ("1f1b", "gpipe", "pipedream", "pipedream_2bw", "interleaved_1f1b")
+SPLIT = ("zb_h1", "zb_h2", "zbv", "v_half", "v_async", "zb_auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +47,6 @@ class Case:
 
     def __str__(self) -> str:
         return " ".join((self.model, self.schedule, f"{self.ranks} ranks", *self.overrides))
-
-
-def recomputed(ranks: int, batches: int, microbatches: int) -> Program:
-    """Return 1F1B with a recomputation before each backward."""
-    return [
-        [part for a in row for part in ([replace(a, op=Op.R), a] if a.op is Op.B else [a])]
-        for row in one_f_one_b(ranks, batches, microbatches)
-    ]
-
-
-def zb_h1(ranks: int, batches: int, microbatches: int, recompute: bool = False) -> Program:
-    """Return ZB-H1."""
-    program = []
-    for stage in range(ranks):
-        ahead = min(ranks - 1 - stage, microbatches)
-        row = []
-        for batch in range(batches):
-            of = [
-                {op: Action(stage, op, batch * microbatches + mb, batch) for op in (Op.F, Op.R, Op.I, Op.W)}
-                for mb in range(microbatches)
-            ]
-            row += [one[Op.F] for one in of[:ahead]]
-            for mb in range(microbatches):
-                row += [one[Op.F] for one in of[ahead + mb : ahead + mb + 1]]
-                row += [of[mb][Op.R]] if recompute else []
-                row += [of[mb][Op.I]] + ([of[mb - stage][Op.W]] if mb >= stage else [])
-            row += [one[Op.W] for one in of[max(0, microbatches - stage) :]]
-            row.append(Action(stage, Op.STEP, version=batch + 1))
-        program.append(row)
-    return program
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +65,11 @@ def cases(quick: bool) -> list[Case]:
     made = [Case(model, schedule) for model in MODELS for schedule in SCHEDULES]
     made += [Case(model, "1f1b", 2, (f"microbatches={m}",)) for model in MODELS for m in (2, 8)]
     made += [Case(model, "1f1b", 4) for model in MODELS]
+    modes = ("except_last", "always", "selective")
     for model in MODELS:
-        for options in (
-            ["recomputed"],
-            ["zb_h1"],
-            ["zb_h1", "+schedule.recompute=true"],
-        ):
-            target = f"schedule._target_=benchmark.held.{options[0]}"
-            made += [Case(model, "1f1b", ranks, (target, *options[1:])) for ranks in (2, 3)]
+        made += [Case(model, "1f1b", 3, (f"recompute={mode}",)) for mode in modes]
+        made += [Case(model, schedule, 3) for schedule in SPLIT]
+        made += [Case(model, "zbv", 2, (f"recompute={mode}",)) for mode in modes]
     return made
 
 
@@ -116,8 +83,7 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
 def job_of(case: Case) -> Job:
     """Return the job of a case, with the sizes of its stages."""
     task = ({**MODELS, **SMALL}[case.model]).extended(*case.overrides)
-    asynchronous = case.schedule.startswith("pipedream")
-    job = prepare(task, case.schedule, case.ranks, 6 if asynchronous else 1)
+    job = prepare(task, case.schedule, case.ranks, BATCHES)
     return replace(job, plan=sized(job.plan, job.task, job.optimizer))
 
 

@@ -1,6 +1,7 @@
 """A network of sixteen equal convolutions, to study what late gradients do to training at depth.
 
-BatchNorm hides much of it, as its layers do not mind the size of their weights: so there is one with GroupNorm.
+BatchNorm hides much of it, as its layers do not mind the size of their weights, so there is one with
+GroupNorm.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ LAYERS = 16
 
 
 def deep(norm: str = "group", width: int = 24, num_classes: int = 10, pool: int = 4) -> nn.Sequential:
-    """Return layers from images (n, 3, 32, 32) to logits (n, num_classes): sixteen 3x3 convolutions and a head.
+    """Return layers from images (n, 3, 32, 32) to logits (n, num_classes): 16 3x3 convolutions and a head.
 
     `norm`: group or batch; `pool`: the pixels averaged first, along each side. Raises ValueError.
     """

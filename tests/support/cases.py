@@ -23,6 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from torch import Tensor
 
+from pipetrain.building import make_schedule
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import read_whole
 from pipetrain.checkpoint.resume import tensors_of

@@ -1,0 +1,140 @@
+"""A forward that is run again before its backward, so that meanwhile it holds little.
+
+The first forward computes as ever, but saves nothing for a backward. The second one has the same inputs,
+weight version, buffers and random numbers, so all that it makes is the same to the last bit, and its changes
+of buffers are dropped, so that statistics count once.
+
+It may keep the results of dear operations (products and convolutions with a weight, about half of what a
+network saves and most of its work), which the second forward then takes instead of computing them: norms,
+activations and attention alone are made again (selective recomputation, Korthikanti et al. 2022, arXiv
+2205.05198). A result that a later layer overwrites is not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from pipetrain.draws import Beginning
+from pipetrain.partition.saved import DEAR
+from pipetrain.runtime.weights import Buffers
+
+
+class Again:
+    """What the first forward leaves for the second. `buffers`: before the first; `keep`: dear results."""
+
+    def __init__(self, buffers: Buffers, keep: bool) -> None:
+        self.buffers = buffers
+        self._beginning = Beginning()
+        self._kept = _Kept() if keep else None
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The results that are held until the second forward."""
+        return [] if self._kept is None else [t for t, _ in self._kept.results if t is not None]
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Let a forward save nothing but dear results."""
+        with saved_tensors_hooks(_nothing, _no_backward):
+            if self._kept is None:
+                yield
+            else:
+                with _Dear(_Keeping(self._kept)):
+                    yield
+                self._kept.forget_changed()
+
+    def end(self) -> None:
+        """End the first forward, the loss included."""
+        self._beginning.end()
+
+    @contextmanager
+    def second(self) -> Iterator[None]:
+        """Let a forward draw the same random numbers, and take the dear results."""
+        with self._beginning.again():
+            if self._kept is None:
+                yield
+            else:
+                with _Dear(_Taking(self._kept)):
+                    yield
+                assert not self._kept.results, "the second forward was shorter than the first"
+
+
+def _nothing(tensor: Tensor) -> None:
+    return None
+
+
+def _no_backward(packed: None) -> Tensor:
+    raise AssertionError("a microbatch to be recomputed has no backward before its R")
+
+
+class _Kept:
+    """Results in the order of their operations, each with its version counter; None: it was overwritten."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[Tensor | None, int]] = []
+
+    def put(self, result: Tensor) -> None:
+        # Without a graph, and with the version counter of what the layers get.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self.results.append((result.detach(), result._version))
+
+    def forget_changed(self) -> None:
+        self.results = [(t if t is not None and t._version == v else None, v) for t, v in self.results]
+
+    def take(self) -> Tensor | None:
+        assert self.results, "the second forward is longer than the first"
+        self.forget_changed()
+        return self.results.pop(0)[0]
+
+
+class _Dear(TorchFunctionMode):
+    """Runs operations with a weight under another mode, which sees what they consist of."""
+
+    def __init__(self, inner: TorchDispatchMode) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in DEAR and any(isinstance(t, nn.Parameter) for t in tree_leaves((args, kwargs))):
+            with self._inner:
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            self._kept.put(result)
+        return result
+
+
+class _Taking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in flop_registry and (result := self._kept.take()) is not None:
+            return result
+        return func(*args, **(kwargs or {}))
