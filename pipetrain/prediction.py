@@ -17,7 +17,7 @@ from pipetrain.blueprint import Plan
 from pipetrain.boundary import TensorSpec
 from pipetrain.codec import Identity
 from pipetrain.partition.recompute import Mode
-from pipetrain.partition.sizes import loss_sizes, microbatch, optimizer_state
+from pipetrain.partition.sizes import loss_sizes, microbatch, optimizer_state, tensors_of, weights_of
 from pipetrain.partition.stages import costs_by_work
 from pipetrain.schedule.lower import Edge
 from pipetrain.schedule.memory import Moment, Sizes, over_time
@@ -71,11 +71,9 @@ def sized(plan: Plan, task: Task, optimizer: Callable[[Any], Optimizer]) -> Plan
     messages = _messages(plan)
     sizes = []
     for stage in range(plan.stages):
-        layers, of = plan.layers[plan.slice(stage)], plan.slice(stage)
-        weights = {name: spec for layer in layers for name, spec in layer.weights.items()}
-        held = [layer.frozen for layer in layers] + [layer.buffers for layer in layers]
-        fixed = {name: spec for of_layer in held for name, spec in of_layer.items()}
-        trained = sum(spec.nbytes for spec in weights.values())
+        of = plan.slice(stage)
+        parameters, _ = tensors_of(plan.layers[of])
+        weights = weights_of(plan.layers[of])
         of_one = microbatch(
             plan.layers,
             plan.example.of(plan.full),
@@ -90,12 +88,11 @@ def sized(plan: Plan, task: Task, optimizer: Callable[[Any], Optimizer]) -> Plan
                 saved=of_one.saved,
                 before_r=of_one.before_r,
                 after_i=of_one.after_i,
-                weights=trained * (1 + (plan.settings.ema is not None))
-                + sum(spec.nbytes for spec in fixed.values()),
-                version=trained,
-                gradient=trained,
-                optimizer=sum(map(state_of, weights.values())),
-                tied=sum(weights[name].nbytes for name, tie in plan.links.shared.items() if stage in tie),
+                weights=weights.trained * (1 + (plan.settings.ema is not None)) + weights.fixed,
+                version=weights.trained,
+                gradient=weights.trained,
+                optimizer=sum(map(state_of, parameters.values())),
+                tied=sum(parameters[name].nbytes for name, tie in plan.links.shared.items() if stage in tie),
                 wire={edge: plan.settings.codecs.wire_bytes(s, edge[0] < edge[1]) for edge, s in messages},
                 raw={edge: sum(spec.nbytes for spec in s) for edge, s in messages},
             )

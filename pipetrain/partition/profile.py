@@ -18,7 +18,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.partition.estimate import Layer
 
 PROFILE = "profile"  # the strategy's name
-VERSION = 1
+VERSION = 2
 Facts = Mapping[str, Any]
 
 
@@ -26,21 +26,17 @@ Facts = Mapping[str, Any]
 class LayerTime:
     """One layer, as measured for one microbatch; times in seconds.
 
-    A shared parameter counts at the first layer that has it. Bytes saved by autograd count once, at the layer
-    that created them.
+    A shared parameter counts at the first layer that has it.
     """
 
     name: str
     forward_s: float
     backward_s: float  # for the gradients of inputs and parameters
     step_s: float  # the optimizer's step, once a batch
-    saved_bytes: int  # saved for the backward, without parameters and inputs
     peak_bytes: int  # additional peak in forward and backward
     output_bytes: int  # the forward message of a cut behind it
     gradient_bytes: int  # the backward message
-    param_bytes: int  # trained parameters
-    state_bytes: int  # their optimizer state
-    fixed_bytes: int  # frozen parameters and buffers
+    state_bytes: int  # of the optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,6 @@ class Profile:
 
     conditions: Facts  # must match the run's
     machine: Facts
-    input_bytes: int  # of the model's input
     latency_s: float  # per message; 0 if not measured
     s_per_byte: float
     layers: list[LayerTime]

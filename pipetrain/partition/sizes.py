@@ -183,6 +183,35 @@ class _Stage:
         return self.nbytes(value) * (2 if kind == _WIDE else 1)  # float32, sent as bf16
 
 
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """The bytes of a stage's trained parameters, and of its frozen ones and buffers."""
+
+    trained: int
+    fixed: int
+
+
+def weights_of(layers: Sequence[Layer]) -> WeightBytes:
+    """Return the bytes of the tensors of some layers; what several share counts once."""
+    trained, fixed = tensors_of(layers)
+    return WeightBytes(*(sum(spec.nbytes for spec in of.values()) for of in (trained, fixed)))
+
+
+def tensors_of(layers: Sequence[Layer]) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+    """Return the trained parameters of some layers, and the frozen ones and buffers, by name."""
+    trained = {name: spec for layer in layers for name, spec in layer.weights.items()}
+    fixed = {
+        name: spec for layer in layers for of in (layer.frozen, layer.buffers) for name, spec in of.items()
+    }
+    return trained, fixed
+
+
+def assumed_loss(outputs: Boundary, dtype: torch.dtype) -> LossSizes:
+    """Return what a loss saves whose targets are unknown: as much as a cross-entropy does."""
+    nbytes = sum(spec.numel * dtype.itemsize for spec in outputs.specs)
+    return LossSizes(Storages((nbytes,), (0,), frozenset([0])))
+
+
 def loss_sizes(task: Task, outputs: Boundary, dtype: torch.dtype) -> LossSizes:
     """Return what a task's loss saves for the model's outputs, tried with targets that are made up.
 
@@ -190,7 +219,6 @@ def loss_sizes(task: Task, outputs: Boundary, dtype: torch.dtype) -> LossSizes:
     targets is assumed to save as much as a cross-entropy does.
     """
     mode = fake_mode() if outputs.nbytes > MOST_REAL else nullcontext()
-    plain = sum(spec.numel * dtype.itemsize for spec in outputs.specs)
     with quiet(), torch.random.fork_rng([]), mode:
         made = tuple(_made(spec, dtype) for spec in outputs.specs)
         for targets in _targets(task, outputs, dtype):
@@ -202,7 +230,7 @@ def loss_sizes(task: Task, outputs: Boundary, dtype: torch.dtype) -> LossSizes:
             except Exception:  # a user's task may take other targets
                 continue
             return LossSizes(found, sum(t.nbytes for t in leaves_of(targets)))
-    return LossSizes(Storages((plain,), (0,), frozenset([0])))
+    return assumed_loss(outputs, dtype)
 
 
 def _made(spec: TensorSpec, dtype: torch.dtype) -> Tensor:

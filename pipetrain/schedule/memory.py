@@ -168,6 +168,15 @@ def counts(
         yield action, {stage: rank.counts(stage) for stage in rank.stages}
 
 
+def fullest(stage: int, microbatches: int, versions: int, bounds: Mapping[Edge, int]) -> Counts:
+    """Return the most that a stage may hold whose order is decided while it runs, at these peaks."""
+    edges = sorted(edge for edge in bounds if stage in edge and (edge[1] == stage or edge[1] < edge[0]))
+    wire = tuple((edge, bounds[edge]) for edge in edges)
+    return Counts(
+        microbatches, versions=versions - 1, gradients=1, wire=wire, raw=tuple((e, 1) for e in edges)
+    )
+
+
 def most(moments: Sequence[Counts]) -> list[Counts]:
     """Return those of a stage's counts of which no other has as much of everything.
 
