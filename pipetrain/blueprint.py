@@ -41,7 +41,7 @@ from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, r
 from pipetrain.partition.recompute import Mode, modes_of, stages_by
 from pipetrain.partition.sizes import assumed_loss
 from pipetrain.partition.stages import Model, Pipeline, Prediction, Predictor, Traffic, costs_by_work
-from pipetrain.schedule.actions import Op, Program, Schedule, Tie, placement
+from pipetrain.schedule.actions import Op, Program, Schedule, Tie, placement, splits
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.lower import Route, edges, lower
 from pipetrain.schedule.memory import Counts, Sizes, counts, fullest, most
@@ -262,7 +262,7 @@ def make_plan(
     refuse_ties(settings, schedule, links)
     costs = predictor.costs(cuts, _tied_bytes(network, links)) if predictor else None
     made_for_unit_costs = schedule
-    schedule = _tailored(schedule, costs or costs_by_work(layers, cuts), settings)
+    schedule = _tailored(schedule, costs or costs_by_work(layers, cuts, joined.entries), settings)
     program = lower(forward_only(where, len(samples.evaluation)), links.routes)
     links = _bounded(settings, schedule, windows, links, program)
     # What was proven above had neither ties, nor other routes, nor these costs.
@@ -413,7 +413,8 @@ def _pipeline(
     loss = assumed_loss(layers[-1].output, settings.dtype)
     model = Model(layers, inputs, loss, settings.ema is not None)
     values = _traffic(settings, layers, inputs)
-    return Pipeline(settings.microbatches, settings.buffer_size, where, held, values, model)
+    split = any(splits(window.program) for window in windows.values())
+    return Pipeline(settings.microbatches, settings.buffer_size, where, held, values, model, split)
 
 
 def _counts(settings: Settings, window: Window, stage: int, decided: bool) -> list[Counts]:

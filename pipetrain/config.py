@@ -206,6 +206,11 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
             f"memory_limit={settings.memory_limit:g} needs to know what a stage holds: choose "
             f"partition={PROFILE} with it, or leave it out"
         )
+    if settings.compile and settings.recompute == "selective":
+        raise ConfigError(
+            "recompute=selective looks at each operation, and torch.compile joins them: choose "
+            "recompute=always with compile=true, or compile=false"
+        )
     if settings.build == "stages" and settings.partition == PROFILE and settings.profile is None:
         raise ConfigError(
             f"partition={PROFILE} measures the whole model in each process, which build=stages does not "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
 
@@ -29,7 +29,7 @@ from pipetrain.partition.profile import PROFILE
 from pipetrain.partition.stages import Prediction
 from pipetrain.prediction import played
 from pipetrain.replay import Replay, read_trace
-from pipetrain.schedule.actions import COMMUNICATION, TOLD, has_norms
+from pipetrain.schedule.actions import COMMUNICATION, TOLD, has_norms, splits
 from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
@@ -121,7 +121,8 @@ def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) 
         head += f"{name} is trained as one by stages {', '.join(map(str, stages))}\n"
     run = played(plan)
     picture = as_text(run, width, _unit_of_time(plan), span)
-    predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches)]
+    split = splits(plan.window.program)
+    predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches, split)]
     return "\n".join((head, _partition(plan), *predicted, picture, _figures(plan, batches)))
 
 
@@ -138,7 +139,9 @@ def _partition(plan: Plan) -> str:
         ["stage", "rank", "layers", "parameters", "work", f"enters, {size} samples", "bytes"]
     ]
     rows[0] += ["on the wire", "and back"] if coded else []
-    rows[0] += ["F ms", "B ms", "messages ms", "STEP ms", "batch ms", "MiB"] if plan.prediction else []
+    split = splits(plan.window.program)
+    backward = ["I ms", "W ms"] if split else ["B ms"]
+    rows[0] += ["F ms", *backward, "messages ms", "STEP ms", "batch ms", "MiB"] if plan.prediction else []
     for stage, rank in enumerate(plan.placement):
         held, slice_ = plan.layers[plan.slice(stage)], plan.slice(stage)
         entry = plan.boundaries[size][stage]
@@ -149,8 +152,10 @@ def _partition(plan: Plan) -> str:
         if coded:
             row += [f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size)]
         if plan.prediction is not None:
-            *seconds, held_bytes = astuple(plan.prediction.stages[stage])
-            row += [*(f"{1e3 * s:.2f}" for s in seconds), f"{held_bytes / 2**20:.1f}"]
+            taken = plan.prediction.stages[stage]
+            seconds = [taken.input_s, taken.weight_s] if split else [taken.backward_s]
+            seconds = [taken.forward_s, *seconds, taken.messages_s, taken.step_s, taken.batch_s]
+            row += [*(f"{1e3 * s:.2f}" for s in seconds), f"{taken.held_bytes / 2**20:.1f}"]
         rows.append(row)
     return _aligned(rows)
 
@@ -166,7 +171,7 @@ def _entering(plan: Plan, stage: int, size: int) -> str:
     return " + ".join(parts) if stage else str(entry)
 
 
-def _predicted(run: Timeline, prediction: Prediction, batches: int) -> str:
+def _predicted(run: Timeline, prediction: Prediction, batches: int, split: bool) -> str:
     profile = prediction.profile
     messages = f"messages {1e3 * profile.latency_s:.3f} ms + {1e3 * 2**20 * profile.s_per_byte:.3f} ms/MiB"
     if profile.latency_s == profile.s_per_byte == 0:
@@ -177,7 +182,8 @@ def _predicted(run: Timeline, prediction: Prediction, batches: int) -> str:
         (name, str(cuts), f"{1e3 * seconds:.2f}") for name, (cuts, seconds) in prediction.choices.items()
     ]
     return (
-        f"F, B and messages of a microbatch, STEP and all of a batch; profiled on {machine}\n"
+        f"{'F, I, W' if split else 'F, B'} and messages of a microbatch, STEP and all of a batch; "
+        f"profiled on {machine}\n"
         f"{messages}; the schedule at these times: {1e3 * run.makespan / batches:.2f} ms a batch, "
         f"bubble {run.bubble:.4f}\n\n" + _aligned(rows)
     )
@@ -186,7 +192,10 @@ def _predicted(run: Timeline, prediction: Prediction, batches: int) -> str:
 def _figures(plan: Plan, batches: int) -> str:
     settings, simulation = plan.settings, plan.window.simulation
     virtual = plan.stages // settings.ranks
-    formula = theory(settings.schedule, settings.ranks, batches, settings.microbatches, virtual)
+    size = settings.microbatches, virtual
+    formula = theory(settings.schedule, settings.ranks, batches, *size)
+    if formula and not any(formula.staleness) and has_norms(plan.window.program):
+        formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
     bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.4f}"
     rows = [
         ["equal stages", "simulated", "at most" if plan.policy else "formula"],
@@ -238,7 +247,7 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
             if own and (action.stage, action.op) not in traced.costs.seconds:
                 raise ConfigError(
                     f"cost={path} has no {action.op} of stage {action.stage}, which {settings.schedule} "
-                    f"needs: trace a schedule that splits the backward in the same way"
+                    f"needs: trace a schedule that splits backwards and recomputes forwards in the same way"
                 )
 
 

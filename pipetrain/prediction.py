@@ -1,8 +1,9 @@
 """The plan's prediction of each stage's time and memory, to compare with the measured run.
 
-Times are based on `plan.costs` if known, otherwise on the estimated work of each stage, with a backward twice
-its forward; then only fractions of time are predicted. Memory follows from the order of the actions, and from
-what the estimated layers save.
+Times are based on `plan.costs` if known, otherwise on the estimated work of each stage; then only fractions
+of time are predicted. A backward is twice its forward: each operation is differentiated for both its
+operands. W is what is differentiated for weights. Memory follows from the order of the actions, and from what
+the estimated layers save.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def played(plan: Plan) -> Timeline:
         plan.window.program,
         plan.settings.microbatches,
         buffer_size=plan.links.bounds,
-        cost=plan.costs or costs_by_work(plan.layers, plan.cuts),
+        cost=plan.costs or costs_by_work(plan.layers, plan.cuts, plan.seams.entries),
         routes=plan.routes,
         ties=plan.ties,
     )

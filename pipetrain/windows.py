@@ -11,7 +11,7 @@ from itertools import combinations, pairwise
 
 from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
-from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, Tie, placement
+from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, Tie, placement, splits
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import Edge, Route, lower
 from pipetrain.schedule.policy import Bounds, Policy, compute_program
@@ -95,7 +95,7 @@ def prove(settings: Settings, schedule: Schedule, batches: int, links: Links | N
     routes, ties = (links.routes, links.ties) if links else (None, [])
     buffer_size = links.bounds if links else settings.buffer_size
     program = lowered(settings, schedule, batches, links)
-    if settings.compile and any(action.op is Op.I for actions in program for action in actions):
+    if settings.compile and splits(program):
         raise ConfigError(
             f"schedule {settings.schedule} splits backwards, and torch.compile runs them whole: set "
             f"compile=false, or choose a schedule without I and W"

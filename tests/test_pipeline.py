@@ -58,6 +58,7 @@ def cases(ranks: int) -> list[Case]:
     ]
     if ranks > 1:
         every += [Case("gpt", "interleaved_1f1b", m), Case("tuples", "interleaved_1f1b", m, window=3)]
+        every += [Case("gpt", "zb_h1", m), Case("gpt", "zbv", m, window=3), Case("tuples", "v_half", m)]
     return every if ranks < 3 else every[::2]  # 3 processes on 2 cores take their time
 
 

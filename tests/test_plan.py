@@ -110,6 +110,8 @@ def test_simulated_and_formula_agree_for_every_schedule(schedule):
         ("pipedream", "auto", "each stage", "0.0448"),
         ("pipedream", "model", "the model: each update waits for the norms of all stages", "0.3402"),
         ("fbp", "auto", "each stage", "0.0448"),
+        ("zb_h2", "stage", "each stage", "0.2033"),
+        ("zb_h2", "auto", "the model: each update waits for the norms of all stages", "0.2500"),
     ],
 )
 def test_what_clipping_costs_is_seen(schedule, over, by, bubble):
@@ -117,6 +119,8 @@ def test_what_clipping_costs_is_seen(schedule, over, by, bubble):
     text = command.describe(planned(schedule, 4, 4, 16, "model=mlp", *words))
     assert f"\nclip_grad_norm 0.5 by the norm of {by}\n" in text
     assert figures(text)["bubble"][0] == bubble
+    if schedule == "zb_h2":
+        assert figures(text)["bubble"][1] == bubble
 
 
 def test_a_schedule_without_a_formula_says_so():

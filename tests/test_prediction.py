@@ -33,7 +33,7 @@ def predicted(plan):
 
 def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known():
     plan = planned("gpipe", "partition=[3]")
-    costs = costs_by_work(plan.layers, plan.cuts)
+    costs = costs_by_work(plan.layers, plan.cuts, plan.seams.entries)
     work = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in (0, 1)]
     assert costs.seconds[0, Op.F] / costs.seconds[1, Op.F] == pytest.approx(work[0] / work[1])
     assert costs.seconds[1, Op.B] == pytest.approx(2 * costs.seconds[1, Op.F])

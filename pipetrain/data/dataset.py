@@ -1,8 +1,8 @@
 """A data set of the user's own as a `Split`: tensors, a map-style Dataset, or a Hugging Face data set.
 
-The first rank reads the inputs of a sample and the last rank its targets, in processes of their own. Both
-must see the same augmentation. So the global random generators are seeded for each item by the run's seed,
-the epoch and the sample's number, and restored afterwards.
+The rank of the first stage reads the inputs of a sample and that of the last its targets, in processes of
+their own. Both must see the same augmentation. So the global random generators are seeded for each item by
+the run's seed, the epoch and the sample's number, and restored afterwards.
 """
 
 from __future__ import annotations

@@ -59,6 +59,7 @@ class Layer:
     weights: Mapping[str, TensorSpec] = field(default_factory=dict)  # what it trains, by name in the model
     frozen: Mapping[str, TensorSpec] = field(default_factory=dict)
     buffers: Mapping[str, TensorSpec] = field(default_factory=dict)
+    weight_flops: int = 0  # those of `flops` that have a trained weight, whose gradient takes as many
 
 
 def estimate(
@@ -184,9 +185,10 @@ class _Trial:
             versions = [t._version for t in inputs]
             known = [*others.values(), *inputs]
             storages, registered = [storage_of(t) for t in known], _registered(module)
+            trained = [t for t in others.values() if t.requires_grad]
             with (
                 self._numerics.context("cpu"),
-                _Spy(self._names, known) as spy,
+                _Spy(self._names, known, trained) as spy,
                 Saving(others.values()) as saving,
             ):
                 result = run.call(inputs)
@@ -208,6 +210,7 @@ class _Trial:
                 name=run.name,
                 params=sum(p.numel() for p in module.parameters()),
                 flops=spy.flops + sum(t.numel() for t in outputs),
+                weight_flops=spy.weight_flops,
                 output=replace(
                     describe(narrowed),
                     single=isinstance(result, Tensor),
@@ -306,14 +309,19 @@ def _reached(run: _Run, needed: Sequence[bool]) -> tuple[bool, ...]:
 class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts a layer's work, and finds tensors that it uses apart from the `known` ones.
 
-    `names`: storage -> name of each tensor of the model, and whether it is trained.
+    `names`: storage -> name of each tensor of the model, and whether it is trained; `trained`: the layer's
+    weights.
     """
 
-    def __init__(self, names: Mapping[int, tuple[str, bool]], known: Sequence[Tensor]) -> None:
+    def __init__(
+        self, names: Mapping[int, tuple[str, bool]], known: Sequence[Tensor], trained: Sequence[Tensor]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._known = {storage_of(t) for t in known}
+        self._trained = {storage_of(t) for t in trained}  # and of their casts
         self.flops = 0
+        self.weight_flops = 0
         self.draws = False
         self.wrong = ""
         self.borrowed: set[str] = set()
@@ -331,9 +339,16 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         if formula := flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket)):
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+            flops = formula(*args, **(kwargs or {}), out_val=result)
+            self.flops += flops
+            self.weight_flops += flops if self._trains(args) else 0
+        elif func is _ATEN._to_copy.default and self._trains(args):
+            self._trained.add(storage_of(result))
         self._known.update(map(storage_of, strided(result)))
         return result
+
+    def _trains(self, args: tuple[Any, ...]) -> bool:
+        return any(isinstance(t, Tensor) and storage_of(t) in self._trained for t in args)
 
     def _look_at(self, tensor: Tensor) -> None:
         name, trained = self._names.get(storage_of(tensor), ("", False))

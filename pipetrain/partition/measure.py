@@ -2,16 +2,18 @@
 
 Each layer has a graph of its own: its input is detached, as at a cut, and its backward starts from its own
 output used as the gradient, which has the right shape and ordinary numbers. All layers run forward, then all
-backward in reverse order, so that the caches are in the same state as in training. Times and bytes are
-measured in separate passes.
+backward in reverse order, so that the caches are in the same state as in training. Then the same with each
+backward in two halves. The times are medians over passes, of which a quick model gets more, since a small
+time is disturbed more easily. Times and bytes are measured in separate passes.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
@@ -29,9 +31,11 @@ from pipetrain.partition.network import INPUT, Chain, Made, Network, Tensors
 from pipetrain.partition.profile import LayerTime
 from pipetrain.partition.saved import strided
 from pipetrain.runtime.clock import Clock, Mark
+from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.weights import OptimizerFactory
 
 WARM_UP, REPEATS = 2, 7
+MOST, ENOUGH_S = 30, 0.2  # passes, and seconds after which there are no more than REPEATS
 
 
 def measure_layers(
@@ -51,7 +55,10 @@ def measure_layers(
     for _ in range(WARM_UP):
         bench.run(x)
     bench.spans.clear()
-    for _ in range(REPEATS):
+    began = time.perf_counter()
+    for done in range(MOST):
+        if done >= REPEATS and time.perf_counter() - began > ENOUGH_S:
+            break
         bench.run(x)
     seconds = bench.median_seconds()
     peaks = bench.peak_bytes(x)
@@ -59,7 +66,10 @@ def measure_layers(
         LayerTime(
             name=layer.name,
             forward_s=seconds["forward", i],
+            recorded_s=seconds["recorded", i],
             backward_s=seconds["backward", i],
+            input_s=seconds["input", i],
+            weight_s=seconds["weight", i],
             step_s=seconds["step", i],
             peak_bytes=peaks[i],
             output_bytes=layer.output.nbytes,
@@ -89,7 +99,7 @@ class _Bench:
         self._numerics = numerics
         self._clock = Clock(device)
         self._device = device.type
-        self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (forward, backward or step; layer)
+        self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (forward, backward, ...; layer)
         met: set[int] = set()
         trained: list[list[Tensor]] = []  # of each layer; a shared one at the first
         for module in network.modules:
@@ -102,42 +112,76 @@ class _Bench:
                 group["lr"] = 0.0  # the same work, but the weights stay as they are
 
     def run(self, x: Value) -> None:
-        """Run a batch of one microbatch. Gradients accumulate, as over a batch's microbatches."""
+        """Run a batch of two microbatches, the second with a split backward. Gradients accumulate."""
         graphs = [outputs for outputs, _ in self._forwards(x)]
         for index in reversed(range(len(graphs))):
             self._backward(index, graphs.pop())
+        halves = [self._deferred(index) for index in range(len(self._estimated))]
+        graphs = [outputs for outputs, _ in self._forwards(x, halves)]
+        for index in reversed(range(len(graphs))):
+            if any(self._estimated[index].reached):
+                self._input_half(index, graphs[index], halves[index])
+                graphs[index] = ()
+        for index in reversed(range(len(graphs))):
+            if any(self._estimated[index].reached):
+                with self._timed("weight", index):
+                    halves[index].weight_half()
+            else:
+                self._backward(index, graphs[index], "weight")
+            graphs[index] = ()
         for index, optimizer in enumerate(self._optimizers):
             if optimizer is not None:
                 with self._timed("step", index):
                     optimizer.step()
 
-    def _forwards(self, x: Value) -> Iterator[tuple[Tensors, Tensors]]:
-        """Yield each layer's outputs with their graph, and what it was given."""
+    def _deferred(self, index: int) -> Deferred:
+        return Deferred(self._leaves(index) if any(self._estimated[index].reached) else [])
+
+    def _leaves(self, index: int) -> list[Tensor]:
+        return [p for p in self._network.modules[index].parameters() if p.requires_grad]
+
+    def _forwards(self, x: Value, halves: Sequence[Deferred] = ()) -> Iterator[tuple[Tensors, Tensors]]:
+        """Yield each layer's outputs with their graph, and what it was given.
+
+        `halves`: the layers' weight gradients that are to be put off, if backwards are split.
+        """
         values = {Made(INPUT, number): t for number, t in enumerate(as_tuple(x))}
         made = [describe(x)]
         for index, layer in enumerate(self._estimated):
             given = tuple(values[value] for value in layer.takes)
-            outputs = self._forward(index, given, made)
+            outputs = self._forward(index, given, made, halves[index] if halves else None)
             values |= {Made(index, number): t.detach() for number, t in enumerate(outputs)}
             values = {v: t for v, t in values.items() if self._last_use.get(v, -1) > index}
             made.append(layer.output)
             yield outputs, given
 
-    def _forward(self, index: int, given: Tensors, made: Sequence[Boundary]) -> Tensors:
+    def _forward(
+        self, index: int, given: Tensors, made: Sequence[Boundary], deferred: Deferred | None
+    ) -> Tensors:
         given = tuple(self._numerics.arrange(t.detach()) for t in given)
         reached = self._estimated[index].reached or (False,) * len(given)
         given = tuple(t.requires_grad_(reaches) for t, reaches in zip(given, reached, strict=True))
         if self._estimated[index].writes_input:
             given = tuple(t.clone() for t in given)
-        with self._timed("forward", index), self._numerics.context(self._device):
+        recording = deferred.recording() if deferred else nullcontext()
+        part = "recorded" if deferred else "forward"
+        with self._timed(part, index), self._numerics.context(self._device), recording:
             return leaves_of(self._network.call(index, given, made))
 
-    def _backward(self, index: int, outputs: tuple[Tensor, ...]) -> None:
+    def _backward(self, index: int, outputs: Tensors, part: str = "backward") -> None:
         wanted = [t for t in outputs if t.requires_grad]
         if wanted:
             grads = [t.detach() for t in wanted]
-            with self._timed("backward", index):
+            with self._timed(part, index):
                 torch.autograd.backward(wanted, grads)
+
+    def _input_half(self, index: int, outputs: Tensors, deferred: Deferred) -> None:
+        wanted = [t for t in outputs if t.requires_grad]
+        if wanted:
+            grads = [t.detach().clone() for t in wanted]  # not of the storage of an activation
+            leaves = self._leaves(index)
+            with self._timed("input", index):
+                deferred.input_half(leaves, wanted, grads)
 
     @contextmanager
     def _timed(self, part: str, index: int) -> Iterator[None]:

@@ -31,7 +31,12 @@ class LayerTime:
 
     name: str
     forward_s: float
+    recorded_s: float  # a forward whose backward is split
     backward_s: float  # for the gradients of inputs and parameters
+    input_s: (
+        float  # the half for the inputs, and what of the parameters is not put off; 0 without such inputs
+    )
+    weight_s: float  # the other half
     step_s: float  # the optimizer's step, once a batch
     peak_bytes: int  # additional peak in forward and backward
     output_bytes: int  # the forward message of a cut behind it
@@ -112,7 +117,10 @@ def average(ranks: Sequence[Sequence[LayerTime]]) -> list[LayerTime]:
         replace(
             layers[0],
             forward_s=median(layer.forward_s for layer in layers),
+            recorded_s=median(layer.recorded_s for layer in layers),
             backward_s=median(layer.backward_s for layer in layers),
+            input_s=median(layer.input_s for layer in layers),
+            weight_s=median(layer.weight_s for layer in layers),
             step_s=median(layer.step_s for layer in layers),
         )
         for layers in zip(*ranks, strict=True)

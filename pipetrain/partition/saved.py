@@ -90,7 +90,7 @@ class Storages:
     returned: tuple[int, ...] = ()  # that of each output
     saved: frozenset[int] = frozenset()  # by autograd
     dear: frozenset[int] = frozenset()  # of these, by operations whose weight gradient can be put off
-    gradients: int = 0  # bytes of the gradients of these operations' results
+    gradients: int = 0  # bytes of the gradients of these operations' results, and of all other weights
     results: frozenset[int] = frozenset()  # of operations with a weight that nothing overwrites
 
 
@@ -113,6 +113,9 @@ class Saving:
     def __init__(self, weights: Iterable[Tensor]) -> None:
         weights = list(weights)
         self._weights = {id(t) for t in weights if t.requires_grad}
+        self._at_once = {
+            id(t): t.nbytes for t in weights if t.requires_grad
+        }  # of weights that are not put off
         self._apart = {storage_of(t) for t in strided(weights)}
         self._saved: list[Tensor] = []  # kept, so that no address is used twice
         self._dear: set[int] = set()
@@ -147,7 +150,12 @@ class Saving:
         results = [number(t) for t, version in self._results if t._version == version]
         self._saved, self._results = [], []
         return Storages(
-            tuple(made), returned, frozenset(saved), frozenset(dear), self._gradients, frozenset(results)
+            tuple(made),
+            returned,
+            frozenset(saved),
+            frozenset(dear),
+            self._gradients + sum(self._at_once.values()),
+            frozenset(results),
         )
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -163,6 +171,8 @@ class Saving:
         finally:
             self._within = False
         self._gradients += result.nbytes
+        for operand in trained:
+            self._at_once.pop(id(operand if id(operand) in self._weights else operand._base), None)
         if func not in _NOT_KEPT:
             self._results.append((result, result._version))
         return result

@@ -9,7 +9,7 @@ cut as a stage that overlaps with all others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -41,6 +41,7 @@ class Pipeline:
     counts: Sequence[Sequence[Counts]]  # what it holds where that may be the most, see memory.most
     values: Sequence[Traffic]
     model: Model
+    split: bool = False  # whether backwards come in two halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,15 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """The predicted times of a stage: F, B and messages per microbatch, STEP and the sum per batch."""
+    """The predicted times of a stage: F, B, I, W and messages per microbatch, STEP and the sum per batch.
+
+    The sum is with B, or with I and W in a schedule that splits backwards.
+    """
 
     forward_s: float
     backward_s: float
+    input_s: float
+    weight_s: float
     messages_s: float
     step_s: float
     batch_s: float
@@ -110,22 +116,50 @@ class Predictor:
             max(pipeline.buffer_size, -(-max(sum(one[:3]) for one in counts) // 2))
             for counts in pipeline.counts
         ]
+        self._needed: dict[tuple[int, int], bool] = {}
         # Prefix sums over the layers, so that the time of a slice needs no sum.
-        self._compute_s = [0.0, *accumulate(layer.forward_s + layer.backward_s for layer in self.layers)]
-        self._step_s = [0.0, *accumulate(layer.step_s for layer in self.layers)]
+        self._forward_s = _sums(layer.forward_s for layer in self.layers)
+        self._recorded_s = _sums(layer.recorded_s for layer in self.layers)
+        self._backward_s = _sums(layer.backward_s for layer in self.layers)
+        self._input_s = _sums(layer.input_s for layer in self.layers)
+        self._weight_s = _sums(layer.weight_s for layer in self.layers)
+        self._step_s = _sums(layer.step_s for layer in self.layers)
 
     def batch_s(self, stage: int, start: int, end: int) -> float:
         """Return the seconds of a batch."""
-        compute_s = self._compute_s[end] - self._compute_s[start] + self._messages_s(stage, start, end)
-        return self._pipeline.microbatches * compute_s + self._step_s[end] - self._step_s[start]
+        forward_s, backward_s, input_s, weight_s = self._compute_s(start, end)
+        compute_s = forward_s + (input_s + weight_s if self._pipeline.split else backward_s)
+        each_s = compute_s + self._messages_s(stage, start, end)
+        return self._pipeline.microbatches * each_s + self._step_s[end] - self._step_s[start]
+
+    def _compute_s(self, start: int, end: int) -> tuple[float, float, float, float]:
+        """Return the seconds of F, B, I and W."""
+
+        def of(sums: Sequence[float]) -> float:
+            return sums[end] - sums[start]
+
+        backward_s = of(self._backward_s)
+        if not self._hands_back(start, end):  # W is all of it
+            return of(self._forward_s), backward_s, 0.0, backward_s
+        forward_s = of(self._recorded_s if self._pipeline.split else self._forward_s)
+        return forward_s, backward_s, of(self._input_s), of(self._weight_s)
+
+    def _hands_back(self, start: int, end: int) -> bool:
+        """Return whether layers before these need a gradient of them."""
+        key = start, end
+        if key not in self._needed:
+            self._needed[key] = any(value.back for value in self._entering(start, end))
+        return self._needed[key]
 
     def stage_time(self, stage: int, start: int, end: int) -> StageTime:
-        held = self.layers[start:end]
+        forward_s, backward_s, input_s, weight_s = self._compute_s(start, end)
         return StageTime(
-            forward_s=sum(layer.forward_s for layer in held),
-            backward_s=sum(layer.backward_s for layer in held),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            input_s=input_s,
+            weight_s=weight_s,
             messages_s=self._messages_s(stage, start, end),
-            step_s=sum(layer.step_s for layer in held),
+            step_s=self._step_s[end] - self._step_s[start],
             batch_s=self.batch_s(stage, start, end),
             held_bytes=self.held_bytes(stage, start, end),
         )
@@ -184,16 +218,17 @@ class Predictor:
         return max(stage.batch_s for stage in self.stage_times(cuts))
 
     def costs(self, cuts: Sequence[int], tied: Mapping[int, int] | None = None) -> Costs:
-        """Return the costs for `simulate`, in seconds; each half of a split backward costs half of it.
+        """Return the costs for `simulate`, in seconds.
 
         `tied`: the bytes of the weights that a stage shares with others, by stage.
         """
         seconds: dict[Kind, float] = {}
         for stage, taken in enumerate(self.stage_times(cuts)):
             seconds[stage, Op.F] = taken.forward_s
-            seconds[stage, Op.B] = taken.backward_s
             seconds[stage, Op.R] = taken.forward_s
-            seconds[stage, Op.I] = seconds[stage, Op.W] = taken.backward_s / 2
+            seconds[stage, Op.B] = taken.backward_s
+            seconds[stage, Op.I] = taken.input_s
+            seconds[stage, Op.W] = taken.weight_s
             seconds[stage, Op.STEP] = taken.step_s
             seconds[stage, Op.NORM] = self.profile.latency_s  # a message of one number
         ends = [0, *cuts, len(self.layers)]
@@ -206,6 +241,10 @@ class Predictor:
         for stage, nbytes in (tied or {}).items():
             seconds[stage, Op.TIE] = self._travel_s(nbytes)
         return Costs(seconds)
+
+    def _entering(self, start: int, end: int) -> list[Traffic]:
+        """Return the values that layers `start` to `end` take from layers before them."""
+        return self._between((0, start), (start, end)) if start else []
 
     def _between(self, source: tuple[int, int], to: tuple[int, int]) -> list[Traffic]:
         """Return the values made in layers `source` (start, end) and used in layers `to`."""
@@ -221,7 +260,7 @@ class Predictor:
         key = stage, start, end
         if key not in self._exchanged:
             mine = (start, end)
-            entering = self._between((0, start), mine) if start else []
+            entering = self._entering(start, end)
             leaving = self._between(mine, (end, len(self.layers)))
             before = [value for value in entering if value.layer == start - 1 or stage == 1]
             behind = [value for value in leaving if end in value.users or stage + 2 == self.stages]
@@ -262,14 +301,24 @@ class Predictor:
         return self.profile.latency_s + nbytes * self.profile.s_per_byte
 
 
-def costs_by_work(layers: Sequence[Layer], cuts: Sequence[int]) -> Costs:
-    """Return each stage's costs by its estimated work, in forwards of the mean stage; messages are free."""
-    ends = pairwise([0, *cuts, len(layers)])
-    flops = [sum(layer.flops for layer in layers[start:end]) for start, end in ends]
-    mean = sum(flops) / len(flops)
-    times = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
-    costs: dict[Kind, float] = {
-        (stage, op): n * work / mean for stage, work in enumerate(flops) for op, n in times.items()
-    }
-    costs[0, Op.I], costs[0, Op.W] = 0, costs[0, Op.B]  # nobody needs its input gradient
+def costs_by_work(layers: Sequence[Layer], cuts: Sequence[int], entries: Sequence[Boundary]) -> Costs:
+    """Return each stage's costs by its estimated work, in forwards of the mean stage; messages are free.
+
+    `entries`: what enters each stage. Where none of it needs a gradient, W is all of the backward.
+    """
+    held = [layers[start:end] for start, end in pairwise([0, *cuts, len(layers)])]
+    mean = sum(layer.flops for layer in layers) / len(held)
+    costs: dict[Kind, float] = {}
+    for stage, (mine, entry) in enumerate(zip(held, entries, strict=True)):
+        forward = sum(layer.flops for layer in mine) / mean
+        weights = sum(layer.weight_flops for layer in mine) / mean
+        if not stage or not entry.gradients:
+            weights = 2 * forward
+        times = {Op.F: forward, Op.R: forward, Op.B: 2 * forward, Op.I: 2 * forward - weights, Op.W: weights}
+        costs |= {(stage, op): seconds for op, seconds in times.items()}
     return Costs(costs)
+
+
+def _sums(values: Iterable[float]) -> list[float]:
+    """Return the sum of the first 0, 1, 2, ... values."""
+    return [0.0, *accumulate(values)]

@@ -12,7 +12,8 @@ activations and attention alone are made again (selective recomputation, Korthik
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,8 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from pipetrain.boundary import differentiable
 from pipetrain.draws import Beginning
 from pipetrain.partition.saved import DEAR
+from pipetrain.runtime.finite import numbers_of
 from pipetrain.runtime.weights import Buffers
 
 
@@ -36,6 +39,7 @@ class Again:
         self.buffers = buffers
         self._beginning = Beginning()
         self._kept = _Kept() if keep else None
+        self._sums: list[Tensor] = []
 
     @property
     def kept(self) -> list[Tensor]:
@@ -53,9 +57,23 @@ class Again:
                     yield
                 self._kept.forget_changed()
 
-    def end(self) -> None:
-        """End the first forward, the loss included."""
+    def end(self, outputs: Sequence[Tensor]) -> None:
+        """End the first forward, the loss included; `outputs`: to be held against those of the second."""
         self._beginning.end()
+        self._sums = _sums(outputs)
+
+    def equals(self, outputs: Sequence[Tensor]) -> bool:
+        """Return whether the second forward made what the first did, as far as that was noted.
+
+        A GPU may add numbers in another order each time.
+        """
+        if not self._sums:
+            return True
+        apart = [
+            (first, second, 1e-3 if second.is_cuda else 0.0)
+            for first, second in zip(self._sums, _sums(outputs), strict=True)
+        ]
+        return all(torch.allclose(a, b, rtol=rtol, atol=0, equal_nan=True) for a, b, rtol in apart)
 
     @contextmanager
     def second(self) -> Iterator[None]:
@@ -66,7 +84,6 @@ class Again:
             else:
                 with _Dear(_Taking(self._kept)):
                     yield
-                assert not self._kept.results, "the second forward was shorter than the first"
 
 
 def _nothing(tensor: Tensor) -> None:
@@ -77,11 +94,16 @@ def _no_backward(packed: None) -> Tensor:
     raise AssertionError("a microbatch to be recomputed has no backward before its R")
 
 
+def _sums(outputs: Sequence[Tensor]) -> list[Tensor]:
+    numbers = [numbers_of(t.detach()) for t in outputs if differentiable(t)]
+    return [t.abs().sum(dtype=torch.float64) for t in numbers]
+
+
 class _Kept:
     """Results in the order of their operations, each with its version counter; None: it was overwritten."""
 
     def __init__(self) -> None:
-        self.results: list[tuple[Tensor | None, int]] = []
+        self.results: deque[tuple[Tensor | None, int]] = deque()
 
     def put(self, result: Tensor) -> None:
         # Without a graph, and with the version counter of what the layers get.
@@ -89,12 +111,13 @@ class _Kept:
             self.results.append((result.detach(), result._version))
 
     def forget_changed(self) -> None:
-        self.results = [(t if t is not None and t._version == v else None, v) for t, v in self.results]
+        self.results = deque((t if t is not None and t._version == v else None, v) for t, v in self.results)
 
     def take(self) -> Tensor | None:
-        assert self.results, "the second forward is longer than the first"
-        self.forget_changed()
-        return self.results.pop(0)[0]
+        if not self.results:  # a forward that is longer than the first makes other outputs
+            return None
+        result, version = self.results.popleft()
+        return result if result is not None and result._version == version else None
 
 
 class _Dear(TorchFunctionMode):

@@ -177,6 +177,7 @@ class Stage:
         self._norms: list[Tensor] = []  # by which the updates of the window were clipped
         self._reduced: list[int] = []  # the microbatches of the gradient that is to be stepped
         self._selective = selective
+        self._proves = True  # whether the next recomputation is held against its forward
         self._skips = skip_not_finite
         self._skip = False
         self.skipped = 0  # number of updates skipped because of a non-finite gradient
@@ -255,13 +256,15 @@ class Stage:
         if saved.again is None:
             saved.outputs = outputs
         else:
-            saved.again.end()
+            saved.again.end(outputs if self._proves else ())
+            self._proves = False
         return () if self._task is not None else self._handed_on(outputs)
 
     def recompute(self, mb: int, version: int) -> None:
         """Run a forward again, with the weights, buffers and random numbers of the first time.
 
-        Neither metrics nor the statistics of a BatchNorm count it.
+        Neither metrics nor the statistics of a BatchNorm count it. Raises TrainingStopped if it made other
+        outputs, for the first microbatch of a window.
         """
         saved = self._saved[mb]
         again, saved.again = saved.again, None
@@ -270,6 +273,12 @@ class Stage:
             outputs = self._recorded(saved)
             if saved.target is not None:
                 outputs = (self._loss_of(saved.target, outputs) * saved.target.share,)
+        if not again.equals(outputs):
+            raise TrainingStopped(
+                f"stage {self.index} made other outputs when it ran the forward of microbatch {mb} again: "
+                f"its layers must depend on inputs, weights, buffers and the random numbers of torch, NumPy "
+                f"or Python alone; choose recompute=never"
+            )
         saved.outputs = outputs
 
     def _first(self, saved: _Saved, again: Again) -> tuple[Tensor, ...]:
@@ -458,6 +467,7 @@ class Stage:
         assert not self._saved, f"microbatches {sorted(self._saved)} outlived their window"
         self._watch.check(self.weights.updates, wait=True)
         self._norms = []
+        self._proves = True
         self.weights.begin_window()
 
     @torch.no_grad()

@@ -151,6 +151,11 @@ def has_norms(program: Program) -> bool:
     return any(action.op is Op.NORM for actions in program for action in actions)
 
 
+def splits(program: Program) -> bool:
+    """Return whether some backwards come in two halves."""
+    return any(action.op is Op.I for actions in program for action in actions)
+
+
 def tied_stages(program: Program) -> set[int]:
     """Return the stages whose updates wait for the gradients of weights that they share with others."""
     return {action.stage for actions in program for action in actions if action.op is Op.TIE}

@@ -91,11 +91,43 @@ def _interleaved_peak(stage: int, ranks: int, microbatches: int, virtual: int) -
 
 
 def _pipedream(ranks: int, batches: int, microbatches: int) -> Theory:
-    """Forward k of stage s follows k - d backwards, d = S - 1 - s: it reads version max(0, k - d) // m.
+    return _stashing(
+        [ranks - 1 - stage for stage in range(ranks)],
+        batches,
+        microbatches,
+        _fill_and_drain(ranks, batches * microbatches),
+        "PipeDream, Narayanan et al. 2019, section 3.3: weight stashing, "
+        "w(t+1) = w(t) - v grad f(w1(t-n+1), w2(t-n+2), ..., wn(t))",
+    )
+
+
+def _v_async(ranks: int, batches: int, microbatches: int) -> Theory | None:
+    """V-Min's offsets: a microbatch is at stage s of 2S for 2 (2S - 1 - s) + 2 slots and more, six a period.
+
+    Where S is a multiple of 3 the way there and the way back collide on a rank, and some works wait: then the
+    depths are known for S = 3 alone.
+    """
+    behind = [2 * ranks - 1 - stage for stage in range(2 * ranks)]
+    if ranks % 3 == 0 and ranks > 3:
+        return None
+    depths = [k // 2 if ranks == 3 else (k + ranks % 3) // 3 for k in behind]
+    total = batches * microbatches
+    idle = (0 if ranks == 1 else 4 * ranks - 5) - (ranks == 3 and total > 1)
+    known = _stashing(
+        depths,
+        batches,
+        microbatches,
+        idle / (6 * total + idle),
+        "V-Min, Qi et al. 2024 (arXiv 2405.15362), with PipeDream's weight stashing in the place of flushes",
+    )
+    return replace(known, held=min((ranks + 4) // 3, total))
+
+
+def _stashing(depths: list[int], batches: int, microbatches: int, bubble: float, source: str) -> Theory:
+    """Forward k of a stage follows k - d backwards, d its depth: it reads version max(0, k - d) // m.
 
     In a window of n microbatches the last version that anything reads is thus (n - 1 - d) // m.
     """
-    depths = [ranks - 1 - stage for stage in range(ranks)]
     total = batches * microbatches
     late = [min(-(-d // microbatches), batches - 1) for d in depths]
     last_read = [max(0, total - 1 - d) // microbatches for d in depths]
@@ -103,9 +135,8 @@ def _pipedream(ranks: int, batches: int, microbatches: int) -> Theory:
         activations=[min(d + 1, total) for d in depths],
         versions=[1 + min(most, last + 1) for most, last in zip(late, last_read, strict=True)],
         staleness=late,
-        bubble=_fill_and_drain(ranks, total),
-        source="PipeDream, Narayanan et al. 2019, section 3.3: weight stashing, "
-        "w(t+1) = w(t) - v grad f(w1(t-n+1), w2(t-n+2), ..., wn(t))",
+        bubble=bubble,
+        source=source,
     )
 
 
@@ -208,7 +239,7 @@ def _fill_and_drain(ranks: int, work: int) -> float:
     return (ranks - 1) / (work + ranks - 1)
 
 
-_KNOWN: dict[str, Callable[[int, int, int], Theory]] = {
+_KNOWN: dict[str, Callable[[int, int, int], Theory | None]] = {
     "layer_dist": _layer_dist,
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
@@ -219,4 +250,5 @@ _KNOWN: dict[str, Callable[[int, int, int], Theory]] = {
     "v_min": _v_min,
     "pipedream": _pipedream,
     "pipedream_2bw": _pipedream_2bw,
+    "v_async": _v_async,
 }

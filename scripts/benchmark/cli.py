@@ -9,7 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmark import api, factory, gpt, memory, models, overhead, report, routes, sleep, wire
+from benchmark import (
+    api,
+    factory,
+    gpt,
+    memory,
+    models,
+    overhead,
+    report,
+    routes,
+    sleep,
+    split,
+    timelines,
+    wire,
+    zero_bubble,
+)
 from benchmark.report import Row
 from benchmark.tasks import Scale
 from benchmark.worlds import Say, WorldFailed
@@ -20,6 +34,9 @@ SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
     "jitter": sleep.jitter_suite,
     **{model: partial(models.suite, model) for model in models.MODELS},
     "gpt": gpt.suite,
+    "zero-bubble": zero_bubble.suite,
+    "timelines": timelines.suite,
+    "split": split.suite,
     "one-process": models.one_process_suite,
     "overhead": overhead.suite,
     "api": api.suite,
@@ -36,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"  # every rank's threads, whatever library starts them
-    scale = Scale(1 if options.quick else options.rounds, options.quick, options.profile)
+    scale = Scale(1 if options.quick else options.rounds, options.quick, options.profile, options.page)
     head = report.machine(arguments)
     rows: list[Row] = []
     failures: list[str] = []
@@ -78,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--profile", action="store_true", help="overhead: where the engine's thread spends its time"
     )
+    made.add_argument("--page", type=Path, metavar="FILE", help="timelines: write them there as HTML")
     made.add_argument("--out", type=Path, metavar="FILE", help="write the report there too")
     return made
 

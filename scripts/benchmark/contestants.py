@@ -17,7 +17,14 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmark.report import Series
@@ -26,6 +33,7 @@ from benchmark.worlds import Say
 from pipetrain.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
+from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Target
 from pipetrain.schedule.timeline import StageStats
@@ -33,6 +41,8 @@ from pipetrain.training.assembly import make_engine, make_stages
 
 FULL = ", once full"
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+ZERO_BUBBLE = {"InterleavedZeroBubble": ScheduleInterleavedZeroBubble, "ZBVZeroBubble": ScheduleZBVZeroBubble}
+"""They split the backward by walking the graph, and want a list of a rank's stages."""
 RIVALS = {"gpipe": "torch GPipe", "1f1b": "torch 1F1B"}
 """By ours: the one that should never be faster."""
 
@@ -139,6 +149,7 @@ class Ours:
         self.batches = self._windows * window
         self.actions = plan.windows[window].program[mesh.world.rank]  # where a policy decides: as many
         self.losses: list[float] = []
+        self.observe: Observer | None = None  # gets the spans of each window
         self._feed = BatchFeed(job, mesh.device)
         self._full_after = plan.stages if window > 2 * plan.stages else None  # updates; None: never full
         self._updates: list[float] = []
@@ -157,7 +168,7 @@ class Ours:
         self._updates.clear()
         for _ in range(self._windows):
             order = self.plan.order(max(self.plan.windows), self._rank)
-            self._engine.train(order, self._feed, self.microbatches, self._count)
+            self._engine.train(order, self._feed, self.microbatches, self._count, self.observe)
         if self._last:
             self.losses = self._stages[self.plan.stages - 1].take_losses()
         if not self._last or self._full_after is None:
@@ -198,16 +209,25 @@ class Theirs(ABC):
 
 
 class TorchPipeline(Theirs):
-    """A schedule of torch.distributed.pipelining over the job's stages, one a rank."""
+    """A schedule of torch.distributed.pipelining over the job's stages, where the job's plan has them."""
 
     def __init__(self, schedule: str, job: Job, mesh: Mesh, batches: int) -> None:
-        rank, stages = mesh.world.rank, mesh.world.size
-        super().__init__(f"torch {schedule}", job, job.stage(rank), batches, job.microbatches)
-        self._inputs = (job.samples,) if rank == 0 else ()
-        self._targets = job.targets if rank == stages - 1 else None
-        stage = PipelineStage(self._module, rank, stages, mesh.device)
+        plan, rank = job.plan, mesh.world.rank
+        parts = {stage: job.stage(stage) for stage, on in enumerate(plan.placement) if on == rank}
+        module = nn.ModuleList(parts.values())
+        super().__init__(f"torch {schedule}", job, module, batches, job.microbatches)
+        self._inputs = (job.samples,) if 0 in parts else ()
+        self._targets = job.targets if plan.stages - 1 in parts else None
+        made = {**SCHEDULES, **ZERO_BUBBLE}[schedule]
+        stages = [PipelineStage(part, stage, plan.stages, mesh.device) for stage, part in parts.items()]
+        several = issubclass(made, PipelineScheduleMulti)
         # Gradients are divided by the number of microbatches, so that an update is the batch's mean, as ours.
-        self._schedule = SCHEDULES[schedule](stage, job.microbatches, loss_fn=job.task.loss, scale_grads=True)
+        self._schedule = made(
+            stages if several else stages[0],
+            job.microbatches,
+            loss_fn=job.task.loss,
+            scale_grads=True,
+        )
 
     def _backward(self) -> Tensor | None:
         losses: list[Tensor] = []

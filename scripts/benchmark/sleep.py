@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmark.contestants import FULL, RIVALS, SCHEDULES, Alone, Contestant, Ours, TorchPipeline, race
+from benchmark.paced import sleep_until
 from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import Say, run_world, titled
@@ -33,7 +34,6 @@ from pipetrain.schedule.timeline import Costs
 FEATURES = 2**18  # float32: a sample is a message of 1 MiB
 CLASSES = 10
 ALONE = "each stage alone, m = 1"  # what F, B, a loss and a step take beside the naps
-WAKING_S = 3e-4  # of looking at the clock instead of sleeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +65,20 @@ JITTERED: dict[str, tuple[str, ...]] = {  # contestants: a schedule and override
 }
 
 
-def _sleep_until(end: float) -> None:
-    """Return at `end` and not some tenths of a millisecond later, as a sleep does."""
-    time.sleep(max(0.0, end - time.perf_counter() - WAKING_S))
-    while time.perf_counter() < end:
-        pass
-
-
 class _Asleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, features: int, naps: tuple[float, float]) -> Tensor:
         start = time.perf_counter()
         ctx.entered, ctx.nap = x.shape, naps[1]
         y = x[:, :features].clone()
-        _sleep_until(start + naps[0])
+        sleep_until(start + naps[0])
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         start = time.perf_counter()
         given = grad if grad.shape == ctx.entered else grad.new_zeros(ctx.entered)
-        _sleep_until(start + ctx.nap)
+        sleep_until(start + ctx.nap)
         return given, grad.new_ones(1), None, None
 
 

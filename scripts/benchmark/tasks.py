@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -36,6 +37,7 @@ class Scale:
     rounds: int = 5
     quick: bool = False
     profile: bool = False
+    page: Path | None = None  # where `timelines` writes its page
 
 
 @dataclass(frozen=True, slots=True)

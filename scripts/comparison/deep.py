@@ -1,7 +1,6 @@
 """A network of sixteen equal convolutions, to study what late gradients do to training at depth.
 
-BatchNorm hides much of it, as its layers do not mind the size of their weights, so there is one with
-GroupNorm.
+BatchNorm hides much of it, as its layers do not mind the size of their weights: so it may have GroupNorm.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ LAYERS = 16
 
 
 def deep(norm: str = "group", width: int = 24, num_classes: int = 10, pool: int = 4) -> nn.Sequential:
-    """Return layers from images (n, 3, 32, 32) to logits (n, num_classes): 16 3x3 convolutions and a head.
+    """Return sixteen 3x3 convolutions and a head: images (n, 3, 32, 32) to logits (n, num_classes).
 
     `norm`: group or batch; `pool`: the pixels averaged first, along each side. Raises ValueError.
     """

@@ -131,6 +131,33 @@ def test_each_layer_s_times_are_its_own(monkeypatch):
     assert column("step_s", held) == [0, 7, 7]
 
 
+class Halves(nn.Linear):
+    """A layer whose forward takes 1 s, and the gradient of its input 2 s; of its weight, see below."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(lambda grad: setattr(SetClock, "now", SetClock.now + 2))
+        made = super().forward(x)
+        if not is_planned():
+            SetClock.now += 1
+        return made
+
+
+def test_the_halves_of_a_backward_are_measured_apart(monkeypatch):
+    monkeypatch.setattr(measure, "Clock", SetClock)
+    model = nn.Sequential(Halves(12, 12), nn.BatchNorm1d(12), Halves(12, 12))
+    for layer in (model[0], model[2]):
+        layer.weight.register_hook(
+            lambda grad: None if grad is None else setattr(SetClock, "now", SetClock.now + 5)
+        )
+    held = measured(model, (2, 12))
+    assert column("forward_s", held) == column("recorded_s", held) == [1, 0, 1]
+    assert column("backward_s", held) == [5, 0, 7]
+    assert column("input_s", held) == [0, 0, 2]  # nothing before the first layer needs a gradient
+    assert column("weight_s", held) == [5, 0, 5]
+
+
 def test_a_layer_runs_often_enough_and_in_training_mode():
     class Counting(nn.Module):
         calls = 0
@@ -141,7 +168,8 @@ def test_a_layer_runs_often_enough_and_in_training_mode():
             return x
 
     measured(nn.Sequential(nn.Flatten(), Counting(), nn.Linear(3072, 10)).eval())
-    assert Counting.calls == WARM_UP + REPEATS
+    # Each pass has a whole and a split backward.
+    assert Counting.calls >= 2 * (WARM_UP + REPEATS)
 
 
 # Any model

@@ -62,7 +62,7 @@ def test_a_file_is_read(tmp_path):
         ("{", "Expecting property name"),
         ([], "it is no profile of version 2"),
         ({}, "it is no profile of version 2"),
-        (changed("pipetrain_profile", 3), "it is no profile of version 2"),
+        (changed("pipetrain_profile", 1), "it is no profile of version 2"),
         (changed("latency_s", math.nan), "its content: latency_s must be a finite number, and is nan"),
         (changed("latency_s", -1.0), "it has latency_s=-1.0"),
         (changed("layers", {"a": 1}), "its content: layers must be a list, and is {'a': 1}"),
@@ -127,5 +127,8 @@ def test_layers_must_have_the_names_and_outputs_of_the_model_s():
 
 def test_ranks_are_averaged_by_the_median_of_each_time():
     slow, middle, fast = layer("a", 9, 1, step_s=5), layer("a", 2, 3, step_s=6), layer("a", 1, 2, step_s=1)
-    assert average([[slow], [middle], [fast]]) == [layer("a", 2, 2, step_s=5)]
-    assert average([[middle], [replace(middle, forward_s=4)]]) == [layer("a", 3, 3, step_s=6)]
+    slow = replace(slow, input_s=2, weight_s=0.5)
+    median = replace(layer("a", 2, 2, step_s=5), input_s=1.5, weight_s=1)
+    assert average([[slow], [middle], [fast]]) == [median]
+    other = replace(middle, forward_s=4, recorded_s=8)
+    assert average([[middle], [other]]) == [replace(middle, forward_s=3, recorded_s=5)]

@@ -61,6 +61,12 @@ def test_after_i_it_holds_the_inputs_and_output_gradients_of_products():
     assert held(CHAIN, (2, 48), 0, 2).after_i == 2 * (48 + 12) * FLOAT + 2 * 12 * FLOAT
 
 
+def test_after_i_it_holds_the_gradients_of_weights_that_were_not_put_off():
+    model = nn.Sequential(nn.Linear(48, 12), nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Linear(10, 3))
+    # The inputs of the linear layers, the gradients of their outputs, and those of the norm's two weights.
+    assert held(model, (2, 48), 1, 4).after_i == (2 * 12 + 2 * 10 + 2 * 10 + 2 * 3 + 2 * 10) * FLOAT
+
+
 def test_a_view_is_the_storage_that_it_is_of():
     model = nn.Sequential(nn.Linear(48, 12), nn.Unflatten(1, (3, 4)), nn.Identity(), nn.Linear(4, 4))
     assert held(model, (2, 48), 0, 4).saved == 2 * (48 + 12) * FLOAT

@@ -84,12 +84,46 @@ def test_costs_are_what_simulate_asks_for():
         peer = {Op.SEND_F: stage + 1, Op.SEND_B: stage - 1}.get(op, NO_PEER)
         return costs(Action(stage, op, peer=peer))
 
-    assert [of(1, op) for op in (Op.F, Op.B, Op.I, Op.W, Op.STEP)] == [2, 3, 1.5, 1.5, 20]
+    assert [of(1, op) for op in (Op.F, Op.R, Op.B, Op.I, Op.W, Op.STEP)] == [2, 2, 3, 1.5, 1.5, 20]
     assert [of(stage, Op.SEND_F) for stage in range(3)] == [2.0, 3.0, 0.0]
     assert [of(stage, Op.SEND_B) for stage in range(3)] == [0.0, 1.5, 3.0]
     assert [of(1, op) for op in (Op.RECV_F, Op.RECV_B, Op.REDUCE)] == [0, 0, 0]
     tied = THREE.costs([1, 2], {0: 30, 2: 30})
     assert [tied(Action(stage, Op.TIE)) for stage in range(3)] == pytest.approx([1 + 0.3, 0, 1 + 0.3])
+
+
+HALVES = [
+    layer("a", 1, 2, recorded_s=1.1, input_s=0, weight_s=2, output_bytes=100, gradient_bytes=50),
+    layer("b", 2, 3, recorded_s=2.5, input_s=3, weight_s=0.25, output_bytes=200, gradient_bytes=200),
+    layer("c", 4, 5, recorded_s=4.25, input_s=1, weight_s=4.5),
+]
+
+
+def halved(split: bool, handed_back: int = 50) -> Predictor:
+    values = handed_on(HALVES, [(100, handed_back), (200, 200)])
+    ranks = [0, 0, 0]  # without messages
+    held, model = held_by([1] * 3, [1] * 3), estimates_of(HALVES)
+    return Predictor(profile(HALVES), Pipeline(4, 2, ranks, held, values, model, split))
+
+
+def test_each_half_of_a_backward_costs_what_was_measured_of_it():
+    costs, ops = halved(split=True).costs([1, 2]), (Op.F, Op.R, Op.B, Op.I, Op.W)
+    # The first stage has no I, so that its W is a whole backward, and nothing is recorded for it.
+    assert [costs(Action(0, op)) for op in ops] == [1, 1, 2, 0, 2]
+    assert [costs(Action(1, op)) for op in ops] == [2.5, 2.5, 3, 3, 0.25]
+    assert [costs(Action(2, op)) for op in ops] == [4.25, 4.25, 5, 1, 4.5]
+    assert [halved(split=False).costs([1, 2])(Action(2, op)) for op in ops] == [4, 4, 5, 1, 4.5]
+
+
+def test_cuts_are_weighed_by_the_halves_where_a_schedule_splits():
+    for split, seconds in ((True, [3, 5.75, 9.75]), (False, [3, 5, 9])):
+        stages = halved(split).stage_times([1, 2])
+        assert [stage.batch_s for stage in stages] == pytest.approx([4 * s for s in seconds])
+
+
+def test_a_stage_before_which_nothing_is_trained_has_no_i():
+    costs = halved(split=True, handed_back=0).costs([1, 2])
+    assert [costs(Action(1, op)) for op in (Op.F, Op.B, Op.I, Op.W)] == [2, 3, 0, 3]
 
 
 # Skips: from layer a to c (with a gradient), and from the data to c

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -125,14 +126,34 @@ def test_a_program_of_another_window_is_refused(batches: int, microbatches: int)
 
 SIZES = [(1, 2, 2), (1, 3, 1), (2, 2, 3), (3, 3, 1), (3, 2, 3), (4, 1, 2), (4, 1, 4)]
 
-# Sound programs with the same figures, so no mistake that paper can show: GPipe on one rank, where no message
-# pins the order, may begin one batch's backwards before its last forward; another batch still holds the peak.
+# Sound programs with the same figures, so no mistake that paper can show: on one rank no message pins the
+# order. GPipe may begin one batch's backwards before its last forward; another batch still holds the peak. Of
+# the two stages of a V either may go first.
 EQUIVALENT = {
     ("gpipe", (1, 2, 2)): [
         "rank 0: swap 0F1@0 [1] and 0B0@0 [2]",
         "rank 0: swap 0F3@1 [7] and 0B2@1 [8]",
-    ]
+    ],
+    ("v_half", (1, 2, 2)): [
+        "rank 0: swap 0F1@0 [5] and 1W0@0 [6]",
+        "rank 0: swap 0F3@1 [21] and 1W2@1 [22]",
+    ],
+    ("v_min", (1, 2, 2)): [
+        "rank 0: swap 0F1@0 [5] and 1W0@0 [6]",
+        "rank 0: swap 0F3@1 [21] and 1W2@1 [22]",
+    ],
+    ("zbv", (1, 2, 2)): [
+        "rank 0: swap 1W0@0 [3] and 0F1@0 [4]",
+        "rank 0: swap 1W0@0 [3] and 0I0@0 [5]",
+        "rank 0: swap 0F1@0 [4] and 0I0@0 [5]",
+        "rank 0: swap 0W0@0 [6] and 1F1@0 [7]",
+        "rank 0: swap 1W2@1 [19] and 0F3@1 [20]",
+        "rank 0: swap 1W2@1 [19] and 0I2@1 [21]",
+        "rank 0: swap 0F3@1 [20] and 0I2@1 [21]",
+        "rank 0: swap 0W2@1 [22] and 1F3@1 [23]",
+    ],
 }
+TWO_WEIGHT_GRADIENTS = re.compile(r"rank \d: swap \d+W\S+ \S+ and \d+W")
 
 
 def refused(program: Program, batches: int, microbatches: int, routes: Sequence[Route] | None = None) -> bool:
@@ -163,9 +184,12 @@ def survivors(size: tuple[int, int, int], program: Program) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_no_mutant_survives_check_and_simulate(case: Case) -> None:
-    """A schedule that the theory does not know may have swaps that make another sound schedule."""
+    """A schedule that the theory does not know may have swaps that make another sound schedule.
+
+    So may one in which a rank has the weight gradients of two stages to do, for which nobody waits.
+    """
     for size, program in accepted(case, SIZES):
-        left = list(survivors(size, program))
+        left = [what for what in survivors(size, program) if not TWO_WEIGHT_GRADIENTS.match(what)]
         if case.theory(*size) is None:
             left = [what for what in left if "swap" not in what]
         assert left == EQUIVALENT.get((case.name, size), [])

@@ -9,9 +9,9 @@ import pytest
 from pipetrain.schedule.actions import Action, Op, ScheduleError, parse_program
 from pipetrain.schedule.draw import as_figure, as_png, as_text
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.programs import forward_only, gpipe, interleaved_1f1b, one_f_one_b, pipedream
+from pipetrain.schedule.programs import forward_only, gpipe, interleaved_1f1b, one_f_one_b, pipedream, zbv
 from pipetrain.schedule.simulate import simulate, unit_cost
-from pipetrain.schedule.transforms import with_norms
+from pipetrain.schedule.transforms import joined, with_norms
 from tests.schedule.cases import CASES, NAMES, Case, accepted
 
 
@@ -41,6 +41,13 @@ def test_several_stages_a_rank_and_halves_of_a_backward_in_text() -> None:
     assert lines(as_text(simulate(lower(split), 2)))[1:] == [
         "rank 0  F0 F1 .  I0 W0 I1 W1|",
         "rank 1  .  F0 I0 F1 I1 W0 W1|",
+    ]
+
+
+def test_a_v_in_text_shows_both_stages_of_a_rank() -> None:
+    assert lines(as_text(simulate(lower(joined(zbv(2, 1, 3))), 3), width=120))[1:] == [
+        "rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0---- 3F2 3I2 3W2|0B1---- 0B2----|.",
+        "rank 1  .   1F0 2F0 1F1 2F1 2B0---- 1F2 1I0 1W0 2F2 2B1---- 1I1 2I2 1I2 1W1 2W2|1W2|",
     ]
 
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from pipetrain.schedule.actions import Op, Program, ScheduleError, format_program
+from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, format_program, placement
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import (
     forward_only,
@@ -14,6 +15,11 @@ from pipetrain.schedule.programs import (
     one_f_one_b,
     pipedream,
     pipedream_2bw,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zbv,
 )
 from pipetrain.schedule.simulate import simulate
 from tests.schedule import golden
@@ -106,6 +112,67 @@ def test_2bw_refuses_a_batch_that_does_not_fill_the_pipeline() -> None:
     message = r"^schedule pipedream_2bw needs microbatches >= stages; got microbatches=2, stages=4$"
     with pytest.raises(ScheduleError, match=message):
         pipedream_2bw(4, 3, 2)
+
+
+def test_zb_h1_puts_weight_gradients_off_by_as_many_as_the_stages_before() -> None:
+    assert picture(zb_h1(3, 1, 4)) == [
+        "0F0@0 0F1@0 0F2@0 0I0@0 0W0@0 0F3@0 0I1@0 0W1@0 0I2@0 0W2@0 0I3@0 0W3@0 0STEP@1",
+        "1F0@0 1F1@0 1I0@0 1F2@0 1I1@0 1W0@0 1F3@0 1I2@0 1W1@0 1I3@0 1W2@0 1W3@0 1STEP@1",
+        "2F0@0 2I0@0 2F1@0 2I1@0 2F2@0 2I2@0 2W0@0 2F3@0 2I3@0 2W1@0 2W2@0 2W3@0 2STEP@1",
+    ]
+
+
+def test_zb_h2_warms_up_twice_as_long() -> None:
+    assert picture(zb_h2(2, 1, 4)) == [
+        "0F0@0 0F1@0 0F2@0 0I0@0 0W0@0 0F3@0 0I1@0 0W1@0 0I2@0 0W2@0 0I3@0 0W3@0 0STEP@1",
+        "1F0@0 1I0@0 1F1@0 1I1@0 1F2@0 1I2@0 1W0@0 1F3@0 1I3@0 1W1@0 1W2@0 1W3@0 1STEP@1",
+    ]
+
+
+def test_zbv_has_the_first_and_the_last_stage_on_rank_0() -> None:
+    assert picture(zbv(2, 1, 3)) == [
+        "0F0@0 0F1@0 0F2@0 3F0@0 3I0@0 3W0@0 3F1@0 3I1@0 3W1@0 0I0@0 0W0@0 3F2@0 3I2@0 3W2@0 3STEP@1 "
+        "0I1@0 0W1@0 0I2@0 0W2@0 0STEP@1",
+        "1F0@0 2F0@0 1F1@0 2F1@0 2I0@0 2W0@0 1F2@0 1I0@0 1W0@0 2F2@0 2I1@0 2W1@0 1I1@0 2I2@0 1I2@0 1W1@0 "
+        "2W2@0 2STEP@1 1W2@0 1STEP@1",
+    ]
+
+
+@pytest.mark.parametrize("schedule", [zbv, v_half, v_min])
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_a_rank_of_a_v_has_the_stages_at_which_a_microbatch_comes_and_goes(
+    schedule: Schedule, ranks: int
+) -> None:
+    assert placement(schedule(ranks, 1, 3)) == [*range(ranks), *reversed(range(ranks))]
+
+
+@pytest.mark.parametrize("schedule", [zb_h1, zb_h2, zbv, v_half, v_min])
+@pytest.mark.parametrize("size", [(1, 2, 3), (3, 2, 4), (6, 1, 8)])
+def test_the_first_stage_does_both_halves_of_a_backward_at_once(
+    schedule: Schedule, size: tuple[int, int, int]
+) -> None:
+    for here, following in pairwise(schedule(*size)[0]):
+        if (here.stage, here.op) == (0, Op.I):
+            assert (following.stage, following.op, following.mb) == (0, Op.W, here.mb)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "slots"),
+    [
+        (8, {"1f1b": 132, "zb_h1": 108, "zb_h2": 99, "zbv": 97.5, "v_half": 114, "v_min": 118}),
+        (16, {"1f1b": 228, "zb_h1": 204, "zb_h2": 195, "zbv": 193.5, "v_half": 210, "v_min": 214}),
+    ],
+)
+def test_four_batches_on_four_ranks_take_as_many_slots_as_the_papers_say(
+    microbatches: int, slots: dict[str, float]
+) -> None:
+    """In forwards of a fourth of the model; a window has all four batches."""
+    taken = {}
+    for name in slots:
+        case = CASES[NAMES.index(name)]
+        run = simulate(lower(case.schedule(4, 4, microbatches)), microbatches)
+        taken[name] = run.makespan / case.virtual
+    assert taken == slots
 
 
 def test_forward_only_goes_along_diagonals() -> None:

@@ -1,4 +1,4 @@
-"""Clipping by the norm of a model, in the program: what waits for what, and what it costs."""
+"""Clipping by the norm of a model, in the program: what waits for what, and what it costs; joined halves."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from pipetrain.schedule.programs import (
     one_f_one_b,
     pipedream,
     pipedream_2bw,
+    zb_h1,
+    zb_h2,
+    zbv,
 )
 from pipetrain.schedule.simulate import Deadlock, simulate
-from pipetrain.schedule.transforms import with_norms
+from pipetrain.schedule.timeline import Costs
+from pipetrain.schedule.transforms import joined, with_norms
 from tests.schedule.cases import CASES, NAMES, Case
 from tests.schedule.mutants import mutants
 from tests.schedule.test_check import figures, refused
@@ -147,3 +151,57 @@ def test_a_step_before_the_norm_of_its_own_rank_is_a_deadlock() -> None:
     early = parse_program("0F0@0 1F0@0 1B0@0 1REDUCE@1 1NORM@1 1STEP@1 0B0@0 0REDUCE@1 0NORM@1 0STEP@1")
     with pytest.raises(Deadlock, match="rank 0 at 1STEP@1 waits for the norm of stage 0"):
         simulate(early, 1)
+
+
+# Halves of a backward
+
+
+def test_halves_between_which_nothing_is_sent_are_joined() -> None:
+    program = parse_program(
+        """
+        0F0@0 3F0@0 3I0@0 3W0@0 0I0@0 0W0@0 0STEP@1 3STEP@1
+        1F0@0 2F0@0 2I0@0 2W0@0 1I0@0 1W0@0 1STEP@1 2STEP@1
+        """
+    )
+    assert joined(program) == parse_program(
+        """
+        0F0@0 3F0@0 3I0@0 3W0@0 0B0@0 0STEP@1 3STEP@1
+        1F0@0 2F0@0 2B0@0 1I0@0 1W0@0 1STEP@1 2STEP@1
+        """
+    )
+    # With a skip from stage 0 straight to stage 2, whose gradient goes to another rank.
+    assert joined(program, [(0, 1), (0, 2), (1, 2), (2, 3)])[1] == program[1]
+    assert joined(program, [(0, 1), (1, 2), (0, 3)])[0][2] == parse_program("3B0@0")[0][0]
+
+
+def test_halves_of_other_microbatches_stay_apart() -> None:
+    program = parse_program("0F0@0 0F1@0 0I0@0 0I1@0 0W0@0 0W1@0 0STEP@1")
+    assert joined(program) == program
+    assert joined(one_f_one_b(3, 2, 4)) == one_f_one_b(3, 2, 4)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(CASES), sizes, st.integers(1, 2), st.sampled_from([(1.0, 1.0), (1.2, 0.8), (0.8, 1.2)])
+)
+def test_joining_halves_changes_no_time_and_nothing_that_is_held(case, size, buffer_size, halves) -> None:
+    """Whatever I and W take, if a B takes as long as both; and the halves of stage 0 are all joined."""
+    program = case.schedule(*size) if case.name != "pipedream_2bw" else one_f_one_b(*size)
+    i, w = halves
+    cost = Costs({(s, op): t for s in range(8) for op, t in ((Op.F, 1), (Op.B, i + w), (Op.I, i), (Op.W, w))})
+    split, whole = lower(program), lower(joined(program))
+    check(whole, *size[1:])
+    before, after = (simulate(p, size[2], buffer_size=buffer_size, cost=cost) for p in (split, whole))
+    assert after.makespan == pytest.approx(before.makespan)
+    assert (after.activations, after.versions) == (before.activations, before.versions)
+    assert not any((action.stage, action.op) == (0, Op.I) for action in whole[0])
+
+
+def test_clipping_over_the_model_takes_what_a_window_of_several_batches_gains() -> None:
+    """A step that waits for all stages cannot come before the drain."""
+    taken = {}
+    for schedule, stages in ((zb_h1, 1), (zb_h2, 1), (zbv, 2)):
+        program = schedule(4, 4, 8)
+        runs = (simulate(lower(made), 8) for made in (program, with_norms(program)))
+        taken[schedule.__name__] = [run.makespan / stages for run in runs]
+    assert taken == {"zb_h1": [108, 108], "zb_h2": [99, 108], "zbv": [97.5, 102]}

@@ -20,7 +20,8 @@ from pipetrain.schedule.memory import Counts, fullest
 def layer(name: str = "layer", forward_s: float = 1, backward_s: float = 2, **others: Any) -> LayerTime:
     """A layer that takes nothing but what is said."""
     sizes = dict.fromkeys(("peak_bytes", "output_bytes", "gradient_bytes", "state_bytes"), 0)
-    return LayerTime(name, forward_s, backward_s, **{"step_s": 0, **sizes, **others})
+    halves = {"recorded_s": forward_s, "input_s": backward_s / 2, "weight_s": backward_s / 2}
+    return LayerTime(name, forward_s, backward_s=backward_s, **{"step_s": 0, **halves, **sizes, **others})
 
 
 def profile(layers: Sequence[LayerTime], latency_s: float = 0, s_per_byte: float = 0) -> Profile:

@@ -1,0 +1,107 @@
+"""Forwards that are run again: the same weights, statistics and figures to the last bit, and less memory."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from pipetrain.errors import TrainingStopped
+from pipetrain.schedule.actions import Op
+from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
+
+MODES = ("except_last", "always", "selective")
+V = {"interleaved_1f1b": 2, "zbv": 2, "v_half": 2, "v_min": 2}  # two stages a rank
+BF16 = ("precision=bf16", "dtype=float32", "optim.lr=0.02")
+ONE = ("schedule.virtual=2", "microbatches=3", "partition=[3]")  # two stages on one rank
+
+
+def model(name: str) -> str:
+    return f"model._target_=tests.support.{name if '.' in name else f'again.{name}'}"
+
+
+def recomputed(case: Case) -> int:
+    """The number of stages that recompute something."""
+    return len({a.stage for actions in make_run(case).plan.window.program for a in actions if a.op is Op.R})
+
+
+def equal(schedule: str, ranks: int, *words: str, modes: tuple[str, ...] = MODES[1:]) -> None:
+    """Train with and without recomputing."""
+    wanted, figures = run_in_threads(Case(schedule, ranks, ("epochs=1", *words)))
+    for mode in modes:
+        case = Case(schedule, ranks, ("epochs=1", *words, f"recompute={mode}"))
+        assert recomputed(case)
+        state, found = run_in_threads(case)
+        assert state.keys() == wanted.keys()
+        assert [name for name, tensor in wanted.items() if not torch.equal(state[name], tensor)] == [], mode
+        for one, other in zip(found, figures, strict=True):
+            assert (one.trained, one.evaluated) == (other.trained, other.evaluated)
+
+
+@pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {"fbp", "layer_dist"}))
+def test_every_schedule_to_the_last_bit(schedule):
+    """Dropout inside of skips, and BatchNorm; asynchronous ones over the version of the forward."""
+    skips = (model("models.skipping"), "+model.dropout=0.3", "window=null", "microbatches=3")
+    modes = MODES if schedule == "gpipe" else ("always",)
+    equal(schedule, V.get(schedule, 3), *skips, modes=modes)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("schedule", ["pipedream", "v_half"])
+def test_every_kind_of_layer(schedule):
+    equal(
+        schedule, V.get(schedule, 3), model("everything"), "partition=even", "microbatches=3", "window=null"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    "words",
+    [BF16, ("dtype=float32", "memory_format=channels_last"), ("+model.struck=true", "on_nan=skip")],
+)
+def test_every_kind_of_number(words):
+    equal("pipedream", 3, model("everything"), "partition=even", "microbatches=3", *words)
+
+
+def test_a_traced_model():
+    words = (model("attending"), "partition=even", "microbatches=2", *BF16)
+    equal("1f1b", 2, *words, modes=("selective",))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_policy_recomputes_what_it_has_decided(mode):
+    words = (model("models.with_norm"), "microbatches=3", "epochs=1", f"recompute={mode}")
+    case = Case("fbp", 3, words)
+    state, figures = run_in_threads(case)
+    compare(case, state, figures)
+    again = [a.stage for program in figures.ran for actions in program for a in actions if a.op is Op.R]
+    assert sorted(again) == [stage for stage in (0, 1) for _ in range(4 * 3)]
+
+
+def test_a_forward_that_its_backward_follows_saves_all():
+    assert not recomputed(Case("layer_dist", 3, ("microbatches=3", "recompute=always")))
+    case = Case("1f1b", 3, ("microbatches=3", "recompute=always"))
+    assert [*make_run(case).plan.recompute] == ["always", "always", "never"]
+
+
+def test_numbers_drawn_from_python_and_numpy_are_the_same_again():
+    equal("interleaved_1f1b", 1, model("scaled"), *ONE)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_layer_that_depends_on_something_else_is_found(mode):
+    case = Case("interleaved_1f1b", 1, (model("counting"), *ONE, f"recompute={mode}"))
+    with pytest.raises(
+        TrainingStopped,
+        match=r"stage 0 made other outputs when it ran the forward of microbatch 0 again: .*recompute=never",
+    ):
+        run_in_threads(case)
+
+
+def test_a_compiled_stage(monkeypatch):
+    # All of torch.compile but the last step, the generated C++, which takes a minute.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    words = (model("models.dropping"), *ONE, "compile=true", "data.drop_last=true")
+    equal("interleaved_1f1b", 1, *words, modes=("always",))

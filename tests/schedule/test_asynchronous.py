@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipetrain.schedule.actions import Action, Op, Program, ScheduleError, format_program, shortened
+from pipetrain.schedule.asynchronous import AsynchronousV
+from pipetrain.schedule.check import check
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import pipedream
+from pipetrain.schedule.simulate import Cost, simulate
+from pipetrain.schedule.tailored import most_open
+from pipetrain.schedule.timeline import Costs, Timeline
+
+MICROBATCHES = 128
+
+
+def costs(f: float, i: float, w: float) -> Cost:
+    of = {Op.F: f, Op.I: i, Op.W: w, Op.B: i + w}
+    return lambda action: of.get(action.op, 0.0)
+
+
+def played(program: Program, cost: Cost, microbatches: int = 1) -> Timeline:
+    return simulate(lower(program), microbatches, cost=cost)
+
+
+def by_rank(by_stage: list[int]) -> float:
+    """Return the greatest sum over a rank's two stages, in whole stages of a rank."""
+    return max(a + b for a, b in zip(by_stage, reversed(by_stage), strict=True)) / 2
+
+
+def test_the_program_of_two_ranks() -> None:
+    assert format_program(AsynchronousV()(2, 3, 1)).splitlines() == [
+        "0F0@0 3F0@0 3I0@0 3W0@0 3STEP@1 0F1@0 0I0@0 0W0@0 0STEP@1 3F1@1 3I1@1 3W1@1 3STEP@2 0F2@1 0I1@0 "
+        "0W1@0 0STEP@2 3F2@2 3I2@2 3W2@2 3STEP@3 0I2@1 0W2@1 0STEP@3",
+        "1F0@0 2F0@0 2I0@0 1I0@0 1F1@0 2F1@0 2W0@0 2STEP@1 1W0@0 1STEP@1 2I1@0 1I1@0 1F2@1 2F2@1 2W1@0 "
+        "2STEP@2 1W1@0 1STEP@2 2I2@1 1I2@1 2W2@1 2STEP@3 1W2@1 1STEP@3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bubbles", "staleness", "versions"),
+    [
+        (4, (0.0141, 0.0229), (2, 3), (2.5, 4)),
+        (8, (0.0340, 0.0519), (5, 7), (4, 8)),
+        (16, (0.0713, 0.1049), (10, 15), (6.5, 16)),
+    ],
+)
+def test_less_stale_and_less_held_than_pipedream_at_its_speed(
+    ranks: int, bubbles: tuple[float, float], staleness: tuple[int, int], versions: tuple[float, float]
+) -> None:
+    """A stage of pipedream is two of the V's."""
+    mine = played(AsynchronousV()(ranks, MICROBATCHES, 1), costs(1, 1, 1))
+    other = played(pipedream(ranks, MICROBATCHES, 1), costs(2, 2, 2))
+    assert (round(mine.bubble, 4), round(other.bubble, 4)) == bubbles
+    assert (max(mine.staleness), max(other.staleness)) == staleness
+    assert (by_rank(mine.versions), max(other.versions)) == versions
+    assert (by_rank(mine.activations), max(other.activations)) == versions
+
+
+@pytest.mark.parametrize(("i", "w"), [(1.2, 0.8), (0.8, 1.2), (1.5, 0.7)])
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_no_rank_waits_once_it_is_full_whatever_i_and_w_take(ranks: int, i: float, w: float) -> None:
+    """The order of V-Min would wait where I takes longer than F."""
+    cost = costs(1, i, w)
+    lengths = [played(AsynchronousV(cost=cost)(ranks, n, 1), cost).makespan for n in (64, 128)]
+    period = (lengths[1] - lengths[0]) / 64
+    assert period == pytest.approx(2 * (1 + i + w), rel=0.01)
+    fragile = [played(AsynchronousV("v_min")(ranks, n, 1), cost).makespan for n in (64, 128)]
+    assert ((fragile[1] - fragile[0]) / 64 > 1.1 * period) == (i > 1)
+
+
+def test_unequal_stages_and_messages_cost_only_what_the_busiest_rank_takes() -> None:
+    draw = Random(0)
+    for _ in range(4):
+        table = {(s, op): draw.uniform(0.5, 1.5) for s in range(8) for op in (Op.F, Op.I, Op.W)}
+        table |= {(s, op): draw.uniform(0, 0.5) for s in range(8) for op in (Op.SEND_F, Op.SEND_B)}
+        cost = Costs(table)  # type: ignore[arg-type]
+        schedule = AsynchronousV(cost=cost, buffer_size=2)
+        lengths = [played(schedule(4, n, 1), cost).makespan for n in (40, 80)]
+        busy = max(sum(table[s, op] for s in (r, 7 - r) for op in (Op.F, Op.I, Op.W)) for r in range(4))
+        assert (lengths[1] - lengths[0]) / 40 == pytest.approx(busy, rel=0.01)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    ranks=st.integers(1, 6),
+    batches=st.integers(1, 9),
+    m=st.integers(1, 4),
+    kept=st.integers(1, 9),
+    i=st.sampled_from([0.7, 1.0, 1.3]),
+)
+def test_a_window_may_end_early_and_one_of_another_length_reads_the_same_weights(
+    ranks: int, batches: int, m: int, kept: int, i: float
+) -> None:
+    kept = min(kept, batches)
+    schedule = AsynchronousV(cost=costs(1, i, 1))
+    program = schedule(ranks, batches, m)
+    lowered = lower(program)
+    check(lowered, batches, m)
+    cut = [shortened(actions, kept, m) for actions in lowered]
+    check(cut, kept, m)
+    simulate(cut, m, buffer_size=1)
+    forwards = [[a for a in actions if a.op is Op.F] for actions in schedule(ranks, kept, m)]
+    assert forwards == [[a for a in actions if a.op is Op.F and a.mb < kept * m] for actions in program]
+
+
+@pytest.mark.parametrize("ranks", [6, 9])
+def test_a_multiple_of_three_ranks_is_about_as_deep(ranks: int) -> None:
+    """There the way back meets the way there, and some works wait: bounds in the place of formulas."""
+    for batches, m in product((1, 2, 5, 16), (1, 2, 4)):
+        run = simulate(lower(AsynchronousV()(ranks, batches, m)), m, buffer_size=1)
+        for stage, (held, late) in enumerate(zip(run.activations, run.staleness, strict=True)):
+            behind = 2 * ranks - 1 - stage
+            assert min((behind + 1) // 3, batches * m) <= held <= behind // 3 + 2
+            assert late <= -(-(behind // 3 + 1) // m)
+
+
+def test_memory_bounds_what_a_rank_holds() -> None:
+    cost = costs(1, 1.2, 0.8)
+    free, bounded = (AsynchronousV(memory=memory, cost=cost)(8, 32, 1) for memory in (None, 4.5))
+    assert (most_open(free) / 2, most_open(bounded) / 2) == (5.5, 4.0)
+    assert played(bounded, cost).makespan > played(free, cost).makespan
+
+
+def test_what_cannot_be_is_refused_in_a_sentence() -> None:
+    with pytest.raises(
+        ScheduleError, match=r"^schedule v_async needs memory >= 4 microbatches on 8 ranks; got"
+    ):
+        AsynchronousV(memory=2)(8, 4, 1)
+    with pytest.raises(ScheduleError, match=r"needs like to be one of auto, v_min, v_half; got v_max$"):
+        AsynchronousV("v_max")(2, 4, 1)
+
+
+def test_stage_0_has_a_whole_backward() -> None:
+    actions = AsynchronousV()(3, 6, 2)[0]
+    for index, action in enumerate(actions):
+        if (action.stage, action.op) == (0, Op.I):
+            assert actions[index + 1] == Action(0, Op.W, action.mb, action.version)
