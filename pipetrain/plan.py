@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from torch.optim import Optimizer
 
 from pipetrain.blueprint import Plan, Samples, draft_plan, make_plan, with_costs
+from pipetrain.boundary import TensorSpec
 from pipetrain.building import build, make_model, make_schedule, make_task
 from pipetrain.cli import compose
 from pipetrain.config import read_settings, whole_number
@@ -28,6 +27,7 @@ from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError
 from pipetrain.partition.network import network_of
 from pipetrain.partition.profile import PROFILE
+from pipetrain.partition.sizes import known_state, optimizer_state
 from pipetrain.partition.stages import Prediction
 from pipetrain.prediction import memory, played, sized
 from pipetrain.replay import Replay, read_trace
@@ -79,7 +79,7 @@ def show(cfg: DictConfig) -> None:
         refuse_other(plan, traced, str(cfg.cost))
         plan = with_costs(plan, traced.costs)
         refuse_other(plan, traced, str(cfg.cost))
-    plan = sized(plan, task, _optimizer(cfg))
+    plan = sized(plan, task, _state_of(cfg))
     span = _span(cfg)
     if cfg.out is not None:
         run = played(plan)
@@ -95,15 +95,16 @@ def show(cfg: DictConfig) -> None:
         print(f"\ntimeline drawn in {cfg.out}")
 
 
-def _optimizer(cfg: DictConfig) -> Callable[[Any], Optimizer]:
-    """Return what makes the optimizer of some parameters, in one group."""
+def _state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:
+    """Return what tells the bytes of the configured optimizer's state of a parameter."""
+    options = dict(cfg.optim)
+    if (kept := known_state(str(options.get("_target_")), options)) is not None:
+        return lambda spec: kept * spec.nbytes
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     for key in ("groups", "fused"):
-        if isinstance(cfg.optim, DictConfig) and key in cfg.optim:
-            del cfg.optim[key]
-    made: Callable[[Any], Optimizer] = build(cfg, "optim")
-    return made
+        cfg.optim.pop(key, None)
+    return optimizer_state(build(cfg, "optim"))
 
 
 def _span(cfg: DictConfig) -> tuple[int, int]:

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch.optim import Optimizer
 
 from pipetrain.blueprint import Plan
 from pipetrain.boundary import TensorSpec
 from pipetrain.codec import Identity
 from pipetrain.partition.recompute import Mode
-from pipetrain.partition.sizes import loss_sizes, microbatch, optimizer_state, tensors_of, weights_of
+from pipetrain.partition.sizes import loss_sizes, microbatch, tensors_of, weights_of
 from pipetrain.partition.stages import costs_by_work
 from pipetrain.schedule.lower import Edge
 from pipetrain.schedule.memory import Moment, Sizes, over_time
@@ -65,10 +62,9 @@ def predict(plan: Plan, run: Timeline) -> list[StageTimes]:
     ]
 
 
-def sized(plan: Plan, task: Task, optimizer: Callable[[Any], Optimizer]) -> Plan:
-    """Return a plan with the bytes of its stages. `optimizer`: makes that of some parameters."""
+def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan:
+    """Return a plan with the bytes of its stages. `state_of`: of the optimizer's state of a parameter."""
     loss = loss_sizes(task, plan.layers[-1].output, plan.settings.dtype)
-    state_of = optimizer_state(optimizer)
     messages = _messages(plan)
     sizes = []
     for stage in range(plan.stages):

@@ -8,7 +8,7 @@ whatever the other cuts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -246,6 +246,21 @@ def _targets(task: Task, outputs: Boundary, dtype: torch.dtype) -> Iterable[Any]
     else:
         yield outputs.pack(tuple(_made(spec, dtype) for spec in outputs.specs))
         yield torch.zeros(shape[:1], dtype=torch.int64)
+
+
+def known_state(target: str, options: Mapping[str, Any]) -> int | None:
+    """Return how many tensors of a parameter's size an optimizer of torch keeps; None for any other one.
+
+    To build one loads torch's compiler, which takes a second.
+    """
+    module, _, name = target.rpartition(".")
+    if module != "torch.optim":
+        return None
+    if name == "SGD":
+        return int(bool(options.get("momentum")))
+    if name in ("Adam", "AdamW"):
+        return 2 + bool(options.get("amsgrad"))
+    return None
 
 
 def optimizer_state(make: Callable[[Any], Optimizer]) -> Callable[[TensorSpec], int]:

@@ -36,6 +36,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.network import Network
 from pipetrain.partition.profile import Profile
+from pipetrain.partition.sizes import optimizer_state
 from pipetrain.prediction import sized
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import Task
@@ -163,7 +164,7 @@ def prepare(
         facts=facts,
         data=data,
         task=task,
-        plan=sized(plan, task, optimizer),
+        plan=sized(plan, task, optimizer_state(optimizer)),
         sampler=sampler,
         optimizer=optimizer,
         see_model=partial(models.see, *named),

@@ -12,6 +12,7 @@ from benchmark.report import Row, Verdict
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, run_world, titled
 from pipetrain.boundary import on_each
+from pipetrain.partition.sizes import optimizer_state
 from pipetrain.prediction import memory, played, sized
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
@@ -84,7 +85,7 @@ def job_of(case: Case) -> Job:
     """Return the job of a case, with the sizes of its stages."""
     task = ({**MODELS, **SMALL}[case.model]).extended(*case.overrides)
     job = prepare(task, case.schedule, case.ranks, BATCHES)
-    return replace(job, plan=sized(job.plan, job.task, job.optimizer))
+    return replace(job, plan=sized(job.plan, job.task, optimizer_state(job.optimizer)))
 
 
 class Feed(BatchFeed):

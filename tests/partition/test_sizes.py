@@ -13,6 +13,7 @@ from pipetrain.partition.sizes import (
     LossSizes,
     Microbatch,
     assumed_loss,
+    known_state,
     loss_sizes,
     microbatch,
     optimizer_state,
@@ -155,3 +156,17 @@ def test_the_state_of_an_optimizer_is_found_by_a_step_on_small_parameters():
     momentum = optimizer_state(lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))
     assert momentum(matrix) == 600 * FLOAT
     assert optimizer_state(lambda params: torch.optim.SGD(params, 0.1))(matrix) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {"amsgrad": True})],
+)
+def test_the_state_of_known_optimizers_is_what_a_step_finds(name, options):
+    spec = TensorSpec((30, 20), torch.float32)
+    stepped = optimizer_state(lambda params: getattr(torch.optim, name)(params, lr=0.1, **options))
+    kept = known_state(f"torch.optim.{name}", options)
+    assert kept is not None
+    assert stepped(spec) == kept * spec.nbytes
+    assert known_state("torch.optim.Adafactor", {}) is None
+    assert known_state("somebody.SGD", {}) is None
