@@ -314,7 +314,7 @@ class Stage:
         self._differentiate(saved, grads, partial(saved.deferred.input_half, self.weights.leaves(version)))
         back = self._input_gradients(mb, saved)
         self._check_gradient(mb, saved, grads, back)
-        saved.inputs = saved.outputs = ()
+        saved.inputs, saved.outputs, saved.target = (), (), None
         return back
 
     def backward_weight(self, mb: int, version: int) -> None:

@@ -32,6 +32,8 @@ from pipetrain.schedule.programs import (
     one_f_one_b,
     pipedream,
     pipedream_2bw,
+    zb_h1,
+    zbv,
 )
 from pipetrain.schedule.simulate import Deadlock, simulate, unit_cost
 from pipetrain.schedule.timeline import Timeline
@@ -270,8 +272,14 @@ def test_ties_that_are_not_asked_for_are_refused_and_missing_ones_too() -> None:
         check(tied(pipedream(3, 2, 1), [(0, 1, 2)], norms=True), 2, 1, norms=True, ties=[(0, 2)])
 
 
+def test_a_v_has_the_first_and_the_last_stage_on_one_rank_so_that_they_share_for_nothing() -> None:
+    program = zbv(4, 4, 8)
+    shared = simulate(tied(program, [(0, 7)]), 8, ties=[(0, 7)])
+    assert shared.makespan == simulate(lower(program), 8).makespan
+
+
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("schedule", [*FLUSH, pipedream, pipedream_2bw])
+@pytest.mark.parametrize("schedule", [*FLUSH, zb_h1, pipedream, pipedream_2bw])
 @pytest.mark.parametrize(("size", "ties"), [((2, 2, 2), [(0, 1)]), ((3, 1, 3), [(0, 2), (1, 2)])])
 def test_no_mutant_survives(schedule: Schedule, size: tuple[int, int, int], ties: Ties, norms: bool) -> None:
     _, batches, m = size
