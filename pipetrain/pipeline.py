@@ -468,7 +468,7 @@ class Pipeline:
                 draft = make(by_flops, model=copied(network))
                 with self._together():
                     found = measure_together(self._mesh, draft, lambda: (copied(network), self._optimizer))
-                profile = make_profile(conditions, draft, self._mesh.device, found)
+                profile = make_profile(conditions, self._mesh.device, found)
         return make(settings, model=copied(network), profile=profile)
 
     def _prove_task(self, plan: Plan, reader: Reader) -> None:
