@@ -26,6 +26,7 @@ from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError
 from pipetrain.partition.network import network_of
 from pipetrain.partition.profile import PROFILE
+from pipetrain.partition.recompute import Mode
 from pipetrain.partition.stages import Prediction
 from pipetrain.prediction import played
 from pipetrain.replay import Replay, read_trace
@@ -122,6 +123,8 @@ def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) 
     run = played(plan)
     picture = as_text(run, width, _unit_of_time(plan), span)
     split = splits(plan.window.program)
+    for line in plan.prediction.reasons if plan.prediction else ():
+        head += f"{line}\n"
     predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches, split)]
     return "\n".join((head, _partition(plan), *predicted, picture, _figures(plan, batches)))
 
@@ -141,7 +144,10 @@ def _partition(plan: Plan) -> str:
     rows[0] += ["on the wire", "and back"] if coded else []
     split = splits(plan.window.program)
     backward = ["I ms", "W ms"] if split else ["B ms"]
-    rows[0] += ["F ms", *backward, "messages ms", "STEP ms", "batch ms", "MiB"] if plan.prediction else []
+    recomputes = any(mode is not Mode.NEVER for mode in plan.recompute)
+    rows[0] += ["recompute"] if recomputes else []
+    times = ["F ms", *["R ms"] * recomputes, *backward, "messages ms", "STEP ms", "batch ms"]
+    rows[0] += [*times, "MiB"] if plan.prediction else []
     for stage, rank in enumerate(plan.placement):
         held, slice_ = plan.layers[plan.slice(stage)], plan.slice(stage)
         entry = plan.boundaries[size][stage]
@@ -151,9 +157,12 @@ def _partition(plan: Plan) -> str:
         row.append(f"{entry.nbytes:,}")
         if coded:
             row += [f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size)]
+        row += [plan.recompute[stage].value] if recomputes else []
         if plan.prediction is not None:
             taken = plan.prediction.stages[stage]
             seconds = [taken.input_s, taken.weight_s] if split else [taken.backward_s]
+            if recomputes:
+                seconds = [0.0 if plan.recompute[stage] is Mode.NEVER else taken.again_s, *seconds]
             seconds = [taken.forward_s, *seconds, taken.messages_s, taken.step_s, taken.batch_s]
             row += [*(f"{1e3 * s:.2f}" for s in seconds), f"{taken.held_bytes / 2**20:.1f}"]
         rows.append(row)

@@ -62,10 +62,13 @@ def balance(weights: Sequence[float], stages: int) -> list[int]:
     return best_cuts(len(weights), stages, lambda stage, start, end: until[end] - until[start])[0]
 
 
-def balance_times(predictor: Predictor, allowed: Collection[int], limit: float | None = None) -> list[int]:
+def balance_times(
+    predictor: Predictor, allowed: Collection[int], limit: float | None = None, way_out: str = ""
+) -> list[int]:
     """Return the `allowed` cuts, within `limit` bytes a stage, with the fastest slowest stage.
 
-    Raises ConfigError if there are none.
+    Each stage is in the fastest mode of recomputation that fits, see Predictor.mode. Raises ConfigError if
+    there are none, which names a `way_out`.
     """
     layers, stages = len(predictor.layers), predictor.stages
     within = {0, layers, *allowed}
@@ -73,12 +76,13 @@ def balance_times(predictor: Predictor, allowed: Collection[int], limit: float |
     def seconds(stage: int, start: int, end: int) -> float:
         if not {start, end} <= within:
             return math.inf
-        if limit is not None and predictor.held_bytes(stage, start, end) > limit:
-            return math.inf
-        return predictor.batch_s(stage, start, end)
+        mode = predictor.mode(stage, start, end, limit)
+        return math.inf if mode is None else predictor.batch_s(stage, start, end, mode)
 
     def held(stage: int, start: int, end: int) -> float:
-        return predictor.held_bytes(stage, start, end) if {start, end} <= within else math.inf
+        if not {start, end} <= within:
+            return math.inf
+        return predictor.held_bytes(stage, start, end, predictor.least(stage, start, end))
 
     cuts, slowest = best_cuts(layers, stages, seconds)
     if slowest < math.inf:
@@ -91,7 +95,8 @@ def balance_times(predictor: Predictor, allowed: Collection[int], limit: float |
         )
     raise ConfigError(
         f"memory_limit={limit / GIB:g} is too small: the smallest with which {stages} stages fit is "
-        f"{math.ceil(smallest / GIB * 1e4) / 1e4:.4f} GiB; choose that, more stages or smaller microbatches"
+        f"{math.ceil(smallest / GIB * 1e4) / 1e4:.4f} GiB; choose that, {way_out}more stages or "
+        f"smaller microbatches"
     )
 
 

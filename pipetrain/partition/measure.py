@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
@@ -31,6 +31,7 @@ from pipetrain.partition.network import INPUT, Chain, Made, Network, Tensors
 from pipetrain.partition.profile import LayerTime
 from pipetrain.partition.saved import strided
 from pipetrain.runtime.clock import Clock, Mark
+from pipetrain.runtime.recompute import Again
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.weights import OptimizerFactory
 
@@ -67,6 +68,8 @@ def measure_layers(
             name=layer.name,
             forward_s=seconds["forward", i],
             recorded_s=seconds["recorded", i],
+            kept_s=seconds["kept", i],
+            again_s=seconds["again", i],
             backward_s=seconds["backward", i],
             input_s=seconds["input", i],
             weight_s=seconds["weight", i],
@@ -112,12 +115,18 @@ class _Bench:
                 group["lr"] = 0.0  # the same work, but the weights stay as they are
 
     def run(self, x: Value) -> None:
-        """Run a batch of two microbatches, the second with a split backward. Gradients accumulate."""
+        """Run a batch of two microbatches, the second with a split backward. Gradients accumulate.
+
+        Between them are the two forwards of one that recomputes and keeps dear results.
+        """
         graphs = [outputs for outputs, _ in self._forwards(x)]
         for index in reversed(range(len(graphs))):
             self._backward(index, graphs.pop())
+        again = [Again([], keep=True) for _ in self._estimated]
+        deque(self._forwards(x, "kept", lambda index: again[index].first()), maxlen=0)
+        deque(self._forwards(x, "again", lambda index: again[index].second()), maxlen=0)
         halves = [self._deferred(index) for index in range(len(self._estimated))]
-        graphs = [outputs for outputs, _ in self._forwards(x, halves)]
+        graphs = [outputs for outputs, _ in self._forwards(x, "recorded", lambda i: halves[i].recording())]
         for index in reversed(range(len(graphs))):
             if any(self._estimated[index].reached):
                 self._input_half(index, graphs[index], halves[index])
@@ -140,32 +149,37 @@ class _Bench:
     def _leaves(self, index: int) -> list[Tensor]:
         return [p for p in self._network.modules[index].parameters() if p.requires_grad]
 
-    def _forwards(self, x: Value, halves: Sequence[Deferred] = ()) -> Iterator[tuple[Tensors, Tensors]]:
-        """Yield each layer's outputs with their graph, and what it was given.
-
-        `halves`: the layers' weight gradients that are to be put off, if backwards are split.
-        """
+    def _forwards(
+        self,
+        x: Value,
+        part: str = "forward",
+        within: Callable[[int], AbstractContextManager[object]] = lambda index: nullcontext(),
+    ) -> Iterator[tuple[Tensors, Tensors]]:
+        """Yield each layer's outputs with their graph, and what it was given. It runs `within`(layer)."""
         values = {Made(INPUT, number): t for number, t in enumerate(as_tuple(x))}
         made = [describe(x)]
         for index, layer in enumerate(self._estimated):
             given = tuple(values[value] for value in layer.takes)
-            outputs = self._forward(index, given, made, halves[index] if halves else None)
+            outputs = self._forward(index, given, made, part, within(index))
             values |= {Made(index, number): t.detach() for number, t in enumerate(outputs)}
             values = {v: t for v, t in values.items() if self._last_use.get(v, -1) > index}
             made.append(layer.output)
             yield outputs, given
 
     def _forward(
-        self, index: int, given: Tensors, made: Sequence[Boundary], deferred: Deferred | None
+        self,
+        index: int,
+        given: Tensors,
+        made: Sequence[Boundary],
+        part: str,
+        within: AbstractContextManager[object],
     ) -> Tensors:
         given = tuple(self._numerics.arrange(t.detach()) for t in given)
         reached = self._estimated[index].reached or (False,) * len(given)
         given = tuple(t.requires_grad_(reaches) for t, reaches in zip(given, reached, strict=True))
         if self._estimated[index].writes_input:
             given = tuple(t.clone() for t in given)
-        recording = deferred.recording() if deferred else nullcontext()
-        part = "recorded" if deferred else "forward"
-        with self._timed(part, index), self._numerics.context(self._device), recording:
+        with self._timed(part, index), self._numerics.context(self._device), within:
             return leaves_of(self._network.call(index, given, made))
 
     def _backward(self, index: int, outputs: Tensors, part: str = "backward") -> None:
