@@ -247,7 +247,7 @@ def make_plan(
         predictor = Predictor(profile, _pipeline(settings, where, windows, layers, example.of(full)))
         cuts, prediction = _cut_by_times(settings, network, layers, predictor)
     else:
-        cuts = choose_cuts(settings.partition, layers, len(where), network.joins)
+        cuts = choose_cuts(settings.partition, layers, len(where), network.joins, where)
         if settings.partition == "flops":
             cuts = lighter_cuts(layers, cuts, example.of(full))
     refuse_cuts(network, layers, cuts)
