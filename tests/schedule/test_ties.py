@@ -42,7 +42,8 @@ from tests.schedule.cases import CASES, NAMES, Case
 from tests.schedule.mutants import mutants
 
 FLUSH = (layer_dist, gpipe, one_f_one_b, interleaved_1f1b)
-DECIDED = [case for case in CASES if not isinstance(case.schedule, Policy)]
+# v_async may have to refuse: a rank steps its late stage before the other's gradient of the batch.
+DECIDED = [case for case in CASES if not isinstance(case.schedule, Policy) and case.name != "v_async"]
 ENDS = [(0, 1)]
 
 
@@ -180,6 +181,26 @@ def test_no_schedule_deadlocks_and_nothing_is_read_before_the_ties_have_come(
         short = [shortened(actions, left, m) for actions in made]
         check(short, left, m, norms=norms, ties=ties)
         simulate(short, m, buffer_size=buffer_size, ties=ties)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("tie", [{0, 1}, {0, 3}, {1, 2}, {2, 3}, {0, 1, 2, 3}])
+@pytest.mark.parametrize("size", [(2, 2, 1), (2, 3, 1), (2, 3, 2)])
+def test_v_async_runs_with_ties_or_deadlocks_on_paper(
+    size: tuple[int, int, int], tie: set[int], norms: bool
+) -> None:
+    """Where it runs, so do windows that end early."""
+    (case,) = [case for case in CASES if case.name == "v_async"]
+    _, batches, m = size
+    made = tied(case.schedule(*size), [tie], norms)
+    check(made, batches, m, norms=norms, ties=[tie])
+    try:
+        simulate(made, m, buffer_size=1, ties=[tie])
+    except Deadlock as error:
+        assert "waits for the" in str(error)  # noqa: PT017 - either is right
+        return
+    for left in range(1, batches):
+        simulate([shortened(actions, left, m) for actions in made], m, buffer_size=1, ties=[tie])
 
 
 def _assert_ties_are_awaited(run: Timeline, ties: Ties, norms: bool, travel: float) -> None:
