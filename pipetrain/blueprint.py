@@ -18,6 +18,7 @@ from torch import nn
 
 from pipetrain.boundary import Boundary, Example, Value, cast_floats
 from pipetrain.building import make_schedule
+from pipetrain.codec import Identity
 from pipetrain.config import Settings
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
@@ -38,10 +39,12 @@ from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.network import INPUT, Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.partition.recompute import Mode, modes_of, stages_by
-from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic, costs_by_work
+from pipetrain.partition.sizes import assumed_loss
+from pipetrain.partition.stages import Model, Pipeline, Prediction, Predictor, Traffic, costs_by_work
 from pipetrain.schedule.actions import Op, Program, Schedule, Tie, placement, splits
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.lower import Route, edges, lower
+from pipetrain.schedule.memory import Counts, Sizes, counts, fullest, most
 from pipetrain.schedule.policy import Bounds, Policy, Recomputed, with_recomputation
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
@@ -77,6 +80,12 @@ class Plan:
     recompute: Sequence[Mode]  # of each stage
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
+    sizes: Sequence[Sizes] = ()  # the bytes of each stage, see prediction.sized
+
+    @property
+    def full(self) -> int:
+        """The samples of a full microbatch."""
+        return self.settings.batch_size // self.settings.microbatches
 
     @property
     def policy(self) -> Policy | None:
@@ -244,7 +253,9 @@ def make_plan(
     predictor = prediction = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
-        predictor = Predictor(profile, _pipeline(settings, where, windows, layers, example.of(full)))
+        decided = isinstance(schedule, Policy)
+        pipeline = _pipeline(settings, where, windows, layers, example.of(full), decided)
+        predictor = Predictor(profile, pipeline)
         cuts, prediction = _cut_by_times(settings, network, layers, predictor)
     else:
         cuts = choose_cuts(settings.partition, layers, len(where), network.joins, where)
@@ -399,13 +410,28 @@ def _pipeline(
     windows: Mapping[int, Window],
     layers: Sequence[Layer],
     inputs: Boundary,
+    decided: bool,
 ) -> Pipeline:
-    activations, versions, _ = zip(*(_peaks(windows, stage) for stage in range(len(where))), strict=True)
-    if settings.ema is not None:
-        versions = tuple(held + 1 for held in versions)  # the moving average is as large as a version
+    held = [
+        most([one for window in windows.values() for one in _counts(settings, window, stage, decided)])
+        for stage in range(len(where))
+    ]
+    loss = assumed_loss(layers[-1].output, settings.dtype)
+    model = Model(layers, inputs, loss, settings.ema is not None)
     values = _traffic(settings, layers, inputs)
     split = any(splits(window.program) for window in windows.values())
-    return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions, values, split)
+    return Pipeline(settings.microbatches, settings.buffer_size, where, held, values, model, split)
+
+
+def _counts(settings: Settings, window: Window, stage: int, decided: bool) -> list[Counts]:
+    """Return what a stage holds in a window; where a policy decides its order, the most that it may."""
+    bounds = dict.fromkeys(edges(window.program), settings.buffer_size)
+    if decided:
+        return [fullest(stage, window.bounds[stage].activations, window.bounds[stage].versions, bounds)]
+    coded = not isinstance(settings.codecs.forward, Identity)
+    copied = [edge for edge in bounds if edge[0] < edge[1]] if coded else []
+    (actions,) = (row for row in window.program if any(action.stage == stage for action in row))
+    return [held[stage] for _, held in counts(actions, bounds, copied=copied)]
 
 
 def _traffic(settings: Settings, layers: Sequence[Layer], inputs: Boundary) -> list[Traffic]:

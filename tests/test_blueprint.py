@@ -178,13 +178,19 @@ def test_a_profile_s_messages_are_priced_as_they_are_on_the_wire():
 
 
 def test_the_schedule_s_versions_count_against_the_limit():
-    """A stage holds 1 MiB for each layer and microbatch in flight: PipeDream's first holds most."""
-    even = [1.0] * 10
-    words = ("microbatches=1", "batch_size=3", "window=8")
-    for mib, cuts in ((14, [5]), (9, [4])):  # 2 x 5 and 1 x 5 MiB; 2 x 4 and 1 x 6
-        limit = f"memory_limit={mib / 1024}"
-        made = by_times(even, *words, limit, schedule=pipedream, samples=Samples([3] * 8, [3]))
-        assert made.cuts == cuts
+    """PipeDream's first stage holds two microbatches and two versions, its last one of each."""
+    words, window = ("microbatches=1", "batch_size=3", "window=8"), Samples([3] * 8, [3])
+
+    def cut(*limit: str) -> Plan:
+        return by_times([1.0] * 10, *words, *limit, schedule=pipedream, samples=window)
+
+    free = cut()
+    assert free.cuts == [5]
+    assert free.prediction is not None
+    first, last = (stage.held_bytes for stage in free.prediction.stages)
+    assert first > last
+    assert cut(f"memory_limit={first / 2**30}").cuts == [5]
+    assert cut(f"memory_limit={(first - 1) / 2**30}").cuts == [4]
 
 
 def test_cuts_by_times_keep_together_what_is_shared():

@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.boundary import Boundary, Value, as_tuple, describe, leaves_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
-from pipetrain.partition.estimate import Layer, storage_of, strided
+from pipetrain.partition.estimate import Layer
 from pipetrain.partition.network import INPUT, Chain, Made, Network, Tensors
 from pipetrain.partition.profile import LayerTime
+from pipetrain.partition.saved import strided
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.weights import OptimizerFactory
@@ -61,7 +61,7 @@ def measure_layers(
             break
         bench.run(x)
     seconds = bench.median_seconds()
-    saved, deferred, peaks = bench.saved_bytes(x), bench.deferred_bytes(x), bench.peak_bytes(x)
+    peaks = bench.peak_bytes(x)
     return [
         LayerTime(
             name=layer.name,
@@ -71,12 +71,10 @@ def measure_layers(
             input_s=seconds["input", i],
             weight_s=seconds["weight", i],
             step_s=seconds["step", i],
-            saved_bytes=saved[i],
-            deferred_bytes=deferred[i],
             peak_bytes=peaks[i],
             output_bytes=layer.output.nbytes,
             gradient_bytes=sum(spec.nbytes for spec in layer.output.gradients),
-            **bench.weight_bytes(i),
+            state_bytes=bench.state_bytes(i),
         )
         for i, layer in enumerate(layers)
     ]
@@ -102,15 +100,12 @@ class _Bench:
         self._clock = Clock(device)
         self._device = device.type
         self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (forward, backward, ...; layer)
-        self._held: list[list[Tensor]] = []  # the tensors of each layer; shared ones at the first
         met: set[int] = set()
+        trained: list[list[Tensor]] = []  # of each layer; a shared one at the first
         for module in network.modules:
-            held = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in met]
+            held: list[Tensor] = [t for t in module.parameters() if t.requires_grad and id(t) not in met]
             met.update(map(id, held))
-            self._held.append(held)
-        trained = [
-            [t for t in held if isinstance(t, nn.Parameter) and t.requires_grad] for held in self._held
-        ]
+            trained.append(held)
         self._optimizers = [optimizer(params) if params else None for params in trained]
         for made in filter(None, self._optimizers):
             for group in made.param_groups:
@@ -209,51 +204,6 @@ class _Bench:
             seconds[self.spans[number][0]].append(taken)
         return defaultdict(float, {part: median(taken) for part, taken in seconds.items()})
 
-    def saved_bytes(self, x: Value) -> list[int]:
-        """Count the bytes that autograd saves in a forward, each storage once, at the layer that made it."""
-        sizes = [0] * len(self._estimated)
-        model = self._network.model
-        held = {storage_of(t) for t in (*model.parameters(), *model.buffers(), *as_tuple(x))}
-        made: dict[int, int] = {}  # storage -> the last layer that returned it
-        alive = []  # kept alive, so that no address is used twice
-        saved: list[Tensor] = []
-
-        def keep(tensor: Tensor) -> Tensor:
-            saved.append(tensor)
-            return tensor
-
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
-            for index, (outputs, given) in enumerate(self._forwards(x)):
-                alive.append((tuple(saved), outputs, given))
-                for tensor in saved:
-                    key = storage_of(tensor)
-                    if key not in held:
-                        sizes[made.get(key, index)] += tensor.untyped_storage().nbytes()
-                        held.add(key)
-                saved.clear()
-                made |= {storage_of(t): index for t in outputs}
-        return sizes
-
-    def deferred_bytes(self, x: Value) -> list[int]:
-        """Count the bytes held between the halves of a backward, each storage once, as `saved_bytes` does."""
-        sizes = [0] * len(self._estimated)
-        model = self._network.model
-        held = {storage_of(t) for t in (*model.parameters(), *model.buffers(), *as_tuple(x))}
-        halves = [self._deferred(index) for index in range(len(self._estimated))]
-        made: dict[int, int] = {}
-        alive = []
-        for index, (outputs, given) in enumerate(self._forwards(x, halves)):
-            alive.append((outputs, given))
-            if any(self._estimated[index].reached):
-                self._input_half(index, outputs, halves[index])
-            for tensor in strided(halves[index].held):
-                key = storage_of(tensor)
-                if key not in held:
-                    sizes[made.get(key, index)] += tensor.untyped_storage().nbytes()
-                    held.add(key)
-            made |= {storage_of(t): index for t in outputs}
-        return sizes
-
     def peak_bytes(self, x: Value) -> list[int]:
         peaks = []
         passes = self._forwards(x)
@@ -264,15 +214,11 @@ class _Bench:
             peaks.append(live.peak)
         return peaks
 
-    def weight_bytes(self, index: int) -> dict[str, int]:
-        """Return the bytes of a layer's trained parameters, optimizer state, and other tensors."""
-        optimizer, held = self._optimizers[index], self._held[index]
+    def state_bytes(self, index: int) -> int:
+        """Return the bytes of the optimizer's state of a layer."""
+        optimizer = self._optimizers[index]
         state = tree_leaves(list(optimizer.state.values())) if optimizer is not None else []
-        return {
-            "param_bytes": sum(t.nbytes for t in held if t.requires_grad),
-            "state_bytes": sum(t.nbytes for t in state if isinstance(t, Tensor)),
-            "fixed_bytes": sum(t.nbytes for t in held if not t.requires_grad),
-        }
+        return sum(t.nbytes for t in state if isinstance(t, Tensor))
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]

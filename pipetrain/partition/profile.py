@@ -26,8 +26,7 @@ Facts = Mapping[str, Any]
 class LayerTime:
     """One layer, as measured for one microbatch; times in seconds.
 
-    A shared parameter counts at the first layer that has it. Bytes saved by autograd count once, at the layer
-    that created them.
+    A shared parameter counts at the first layer that has it.
     """
 
     name: str
@@ -39,14 +38,10 @@ class LayerTime:
     )
     weight_s: float  # the other half
     step_s: float  # the optimizer's step, once a batch
-    saved_bytes: int  # saved for the backward, without parameters and inputs
-    deferred_bytes: int  # of these and of gradients, held from the first half to the second
     peak_bytes: int  # additional peak in forward and backward
     output_bytes: int  # the forward message of a cut behind it
     gradient_bytes: int  # the backward message
-    param_bytes: int  # trained parameters
-    state_bytes: int  # their optimizer state
-    fixed_bytes: int  # frozen parameters and buffers
+    state_bytes: int  # of the optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +50,6 @@ class Profile:
 
     conditions: Facts  # must match the run's
     machine: Facts
-    input_bytes: int  # of the model's input
     latency_s: float  # per message; 0 if not measured
     s_per_byte: float
     layers: list[LayerTime]

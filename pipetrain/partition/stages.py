@@ -17,7 +17,17 @@ from pipetrain.boundary import Boundary
 from pipetrain.partition.estimate import Layer
 from pipetrain.partition.network import INPUT
 from pipetrain.partition.profile import PROFILE, Profile
+from pipetrain.partition.sizes import (
+    NO_LOSS,
+    LossSizes,
+    Microbatch,
+    WeightBytes,
+    microbatch,
+    weights_of,
+)
 from pipetrain.schedule.actions import Op
+from pipetrain.schedule.lower import Edge
+from pipetrain.schedule.memory import Counts, Sizes, in_bytes
 from pipetrain.schedule.timeline import Costs, Kind
 
 
@@ -28,10 +38,23 @@ class Pipeline:
     microbatches: int
     buffer_size: int
     placement: Sequence[int]  # ranks
-    activations: Sequence[int]  # peaks
-    versions: Sequence[int]
+    counts: Sequence[Sequence[Counts]]  # what it holds where that may be the most, see memory.most
     values: Sequence[Traffic]
+    model: Model
     split: bool = False  # whether backwards come in two halves
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the layers hold: their estimates, the model's input, and what the loss saves.
+
+    `averaged`: a moving average of the weights is kept.
+    """
+
+    layers: Sequence[Layer]
+    inputs: Boundary
+    loss: LossSizes = NO_LOSS
+    averaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +109,13 @@ class Predictor:
         self.stages = len(pipeline.placement)
         self.profile = profile
         self._pipeline = pipeline
-        self._exchanged: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        self._exchanged: dict[tuple[int, int, int], list[list[Traffic]]] = {}
+        self._held: dict[tuple[int, int], tuple[Microbatch, WeightBytes]] = {}
+        # Of a skip that begins at each stage, see schedule/bounds.py.
+        self._bounds = [
+            max(pipeline.buffer_size, -(-max(sum(one[:3]) for one in counts) // 2))
+            for counts in pipeline.counts
+        ]
         self._needed: dict[tuple[int, int], bool] = {}
         # Prefix sums over the layers, so that the time of a slice needs no sum.
         self._forward_s = _sums(layer.forward_s for layer in self.layers)
@@ -136,23 +165,50 @@ class Predictor:
         )
 
     def held_bytes(self, stage: int, start: int, end: int) -> int:
-        """Return the memory of a stage in bytes: weights, activations, messages and working memory.
+        """Return the most bytes that a stage holds, with the working memory of a layer.
 
-        Weights: a gradient, all versions, and the optimizer's state. Activations: what enters and the saved
-        tensors of every open microbatch. Messages: `buffer_size` on each edge. Working memory: the largest
-        peak of a layer, which counts some activations twice.
+        That is the largest additional peak of a layer, which counts some activations twice.
         """
-        held, pipeline = self.layers[start:end], self._pipeline
-        weights = sum(
-            layer.param_bytes * (pipeline.versions[stage] + 1) + layer.state_bytes + layer.fixed_bytes
-            for layer in held
+        sizes = self.sizes(stage, start, end)
+        held = max(in_bytes(counts, sizes).total for counts in self._pipeline.counts[stage])
+        return (
+            held
+            + self._skips_bytes(stage, start, end)
+            + max(layer.peak_bytes for layer in self.layers[start:end])
         )
-        entering = self._entering(start, end)
-        entry = sum(value.nbytes for value in entering) if start else self.profile.input_bytes
-        saved = entry + sum(layer.saved_bytes for layer in held)
-        crossing = sum(map(sum, self._messages(stage, start, end)))
-        work = max(layer.peak_bytes for layer in held)
-        return weights + pipeline.activations[stage] * saved + pipeline.buffer_size * crossing + work
+
+    def sizes(self, stage: int, start: int, end: int) -> Sizes:
+        """Return the bytes of a stage, with the messages to and from its neighbours."""
+        model = self._pipeline.model
+        if (start, end) not in self._held:
+            of_one = microbatch(model.layers, model.inputs, start, end, model.loss)
+            self._held[start, end] = of_one, weights_of(model.layers[start:end])
+        of_one, weights = self._held[start, end]
+        before, _, behind, _ = self._crossing(stage, start, end)
+        wire: dict[Edge, int] = {}
+        raw: dict[Edge, int] = {}
+        for edge, values in (((stage - 1, stage), before), ((stage, stage + 1), behind)):
+            wire |= {edge: sum(v.forward for v in values), edge[::-1]: sum(v.back for v in values)}
+            back = sum(v.nbytes for v in values if v.back)
+            raw |= {edge: sum(v.nbytes for v in values), edge[::-1]: back}
+        return Sizes(
+            saved=of_one.saved,
+            before_r=of_one.before_r,
+            after_i=of_one.after_i,
+            weights=weights.trained * (1 + model.averaged) + weights.fixed,
+            version=weights.trained,
+            gradient=weights.trained,
+            optimizer=sum(layer.state_bytes for layer in self.layers[start:end]),
+            wire=wire,
+            raw=raw,
+        )
+
+    def _skips_bytes(self, stage: int, start: int, end: int) -> int:
+        """Return the bytes of messages that skip stages, with as many on an edge as its bound may be."""
+        _, before, _, behind = self._crossing(stage, start, end)
+        earlier = self._bounds[: max(0, stage - 1)]
+        received = max(earlier, default=0) * sum(value.forward + value.back for value in before)
+        return received + self._bounds[stage] * sum(value.back for value in behind)
 
     def stage_times(self, cuts: Sequence[int]) -> list[StageTime]:
         ends = pairwise([0, *cuts, len(self.layers)])
@@ -196,36 +252,46 @@ class Predictor:
         made = [value for value in self._pipeline.values if start <= value.layer < source[1]]
         return [value for value in made if any(to[0] <= user < to[1] for user in value.users)]
 
-    def _messages(self, stage: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Return (forward, back) bytes of the messages that a stage exchanges with other ranks.
+    def _crossing(self, stage: int, start: int, end: int) -> list[list[Traffic]]:
+        """Return what a stage exchanges with the one before it, with earlier ones, the next and later ones.
 
-        Values from before the stage before come as one message, as do those for layers behind the next
-        stage: which stages that are depends on other cuts.
+        Which stages the earlier and later ones are depends on other cuts.
         """
         key = stage, start, end
-        ranks, layers = self._pipeline.placement, len(self.layers)
-        if len(set(ranks)) == 1:
-            return []
         if key not in self._exchanged:
             mine = (start, end)
             entering = self._entering(start, end)
-            leaving = self._between(mine, (end, layers))
-            near = [
-                [value for value in entering if value.layer == start - 1 or stage == 1],
-                [value for value in leaving if end in value.users or stage + 2 == self.stages],
-            ]
-            groups = [
-                near[0] if stage and ranks[stage - 1] != ranks[stage] else [],
-                [value for value in entering if value not in near[0]],
-                near[1] if stage + 1 < self.stages and ranks[stage + 1] != ranks[stage] else [],
-                [value for value in leaving if value not in near[1]],
-            ]
+            leaving = self._between(mine, (end, len(self.layers)))
+            before = [value for value in entering if value.layer == start - 1 or stage == 1]
+            behind = [value for value in leaving if end in value.users or stage + 2 == self.stages]
             self._exchanged[key] = [
-                (sum(value.forward for value in group), sum(value.back for value in group))
-                for group in groups
-                if group
+                before,
+                [value for value in entering if value not in before],
+                behind,
+                [value for value in leaving if value not in behind],
             ]
         return self._exchanged[key]
+
+    def _messages(self, stage: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Return (forward, back) bytes of the messages that a stage exchanges with other ranks.
+
+        Values from before the stage before come as one message, as do those for layers behind the next stage.
+        """
+        ranks = self._pipeline.placement
+        if len(set(ranks)) == 1:
+            return []
+        before, earlier, behind, later = self._crossing(stage, start, end)
+        groups = [
+            before if stage and ranks[stage - 1] != ranks[stage] else [],
+            earlier,
+            behind if stage + 1 < self.stages and ranks[stage + 1] != ranks[stage] else [],
+            later,
+        ]
+        return [
+            (sum(value.forward for value in group), sum(value.back for value in group))
+            for group in groups
+            if group
+        ]
 
     def _messages_s(self, stage: int, start: int, end: int) -> float:
         messages = self._messages(stage, start, end)

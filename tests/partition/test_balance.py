@@ -16,7 +16,7 @@ from pipetrain.partition.balance import GIB, STRATEGIES, balance, balance_ranks,
 from pipetrain.partition.estimate import Layer
 from pipetrain.partition.profile import LayerTime
 from pipetrain.partition.stages import Pipeline, Predictor, Traffic
-from tests.support.profiles import handed_on, layer, profile
+from tests.support.profiles import estimates_of, handed_on, held_by, layer, profile
 
 steady = settings(derandomize=True, deadline=None)
 OUT = Boundary((TensorSpec((1, 10), torch.float32),))
@@ -155,11 +155,9 @@ LAYER = st.builds(
     forward_s=BYTES,
     backward_s=BYTES,
     step_s=BYTES,
-    saved_bytes=BYTES,
     peak_bytes=BYTES,
     output_bytes=BYTES,
     gradient_bytes=BYTES,
-    param_bytes=BYTES,
 )
 
 
@@ -176,9 +174,11 @@ def predictors(draw: st.DrawFn) -> Predictor:
         Traffic(made, tuple(users), draw(BYTES), draw(BYTES), draw(BYTES))
         for made, *users in draw(st.lists(pairs))
     ]
-    pipeline = Pipeline(
-        draw(st.integers(1, 4)), 2, placement, draw(counts), draw(counts), [*handed_on(held), *skips]
-    )
+    peaks = held_by(draw(counts), draw(counts))
+    bytes_each = st.lists(BYTES, min_size=len(held), max_size=len(held))
+    model = estimates_of(held, draw(bytes_each), draw(bytes_each), draw(BYTES))
+    values = [*handed_on(held), *skips]
+    pipeline = Pipeline(draw(st.integers(1, 4)), 2, placement, peaks, values, model)
     return Predictor(profile(held, draw(BYTES), draw(BYTES)), pipeline)
 
 
@@ -208,8 +208,9 @@ def test_cuts_by_times_are_the_best_of_all_that_may_be(predictor, data):
             balance_times(predictor, allowed, limit)
 
 
-def pipeline(held: Sequence[LayerTime], stages: int) -> Pipeline:
-    return Pipeline(1, 1, list(range(stages)), [1] * stages, [1] * stages, handed_on(held))
+def pipeline(held: Sequence[LayerTime], stages: int, saved: Sequence[int] = ()) -> Pipeline:
+    peaks = held_by([1] * stages, [1] * stages)
+    return Pipeline(1, 1, list(range(stages)), peaks, handed_on(held), estimates_of(held, saved))
 
 
 def test_messages_move_a_cut():
@@ -222,11 +223,8 @@ def test_messages_move_a_cut():
 
 
 def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
-    held = [
-        layer(str(i), seconds, 0, saved_bytes=nbytes * GIB // 8)
-        for i, (seconds, nbytes) in enumerate([(1, 4), (1, 4), (1, 1), (3, 1)])
-    ]
-    predictor = Predictor(profile(held), pipeline(held, 2))
+    held = [layer(str(i), seconds, 0) for i, seconds in enumerate([1, 1, 1, 3])]
+    predictor = Predictor(profile(held), pipeline(held, 2, [n * GIB // 8 for n in (4, 4, 1, 1)]))
     assert balance_times(predictor, {1, 2, 3}) == [3]  # 9/8 GiB and 1/8
     assert balance_times(predictor, {1, 2, 3}, limit=1.0 * GIB) == [2]
     assert balance_times(predictor, {1, 2, 3}, limit=0.75 * GIB) == [1]
