@@ -84,6 +84,12 @@ class Plan:
         return self.schedule if isinstance(self.schedule, Policy) else None
 
     @property
+    def tailored(self) -> bool:
+        """Whether the order was made for the costs of the stages."""
+        inner = self.schedule.schedule if isinstance(self.schedule, Recomputed) else self.schedule
+        return isinstance(inner, Tailored)
+
+    @property
     def stages(self) -> int:
         return len(self.placement)
 

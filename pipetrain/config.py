@@ -149,6 +149,7 @@ class Settings:
     label_smoothing: Annotated[float, SHARE]
     clip_grad_norm: Annotated[float | None, POSITIVE]
     clip_grad_norm_over: Annotated[str, _one_of("auto", "model", "stage")]
+    batchnorm: Annotated[str, _one_of("microbatch", "batch")]
     ema: Annotated[float | None, SHARE]  # decay
     seed: Annotated[int, _whole(0, 2**63 - 1)]
     weights: Annotated[str | None, WEIGHTS]
@@ -210,6 +211,11 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         raise ConfigError(
             "recompute=selective looks at each operation, and torch.compile joins them: choose "
             "recompute=always with compile=true, or compile=false"
+        )
+    if settings.compile and settings.batchnorm == "batch":
+        raise ConfigError(
+            "batchnorm=batch looks at each BatchNorm, which torch.compile joins with others: choose "
+            "batchnorm=microbatch with compile=true, or compile=false"
         )
     if settings.build == "stages" and settings.partition == PROFILE and settings.profile is None:
         raise ConfigError(

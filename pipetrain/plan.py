@@ -196,18 +196,21 @@ def _figures(plan: Plan, batches: int) -> str:
     formula = theory(settings.schedule, settings.ranks, batches, *size)
     if formula and not any(formula.staleness) and has_norms(plan.window.program):
         formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
+    if plan.tailored:  # the formulas are for an order that was made for equal stages
+        formula, simulation = None, played(plan)
     bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.4f}"
     rows = [
-        ["equal stages", "simulated", "at most" if plan.policy else "formula"],
+        ["these stages" if plan.tailored else "equal stages", "simulated"],
         ["bubble", f"{simulation.bubble:.4f}", bubble],
     ]
+    rows[0].append("at most" if plan.policy else "formula")
     bounds = zip(*map(plan.peaks, range(plan.stages)), strict=True)
     for name, bound in zip(("activations", "versions", "staleness"), bounds, strict=True):
         expected = bound if plan.policy else getattr(formula, name, None)
         rows.append([name, _list(getattr(simulation, name)), _list(expected) if expected else "-"])
     note = "by stage; activations in microbatches, staleness in updates\n"
     note += f"the timeline goes by the {'times' if plan.costs else 'work'} of the stages, "
-    note += "these figures as if all were equal\n"
+    note += "as do these figures and the order\n" if plan.tailored else "these figures as if all were equal\n"
     if plan.policy:
         note += "the order is decided while it runs: this is how it goes if times are even\n"
     return _aligned(rows) + note

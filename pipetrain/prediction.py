@@ -1,8 +1,7 @@
 """The plan's prediction of each stage's time, to compare with the measured run.
 
 It is based on `plan.costs` if known, otherwise on the estimated work of each stage; then only fractions of
-time are predicted. A backward is twice its forward: each operation is differentiated for both its operands. W
-is what is differentiated for weights.
+time are predicted.
 """
 
 from __future__ import annotations

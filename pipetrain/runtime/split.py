@@ -219,24 +219,35 @@ class _Operation:
         return found
 
 
-class _Recording(TorchFunctionMode):
-    def __init__(self, deferred: Deferred) -> None:
-        super().__init__()
-        self._deferred = deferred
+class Watching(TorchFunctionMode):
+    """A mode that sees the products within nn.MultiheadAttention, which torch calls as one function."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _attention(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one function."""
+        raise NotImplementedError
+
+
+class _Recording(Watching):
+    def __init__(self, deferred: Deferred) -> None:
+        super().__init__()
+        self._deferred = deferred
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in DEAR:
             if func is torch.einsum and len(args) == 2 and isinstance(args[1], list | tuple):
                 args = (args[0], *args[1])
-            result = self._deferred.put_off(func, args, kwargs or {})
+            result = self._deferred.put_off(func, args, kwargs)
             if result is not None:
                 return result
-        elif func is F.multi_head_attention_forward:
-            with self:
-                return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _PutOff(torch.autograd.Function):

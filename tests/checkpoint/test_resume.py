@@ -31,7 +31,7 @@ from tests.support.damage import forge, put
 
 pytestmark = pytest.mark.slow
 
-WINDOWS = dict.fromkeys(("pipedream", "pipedream_2bw", "zb_h2", "zbv"), "window=2")
+WINDOWS = dict.fromkeys(("pipedream", "pipedream_2bw", "v_async", "zb_auto", "zb_h2", "zbv"), "window=2")
 
 
 def checkpoints(folder: Path) -> list[Path]:
