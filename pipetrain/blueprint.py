@@ -104,8 +104,9 @@ class Plan:
 
     @property
     def pipeline(self) -> dict[str, object]:
-        """The cuts and the placement, for a checkpoint."""
-        return {"cuts": list(self.cuts), "placement": list(self.placement)}
+        """The cuts, the placement and what is recomputed, for a checkpoint."""
+        recompute = list(map(str, self.recompute))
+        return {"cuts": list(self.cuts), "placement": list(self.placement), "recompute": recompute}
 
     @property
     def edges(self) -> list[tuple[int, int]]:

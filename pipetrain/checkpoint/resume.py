@@ -16,6 +16,7 @@ from pipetrain.checkpoint.source import Source
 from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
+from pipetrain.partition.recompute import AUTO
 from pipetrain.training.folder import SUMMARY, is_of
 from pipetrain.training.run import Run
 
@@ -55,7 +56,9 @@ def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
         return cfg
     cfg = cfg.copy()
     cfg.partition = pipeline["cuts"]
-    cfg.memory_limit = None
+    if cfg.memory_limit is not None:
+        cfg.memory_limit = None
+        cfg.recompute = pipeline.get("recompute", AUTO)
     return cfg
 
 

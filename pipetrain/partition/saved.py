@@ -23,10 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.partition.products import DEAR, Watching, overloads
 
-_NOT_KEPT = {
-    F.embedding,
-    *overloads(torch.ops.aten.embedding),
-}  # by a selective recomputation: they cost nothing
+# By a selective recomputation, as they cost nothing:
+_NOT_KEPT = {F.embedding, *overloads(torch.ops.aten.embedding)}
 
 
 @dataclass(frozen=True, slots=True)
