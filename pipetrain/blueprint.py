@@ -267,7 +267,7 @@ def make_plan(
         if (chosen := [stage.mode for stage in prediction.stages]) != modes:
             modes, schedule = chosen, with_recomputation(plain, stages_by(lambda stages: chosen))
     else:
-        cuts = choose_cuts(settings.partition, layers, len(where), network.joins)
+        cuts = choose_cuts(settings.partition, layers, len(where), network.joins, where)
         if settings.partition == "flops":
             cuts = lighter_cuts(layers, cuts, example.of(full))
     refuse_cuts(network, layers, cuts)

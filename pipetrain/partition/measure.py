@@ -4,7 +4,8 @@ Each layer has a graph of its own: its input is detached, as at a cut, and its b
 output used as the gradient, which has the right shape and ordinary numbers. All layers run forward, then all
 backward in reverse order, so that the caches are in the same state as in training. Then the same with each
 backward in two halves. The times are medians over passes, of which a quick model gets more, since a small
-time is disturbed more easily. Times and bytes are measured in separate passes.
+time is disturbed more easily, without what starting a backward costs, which a stage does once for all its
+layers. Times and bytes are measured in separate passes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.weights import OptimizerFactory
 
 WARM_UP, REPEATS = 2, 7
+EMPTY = -1  # the number of a layer that computes nothing
 MOST, ENOUGH_S = 30, 0.2  # passes, and seconds after which there are no more than REPEATS
 
 
@@ -143,6 +145,19 @@ class _Bench:
                 with self._timed("step", index):
                     optimizer.step()
 
+        self._run_empty()
+
+    def _run_empty(self) -> None:
+        """Time the backward of a layer that computes nothing, in one and in two halves."""
+        leaf = torch.zeros(1, device=self._device, requires_grad=True)
+        grad = torch.ones_like(leaf)
+        for made in (leaf.view_as(leaf), leaf.view_as(leaf)):
+            with self._timed("backward", EMPTY):
+                torch.autograd.backward([made], [grad])
+        for made in (leaf.view_as(leaf), leaf.view_as(leaf)):
+            with self._timed("input", EMPTY):
+                Deferred([]).input_half([], [made], [grad])
+
     def _deferred(self, index: int) -> Deferred:
         return Deferred(self._leaves(index) if any(self._estimated[index].reached) else [])
 
@@ -211,12 +226,19 @@ class _Bench:
         self.spans.append(((part, index), start, self._clock.mark()))
 
     def median_seconds(self) -> dict[tuple[str, int], float]:
-        """Return the median seconds of each part of each layer; 0 for parts that a layer lacks."""
+        """Return the median seconds of each part of each layer; 0 for parts that a layer lacks.
+
+        Without the least that a backward of an empty layer took, and at least a tenth.
+        """
         seconds = defaultdict(list)
         spans = ((number, start, end) for number, (_, start, end) in enumerate(self.spans))
         for number, taken in self._clock.durations(spans):
             seconds[self.spans[number][0]].append(taken)
-        return defaultdict(float, {part: median(taken) for part, taken in seconds.items()})
+        found: dict[tuple[str, int], float] = defaultdict(float)
+        for (part, index), times in seconds.items():
+            empty = min(seconds[part, EMPTY]) if (part, EMPTY) in seconds else 0.0
+            found[part, index] = max(median(times) - empty, median(times) / 10)
+        return found
 
     def peak_bytes(self, x: Value) -> list[int]:
         peaks = []
