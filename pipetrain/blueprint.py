@@ -18,7 +18,6 @@ from torch import nn
 
 from pipetrain.boundary import Boundary, Example, Value, cast_floats
 from pipetrain.building import make_schedule
-from pipetrain.codec import Identity
 from pipetrain.config import Settings
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
@@ -41,10 +40,11 @@ from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, r
 from pipetrain.partition.recompute import Mode, modes_of, stages_by
 from pipetrain.partition.sizes import assumed_loss
 from pipetrain.partition.stages import Model, Pipeline, Prediction, Predictor, Traffic, costs_by_work
+from pipetrain.recomputation import held_in, may_recompute, reasons, recomputations
 from pipetrain.schedule.actions import Op, Program, Schedule, Tie, placement, splits
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.lower import Route, edges, lower
-from pipetrain.schedule.memory import Counts, Sizes, counts, fullest, most
+from pipetrain.schedule.memory import Sizes
 from pipetrain.schedule.policy import Bounds, Policy, Recomputed, with_recomputation
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
@@ -93,13 +93,20 @@ class Plan:
         return self.schedule if isinstance(self.schedule, Policy) else None
 
     @property
+    def tailored(self) -> bool:
+        """Whether the order was made for the costs of the stages."""
+        inner = self.schedule.schedule if isinstance(self.schedule, Recomputed) else self.schedule
+        return isinstance(inner, Tailored)
+
+    @property
     def stages(self) -> int:
         return len(self.placement)
 
     @property
     def pipeline(self) -> dict[str, object]:
-        """The cuts and the placement, for a checkpoint."""
-        return {"cuts": list(self.cuts), "placement": list(self.placement)}
+        """The cuts, the placement and the numbers of the modes of recomputation, for a checkpoint."""
+        recompute = [[*Mode].index(mode) for mode in self.recompute]
+        return {"cuts": list(self.cuts), "placement": list(self.placement), "recompute": recompute}
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -234,11 +241,11 @@ def make_plan(
     example = _cast("inputs", example, settings.dtype)
     network = network_of(model, example, settings.precision == "bf16")
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
-    modes = partial(modes_of, settings.recompute)
-    schedule = with_recomputation(schedule, stages_by(modes))
+    plain, schedule = schedule, with_recomputation(schedule, stages_by(partial(modes_of, settings.recompute)))
     settings = settle_clipping(settings, schedule, max(lengths))
-    windows = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}
+    windows, proven = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}, schedule
     where = placement(next(iter(windows.values())).program)
+    modes = modes_of(settings.recompute, len(where))
 
     full = settings.batch_size // m
     sizes = {full, *(size for batch in set(samples.batches) for size in pieces(batch, m))}
@@ -248,11 +255,19 @@ def make_plan(
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
         decided = isinstance(schedule, Policy)
-        pipeline = _pipeline(settings, where, windows, layers, example.of(full), decided)
-        predictor = Predictor(profile, pipeline)
+        without, again = windows, []
+        if may_recompute(settings):
+            everywhere = with_recomputation(plain, range)
+            without = {n: prove(settings, plain, n) for n in windows}
+            all_of_them = {n: prove(settings, everywhere, n) for n in windows}
+            again = recomputations(settings, without, all_of_them, decided)
+        pipeline = _pipeline(settings, where, without, layers, example.of(full), decided)
+        predictor = Predictor(profile, replace(pipeline, again=again))
         cuts, prediction = _cut_by_times(settings, network, layers, predictor)
+        if (chosen := [stage.mode for stage in prediction.stages]) != modes:
+            modes, schedule = chosen, with_recomputation(plain, stages_by(lambda stages: chosen))
     else:
-        cuts = choose_cuts(settings.partition, layers, len(where), network.joins)
+        cuts = choose_cuts(settings.partition, layers, len(where), network.joins, where)
         if settings.partition == "flops":
             cuts = lighter_cuts(layers, cuts, example.of(full))
     refuse_cuts(network, layers, cuts)
@@ -260,13 +275,12 @@ def make_plan(
     joined = seams(layers, cuts, example.of(full))
     links = Links(list(joined.routes), shared_weights(network, cuts))
     refuse_ties(settings, schedule, links)
-    costs = predictor.costs(cuts, _tied_bytes(network, links)) if predictor else None
-    made_for_unit_costs = schedule
+    costs = predictor.costs(cuts, _tied_bytes(network, links), modes) if predictor else None
     schedule = _tailored(schedule, costs or costs_by_work(layers, cuts, joined.entries), settings)
     program = lower(forward_only(where, len(samples.evaluation)), links.routes)
     links = _bounded(settings, schedule, windows, links, program)
     # What was proven above had neither ties, nor other routes, nor these costs.
-    if schedule != made_for_unit_costs or links.ties or links.routes != list(pairwise(range(len(where)))):
+    if schedule != proven or links.ties or links.routes != list(pairwise(range(len(where)))):
         windows = {n: prove(settings, schedule, n, links) for n in windows}
     simulate(program, 1, buffer_size=links.bounds, routes=links.routes)
     return Plan(
@@ -284,7 +298,7 @@ def make_plan(
         boundaries=_boundaries(example, trained, cuts),
         evaluated=_boundaries(example, evaluated, cuts),
         schedule=schedule,
-        recompute=_effective(modes(len(where)), windows),
+        recompute=_effective(modes, windows),
         costs=costs,
         prediction=prediction,
     )
@@ -406,26 +420,12 @@ def _pipeline(
     inputs: Boundary,
     decided: bool,
 ) -> Pipeline:
-    held = [
-        most([one for window in windows.values() for one in _counts(settings, window, stage, decided)])
-        for stage in range(len(where))
-    ]
+    held = [held_in(settings, windows.values(), stage, decided) for stage in range(len(where))]
     loss = assumed_loss(layers[-1].output, settings.dtype)
     model = Model(layers, inputs, loss, settings.ema is not None)
     values = _traffic(settings, layers, inputs)
     split = any(splits(window.program) for window in windows.values())
     return Pipeline(settings.microbatches, settings.buffer_size, where, held, values, model, split)
-
-
-def _counts(settings: Settings, window: Window, stage: int, decided: bool) -> list[Counts]:
-    """Return what a stage holds in a window; where a policy decides its order, the most that it may."""
-    bounds = dict.fromkeys(edges(window.program), settings.buffer_size)
-    if decided:
-        return [fullest(stage, window.bounds[stage].activations, window.bounds[stage].versions, bounds)]
-    coded = not isinstance(settings.codecs.forward, Identity)
-    copied = [edge for edge in bounds if edge[0] < edge[1]] if coded else []
-    (actions,) = (row for row in window.program if any(action.stage == stage for action in row))
-    return [held[stage] for _, held in counts(actions, bounds, copied=copied)]
 
 
 def _traffic(settings: Settings, layers: Sequence[Layer], inputs: Boundary) -> list[Traffic]:
@@ -455,7 +455,10 @@ def _cut_by_times(
     """Return the cuts by measured times, and a comparison with the other strategies."""
     refuse_other_layers(predictor.profile, layers)
     limit = None if settings.memory_limit is None else settings.memory_limit * GIB
-    cuts = balance_times(predictor, cuts_that_may_be(network, layers), limit)
+    way_out = "recompute=auto, " if settings.recompute == Mode.NEVER else ""
+    cuts = balance_times(predictor, cuts_that_may_be(network, layers), limit, way_out)
     choices = {PROFILE: cuts} | {name: choose_cuts(name, layers, predictor.stages) for name in STRATEGIES}
-    slowest = {name: (other, predictor.slowest_s(other)) for name, other in choices.items()}
-    return cuts, Prediction(predictor.profile, predictor.stage_times(cuts), slowest)
+    slowest = {name: (other, predictor.slowest_s(other, limit)) for name, other in choices.items()}
+    stages = predictor.stage_times(cuts, predictor.modes_of(cuts, limit))
+    why = reasons(settings, predictor, cuts, stages)
+    return cuts, Prediction(predictor.profile, stages, slowest, why)

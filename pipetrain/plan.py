@@ -27,6 +27,7 @@ from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError
 from pipetrain.partition.network import network_of
 from pipetrain.partition.profile import PROFILE
+from pipetrain.partition.recompute import Mode
 from pipetrain.partition.sizes import known_state, optimizer_state
 from pipetrain.partition.stages import Prediction
 from pipetrain.prediction import memory, played, sized
@@ -141,6 +142,8 @@ def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) 
     held = memory(plan, run) if plan.sizes else []
     picture = as_text(run, width, _unit_of_time(plan), span, held)
     split = splits(plan.window.program)
+    for line in plan.prediction.reasons if plan.prediction else ():
+        head += f"{line}\n"
     predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches, split)]
     sizes = [_memory(plan, peaks(held))] if held else []
     return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, batches)))
@@ -161,7 +164,10 @@ def _partition(plan: Plan) -> str:
     rows[0] += ["on the wire", "and back"] if coded else []
     split = splits(plan.window.program)
     backward = ["I ms", "W ms"] if split else ["B ms"]
-    rows[0] += ["F ms", *backward, "messages ms", "STEP ms", "batch ms", "MiB"] if plan.prediction else []
+    recomputes = any(mode is not Mode.NEVER for mode in plan.recompute)
+    rows[0] += ["recompute"] if recomputes else []
+    times = ["F ms", *["R ms"] * recomputes, *backward, "messages ms", "STEP ms", "batch ms"]
+    rows[0] += [*times, "MiB"] if plan.prediction else []
     for stage, rank in enumerate(plan.placement):
         held, slice_ = plan.layers[plan.slice(stage)], plan.slice(stage)
         entry = plan.boundaries[size][stage]
@@ -171,9 +177,12 @@ def _partition(plan: Plan) -> str:
         row.append(f"{entry.nbytes:,}")
         if coded:
             row += [f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size)]
+        row += [plan.recompute[stage].value] if recomputes else []
         if plan.prediction is not None:
             taken = plan.prediction.stages[stage]
             seconds = [taken.input_s, taken.weight_s] if split else [taken.backward_s]
+            if recomputes:
+                seconds = [0.0 if plan.recompute[stage] is Mode.NEVER else taken.again_s, *seconds]
             seconds = [taken.forward_s, *seconds, taken.messages_s, taken.step_s, taken.batch_s]
             row += [*(f"{1e3 * s:.2f}" for s in seconds), f"{taken.held_bytes / 2**20:.1f}"]
         rows.append(row)
@@ -227,18 +236,21 @@ def _figures(plan: Plan, batches: int) -> str:
     formula = theory(settings.schedule, settings.ranks, batches, *size)
     if formula and not any(formula.staleness) and has_norms(plan.window.program):
         formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
+    if plan.tailored:  # the formulas are for an order that was made for equal stages
+        formula, simulation = None, played(plan)
     bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.4f}"
     rows = [
-        ["equal stages", "simulated", "at most" if plan.policy else "formula"],
+        ["these stages" if plan.tailored else "equal stages", "simulated"],
         ["bubble", f"{simulation.bubble:.4f}", bubble],
     ]
+    rows[0].append("at most" if plan.policy else "formula")
     bounds = zip(*map(plan.peaks, range(plan.stages)), strict=True)
     for name, bound in zip(("activations", "versions", "staleness"), bounds, strict=True):
         expected = bound if plan.policy else getattr(formula, name, None)
         rows.append([name, _list(getattr(simulation, name)), _list(expected) if expected else "-"])
     note = "by stage; activations in microbatches, staleness in updates\n"
     note += f"the timeline goes by the {'times' if plan.costs else 'work'} of the stages, "
-    note += "these figures as if all were equal\n"
+    note += "as do these figures and the order\n" if plan.tailored else "these figures as if all were equal\n"
     if plan.policy:
         note += "the order is decided while it runs: this is how it goes if times are even\n"
     return _aligned(rows) + note

@@ -1,9 +1,7 @@
 """The plan's prediction of each stage's time and memory, to compare with the measured run.
 
 Times are based on `plan.costs` if known, otherwise on the estimated work of each stage; then only fractions
-of time are predicted. A backward is twice its forward: each operation is differentiated for both its
-operands. W is what is differentiated for weights. Memory follows from the order of the actions, and from what
-the estimated layers save.
+of time are predicted. Memory follows from the order of the actions, and from what the estimated layers save.
 """
 
 from __future__ import annotations

@@ -11,11 +11,20 @@ from itertools import combinations, pairwise
 
 from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
-from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, Tie, placement, splits
+from pipetrain.schedule.actions import (
+    Op,
+    Program,
+    Schedule,
+    ScheduleError,
+    Tie,
+    has_norms,
+    placement,
+    splits,
+)
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import Edge, Route, lower
 from pipetrain.schedule.policy import Bounds, Policy, compute_program
-from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined, with_norms, with_ties
 
@@ -102,12 +111,30 @@ def prove(settings: Settings, schedule: Schedule, batches: int, links: Links | N
         )
     placement(program)  # one rank a stage: the engine has no replicas yet
     check(program, batches, settings.microbatches, routes, _norms(settings), ties)
-    run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
+    try:
+        run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
+    except Deadlock as blocked:
+        if not has_norms(program) and not ties:
+            raise
+        raise _refused_waits(settings, has_norms(program)) from blocked
     bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
     if isinstance(schedule, Policy):
         stages = len(program)
         bounds = [schedule.bounds(stage, stages, batches, settings.microbatches) for stage in range(stages)]
     return Window(program, run, bounds)
+
+
+def _refused_waits(settings: Settings, norms: bool) -> ConfigError:
+    """Return the error for updates that would wait for each other for good."""
+    waits, way = (
+        ("the norm of the model", "set clip_grad_norm_over=stage")
+        if norms
+        else ("weights that stages share", "keep the layers that share a weight in one stage by partition=")
+    )
+    return ConfigError(
+        f"schedule {settings.schedule} steps a stage while others still have work of that batch, so that its "
+        f"updates cannot wait for {waits}: {way}, or choose another schedule"
+    )
 
 
 def _norms(settings: Settings) -> bool:

@@ -48,6 +48,17 @@ def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known(
     assert first.bubble < second.bubble
 
 
+def test_without_costs_w_is_the_work_on_weights_and_all_of_it_at_the_first_stage():
+    plan = planned("zb_h1", "partition=[3]", "model=mlp")
+    costs = costs_by_work(plan.layers, plan.cuts, plan.seams.entries).seconds
+    held = plan.layers[plan.slice(1)]
+    share = sum(layer.weight_flops for layer in held) / sum(layer.flops for layer in held)
+    assert 0.9 < share < 1  # what is not products with weights is differentiated in I alone
+    assert costs[1, Op.W] == pytest.approx(share * costs[1, Op.F])
+    assert costs[1, Op.I] + costs[1, Op.W] == costs[1, Op.B] == 2 * costs[1, Op.R]
+    assert (costs[0, Op.I], costs[0, Op.W]) == (0, costs[0, Op.B])
+
+
 def test_with_costs_seconds_are_known_too():
     costs = {(0, Op.F): 1.0, (0, Op.B): 2.0, (1, Op.F): 1.0, (1, Op.B): 2.0, (0, Op.STEP): 0.5}
     first, second = predicted(replace(planned("gpipe"), costs=Costs(costs)))

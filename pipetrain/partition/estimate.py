@@ -185,7 +185,7 @@ class _Trial:
             versions = [t._version for t in inputs]
             known = [*others.values(), *inputs]
             storages, registered = [storage_of(t) for t in known], _registered(module)
-            trained = [t for t in others.values() if t.requires_grad]
+            trained = [t for t in others.values() if t.requires_grad and t.dim() > 1]  # a bias is added
             with (
                 self._numerics.context("cpu"),
                 _Spy(self._names, known, trained) as spy,

@@ -32,6 +32,8 @@ class LayerTime:
     name: str
     forward_s: float
     recorded_s: float  # a forward whose backward is split
+    kept_s: float  # a forward that keeps dear results, and
+    again_s: float  # the one that takes them, see runtime/recompute.py
     backward_s: float  # for the gradients of inputs and parameters
     input_s: (
         float  # the half for the inputs, and what of the parameters is not put off; 0 without such inputs
@@ -118,6 +120,8 @@ def average(ranks: Sequence[Sequence[LayerTime]]) -> list[LayerTime]:
             layers[0],
             forward_s=median(layer.forward_s for layer in layers),
             recorded_s=median(layer.recorded_s for layer in layers),
+            kept_s=median(layer.kept_s for layer in layers),
+            again_s=median(layer.again_s for layer in layers),
             backward_s=median(layer.backward_s for layer in layers),
             input_s=median(layer.input_s for layer in layers),
             weight_s=median(layer.weight_s for layer in layers),

@@ -3,80 +3,28 @@
 Tensors that share memory share a storage, which is held once however many operations save it, and however
 many layers hand it on. So a layer's storages are numbered here, and a stage joins those of its layers.
 
-A split backward (see runtime/split.py) puts off the weight gradients of `DEAR` operations, matrix products,
-convolutions and embeddings: what these save, and the gradients of their outputs, are held from I until W. A
-selective recomputation (see runtime/recompute.py) keeps their results.
+A split backward (see runtime/split.py) puts off the weight gradients of `DEAR` operations: what these save,
+and the gradients of their outputs, are held from I until W. A selective recomputation (see
+runtime/recompute.py) keeps their results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-_ATEN = torch.ops.aten
+from pipetrain.partition.products import DEAR, Watching, overloads
 
-
-def _overloads(*packets: Any) -> Iterator[Any]:
-    """Yield ATen operations and their overloads, as a traced model calls them."""
-    for packet in packets:
-        yield packet
-        yield from (getattr(packet, name) for name in packet.overloads() if not name.endswith("out"))
-
-
-# Operations whose weight gradient is dear. These compute in the lower precision under autocast.
-LOWERED = {
-    F.linear,
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    torch.addmm,
-    torch.baddbmm,
-    torch.linalg.matmul,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    Tensor.mm,
-    Tensor.bmm,
-    Tensor.addmm,
-    Tensor.baddbmm,
-    F.conv1d,
-    F.conv2d,
-    F.conv3d,
-    F.conv_transpose1d,
-    F.conv_transpose2d,
-    F.conv_transpose3d,
-    *_overloads(_ATEN.linear, _ATEN.matmul, _ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm),
-    *_overloads(_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d, _ATEN.convolution),
-    *_overloads(_ATEN.conv_transpose1d, _ATEN.conv_transpose2d, _ATEN.conv_transpose3d),
-}
-DEAR = {
-    *LOWERED,
-    F.bilinear,
-    F.embedding,
-    torch.einsum,
-    torch.tensordot,
-    torch.inner,
-    *_overloads(_ATEN.bilinear, _ATEN.embedding),
-}
-
-# Attention within which operations are seen: it only asks whether it is to be replaced as a whole.
-attention = FunctionType(
-    F.multi_head_attention_forward.__code__,
-    {**vars(F), "has_torch_function": lambda tensors: False},
-    argdefs=F.multi_head_attention_forward.__defaults__,
-)
-
-
-_NOT_KEPT = {F.embedding, *_overloads(_ATEN.embedding)}  # by a selective recomputation: they cost nothing
+# By a selective recomputation, as they cost nothing:
+_NOT_KEPT = {F.embedding, *overloads(torch.ops.aten.embedding)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +133,10 @@ class Saving:
         return tensor.detach()  # a node that saves its own output would keep itself alive
 
 
-class _Watch(TorchFunctionMode):
+class _Watch(Watching):
     def __init__(self, saving: Saving) -> None:
         super().__init__()
         self._saving = saving
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in DEAR:
-            return self._saving.run(func, args, kwargs or {})
-        if func is F.multi_head_attention_forward:
-            with self:
-                return attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self._saving.run(func, args, kwargs) if func in DEAR else func(*args, **kwargs)

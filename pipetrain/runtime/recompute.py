@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from pipetrain.boundary import differentiable
 from pipetrain.draws import Beginning
-from pipetrain.partition.saved import DEAR
+from pipetrain.partition.products import DEAR, Watching
 from pipetrain.runtime.finite import numbers_of
 from pipetrain.runtime.weights import Buffers
 
@@ -120,20 +119,18 @@ class _Kept:
         return result if result is not None and result._version == version else None
 
 
-class _Dear(TorchFunctionMode):
+class _Dear(Watching):
     """Runs operations with a weight under another mode, which sees what they consist of."""
 
     def __init__(self, inner: TorchDispatchMode) -> None:
         super().__init__()
         self._inner = inner
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in DEAR and any(isinstance(t, nn.Parameter) for t in tree_leaves((args, kwargs))):
             with self._inner:
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]

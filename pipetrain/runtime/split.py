@@ -19,13 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from pipetrain.partition.saved import DEAR, LOWERED, attention
+from pipetrain.partition.products import DEAR, LOWERED, Watching
 
 _CAST = {torch.float32, torch.float16, torch.bfloat16}  # by autocast
 
@@ -87,7 +86,7 @@ class Deferred:
             else:
                 _accumulate(leaf, grad)
         if edges:
-            torch.autograd.backward(edges, grads, inputs=list(wanted.values()))
+            _run(edges, grads, list(wanted.values()), keep=False, accumulate=True)
 
     @property
     def held(self) -> list[Tensor]:
@@ -167,33 +166,22 @@ class _Operation:
 
     def differentiate(self, tensors: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
         """Return the gradients of some inputs and weights; those of others may be asked for later."""
-        if not tensors:
-            return ()
-        # torch.autograd.grad, without what it does for other arguments, which takes 6 us.
-        found: Sequence[Tensor] = _engine_run_backward(
-            (self.edge,), (grad,), True, False, tuple(tensors), allow_unreachable=False, accumulate_grad=False
-        )
-        return found
+        return _run([self.edge], [grad], tensors, keep=True, accumulate=False) if tensors else ()
 
 
-class _Recording(TorchFunctionMode):
+class _Recording(Watching):
     def __init__(self, deferred: Deferred) -> None:
         super().__init__()
         self._deferred = deferred
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in DEAR:
             if func is torch.einsum and len(args) == 2 and isinstance(args[1], list | tuple):
                 args = (args[0], *args[1])
-            result = self._deferred.put_off(func, args, kwargs or {})
+            result = self._deferred.put_off(func, args, kwargs)
             if result is not None:
                 return result
-        elif func is F.multi_head_attention_forward:
-            with self:
-                return attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _PutOff(torch.autograd.Function):
@@ -220,6 +208,20 @@ class _PutOff(torch.autograd.Function):
         operation.grad = grad
         operation.deferred.keep(operation)
         return None, *operation.differentiate(operation.inputs, grad), *nothing
+
+
+def _run(
+    edges: Sequence[GradientEdge],
+    grads: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    keep: bool,
+    accumulate: bool,
+) -> Sequence[Tensor]:
+    """Run torch.autograd.grad or backward, without the checks of their arguments, which take 6 to 9 us."""
+    found: Sequence[Tensor] = _engine_run_backward(
+        tuple(edges), tuple(grads), keep, False, tuple(inputs), accumulate, accumulate_grad=accumulate
+    )
+    return found
 
 
 def _cast(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -43,6 +44,7 @@ from pipetrain.runtime.finite import (
 )
 from pipetrain.runtime.recompute import Again
 from pipetrain.runtime.split import Deferred
+from pipetrain.runtime.statistics import BatchStatistics
 from pipetrain.runtime.tied import packed, unpack
 from pipetrain.runtime.weights import Buffers, OptimizerFactory, Weights
 from pipetrain.schedule.actions import Tie
@@ -130,6 +132,7 @@ class Stage:
     need a gradient; by default every one but the data that can have a gradient does.
     `copy_input`: a layer modifies what enters; `copy_output`: a layer keeps what leaves. `compile`: use
     torch.compile. `selective`: a forward that is to be run again keeps dear results, see recompute.py.
+    `batch_statistics`: those of a BatchNorm that run are of batches, see statistics.py.
     `skip_not_finite`: a non-finite gradient skips the update, with its changes of the buffers, instead of
     stopping the training. `ema`: evaluate a moving average of the weights, see Weights.
     `clip_grad_norm`: the most that the norm of a batch's gradient may be, otherwise it is scaled to it.
@@ -153,6 +156,7 @@ class Stage:
         numerics: Numerics | None = None,
         compile: bool = False,
         selective: bool = False,
+        batch_statistics: bool = False,
         skip_not_finite: bool = False,
         ema: float | None = None,
         clip_grad_norm: float | None = None,
@@ -177,6 +181,7 @@ class Stage:
         self._norms: list[Tensor] = []  # by which the updates of the window were clipped
         self._reduced: list[int] = []  # the microbatches of the gradient that is to be stepped
         self._selective = selective
+        self._statistics = BatchStatistics(module) if batch_statistics else None
         self._proves = True  # whether the next recomputation is held against its forward
         self._skips = skip_not_finite
         self._skip = False
@@ -230,7 +235,8 @@ class Stage:
         saved = self._saved[mb] = _Saved(x, version, saving, target)
         if saving.recomputed:
             saved.again = Again(self.weights.buffers(), self._selective)
-        with self.weights.installed(version):
+        noting = self._statistics.noting(mb) if self._statistics else nullcontext()
+        with self.weights.installed(version), noting:
             outputs = self._recorded(saved) if saved.again is None else self._first(saved, saved.again)
         forward = partial(self._forward_origin, x, version)
         if self._task is not None:
@@ -319,7 +325,7 @@ class Stage:
         self._differentiate(saved, grads, partial(saved.deferred.input_half, self.weights.leaves(version)))
         back = self._input_gradients(mb, saved)
         self._check_gradient(mb, saved, grads, back)
-        saved.inputs = saved.outputs = ()
+        saved.inputs, saved.outputs, saved.target = (), (), None
         return back
 
     def backward_weight(self, mb: int, version: int) -> None:
@@ -340,9 +346,9 @@ class Stage:
             self._losses.append(torch.stack(self._batch_losses).sum())
             self._batch_losses = []
         numbers = witness([numbers_of(gradient) for gradient in gradients.values()]) if gradients else None
+        self._reduced = mbs
         if self._skips:
             self._skip = numbers is not None and not bool(numbers.isfinite().all())
-            self._reduced = mbs
         elif numbers is not None:
             self._watch.add(partial(blame_weights, list(gradients), mbs), self.weights.updates, numbers)
 
@@ -388,6 +394,10 @@ class Stage:
         if self._skips:
             self._forget_buffers(self._reduced)
         self.weights.step(keep, self._skip)
+        if self._statistics:
+            self._statistics.commit(self._reduced, self._skip, self._skips)
+            for before in self._before.values():
+                self._statistics.follow(before)
         self.skipped += self._skip
         self._skip = False
 

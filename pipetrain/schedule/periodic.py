@@ -6,6 +6,8 @@ full, whatever the times are: this is modulo scheduling (Rau, "Iterative Modulo 
 remains to be chosen are the waits between the works of a microbatch: they cost activations, staleness, and
 time to fill. V-Min and V-Half (Qi et al. 2024, arXiv 2405.15362) are such orders for F = I = W; a beam search
 makes one for any times. The backward of stage 0, for which nobody waits, is whole.
+
+Times are whole numbers of ticks here, 720,720 a period, so that what fits is exact.
 """
 
 from __future__ import annotations
@@ -20,22 +22,22 @@ from pipetrain.schedule.greedy import Times
 from pipetrain.schedule.programs.order import Work
 
 Node = tuple[Op, int]  # (F, I or W, stage)
-Taken = tuple[tuple[float, float], ...]  # of a rank: (start, length) of its works in the period, ascending
+Taken = tuple[tuple[int, int], ...]  # of a rank: (start, length) of its works in the period, ascending
 
 _BEAM, _BRANCHES = 24, 3
-_NEAR = 1e-7  # of a period: what is nearer is at the same time
+_TICKS = 720_720  # a period, but for rounding; divided by all numbers to 16
 
 
 @dataclass(frozen=True)
 class Offsets:
-    """When the works of microbatch 0 begin, in periods; those of microbatch k follow k periods later."""
+    """When the works of microbatch 0 begin; those of microbatch k follow k periods later."""
 
-    start: dict[Node, float]
+    period: int
+    start: dict[Node, int]
 
     def ahead(self, stage: int) -> int:
         """Return how many forwards of later microbatches a stage does before the W of one."""
-        periods = self.start[Op.W, stage] - self.start[Op.F, stage]
-        return -int(-(periods - _NEAR) // 1) - 1
+        return (self.start[Op.W, stage] - self.start[Op.F, stage]) // self.period
 
     def orders(self, where: Sequence[int], microbatches: int) -> list[list[Work]]:
         """Return the works of each rank in order, for so many microbatches.
@@ -49,7 +51,7 @@ class Offsets:
                 (at, kinds.index(op), stage) for (op, stage), at in self.start.items() if where[stage] == rank
             ]
             works = sorted(
-                (round((at + mb) / _NEAR), kind, stage, mb)
+                (at + mb * self.period, kind, stage, mb)
                 for at, kind, stage in mine
                 for mb in range(microbatches)
             )
@@ -61,10 +63,10 @@ class Offsets:
 class _Partial:
     """The first works of microbatch 0, placed; `cost`: how long stages hold it while it waits, summed up."""
 
-    cost: float
-    starts: tuple[float, ...]
+    cost: int
+    starts: tuple[int, ...]
     taken: tuple[Taken, ...]  # by rank
-    ready: float  # when the next work may begin
+    ready: int  # when the next work may begin
 
 
 def offsets(where: Sequence[int], times: Times, hop: float = 0.0) -> Offsets:
@@ -73,114 +75,121 @@ def offsets(where: Sequence[int], times: Times, hop: float = 0.0) -> Offsets:
     From the start of a work to that of the next one of its microbatch on another rank it takes `hop` periods
     or more: this leaves room for messages that come late.
     """
-    period = max(times.busy(where)) or 1.0
+    tick = (max(times.busy(where)) or 1.0) / _TICKS
     stages = range(len(where))
     path = [(Op.F, stage) for stage in stages] + [(Op.I, stage) for stage in reversed(stages[1:])]
     path.append((Op.W, 0))
     lengths = {
-        (op, stage): time / period
+        (op, stage): round(time / tick)
         for op, of in ((Op.F, times.f), (Op.I, times.i), (Op.W, times.w))
         for stage, time in enumerate(of)
         if (op, stage) != (Op.I, 0)
     }
-    travels = [time / period for time in (*times.ahead[:-1], 0.0, *times.back[:0:-1], 0.0)]
+    travels = [round(time / tick) for time in (*times.ahead[:-1], 0.0, *times.back[:0:-1], 0.0)]
     left = [[length for (_, stage), length in lengths.items() if where[stage] == rank] for rank in set(where)]
-    beam = [_Partial(0.0, (), ((),) * len(left), 0.0)]
+    period = max(1, *map(sum, left))
+    beam = [_Partial(0, (), ((),) * len(left), 0)]
     for index, ((op, stage), travel) in enumerate(zip(path, travels, strict=True)):
         rank, length = where[stage], lengths[op, stage]
         left[rank].remove(length)
         rest = tuple(sorted(left[rank]))
         behind = path[min(index + 1, len(path) - 1)][1]
-        least = max(length + travel, hop if where[behind] != rank else 0.0)
+        least = max(length + travel, round(hop * period) if where[behind] != rank else 0)
         holding = stage if op is Op.F else stage + 1  # the stages that hold the microbatch while it waits
         grown = [
             _Partial(
                 state.cost + (at - state.ready) * holding,
                 (*state.starts, at),
-                (*state.taken[:rank], _with(state.taken[rank], at, length), *state.taken[rank + 1 :]),
+                (
+                    *state.taken[:rank],
+                    _with(state.taken[rank], at % period, length),
+                    *state.taken[rank + 1 :],
+                ),
                 at + least,
             )
             for state in beam
-            for at in _places(state.taken[rank], state.ready, length, rest)
+            for at in _places(state.taken[rank], state.ready, length, rest, period)
         ]
         beam = sorted(grown, key=lambda state: state.cost)[:_BEAM]
     found = [
-        _with_weights(dict(zip(path, state.starts, strict=True)), state.taken, where, lengths)
+        _with_weights(dict(zip(path, state.starts, strict=True)), state.taken, where, lengths, period)
         for state in beam
     ]
-    return Offsets(min(found, key=lambda start: _held(start, where)))
+    return Offsets(period, min(found, key=lambda start: _held(start, where)))
 
 
-def _held(start: dict[Node, float], where: Sequence[int]) -> float:
-    """Return for how many periods all stages hold a microbatch, and a little of how long it takes to pass."""
+def _held(start: dict[Node, int], where: Sequence[int]) -> float:
+    """Return for how long all stages hold a microbatch, and a little of how long it takes to pass."""
     held = sum(start[Op.W, stage] - start[Op.F, stage] for stage in range(len(where)))
     return held + 0.01 * max(start.values())
 
 
 def _with_weights(
-    start: dict[Node, float], taken: Sequence[Taken], where: Sequence[int], lengths: dict[Node, float]
-) -> dict[Node, float]:
+    start: dict[Node, int],
+    taken: Sequence[Taken],
+    where: Sequence[int],
+    lengths: dict[Node, int],
+    period: int,
+) -> dict[Node, int]:
     """Add each W in the first gap after its I, in the better of both orders on a rank."""
     start = {**start, (Op.I, 0): start[Op.W, 0]}
     for rank, busy in enumerate(taken):
         mine = [stage for stage in reversed(range(len(where))) if where[stage] == rank and stage]
-        options: list[tuple[float, dict[Node, float]]] = []
+        options: list[tuple[int, dict[Node, int]]] = []
         for order in (mine, mine[::-1]):
-            placed: dict[Node, float] = {}
+            placed: dict[Node, int] = {}
             held = busy
             for index, stage in enumerate(order):
                 rest = tuple(sorted(lengths[Op.W, other] for other in order[index + 1 :]))
                 length = lengths[Op.W, stage]
                 ready = start[Op.I, stage] + lengths[Op.I, stage]
-                placed[Op.W, stage] = at = next(_places(held, ready, length, rest))
-                held = _with(held, at, length)
+                placed[Op.W, stage] = at = next(_places(held, ready, length, rest, period))
+                held = _with(held, at % period, length)
             options.append((sum(placed.values()), placed))
         start |= min(options, key=lambda option: option[0])[1]
     return start
 
 
-def _with(taken: Taken, at: float, length: float) -> Taken:
-    return tuple(sorted((*taken, (_phase(at), length))))
+def _with(taken: Taken, phase: int, length: int) -> Taken:
+    """Return what is taken with one work more; one of no length takes nothing."""
+    return tuple(sorted((*taken, (phase, length)))) if length else taken
 
 
-def _phase(at: float) -> float:
-    phase = at % 1.0
-    return 0.0 if phase > 1.0 - _NEAR else phase
-
-
-def _places(taken: Taken, ready: float, length: float, left: tuple[float, ...]) -> Iterator[float]:
+def _places(taken: Taken, ready: int, length: int, left: tuple[int, ...], period: int) -> Iterator[int]:
     """Yield the earliest times from `ready` on at which a work fits between those that are `taken`.
 
     What is `left` for the rank must find room as well. So the work begins when it is ready, or else leaves a
     gap of the length of some of these beside it.
     """
+    if not length or not taken:
+        yield ready
+        return
     sums = {sum(some) for count in range(len(left) + 1) for some in combinations(left, count)}
     edges = {start + long + gap for start, long in taken for gap in sums}
     edges |= {start - length - gap for start, _ in taken for gap in sums}
-    found, before = 0, -1.0
-    for wait in sorted({0.0, *(_phase(edge - ready) for edge in edges)}):
-        if wait - before > _NEAR and _fits(_with(taken, ready + wait, length), left):
+    found = 0
+    for wait in sorted({0, *((edge - ready) % period for edge in edges)}):
+        if _fits(_with(taken, (ready + wait) % period, length), left, period):
             yield ready + wait
             found += 1
             if found == _BRANCHES:
                 return
-        before = wait
 
 
-def _fits(taken: Taken, left: tuple[float, ...]) -> bool:
+def _fits(taken: Taken, left: tuple[int, ...], period: int) -> bool:
     """Return whether no two works overlap, and those left have room in the gaps."""
-    following = [*(start for start, _ in taken[1:]), taken[0][0] + 1.0]
+    following = [*(start for start, _ in taken[1:]), taken[0][0] + period]
     gaps = [end - start - length for (start, length), end in zip(taken, following, strict=True)]
-    return min(gaps) > -_NEAR and _packs(tuple(gap for gap in gaps if gap > _NEAR), left)
+    return min(gaps) >= 0 and _packs(tuple(gap for gap in gaps if gap), left)
 
 
 @lru_cache(maxsize=4096)
-def _packs(gaps: tuple[float, ...], left: tuple[float, ...]) -> bool:
+def _packs(gaps: tuple[int, ...], left: tuple[int, ...]) -> bool:
     """Return whether works of these lengths, ascending, fit into the gaps together."""
-    if not left or left[-1] < _NEAR:
+    if not left or not left[-1]:
         return True
     *rest, longest = left
     return any(
-        gap > longest - _NEAR and _packs((*gaps[:index], gap - longest, *gaps[index + 1 :]), tuple(rest))
+        gap >= longest and _packs((*gaps[:index], gap - longest, *gaps[index + 1 :]), tuple(rest))
         for index, gap in enumerate(gaps)
     )

@@ -65,6 +65,7 @@ def make_stages(
             numerics=plan.numerics,
             compile=settings.compile,
             selective=plan.recompute[index] is Mode.SELECTIVE,
+            batch_statistics=settings.batchnorm == "batch",
             skip_not_finite=settings.on_nan == "skip",
             ema=settings.ema,
             clip_grad_norm=settings.clip_grad_norm,

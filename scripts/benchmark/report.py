@@ -19,10 +19,12 @@ DIGITS = 3
 
 MEANING = """\
 `median`: of the rounds; a batch's time where it is ms. A column of ratios says how many times as fast as
-something else: the median of the ratios within each round. `of bound`: sleep, the schedule's time on paper;
-jitter, the stage that sleeps longest; vgg16, resnet18 and gpt, the no-communication ideal (each stage alone
-on local tensors, at the same time, with the same microbatches and layout); one process, a plain PyTorch loop.
-Once full: between the last stage's updates, without the filling and the draining of the window. Wire: an
+something else: the median of the ratios within each round. `of bound`: sleep, zero bubble and timelines, the
+schedule's time on paper; jitter, the stage that sleeps longest; vgg16, resnet18 and gpt, the no-communication
+ideal (each stage alone on local tensors, at the same time, with the same microbatches and layout); one
+process, a plain PyTorch loop. Once full: between the last stage's updates, without the filling and the
+draining of the window. Zero bubble: `x 1f1b` is ours, `x torch's` its schedule of the same order. Split: F, I
+and W beside F and B of the same layers, in time and floating-point operations; MiB that are held. Wire: an
 epoch of CIFAR-10 (782 batches) at the time of the batches that were measured; MiB on the wire and
 milliseconds of codecs are of a batch, on all ranks. Routes: MiB that all ranks send a batch.
 Factory: the most that a rank has held beyond what it holds when everything is imported."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.errors import ConfigError
-from pipetrain.partition.balance import GIB, STRATEGIES, balance, balance_times, choose_cuts
+from pipetrain.partition.balance import GIB, STRATEGIES, balance, balance_ranks, balance_times, choose_cuts
 from pipetrain.partition.estimate import Layer
 from pipetrain.partition.profile import LayerTime
 from pipetrain.partition.stages import Pipeline, Predictor, Traffic
@@ -105,6 +105,46 @@ def sorted_positive(cuts: list[int]) -> list[int] | None:
     """The stage sizes that these cuts make, or None where they make none."""
     sizes = [b - a for a, b in pairwise([0, *cuts, 4])]
     return sizes if min(sizes) > 0 else None
+
+
+# Several stages a rank
+
+
+def size(weights: list[float], cuts: Sequence[int], where: Sequence[int]) -> float:
+    """The largest rank and the largest stage together."""
+    held = dict.fromkeys(where, 0.0)
+    sums = loads(weights, list(cuts))
+    for rank, weight in zip(where, sums, strict=True):
+        held[rank] += weight
+    return max(held.values()) + max(sums)
+
+
+def test_the_two_stages_of_a_rank_of_a_v_add_up() -> None:
+    """Nearly equal stages would leave rank 0 with 9 of 16."""
+    weights = [3.0, 1.0, 4.0, 1.0, 2.0, 5.0]
+    assert loads(weights, balance(weights, 4)) == [4, 4, 3, 5]
+    assert loads(weights, balance_ranks(weights, [0, 1, 1, 0])) == [3, 5, 3, 5]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data(), st.integers(2, 3), st.booleans())
+def test_ranks_of_several_stages_are_nearly_as_even_as_any_cuts_make_them(
+    data: st.DataObject, ranks: int, v: bool
+) -> None:
+    weights = data.draw(st.lists(st.floats(0, 5), min_size=2 * ranks, max_size=10))
+    where = [*range(ranks), *(reversed(range(ranks)) if v else range(ranks))]
+    cuts = balance_ranks(weights, where)
+    found = size(weights, cuts, where)
+    every = combinations(range(1, len(weights)), len(where) - 1)
+    least = min(size(weights, other, where) for other in every)
+    assert found <= size(weights, balance(weights, len(where)), where) + 1e-12
+    assert found <= 1.15 * least + 1e-12
+
+
+def test_a_stage_a_rank_and_one_rank_are_cut_into_even_stages() -> None:
+    weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+    assert balance_ranks(weights, [0, 1, 2, 3]) == balance(weights, 4)
+    assert balance_ranks(weights, [0, 0, 0, 0]) == balance(weights, 4)
 
 
 # By times

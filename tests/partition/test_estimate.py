@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.errors import ConfigError
+from pipetrain.numerics import Numerics
 from pipetrain.partition import estimate as module
 from pipetrain.partition.estimate import estimate
 from tests.support import models
@@ -72,6 +73,25 @@ def test_tuples_are_boundaries_of_their_own_kind():
     )
     assert join.output == spec(2, 3, 8, 8)
     assert fork.flops == 2 * 3 * (2 * 4 * 64) + 2 * 4 * 64 + 2 * 3 * 64  # both its tensors are counted
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_work_on_trained_weights_is_counted_by_itself(autocast):
+    class Gram(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(2) @ x.flatten(2).mT
+
+    numerics = Numerics(autocast=autocast)
+    conv, norm, gram, linear = estimate(
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Gram(), nn.Linear(4, 4)), IMAGES, numerics
+    )
+    assert conv.weight_flops == 2 * 3 * (2 * 4 * 64)
+    assert (norm.weight_flops, gram.weight_flops) == (0, 0)
+    assert gram.flops == 2 * 64 * (2 * 4 * 4) + 2 * 4 * 4
+    assert linear.weight_flops == 2 * 4 * (2 * 4 * 4)
+    frozen = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1))
+    frozen[0].weight.requires_grad_(False)
+    assert [layer.weight_flops for layer in estimate(frozen, IMAGES)] == [0, 2 * 4 * (2 * 4 * 64)]
 
 
 class Listed(nn.Module):

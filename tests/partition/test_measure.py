@@ -131,6 +131,21 @@ def test_each_layer_s_times_are_its_own(monkeypatch):
     assert column("step_s", held) == [0, 7, 7]
 
 
+def test_what_starting_a_backward_costs_is_no_layer_s(monkeypatch):
+    """A stage starts one for all its layers."""
+    run = torch.autograd.backward
+
+    def started(*args: object, **options: object) -> None:
+        SetClock.now += 3
+        run(*args, **options)
+
+    monkeypatch.setattr(measure, "Clock", SetClock)
+    monkeypatch.setattr(torch.autograd, "backward", started)
+    held = measured(nn.Sequential(Takes(1), Takes(2), nn.Tanh()), (2, 12))
+    assert column("backward_s", held) == pytest.approx([10, 20, 0.3])
+    assert column("input_s", held) == pytest.approx([0, 20, 0.3])
+
+
 class Halves(nn.Linear):
     """A layer whose forward takes 1 s, and the gradient of its input 2 s; of its weight, see below."""
 

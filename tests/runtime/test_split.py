@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipetrain.boundary import leaves_of
+from pipetrain.errors import TrainingStopped
 from pipetrain.models.gpt import gpt
 from pipetrain.models.vision import resnet18, vgg16
+from pipetrain.partition.estimate import estimate, made_up
+from pipetrain.partition.network import INPUT, Made, network_of
 from pipetrain.runtime.split import Deferred
+from pipetrain.runtime.stage import WHOLE, Saving, Stage
+from tests.support.hugging_face import gpt2, resnet
+from tests.support.parts import part_of
+from tests.support.tracing import images, tokens
 
 MICROBATCHES = 3
 Build = Callable[[], nn.Module]
@@ -26,7 +39,7 @@ def _seed():
     torch.manual_seed(0)
 
 
-def leaves_of(module: nn.Module) -> list[Tensor]:
+def weights_of(module: nn.Module) -> list[Tensor]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
@@ -45,7 +58,7 @@ class Trained:
     def __init__(self, build: Build, data: Sequence[Sequence[Tensor]], split: bool, numerics=None) -> None:
         torch.manual_seed(1)
         self.module = build().train()
-        leaves = leaves_of(self.module)
+        leaves = weights_of(self.module)
         opened = []
         for tensors in data:
             xs = [
@@ -250,6 +263,30 @@ def test_a_layer_s_gradients_are_those_of_a_whole_backward(name):
 )
 def test_stages_of_vision_models(build, width):
     assert compared(build, (2, width, 4, 4)) == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [gpt2, resnet], ids=["GPT-2", "ResNet"])
+def test_layers_of_a_traced_model_put_off_all_that_the_estimate_counts_for_weights(make):
+    example = tokens("input_ids") if make is gpt2 else images(32)
+    network = network_of(make(pytest.importorskip("transformers")).train(), example)
+    layers, made = estimate(network, example.of(2)), [example.of(2)]
+    values = {Made(INPUT, number): made_up(spec) for number, spec in enumerate(made[0].specs)}
+    for index, layer in enumerate(layers):
+        given = [values[value] for value in layer.takes]
+        outputs = leaves_of(network.call(index, tuple(given), tuple(made)))
+        values |= {Made(index, number): t.detach() for number, t in enumerate(outputs)}
+        if any(layer.reached):
+            part, before = deepcopy(network.modules[index]), tuple(made)
+
+            def build(index: int = index, part: nn.Module = part, before: Any = before) -> nn.Module:
+                network.modules[index] = deepcopy(part)
+                run = partial(network.call, index, made=before)
+                return Calls.of(network.modules[index], lambda m, *xs: leaves_of(run(xs)))
+
+            compared(build, data=[given])
+            assert Trained(build, [given], split=True).flops[1] == layer.weight_flops
+        made.append(layer.output)
 
 
 def test_channels_last():
@@ -494,3 +531,188 @@ def test_an_input_changed_behind_its_operation_is_an_error():
     for split in (False, True):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             Trained(build, entering(ROWS), split)
+
+
+# Memory
+
+
+class Alive(TorchDispatchMode):
+    """The bytes of each storage that was made under it and is still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {id(t.untyped_storage()) for t in args if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for t in result if isinstance(result, tuple) else (result,):
+            storage = t.untyped_storage() if isinstance(t, Tensor) else None
+            if storage is not None and id(storage) not in known and id(storage) not in self.sizes:
+                self.sizes[id(storage)] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, id(storage))
+        return result
+
+    @property
+    def numbers(self) -> list[int]:
+        """The sizes in float32 numbers, ascending, without those of one number."""
+        return sorted(nbytes // 4 for nbytes in self.sizes.values() if nbytes > 4)
+
+
+@pytest.fixture
+def without_gc():
+    """Let only reference counts free memory, so that a cycle shows."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_after_i_only_inputs_and_output_gradients_of_dear_operations_are_held(without_gc):
+    module = nn.Sequential(
+        nn.Linear(5, 7),
+        nn.BatchNorm1d(7),
+        nn.GELU(),
+        nn.Linear(7, 11),
+        nn.Tanh(),
+        nn.Linear(11, 13, bias=False),
+    )
+    leaves, deferred = weights_of(module), Deferred(weights_of(module))
+    x, grad = torch.randn(17, 5, requires_grad=True), torch.randn(17, 13)
+    with Alive() as alive:
+        with deferred.recording():
+            outputs = [module(x)]
+        # The norm's statistics, what enters it, GELU and the second product, Tanh's result, and the output.
+        assert alive.numbers == sorted([7, 7, 17 * 7, 17 * 7, 17 * 7, 17 * 11, 17 * 13])
+        deferred.input_half(leaves, outputs, [grad])
+        outputs.clear()
+        x.grad = None
+        # The norm's weights have their gradients; x and the last gradient are made elsewhere.
+        inputs, grads = [17 * 7, 17 * 11], [17 * 7, 17 * 11]
+        assert alive.numbers == sorted([7, 7, *inputs, *grads])
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in deferred.held}
+        assert sorted(held.values()) == sorted([*alive.numbers, x.numel(), grad.numel()])
+        deferred.weight_half()
+        assert deferred.held == []
+        assert alive.numbers == sorted(p.numel() for p in leaves)  # their gradients
+
+
+def test_under_autocast_a_dear_operation_holds_its_input_once():
+    module, deferred = nn.Linear(5, 7), None
+    x = torch.randn(17, 5, requires_grad=True)
+    with Alive() as alive:
+        deferred = Deferred(weights_of(module))
+        with torch.autocast("cpu", torch.bfloat16), deferred.recording():
+            y = module(x * 2)
+        del y
+        # In bfloat16: its input, its weight and, with the output, nothing else; not the product in float32.
+        assert 17 * 5 not in alive.numbers
+
+
+def test_a_forward_that_is_dropped_leaves_nothing_behind(without_gc):
+    module, x = (
+        nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)),
+        torch.randn(2, 5, requires_grad=True),
+    )
+    with Alive() as alive:
+        deferred = Deferred(weights_of(module))
+        with deferred.recording():
+            outputs = [module(x)]
+        assert alive.numbers
+        del deferred, outputs
+        assert alive.numbers == []
+
+
+# Stages
+
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+SPLIT = Saving(split=True)
+
+
+def stage(layers: nn.Module, **arguments: Any) -> Stage:
+    return Stage(1, part_of(layers, before=1), SGD, lambda update: 1.0, **arguments)
+
+
+def states(of: Stage) -> list[Tensor]:
+    return [t.clone() for t in of.module.state_dict().values()]
+
+
+def test_a_step_between_the_halves_of_a_later_batch_over_an_older_version():
+    """As in v_async: two batches read version 0, and the step of the first comes before the second's W."""
+
+    def make() -> Stage:
+        torch.manual_seed(1)
+        return stage(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4)))
+
+    whole, split = make(), make()
+    xs, grads = torch.randn(3, 6, 4), torch.randn(3, 6, 4)
+    for of in (whole, split):
+        for mb in range(2):
+            of.forward(mb, (xs[mb],), 0, saving=SPLIT if of is split else WHOLE)
+    wanted = whole.backward(0, (grads[0],), 0)
+    found = split.backward_input(0, (grads[0],), 0)
+    later = split.backward_input(1, (grads[1],), 0)
+    split.backward_weight(0, 0)
+    assert torch.equal(*wanted, *found)
+    for of in (whole, split):
+        of.reduce()
+        of.step(keep=True)
+        of.forward(2, (xs[2],), 1, saving=SPLIT if of is split else WHOLE)
+    assert torch.equal(*whole.backward(1, (grads[1],), 0), *later)
+    newest = split.backward_input(2, (grads[2],), 1)  # over the other version, before W of the older one
+    split.backward_weight(1, 0)
+    for of in (whole, split):
+        of.reduce()
+        of.weights.release(0)
+        of.step(keep=True)
+    assert torch.equal(*whole.backward(2, (grads[2],), 1), *newest)
+    split.backward_weight(2, 1)
+    for of in (whole, split):
+        of.reduce()
+        of.step(keep=False)
+    for a, b in zip(states(whole), states(split), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_weight_gradient_that_is_not_finite_shows_when_the_batch_is_reduced(skips):
+    """I sees the gradient of the input alone, which is finite here."""
+    middle = stage(nn.Sequential(nn.Linear(4, 4)).double(), skip_not_finite=skips)
+    before = states(middle)
+    middle.forward(0, (torch.full((2, 4), 1e300, dtype=torch.float64),), 0, saving=SPLIT)
+    (back,) = middle.backward_input(0, (torch.full((2, 4), 1e10, dtype=torch.float64),), 0)
+    assert back.isfinite().all()
+    middle.backward_weight(0, 0)
+    if skips:
+        middle.reduce()
+        middle.step(keep=False)
+        assert middle.skipped == 1
+        assert all(torch.equal(a, b) for a, b in zip(before, states(middle), strict=True))
+    else:
+        with pytest.raises(TrainingStopped, match="the gradient of"):
+            middle.reduce()
+
+
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("attention", [False, True])
+def test_a_forward_that_is_recomputed_has_a_split_backward(attention, selective):
+    def make(selective: bool) -> Stage:
+        torch.manual_seed(1)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) if attention else nn.Linear(8, 8)
+        return stage(nn.Sequential(nn.Linear(8, 8), layer, nn.BatchNorm1d(6)), selective=selective)
+
+    whole, split = make(False), make(selective)
+    x, grad = torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    torch.manual_seed(3)
+    outputs = whole.forward(0, (x,), 0)
+    torch.manual_seed(3)
+    assert torch.equal(*split.forward(0, (x,), 0, saving=Saving(split=True, recomputed=True)), *outputs)
+    split.recompute(0, 0)
+    assert torch.equal(*split.backward_input(0, (grad,), 0), *whole.backward(0, (grad,), 0))
+    split.backward_weight(0, 0)
+    for of in (whole, split):
+        of.reduce()
+        of.step(keep=False)
+    for a, b in zip(states(whole), states(split), strict=True):
+        assert torch.equal(a, b)

@@ -27,6 +27,10 @@ def test_two_stages_of_one_rank_clip_their_own_copies(ranks):
     both(Case("interleaved_1f1b", ranks, (TIED, "schedule.virtual=2", cuts, "microbatches=4", *CLIPPED)))
 
 
+def test_the_first_and_the_last_stage_of_a_v_share_on_one_rank():
+    both(Case("zbv", 2, (TIED, "partition=[2,3,4]", "microbatches=4", "window=2", "epochs=2")))
+
+
 def test_complex_weights_are_shared_as_pairs_of_numbers():
     model = "model._target_=tests.support.edges.fourier_shared"
     both(Case("1f1b", 2, (model, "partition=[2]", "microbatches=4", "optim.lr=0.01")))

@@ -26,7 +26,7 @@ WIDE = "model._target_=tests.support.models.wide"
 # By stages. Some cuts lie between a layer and its skip connection, or before a layer that works in place.
 UNEVEN = {1: "[]", 2: "[3]", 3: "[1,7]", 4: "[1,4,8]", 6: "[1,2,4,6,9]", 8: "[1,2,3,4,5,7,9]"}
 EPOCHS, BATCHES = "window=null", "window=2"
-SPLIT = ("zb_h1", "zb_h2", "zbv", "v_half", "v_min")
+SPLIT = [schedule for schedule in SCHEDULES if schedule.startswith(("zb", "v_"))]
 
 
 def _cases(ranks: int) -> list[Case]:

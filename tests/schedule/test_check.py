@@ -144,16 +144,14 @@ EQUIVALENT = {
     ],
     ("zbv", (1, 2, 2)): [
         "rank 0: swap 1W0@0 [3] and 0F1@0 [4]",
-        "rank 0: swap 1W0@0 [3] and 0I0@0 [5]",
         "rank 0: swap 0F1@0 [4] and 0I0@0 [5]",
         "rank 0: swap 0W0@0 [6] and 1F1@0 [7]",
         "rank 0: swap 1W2@1 [19] and 0F3@1 [20]",
-        "rank 0: swap 1W2@1 [19] and 0I2@1 [21]",
         "rank 0: swap 0F3@1 [20] and 0I2@1 [21]",
         "rank 0: swap 0W2@1 [22] and 1F3@1 [23]",
     ],
 }
-TWO_WEIGHT_GRADIENTS = re.compile(r"rank \d: swap \d+W\S+ \S+ and \d+W")
+TWO_WEIGHT_GRADIENTS = re.compile(r"rank \d: swap \d+W\S+ \S+ and (\d+W|0I)")
 
 
 def refused(program: Program, batches: int, microbatches: int, routes: Sequence[Route] | None = None) -> bool:
@@ -186,7 +184,8 @@ def survivors(size: tuple[int, int, int], program: Program) -> Iterator[str]:
 def test_no_mutant_survives_check_and_simulate(case: Case) -> None:
     """A schedule that the theory does not know may have swaps that make another sound schedule.
 
-    So may one in which a rank has the weight gradients of two stages to do, for which nobody waits.
+    So may one in which a rank has the weight gradients of two stages to do, for which nobody waits, or the
+    backward of stage 0.
     """
     for size, program in accepted(case, SIZES):
         left = [what for what in survivors(size, program) if not TWO_WEIGHT_GRADIENTS.match(what)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,12 @@ from tests.support.models import CLASSES, Recompute, Shrink, conv
 class Struck(nn.Module):
     """Makes infinities in one microbatch of eight, at random."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(1 / 8)
+
     def forward(self, x: Tensor) -> Tensor:
-        return x / (torch.rand((), dtype=torch.float64) > 1 / 8)
+        return x / self.drop(torch.ones((), dtype=x.dtype)) if self.training else x
 
 
 class Scaled(nn.Module):
@@ -63,6 +68,12 @@ def everything(struck: bool = False) -> nn.Sequential:
         nn.Dropout(0.2, inplace=True),
         two,
     )
+
+
+def norms(struck: bool = False, **options: Any) -> nn.Sequential:
+    """Two BatchNorms with `options`, the first of which meets all that strikes."""
+    middle = nn.Sequential(nn.BatchNorm2d(4, **options), nn.Conv2d(4, 4, 3, padding=1))
+    return _model(Struck() if struck else nn.Identity(), middle, nn.BatchNorm2d(4, **options), nn.Tanh())
 
 
 def scaled() -> nn.Sequential:

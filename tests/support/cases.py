@@ -185,7 +185,7 @@ class Listener:
 
     def tick(self, what: str, total: int) -> None: ...
 
-    def epoch(self, figures: EpochFigures) -> None:
+    def epoch(self, figures: EpochFigures, held: Sequence[object] = ()) -> None:
         self.epochs.append(figures)
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:

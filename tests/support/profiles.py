@@ -20,7 +20,13 @@ from pipetrain.schedule.memory import Counts, fullest
 def layer(name: str = "layer", forward_s: float = 1, backward_s: float = 2, **others: Any) -> LayerTime:
     """A layer that takes nothing but what is said."""
     sizes = dict.fromkeys(("peak_bytes", "output_bytes", "gradient_bytes", "state_bytes"), 0)
-    halves = {"recorded_s": forward_s, "input_s": backward_s / 2, "weight_s": backward_s / 2}
+    halves = {
+        "recorded_s": forward_s,
+        "kept_s": forward_s,
+        "again_s": forward_s / 4,
+        "input_s": backward_s / 2,
+        "weight_s": backward_s / 2,
+    }
     return LayerTime(name, forward_s, backward_s=backward_s, **{"step_s": 0, **halves, **sizes, **others})
 
 

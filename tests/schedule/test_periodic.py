@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from pipetrain.schedule.actions import Op
+from pipetrain.schedule.check import check
+from pipetrain.schedule.greedy import Times
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.periodic import offsets
+from pipetrain.schedule.programs.order import newest, versioned
+from pipetrain.schedule.simulate import unit_cost
+from pipetrain.schedule.tailored import v_placement
+from pipetrain.schedule.timeline import Costs, Kind
+
+NEAR = 1e-4  # periods, for times are rounded
+
+
+def random_times(seed: int, ranks: int) -> Times:
+    draw = Random(seed)
+    seconds: dict[Kind, float] = {
+        (s, op): draw.uniform(0.5, 1.5) for s in range(2 * ranks) for op in (Op.F, Op.I, Op.W)
+    }
+    seconds |= {(s, op): draw.uniform(0, 1) for s in range(2 * ranks) for op in (Op.SEND_F, Op.SEND_B)}
+    return Times.of(Costs(seconds), v_placement(ranks))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("hop", [0.0, 0.25])
+def test_no_two_works_of_a_rank_overlap_and_none_comes_before_its_input(seed: int, hop: float) -> None:
+    ranks = 1 + seed % 5
+    where, times = v_placement(ranks), random_times(seed, ranks)
+    found = offsets(where, times, hop)
+    start = {node: at / found.period for node, at in found.start.items()}
+    period = max(times.busy(where))
+    lengths = {Op.F: times.f, Op.I: times.i, Op.W: times.w}
+    for rank in range(ranks):
+        mine = sorted(
+            (at % 1, lengths[op][stage] / period) for (op, stage), at in start.items() if where[stage] == rank
+        )
+        for (at, length), (following, _) in pairwise([*mine, (mine[0][0] + 1, 0.0)]):
+            assert at + length <= following + NEAR
+    for s in range(2 * ranks):
+        back = start[Op.I, s] + times.i[s] / period
+        assert start[Op.I, s] >= start[Op.F, s] + times.f[s] / period - NEAR
+        assert start[Op.W, s] >= back - NEAR
+        if s:
+            hops = hop if where[s] != where[s - 1] else 0
+            arrives = start[Op.F, s - 1] + max((times.f[s - 1] + times.ahead[s - 1]) / period, hops)
+            assert start[Op.F, s] >= arrives - NEAR
+            assert start[Op.I, s - 1] >= back + times.back[s] / period - NEAR
+
+
+def test_equal_times_give_the_offsets_of_v_min() -> None:
+    """Qi et al. 2024: in slots, F_a at r, F_b at 2S-1-r, I_b at 2S+r, and I_a, but of stage 0, at 4S-1-r."""
+    for ranks in (2, 4, 5, 7, 8):
+        found = offsets(v_placement(ranks), Times.of(unit_cost, v_placement(ranks)))
+        for r in range(ranks):
+            b = 2 * ranks - 1 - r
+            slots = [
+                6 * found.start[node] / found.period
+                for node in ((Op.F, r), (Op.F, b), (Op.I, b), (Op.I, r))[: 3 + (r > 0)]
+            ]
+            wanted = [r, b, 2 * ranks + r, 4 * ranks - 1 - r]
+            assert slots == pytest.approx(wanted[: len(slots)], abs=1e-3)
+
+
+def test_fewer_microbatches_come_in_the_same_order() -> None:
+    found = offsets(v_placement(3), random_times(1, 3))
+    for few, many in zip(found.orders(v_placement(3), 5), found.orders(v_placement(3), 9), strict=True):
+        assert few == [work for work in many if work[2] < 5]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stages_without_weights_have_works_of_no_length(seed: int) -> None:
+    """Such as an activation alone in a stage: its W takes no time, and may begin inside of another work."""
+    draw = Random(seed)
+    seconds: dict[Kind, float] = {}
+    for s in range(12):
+        size = 1.0 if s % 2 else draw.choice((0.0, 1e-9, 1e-3))
+        seconds |= {(s, Op.F): size, (s, Op.I): 1.1 * size, (s, Op.W): s % 2}
+    times = Times.of(Costs(seconds), v_placement(6))
+    for hop in (0.0, 0.125, 0.25):
+        orders = offsets(v_placement(6), times, hop).orders(v_placement(6), 5)
+        check(lower([versioned(order, 1, newest) for order in orders]), 5, 1)
