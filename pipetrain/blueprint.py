@@ -38,10 +38,13 @@ from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.network import INPUT, Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.partition.recompute import Mode, modes_of, stages_by
-from pipetrain.partition.stages import Pipeline, Prediction, Predictor, Traffic, costs_by_work
+from pipetrain.partition.sizes import assumed_loss
+from pipetrain.partition.stages import Model, Pipeline, Prediction, Predictor, Traffic, costs_by_work
+from pipetrain.recomputation import held_in, may_recompute, reasons, recomputations
 from pipetrain.schedule.actions import Op, Program, Schedule, Tie, placement, splits
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.lower import Route, edges, lower
+from pipetrain.schedule.memory import Sizes
 from pipetrain.schedule.policy import Bounds, Policy, Recomputed, with_recomputation
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
@@ -77,6 +80,12 @@ class Plan:
     recompute: Sequence[Mode]  # of each stage
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
+    sizes: Sequence[Sizes] = ()  # the bytes of each stage, see prediction.sized
+
+    @property
+    def full(self) -> int:
+        """The samples of a full microbatch."""
+        return self.settings.batch_size // self.settings.microbatches
 
     @property
     def policy(self) -> Policy | None:
@@ -95,8 +104,9 @@ class Plan:
 
     @property
     def pipeline(self) -> dict[str, object]:
-        """The cuts and the placement, for a checkpoint."""
-        return {"cuts": list(self.cuts), "placement": list(self.placement)}
+        """The cuts, the placement and the numbers of the modes of recomputation, for a checkpoint."""
+        recompute = [[*Mode].index(mode) for mode in self.recompute]
+        return {"cuts": list(self.cuts), "placement": list(self.placement), "recompute": recompute}
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -231,11 +241,11 @@ def make_plan(
     example = _cast("inputs", example, settings.dtype)
     network = network_of(model, example, settings.precision == "bf16")
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
-    modes = partial(modes_of, settings.recompute)
-    schedule = with_recomputation(schedule, stages_by(modes))
+    plain, schedule = schedule, with_recomputation(schedule, stages_by(partial(modes_of, settings.recompute)))
     settings = settle_clipping(settings, schedule, max(lengths))
-    windows = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}
+    windows, proven = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}, schedule
     where = placement(next(iter(windows.values())).program)
+    modes = modes_of(settings.recompute, len(where))
 
     full = settings.batch_size // m
     sizes = {full, *(size for batch in set(samples.batches) for size in pieces(batch, m))}
@@ -244,10 +254,20 @@ def make_plan(
     predictor = prediction = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
-        predictor = Predictor(profile, _pipeline(settings, where, windows, layers, example.of(full)))
+        decided = isinstance(schedule, Policy)
+        without, again = windows, []
+        if may_recompute(settings):
+            everywhere = with_recomputation(plain, range)
+            without = {n: prove(settings, plain, n) for n in windows}
+            all_of_them = {n: prove(settings, everywhere, n) for n in windows}
+            again = recomputations(settings, without, all_of_them, decided)
+        pipeline = _pipeline(settings, where, without, layers, example.of(full), decided)
+        predictor = Predictor(profile, replace(pipeline, again=again))
         cuts, prediction = _cut_by_times(settings, network, layers, predictor)
+        if (chosen := [stage.mode for stage in prediction.stages]) != modes:
+            modes, schedule = chosen, with_recomputation(plain, stages_by(lambda stages: chosen))
     else:
-        cuts = choose_cuts(settings.partition, layers, len(where), network.joins)
+        cuts = choose_cuts(settings.partition, layers, len(where), network.joins, where)
         if settings.partition == "flops":
             cuts = lighter_cuts(layers, cuts, example.of(full))
     refuse_cuts(network, layers, cuts)
@@ -255,13 +275,12 @@ def make_plan(
     joined = seams(layers, cuts, example.of(full))
     links = Links(list(joined.routes), shared_weights(network, cuts))
     refuse_ties(settings, schedule, links)
-    costs = predictor.costs(cuts, _tied_bytes(network, links)) if predictor else None
-    made_for_unit_costs = schedule
+    costs = predictor.costs(cuts, _tied_bytes(network, links), modes) if predictor else None
     schedule = _tailored(schedule, costs or costs_by_work(layers, cuts, joined.entries), settings)
     program = lower(forward_only(where, len(samples.evaluation)), links.routes)
     links = _bounded(settings, schedule, windows, links, program)
     # What was proven above had neither ties, nor other routes, nor these costs.
-    if schedule != made_for_unit_costs or links.ties or links.routes != list(pairwise(range(len(where)))):
+    if schedule != proven or links.ties or links.routes != list(pairwise(range(len(where)))):
         windows = {n: prove(settings, schedule, n, links) for n in windows}
     simulate(program, 1, buffer_size=links.bounds, routes=links.routes)
     return Plan(
@@ -279,7 +298,7 @@ def make_plan(
         boundaries=_boundaries(example, trained, cuts),
         evaluated=_boundaries(example, evaluated, cuts),
         schedule=schedule,
-        recompute=_effective(modes(len(where)), windows),
+        recompute=_effective(modes, windows),
         costs=costs,
         prediction=prediction,
     )
@@ -399,13 +418,14 @@ def _pipeline(
     windows: Mapping[int, Window],
     layers: Sequence[Layer],
     inputs: Boundary,
+    decided: bool,
 ) -> Pipeline:
-    activations, versions, _ = zip(*(_peaks(windows, stage) for stage in range(len(where))), strict=True)
-    if settings.ema is not None:
-        versions = tuple(held + 1 for held in versions)  # the moving average is as large as a version
+    held = [held_in(settings, windows.values(), stage, decided) for stage in range(len(where))]
+    loss = assumed_loss(layers[-1].output, settings.dtype)
+    model = Model(layers, inputs, loss, settings.ema is not None)
     values = _traffic(settings, layers, inputs)
     split = any(splits(window.program) for window in windows.values())
-    return Pipeline(settings.microbatches, settings.buffer_size, where, activations, versions, values, split)
+    return Pipeline(settings.microbatches, settings.buffer_size, where, held, values, model, split)
 
 
 def _traffic(settings: Settings, layers: Sequence[Layer], inputs: Boundary) -> list[Traffic]:
@@ -435,7 +455,10 @@ def _cut_by_times(
     """Return the cuts by measured times, and a comparison with the other strategies."""
     refuse_other_layers(predictor.profile, layers)
     limit = None if settings.memory_limit is None else settings.memory_limit * GIB
-    cuts = balance_times(predictor, cuts_that_may_be(network, layers), limit)
+    way_out = "recompute=auto, " if settings.recompute == Mode.NEVER else ""
+    cuts = balance_times(predictor, cuts_that_may_be(network, layers), limit, way_out)
     choices = {PROFILE: cuts} | {name: choose_cuts(name, layers, predictor.stages) for name in STRATEGIES}
-    slowest = {name: (other, predictor.slowest_s(other)) for name, other in choices.items()}
-    return cuts, Prediction(predictor.profile, predictor.stage_times(cuts), slowest)
+    slowest = {name: (other, predictor.slowest_s(other, limit)) for name, other in choices.items()}
+    stages = predictor.stage_times(cuts, predictor.modes_of(cuts, limit))
+    why = reasons(settings, predictor, cuts, stages)
+    return cuts, Prediction(predictor.profile, stages, slowest, why)

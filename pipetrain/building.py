@@ -26,9 +26,9 @@ from pipetrain.boundary import Example, specs_of
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.partition import factory
-from pipetrain.partition.estimate import storage_of
 from pipetrain.partition.materialise import cast_exactly, named_tensors
 from pipetrain.partition.network import Chain, Network, Values, network_of
+from pipetrain.partition.saved import storage_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
 

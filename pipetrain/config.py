@@ -20,7 +20,7 @@ from pipetrain.building import build, make_codec
 from pipetrain.codec import Codecs
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
-from pipetrain.partition.recompute import RECOMPUTE
+from pipetrain.partition.recompute import RECOMPUTE, Mode
 from pipetrain.rate import SHAPES, Rate, learning_rate
 
 MONTH_S = 30 * 24 * 3600
@@ -72,6 +72,10 @@ def _is_partition(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(type(cut) is int for cut in value))
 
 
+def _is_recompute(value: Any) -> bool:
+    return value in RECOMPUTE if isinstance(value, str) else isinstance(value, list) and {*value} <= {*Mode}
+
+
 def _is_trace(value: Any) -> bool:
     if isinstance(value, dict):
         return list(value) == ["windows"] and COUNT.holds(value["windows"])
@@ -114,6 +118,10 @@ PARTITION = _Rule(
     lambda value: PROFILE if isinstance(value, dict) else value,
 )
 PROFILE_FILE = replace(PARTITION, read=lambda value: value[PROFILE] if isinstance(value, dict) else None)
+RECOMPUTED = _Rule(
+    f"one of {', '.join(RECOMPUTE)}, or the mode of each stage, such as [always,selective,never]",
+    _is_recompute,
+)
 LR_SCHEDULE = _Rule(
     f"one of {', '.join(SHAPES)}, or lr_schedule._target_=FUNCTION", _is_lr_schedule, _lr_schedule
 )
@@ -136,7 +144,7 @@ class Settings:
     partition: Annotated[str | list[int], PARTITION]
     profile: Annotated[str | None, PROFILE_FILE, "partition"]  # for partition=profile; None: measure
     memory_limit: Annotated[float | None, POSITIVE]  # GiB a stage, for partition=profile
-    recompute: Annotated[str, _one_of(*RECOMPUTE)]
+    recompute: Annotated[str | list[str], RECOMPUTED]  # a list: of the modes of all stages
     microbatches: Annotated[int, COUNT]
     window: Annotated[int | None, COUNT]
     buffer_size: Annotated[int, COUNT]
@@ -207,7 +215,7 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
             f"memory_limit={settings.memory_limit:g} needs to know what a stage holds: choose "
             f"partition={PROFILE} with it, or leave it out"
         )
-    if settings.compile and settings.recompute == "selective":
+    if settings.compile and "selective" in settings.recompute:
         raise ConfigError(
             "recompute=selective looks at each operation, and torch.compile joins them: choose "
             "recompute=always with compile=true, or compile=false"

@@ -59,7 +59,9 @@ from pipetrain.partition.factory import Factory
 from pipetrain.partition.materialise import named_tensors
 from pipetrain.partition.network import Chain, Network, Values, network_of
 from pipetrain.partition.profile import PROFILE, read_profile
+from pipetrain.partition.sizes import optimizer_state
 from pipetrain.plan import describe
+from pipetrain.prediction import sized
 from pipetrain.profiling import make_profile, measure_together
 from pipetrain.rate import Rate
 from pipetrain.runtime.allocator import keep_freed_memory
@@ -468,8 +470,9 @@ class Pipeline:
                 draft = make(by_flops, model=copied(network))
                 with self._together():
                     found = measure_together(self._mesh, draft, lambda: (copied(network), self._optimizer))
-                profile = make_profile(conditions, draft, self._mesh.device, found)
-        return make(settings, model=copied(network), profile=profile)
+                profile = make_profile(conditions, self._mesh.device, found)
+        plan = make(settings, model=copied(network), profile=profile)
+        return sized(plan, self._task, optimizer_state(self._optimizer))
 
     def _prove_task(self, plan: Plan, reader: Reader) -> None:
         first = reader.first()

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.blueprint import Plan, Samples, draft_plan, make_plan, with_costs
-from pipetrain.building import make_model, make_schedule, make_task
+from pipetrain.boundary import TensorSpec
+from pipetrain.building import build, make_model, make_schedule, make_task
 from pipetrain.cli import compose
 from pipetrain.config import read_settings, whole_number
 from pipetrain.data import declared_example, load_data
@@ -26,11 +27,14 @@ from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError
 from pipetrain.partition.network import network_of
 from pipetrain.partition.profile import PROFILE
+from pipetrain.partition.recompute import Mode
+from pipetrain.partition.sizes import known_state, optimizer_state
 from pipetrain.partition.stages import Prediction
-from pipetrain.prediction import played
+from pipetrain.prediction import memory, played, sized
 from pipetrain.replay import Replay, read_trace
 from pipetrain.schedule.actions import COMMUNICATION, TOLD, has_norms, splits
 from pipetrain.schedule.draw import as_figure, as_text
+from pipetrain.schedule.memory import PARTS, Peak, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
 
@@ -62,7 +66,7 @@ def show(cfg: DictConfig) -> None:
         settings = replace(settings, window=None)
     samples = Samples([settings.batch_size] * batches, [settings.batch_size // settings.microbatches])
     model = make_model(cfg, settings.seed, settings.dtype)
-    make_task(cfg)
+    task = make_task(cfg)
     example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
     network = network_of(model, example.cast(settings.dtype), settings.precision == "bf16")
     plan = draft_plan(cfg, settings, network, example, samples)
@@ -76,10 +80,13 @@ def show(cfg: DictConfig) -> None:
         refuse_other(plan, traced, str(cfg.cost))
         plan = with_costs(plan, traced.costs)
         refuse_other(plan, traced, str(cfg.cost))
+    plan = sized(plan, task, _state_of(cfg))
     span = _span(cfg)
     if cfg.out is not None:
+        run = played(plan)
+        held = memory(plan, run)
         try:
-            as_figure(played(plan), Path(str(cfg.out)), unit_of_time=_unit_of_time(plan), span=span)
+            as_figure(run, Path(str(cfg.out)), unit_of_time=_unit_of_time(plan), span=span, memory=held)
         except OSError as error:
             raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
     print(describe(plan, get_terminal_size((100, 24)).columns, span), end="")
@@ -87,6 +94,18 @@ def show(cfg: DictConfig) -> None:
         print(f"\n{compare(plan, traced, str(cfg.cost))}", end="")
     if cfg.out is not None:
         print(f"\ntimeline drawn in {cfg.out}")
+
+
+def _state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:
+    """Return what tells the bytes of the configured optimizer's state of a parameter."""
+    options = dict(cfg.optim)
+    if (kept := known_state(str(options.get("_target_")), options)) is not None:
+        return lambda spec: kept * spec.nbytes
+    cfg = cfg.copy()
+    OmegaConf.set_struct(cfg, False)
+    for key in ("groups", "fused"):
+        cfg.optim.pop(key, None)
+    return optimizer_state(build(cfg, "optim"))
 
 
 def _span(cfg: DictConfig) -> tuple[int, int]:
@@ -120,10 +139,14 @@ def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) 
     for name, stages in plan.links.shared.items():
         head += f"{name} is trained as one by stages {', '.join(map(str, stages))}\n"
     run = played(plan)
-    picture = as_text(run, width, _unit_of_time(plan), span)
+    held = memory(plan, run) if plan.sizes else []
+    picture = as_text(run, width, _unit_of_time(plan), span, held)
     split = splits(plan.window.program)
+    for line in plan.prediction.reasons if plan.prediction else ():
+        head += f"{line}\n"
     predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches, split)]
-    return "\n".join((head, _partition(plan), *predicted, picture, _figures(plan, batches)))
+    sizes = [_memory(plan, peaks(held))] if held else []
+    return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, batches)))
 
 
 def _clipped(plan: Plan) -> str:
@@ -141,7 +164,10 @@ def _partition(plan: Plan) -> str:
     rows[0] += ["on the wire", "and back"] if coded else []
     split = splits(plan.window.program)
     backward = ["I ms", "W ms"] if split else ["B ms"]
-    rows[0] += ["F ms", *backward, "messages ms", "STEP ms", "batch ms", "MiB"] if plan.prediction else []
+    recomputes = any(mode is not Mode.NEVER for mode in plan.recompute)
+    rows[0] += ["recompute"] if recomputes else []
+    times = ["F ms", *["R ms"] * recomputes, *backward, "messages ms", "STEP ms", "batch ms"]
+    rows[0] += [*times, "MiB"] if plan.prediction else []
     for stage, rank in enumerate(plan.placement):
         held, slice_ = plan.layers[plan.slice(stage)], plan.slice(stage)
         entry = plan.boundaries[size][stage]
@@ -151,9 +177,12 @@ def _partition(plan: Plan) -> str:
         row.append(f"{entry.nbytes:,}")
         if coded:
             row += [f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size)]
+        row += [plan.recompute[stage].value] if recomputes else []
         if plan.prediction is not None:
             taken = plan.prediction.stages[stage]
             seconds = [taken.input_s, taken.weight_s] if split else [taken.backward_s]
+            if recomputes:
+                seconds = [0.0 if plan.recompute[stage] is Mode.NEVER else taken.again_s, *seconds]
             seconds = [taken.forward_s, *seconds, taken.messages_s, taken.step_s, taken.batch_s]
             row += [*(f"{1e3 * s:.2f}" for s in seconds), f"{taken.held_bytes / 2**20:.1f}"]
         rows.append(row)
@@ -187,6 +216,17 @@ def _predicted(run: Timeline, prediction: Prediction, batches: int, split: bool)
         f"{messages}; the schedule at these times: {1e3 * run.makespan / batches:.2f} ms a batch, "
         f"bubble {run.bubble:.4f}\n\n" + _aligned(rows)
     )
+
+
+def _memory(plan: Plan, found: Sequence[Peak]) -> str:
+    rows = [["stage", "MiB held", *PARTS]]
+    for stage, of in enumerate(found):
+        parts = (getattr(of.parts, name) for name in PARTS)
+        rows.append([str(stage), *(f"{nbytes / 2**20:.1f}" for nbytes in (of.total, *parts))])
+    note = "the peak of each stage, and of each part of it; without what an action needs while it runs\n"
+    if plan.settings.memory_limit is not None:
+        note += f"memory_limit {plan.settings.memory_limit * 1024:.1f} MiB a stage\n"
+    return _aligned(rows) + note
 
 
 def _figures(plan: Plan, batches: int) -> str:

@@ -50,7 +50,7 @@ def measure(
     start = time.perf_counter()
     found = take_part(cfg, draft, world, device, store, models)
     log.info("profiled in %.1f s", time.perf_counter() - start)
-    return make_profile(profile_conditions(cfg, draft.settings), draft, device, found)
+    return make_profile(profile_conditions(cfg, draft.settings), device, found)
 
 
 def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
@@ -104,16 +104,14 @@ def measure_together(mesh: Mesh, draft: Plan, make: Callable[[], Measured]) -> F
     )
 
 
-def make_profile(conditions: Facts, draft: Plan, device: torch.device, found: Found) -> Profile:
+def make_profile(conditions: Facts, device: torch.device, found: Found) -> Profile:
     """Make one profile of all ranks' measurements. Raises ConfigError if a layer failed on any."""
     for failure in found.by_rank:
         if isinstance(failure, str):
             raise ConfigError(failure)
-    settings = draft.settings
     return Profile(
         conditions=conditions,
         machine=_machine(device, len(found.by_rank)),
-        input_bytes=draft.boundaries[settings.batch_size // settings.microbatches][0].nbytes,
         latency_s=found.link.latency_s,
         s_per_byte=found.link.s_per_byte,
         layers=average([layers for layers in found.by_rank if isinstance(layers, list)]),

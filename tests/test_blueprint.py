@@ -20,6 +20,7 @@ from pipetrain.config import Settings, read_settings
 from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import Profile
+from pipetrain.partition.recompute import Mode
 from pipetrain.schedule.actions import (
     Action,
     Op,
@@ -178,13 +179,59 @@ def test_a_profile_s_messages_are_priced_as_they_are_on_the_wire():
 
 
 def test_the_schedule_s_versions_count_against_the_limit():
-    """A stage holds 1 MiB for each layer and microbatch in flight: PipeDream's first holds most."""
-    even = [1.0] * 10
-    words = ("microbatches=1", "batch_size=3", "window=8")
-    for mib, cuts in ((14, [5]), (9, [4])):  # 2 x 5 and 1 x 5 MiB; 2 x 4 and 1 x 6
-        limit = f"memory_limit={mib / 1024}"
-        made = by_times(even, *words, limit, schedule=pipedream, samples=Samples([3] * 8, [3]))
-        assert made.cuts == cuts
+    """PipeDream's first stage holds two microbatches and two versions, its last one of each."""
+    words, window = ("microbatches=1", "batch_size=3", "window=8"), Samples([3] * 8, [3])
+
+    def cut(*limit: str) -> Plan:
+        words_too = (*words, *limit, "recompute=never")
+        return by_times([1.0] * 10, *words_too, schedule=pipedream, samples=window)
+
+    free = cut()
+    assert free.cuts == [5]
+    assert free.prediction is not None
+    first, last = (stage.held_bytes for stage in free.prediction.stages)
+    assert first > last
+    assert cut(f"memory_limit={first / 2**30}").cuts == [5]
+    assert cut(f"memory_limit={(first - 1) / 2**30}").cuts == [4]
+
+
+def test_a_memory_limit_chooses_the_least_recomputation_that_fits():
+    """Four stages of gpipe, which hold all microbatches: stage by stage, and the plan says why."""
+    words, window = ("microbatches=8", "batch_size=24"), Samples([24] * 2, [3])
+
+    def cut(limit: int | None, *more: str) -> Plan:
+        limits = () if limit is None else (f"memory_limit={limit / 2**30!r}",)
+        return by_times([1.0] * 10, *words, *limits, *more, ranks=2, schedule=gpipe, samples=window)
+
+    def held(plan: Plan) -> list[int]:
+        assert plan.prediction is not None
+        return [stage.held_bytes for stage in plan.prediction.stages]
+
+    free, always, selective = cut(None), cut(None, "recompute=always"), cut(None, "recompute=selective")
+    assert [*free.recompute] == ["never"] * 2
+    assert always.costs is not None
+    assert selective.costs is not None
+    r = Action(0, Op.R)
+    assert always.costs(r) == always.costs(Action(0, Op.F)) == 4 * selective.costs(r)
+    assert max(held(always)) < max(held(selective)) < max(held(free))
+    assert [*cut(max(held(free))).recompute] == ["never"] * 2
+    one_more = cut(max(held(free)) - 1)
+    assert "selective" in one_more.recompute
+    assert "always" not in one_more.recompute
+    assert one_more.prediction is not None
+    (why,) = one_more.prediction.reasons
+    stage = one_more.recompute.index(Mode.SELECTIVE)
+    assert why.startswith(f"stage {stage} recomputes, selective: it holds 0.0")
+    assert "and with never 0.0" in why
+    least = cut(max(held(always)))
+    assert "always" in least.recompute
+    assert {a.stage for actions in least.window.program for a in actions if a.op is Op.R} == {
+        stage for stage, mode in enumerate(least.recompute) if mode is not Mode.NEVER
+    }
+    with pytest.raises(ConfigError, match=r"is too small: .* choose that, more stages or smaller"):
+        cut(1)
+    with pytest.raises(ConfigError, match="choose that, recompute=auto, more stages or smaller"):
+        cut(1, "recompute=never")
 
 
 def test_cuts_by_times_keep_together_what_is_shared():

@@ -324,7 +324,7 @@ def test_more_microbatches_of_the_same_size_can_be_predicted(run, trace, tmp_pat
         (["codec.backward=int8"], "pass codec.backward=identity, or trace"),
         (["stages=3"], "pass stages=2 partition=[1], or trace"),
         (["+model.width=64", "partition=[1]"], "is of another mlp, with 460,682 parameters"),
-        (["schedule._target_=tests.runtime.test_engine.split_pipedream"], "has no I of stage 0"),
+        (["schedule._target_=tests.runtime.test_engine.split_pipedream"], "has no I of stage 1"),
     ],
 )
 def test_a_plan_that_the_trace_says_nothing_of_is_refused(trace, words, says):

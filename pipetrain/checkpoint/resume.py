@@ -16,6 +16,7 @@ from pipetrain.checkpoint.source import Source
 from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import PROFILE
+from pipetrain.partition.recompute import Mode
 from pipetrain.training.folder import SUMMARY, is_of
 from pipetrain.training.run import Run
 
@@ -55,6 +56,8 @@ def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
         return cfg
     cfg = cfg.copy()
     cfg.partition = pipeline["cuts"]
+    if cfg.memory_limit is not None and "recompute" in pipeline:  # it cannot be chosen without a profile
+        cfg.recompute = [[*Mode][number % len(Mode)].value for number in pipeline["recompute"]]
     cfg.memory_limit = None
     return cfg
 

@@ -1,14 +1,15 @@
 """Chooses the cuts: the first layer of each stage but the first.
 
 The slowest stage limits a pipeline, so automatic cuts minimise the largest stage, exactly, by dynamic
-programming over contiguous slices (the linear partition problem).
+programming over contiguous slices (the linear partition problem). Where ranks have several stages each, the
+slowest rank limits it, and a large stage still holds up the filling: both are minimised together, by search.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate, combinations, pairwise, product
 
 from pipetrain.errors import ConfigError
 from pipetrain.partition.estimate import Layer
@@ -20,12 +21,17 @@ STRATEGIES = ("even", "params", "flops")
 
 
 def choose_cuts(
-    partition: str | Sequence[int], layers: Sequence[Layer], stages: int, joins: Sequence[str] = ()
+    partition: str | Sequence[int],
+    layers: Sequence[Layer],
+    stages: int,
+    joins: Sequence[str] = (),
+    where: Sequence[int] | None = None,
 ) -> list[int]:
     """Return the first layers of stages 1, 2, ...: as given, or by one of STRATEGIES.
 
-    `joins`: why some layers are not finer. Raises ConfigError, with the list of layers, if there are too few
-    layers, a stage would be empty or a cut is outside the model.
+    `joins`: why some layers are not finer. `where`: the rank of each stage; by default each has its own.
+    Raises ConfigError, with the list of layers, if there are too few layers, a stage would be empty or a cut
+    is outside the model.
     """
     listed = ", ".join(f"{i} {layer.name}" for i, layer in enumerate(layers))
     if stages > len(layers):
@@ -36,7 +42,8 @@ def choose_cuts(
     if partition == "even":
         return [round(len(layers) * stage / stages) for stage in range(1, stages)]
     if partition in ("params", "flops"):
-        return balance([getattr(layer, partition) for layer in layers], stages)
+        weights = [getattr(layer, partition) for layer in layers]
+        return balance(weights, stages) if where is None else balance_ranks(weights, where)
     if isinstance(partition, str):
         raise ConfigError(
             f"partition={partition} is unknown; choose one of {', '.join((*STRATEGIES, PROFILE))}, or give "
@@ -62,10 +69,62 @@ def balance(weights: Sequence[float], stages: int) -> list[int]:
     return best_cuts(len(weights), stages, lambda stage, start, end: until[end] - until[start])[0]
 
 
-def balance_times(predictor: Predictor, allowed: Collection[int], limit: float | None = None) -> list[int]:
+def balance_ranks(weights: Sequence[float], where: Sequence[int]) -> list[int]:
+    """Cut `weights` into a slice for each stage, which rank `where[stage]` holds.
+
+    The largest sum of a rank and the largest slice are as small together as a local search finds. It starts
+    from slices of equal sums, and from such slices of each share of the weights for the first half of the
+    stages.
+    """
+    stages, half = len(where), len(where) // 2
+    if len(set(where)) == stages or len(set(where)) == 1:
+        return balance(weights, stages)
+    until = [0.0, *accumulate(weights)]
+
+    def size(cuts: Sequence[int]) -> float:
+        held = dict.fromkeys(where, 0.0)
+        sums = [until[end] - until[start] for start, end in pairwise([0, *cuts, len(weights)])]
+        for rank, weight in zip(where, sums, strict=True):
+            held[rank] += weight
+        return max(held.values()) + max(sums)
+
+    starts = [balance(weights, stages)]
+    for turn in range(half, len(weights) - (stages - half) + 1):
+        above = [turn + cut for cut in balance(weights[turn:], stages - half)]
+        starts.append([*balance(weights[:turn], half), turn, *above])
+    return min((_refined(start, len(weights), size) for start in starts), key=size)
+
+
+def _refined(cuts: list[int], layers: int, size: Callable[[Sequence[int]], float]) -> list[int]:
+    """Move one cut anywhere between its neighbours, or two by a layer each, as long as that is smaller."""
+    best, before = size(cuts), math.inf
+    while best < before:
+        before = best
+        for moved in _moves(cuts, layers):
+            if (moved_size := size(moved)) < best:
+                best, cuts = moved_size, moved
+    return cuts
+
+
+def _moves(cuts: list[int], layers: int) -> Iterator[list[int]]:
+    ends = [0, *cuts, layers]
+    for i in range(len(cuts)):
+        for cut in range(ends[i] + 1, ends[i + 2]):
+            yield [*cuts[:i], cut, *cuts[i + 1 :]]
+    for (i, j), by, other in product(combinations(range(len(cuts)), 2), (-1, 1), (-1, 1)):
+        moved = list(cuts)
+        moved[i], moved[j] = moved[i] + by, moved[j] + other
+        if all(a < b for a, b in pairwise([0, *moved, layers])):
+            yield moved
+
+
+def balance_times(
+    predictor: Predictor, allowed: Collection[int], limit: float | None = None, way_out: str = ""
+) -> list[int]:
     """Return the `allowed` cuts, within `limit` bytes a stage, with the fastest slowest stage.
 
-    Raises ConfigError if there are none.
+    Each stage is in the fastest mode of recomputation that fits, see Predictor.mode. Raises ConfigError if
+    there are none, which names a `way_out`.
     """
     layers, stages = len(predictor.layers), predictor.stages
     within = {0, layers, *allowed}
@@ -73,12 +132,13 @@ def balance_times(predictor: Predictor, allowed: Collection[int], limit: float |
     def seconds(stage: int, start: int, end: int) -> float:
         if not {start, end} <= within:
             return math.inf
-        if limit is not None and predictor.held_bytes(stage, start, end) > limit:
-            return math.inf
-        return predictor.batch_s(stage, start, end)
+        mode = predictor.mode(stage, start, end, limit)
+        return math.inf if mode is None else predictor.batch_s(stage, start, end, mode)
 
     def held(stage: int, start: int, end: int) -> float:
-        return predictor.held_bytes(stage, start, end) if {start, end} <= within else math.inf
+        if not {start, end} <= within:
+            return math.inf
+        return predictor.held_bytes(stage, start, end, predictor.least(stage, start, end))
 
     cuts, slowest = best_cuts(layers, stages, seconds)
     if slowest < math.inf:
@@ -91,7 +151,8 @@ def balance_times(predictor: Predictor, allowed: Collection[int], limit: float |
         )
     raise ConfigError(
         f"memory_limit={limit / GIB:g} is too small: the smallest with which {stages} stages fit is "
-        f"{math.ceil(smallest / GIB * 1e4) / 1e4:.4f} GiB; choose that, more stages or smaller microbatches"
+        f"{math.ceil(smallest / GIB * 1e4) / 1e4:.4f} GiB; choose that, {way_out}more stages or "
+        f"smaller microbatches"
     )
 
 

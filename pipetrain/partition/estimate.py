@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipetrain.boundary import Boundary, Packing, TensorSpec, as_tuple, describe, leaves_of
+from pipetrain.boundary import Boundary, Packing, TensorSpec, as_tuple, describe, leaves_of, specs_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
 from pipetrain.partition.network import INPUT, Chain, Made, Network, Tensors, Values
+from pipetrain.partition.saved import NONE, Saving, Storages, storage_of, strided
 from pipetrain.places import places, standing_in
 
 CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
@@ -54,6 +54,11 @@ class Layer:
     hands_through: bool = False  # its output shares memory with its input
     keeps_output: bool = False  # its output may change later: the layer keeps it, or returns it twice
     borrows: tuple[str, ...] = ()  # tensors of other layers that it uses, not registered in it
+    storages: Storages = NONE  # of its forward
+    narrows: frozenset[int] = frozenset()  # its outputs that cross a cut in another dtype
+    weights: Mapping[str, TensorSpec] = field(default_factory=dict)  # what it trains, by name in the model
+    frozen: Mapping[str, TensorSpec] = field(default_factory=dict)
+    buffers: Mapping[str, TensorSpec] = field(default_factory=dict)
     weight_flops: int = 0  # those of `flops` that have a trained weight, whose gradient takes as many
 
 
@@ -71,7 +76,7 @@ def estimate(
     with quiet(), torch.random.fork_rng([]):
         torch.default_generator.manual_seed(0)  # so that every rank plans alike
         try:
-            with _fake_mode() if entry.nbytes > MOST_REAL else nullcontext():
+            with fake_mode() if entry.nbytes > MOST_REAL else nullcontext():
                 inputs = tuple(map(made_up, entry.specs))
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"a microbatch of {entry} cannot be made: {one_line(error)}") from error
@@ -146,18 +151,19 @@ class _Trial:
         dear = self._kept + nbytes > MOST_KEPT or work > CHEAP or self._meta
         self._kept += 0 if dear else nbytes
         try:
-            return self._run(layer, given, _fake_mode() if dear else None)
+            return self._run(layer, given, fake_mode() if dear else None)
         except Exception as error:
             if nbytes > MOST_REAL:
                 raise
             if not dear and "dtype" not in str(error) and "scalar type" not in str(error):
                 with suppress(Exception):  # such as a layer that only a GPU can run
-                    return self._run(layer, given, _fake_mode())
+                    return self._run(layer, given, fake_mode())
                 raise
         return self._run(layer, given, None)
 
     def _run(self, run: _Call, given: Tensors, mode: FakeTensorMode | None) -> _Run:
         module = run.module
+        named = self._named(module)
         others = {
             id(place.tensor): self._stand_in(place.tensor, mode)
             for place in places(module)
@@ -180,7 +186,11 @@ class _Trial:
             known = [*others.values(), *inputs]
             storages, registered = [storage_of(t) for t in known], _registered(module)
             trained = [t for t in others.values() if t.requires_grad and t.dim() > 1]  # a bias is added
-            with self._numerics.context("cpu"), _Spy(self._names, known, trained) as spy:
+            with (
+                self._numerics.context("cpu"),
+                _Spy(self._names, known, trained) as spy,
+                Saving(others.values()) as saving,
+            ):
                 result = run.call(inputs)
             packing = Packing.of(result)
             if packing is not None and not run.last and type(result) is not list:
@@ -195,13 +205,14 @@ class _Trial:
                 wrong = "replaces the data of a parameter or of its input; change these in place"
             elif new := sorted(_registered(module) - registered):
                 wrong = f"makes its {new[0]} when it first runs; make it when the layer is made"
+            narrowed = tuple(map(self._numerics.narrow, outputs))
             layer = Layer(
                 name=run.name,
                 params=sum(p.numel() for p in module.parameters()),
                 flops=spy.flops + sum(t.numel() for t in outputs),
                 weight_flops=spy.weight_flops,
                 output=replace(
-                    describe(tuple(map(self._numerics.narrow, outputs))),
+                    describe(narrowed),
                     single=isinstance(result, Tensor),
                     packing=packing if run.last else None,
                 ),
@@ -211,8 +222,23 @@ class _Trial:
                 hands_through=not {storage_of(t) for t in inputs}.isdisjoint(returned),
                 keeps_output=not kept.isdisjoint(returned) or len(set(returned)) < len(returned),
                 borrows=tuple(sorted(spy.borrowed)),
+                storages=saving.storages(inputs, outputs),
+                narrows=frozenset(n for n, t in enumerate(outputs) if narrowed[n] is not t),
+                weights=named["weights"],
+                frozen=named["frozen"],
+                buffers=named["buffers"],
             )
         return _Run(layer, leaves, outputs, wrong, on_copies)
+
+    def _named(self, module: nn.Module) -> dict[str, dict[str, TensorSpec]]:
+        """Return the specs of what a layer trains, of its frozen parameters and of its buffers, by name."""
+        found: dict[str, dict[str, TensorSpec]] = {"weights": {}, "frozen": {}, "buffers": {}}
+        for tensor in (place.tensor for place in places(module)):
+            if id(tensor) in self._ids:
+                trained = "weights" if tensor.requires_grad else "frozen"
+                kind = trained if isinstance(tensor, nn.Parameter) else "buffers"
+                found[kind][self._ids[id(tensor)]] = specs_of([tensor])[0]
+        return found
 
     def _stand_in(self, tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
         with torch.no_grad():
@@ -341,22 +367,13 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
-def strided(*values: Any) -> list[Tensor]:
-    """Return all tensors in a tree of values, except sparse ones."""
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout is torch.strided]
-
-
 def _registered(module: nn.Module) -> set[str]:
     return {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Return the address of the storage that a tensor shares with its views."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 @cache
-def _fake_mode() -> FakeTensorMode:
+def fake_mode() -> FakeTensorMode:
+    """Return the mode under which tensors have no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

@@ -4,37 +4,40 @@ Each layer has a graph of its own: its input is detached, as at a cut, and its b
 output used as the gradient, which has the right shape and ordinary numbers. All layers run forward, then all
 backward in reverse order, so that the caches are in the same state as in training. Then the same with each
 backward in two halves. The times are medians over passes, of which a quick model gets more, since a small
-time is disturbed more easily. Times and bytes are measured in separate passes.
+time is disturbed more easily, without what starting a backward costs, which a stage does once for all its
+layers. Times and bytes are measured in separate passes.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.boundary import Boundary, Value, as_tuple, describe, leaves_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
-from pipetrain.partition.estimate import Layer, storage_of, strided
+from pipetrain.partition.estimate import Layer
 from pipetrain.partition.network import INPUT, Chain, Made, Network, Tensors
 from pipetrain.partition.profile import LayerTime
+from pipetrain.partition.saved import strided
 from pipetrain.runtime.clock import Clock, Mark
+from pipetrain.runtime.recompute import Again
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.weights import OptimizerFactory
 
 WARM_UP, REPEATS = 2, 7
+EMPTY = -1  # the number of a layer that computes nothing
 MOST, ENOUGH_S = 30, 0.2  # passes, and seconds after which there are no more than REPEATS
 
 
@@ -61,22 +64,22 @@ def measure_layers(
             break
         bench.run(x)
     seconds = bench.median_seconds()
-    saved, deferred, peaks = bench.saved_bytes(x), bench.deferred_bytes(x), bench.peak_bytes(x)
+    peaks = bench.peak_bytes(x)
     return [
         LayerTime(
             name=layer.name,
             forward_s=seconds["forward", i],
             recorded_s=seconds["recorded", i],
+            kept_s=seconds["kept", i],
+            again_s=seconds["again", i],
             backward_s=seconds["backward", i],
             input_s=seconds["input", i],
             weight_s=seconds["weight", i],
             step_s=seconds["step", i],
-            saved_bytes=saved[i],
-            deferred_bytes=deferred[i],
             peak_bytes=peaks[i],
             output_bytes=layer.output.nbytes,
             gradient_bytes=sum(spec.nbytes for spec in layer.output.gradients),
-            **bench.weight_bytes(i),
+            state_bytes=bench.state_bytes(i),
         )
         for i, layer in enumerate(layers)
     ]
@@ -102,27 +105,30 @@ class _Bench:
         self._clock = Clock(device)
         self._device = device.type
         self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (forward, backward, ...; layer)
-        self._held: list[list[Tensor]] = []  # the tensors of each layer; shared ones at the first
         met: set[int] = set()
+        trained: list[list[Tensor]] = []  # of each layer; a shared one at the first
         for module in network.modules:
-            held = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in met]
+            held: list[Tensor] = [t for t in module.parameters() if t.requires_grad and id(t) not in met]
             met.update(map(id, held))
-            self._held.append(held)
-        trained = [
-            [t for t in held if isinstance(t, nn.Parameter) and t.requires_grad] for held in self._held
-        ]
+            trained.append(held)
         self._optimizers = [optimizer(params) if params else None for params in trained]
         for made in filter(None, self._optimizers):
             for group in made.param_groups:
                 group["lr"] = 0.0  # the same work, but the weights stay as they are
 
     def run(self, x: Value) -> None:
-        """Run a batch of two microbatches, the second with a split backward. Gradients accumulate."""
+        """Run a batch of two microbatches, the second with a split backward. Gradients accumulate.
+
+        Between them are the two forwards of one that recomputes and keeps dear results.
+        """
         graphs = [outputs for outputs, _ in self._forwards(x)]
         for index in reversed(range(len(graphs))):
             self._backward(index, graphs.pop())
+        again = [Again([], keep=True) for _ in self._estimated]
+        deque(self._forwards(x, "kept", lambda index: again[index].first()), maxlen=0)
+        deque(self._forwards(x, "again", lambda index: again[index].second()), maxlen=0)
         halves = [self._deferred(index) for index in range(len(self._estimated))]
-        graphs = [outputs for outputs, _ in self._forwards(x, halves)]
+        graphs = [outputs for outputs, _ in self._forwards(x, "recorded", lambda i: halves[i].recording())]
         for index in reversed(range(len(graphs))):
             if any(self._estimated[index].reached):
                 self._input_half(index, graphs[index], halves[index])
@@ -139,38 +145,56 @@ class _Bench:
                 with self._timed("step", index):
                     optimizer.step()
 
+        self._run_empty()
+
+    def _run_empty(self) -> None:
+        """Time the backward of a layer that computes nothing, in one and in two halves."""
+        leaf = torch.zeros(1, device=self._device, requires_grad=True)
+        grad = torch.ones_like(leaf)
+        for made in (leaf.view_as(leaf), leaf.view_as(leaf)):
+            with self._timed("backward", EMPTY):
+                torch.autograd.backward([made], [grad])
+        for made in (leaf.view_as(leaf), leaf.view_as(leaf)):
+            with self._timed("input", EMPTY):
+                Deferred([]).input_half([], [made], [grad])
+
     def _deferred(self, index: int) -> Deferred:
         return Deferred(self._leaves(index) if any(self._estimated[index].reached) else [])
 
     def _leaves(self, index: int) -> list[Tensor]:
         return [p for p in self._network.modules[index].parameters() if p.requires_grad]
 
-    def _forwards(self, x: Value, halves: Sequence[Deferred] = ()) -> Iterator[tuple[Tensors, Tensors]]:
-        """Yield each layer's outputs with their graph, and what it was given.
-
-        `halves`: the layers' weight gradients that are to be put off, if backwards are split.
-        """
+    def _forwards(
+        self,
+        x: Value,
+        part: str = "forward",
+        within: Callable[[int], AbstractContextManager[object]] = lambda index: nullcontext(),
+    ) -> Iterator[tuple[Tensors, Tensors]]:
+        """Yield each layer's outputs with their graph, and what it was given. It runs `within`(layer)."""
         values = {Made(INPUT, number): t for number, t in enumerate(as_tuple(x))}
         made = [describe(x)]
         for index, layer in enumerate(self._estimated):
             given = tuple(values[value] for value in layer.takes)
-            outputs = self._forward(index, given, made, halves[index] if halves else None)
+            outputs = self._forward(index, given, made, part, within(index))
             values |= {Made(index, number): t.detach() for number, t in enumerate(outputs)}
             values = {v: t for v, t in values.items() if self._last_use.get(v, -1) > index}
             made.append(layer.output)
             yield outputs, given
 
     def _forward(
-        self, index: int, given: Tensors, made: Sequence[Boundary], deferred: Deferred | None
+        self,
+        index: int,
+        given: Tensors,
+        made: Sequence[Boundary],
+        part: str,
+        within: AbstractContextManager[object],
     ) -> Tensors:
         given = tuple(self._numerics.arrange(t.detach()) for t in given)
         reached = self._estimated[index].reached or (False,) * len(given)
         given = tuple(t.requires_grad_(reaches) for t, reaches in zip(given, reached, strict=True))
         if self._estimated[index].writes_input:
             given = tuple(t.clone() for t in given)
-        recording = deferred.recording() if deferred else nullcontext()
-        part = "recorded" if deferred else "forward"
-        with self._timed(part, index), self._numerics.context(self._device), recording:
+        with self._timed(part, index), self._numerics.context(self._device), within:
             return leaves_of(self._network.call(index, given, made))
 
     def _backward(self, index: int, outputs: Tensors, part: str = "backward") -> None:
@@ -202,57 +226,19 @@ class _Bench:
         self.spans.append(((part, index), start, self._clock.mark()))
 
     def median_seconds(self) -> dict[tuple[str, int], float]:
-        """Return the median seconds of each part of each layer; 0 for parts that a layer lacks."""
+        """Return the median seconds of each part of each layer; 0 for parts that a layer lacks.
+
+        Without the least that a backward of an empty layer took, and at least a tenth.
+        """
         seconds = defaultdict(list)
         spans = ((number, start, end) for number, (_, start, end) in enumerate(self.spans))
         for number, taken in self._clock.durations(spans):
             seconds[self.spans[number][0]].append(taken)
-        return defaultdict(float, {part: median(taken) for part, taken in seconds.items()})
-
-    def saved_bytes(self, x: Value) -> list[int]:
-        """Count the bytes that autograd saves in a forward, each storage once, at the layer that made it."""
-        sizes = [0] * len(self._estimated)
-        model = self._network.model
-        held = {storage_of(t) for t in (*model.parameters(), *model.buffers(), *as_tuple(x))}
-        made: dict[int, int] = {}  # storage -> the last layer that returned it
-        alive = []  # kept alive, so that no address is used twice
-        saved: list[Tensor] = []
-
-        def keep(tensor: Tensor) -> Tensor:
-            saved.append(tensor)
-            return tensor
-
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
-            for index, (outputs, given) in enumerate(self._forwards(x)):
-                alive.append((tuple(saved), outputs, given))
-                for tensor in saved:
-                    key = storage_of(tensor)
-                    if key not in held:
-                        sizes[made.get(key, index)] += tensor.untyped_storage().nbytes()
-                        held.add(key)
-                saved.clear()
-                made |= {storage_of(t): index for t in outputs}
-        return sizes
-
-    def deferred_bytes(self, x: Value) -> list[int]:
-        """Count the bytes held between the halves of a backward, each storage once, as `saved_bytes` does."""
-        sizes = [0] * len(self._estimated)
-        model = self._network.model
-        held = {storage_of(t) for t in (*model.parameters(), *model.buffers(), *as_tuple(x))}
-        halves = [self._deferred(index) for index in range(len(self._estimated))]
-        made: dict[int, int] = {}
-        alive = []
-        for index, (outputs, given) in enumerate(self._forwards(x, halves)):
-            alive.append((outputs, given))
-            if any(self._estimated[index].reached):
-                self._input_half(index, outputs, halves[index])
-            for tensor in strided(halves[index].held):
-                key = storage_of(tensor)
-                if key not in held:
-                    sizes[made.get(key, index)] += tensor.untyped_storage().nbytes()
-                    held.add(key)
-            made |= {storage_of(t): index for t in outputs}
-        return sizes
+        found: dict[tuple[str, int], float] = defaultdict(float)
+        for (part, index), times in seconds.items():
+            empty = min(seconds[part, EMPTY]) if (part, EMPTY) in seconds else 0.0
+            found[part, index] = max(median(times) - empty, median(times) / 10)
+        return found
 
     def peak_bytes(self, x: Value) -> list[int]:
         peaks = []
@@ -264,15 +250,11 @@ class _Bench:
             peaks.append(live.peak)
         return peaks
 
-    def weight_bytes(self, index: int) -> dict[str, int]:
-        """Return the bytes of a layer's trained parameters, optimizer state, and other tensors."""
-        optimizer, held = self._optimizers[index], self._held[index]
+    def state_bytes(self, index: int) -> int:
+        """Return the bytes of the optimizer's state of a layer."""
+        optimizer = self._optimizers[index]
         state = tree_leaves(list(optimizer.state.values())) if optimizer is not None else []
-        return {
-            "param_bytes": sum(t.nbytes for t in held if t.requires_grad),
-            "state_bytes": sum(t.nbytes for t in state if isinstance(t, Tensor)),
-            "fixed_bytes": sum(t.nbytes for t in held if not t.requires_grad),
-        }
+        return sum(t.nbytes for t in state if isinstance(t, Tensor))
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]

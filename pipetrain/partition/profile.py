@@ -26,27 +26,24 @@ Facts = Mapping[str, Any]
 class LayerTime:
     """One layer, as measured for one microbatch; times in seconds.
 
-    A shared parameter counts at the first layer that has it. Bytes saved by autograd count once, at the layer
-    that created them.
+    A shared parameter counts at the first layer that has it.
     """
 
     name: str
     forward_s: float
     recorded_s: float  # a forward whose backward is split
+    kept_s: float  # a forward that keeps dear results, and
+    again_s: float  # the one that takes them, see runtime/recompute.py
     backward_s: float  # for the gradients of inputs and parameters
     input_s: (
         float  # the half for the inputs, and what of the parameters is not put off; 0 without such inputs
     )
     weight_s: float  # the other half
     step_s: float  # the optimizer's step, once a batch
-    saved_bytes: int  # saved for the backward, without parameters and inputs
-    deferred_bytes: int  # of these and of gradients, held from the first half to the second
     peak_bytes: int  # additional peak in forward and backward
     output_bytes: int  # the forward message of a cut behind it
     gradient_bytes: int  # the backward message
-    param_bytes: int  # trained parameters
-    state_bytes: int  # their optimizer state
-    fixed_bytes: int  # frozen parameters and buffers
+    state_bytes: int  # of the optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,6 @@ class Profile:
 
     conditions: Facts  # must match the run's
     machine: Facts
-    input_bytes: int  # of the model's input
     latency_s: float  # per message; 0 if not measured
     s_per_byte: float
     layers: list[LayerTime]
@@ -124,6 +120,8 @@ def average(ranks: Sequence[Sequence[LayerTime]]) -> list[LayerTime]:
             layers[0],
             forward_s=median(layer.forward_s for layer in layers),
             recorded_s=median(layer.recorded_s for layer in layers),
+            kept_s=median(layer.kept_s for layer in layers),
+            again_s=median(layer.again_s for layer in layers),
             backward_s=median(layer.backward_s for layer in layers),
             input_s=median(layer.input_s for layer in layers),
             weight_s=median(layer.weight_s for layer in layers),

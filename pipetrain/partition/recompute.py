@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-RECOMPUTE = ("never", "except_last", "always", "selective")
-"""The values of recompute=."""
+from pipetrain.errors import ConfigError
 
 
 class Mode(StrEnum):
@@ -21,13 +20,29 @@ class Mode(StrEnum):
     ALWAYS = "always"
 
 
-def modes_of(recompute: str, stages: int) -> list[Mode]:
-    """Return the mode of each stage for a value of recompute=."""
+AUTO = "auto"
+RECOMPUTE = (AUTO, "never", "except_last", "always", "selective")
+"""The values of recompute=, beside a list of the modes of all stages."""
+
+Modes = Callable[[int], Sequence[Mode]]  # number of stages -> the mode of each
+
+
+def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
+    """Return the mode of each stage for a value of recompute=; auto is never. Raises ConfigError."""
+    if not isinstance(recompute, str):
+        if len(recompute) != stages:
+            raise ConfigError(
+                f"recompute=[{','.join(recompute)}] has modes of {len(recompute)} stages, and there are "
+                f"{stages}: give one for each, or one of {', '.join(RECOMPUTE)}"
+            )
+        return [Mode(mode) for mode in recompute]
+    if recompute == AUTO:
+        return [Mode.NEVER] * stages
     if recompute == "except_last":
         return [Mode.ALWAYS] * (stages - 1) + [Mode.NEVER]
     return [Mode(recompute)] * stages
 
 
-def stages_by(modes_of: Callable[[int], Sequence[Mode]]) -> Callable[[int], list[int]]:
+def stages_by(modes: Modes) -> Callable[[int], list[int]]:
     """Return number of stages -> those that recompute."""
-    return lambda stages: [stage for stage, mode in enumerate(modes_of(stages)) if mode is not Mode.NEVER]
+    return lambda stages: [stage for stage, mode in enumerate(modes(stages)) if mode is not Mode.NEVER]

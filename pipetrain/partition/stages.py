@@ -17,7 +17,18 @@ from pipetrain.boundary import Boundary
 from pipetrain.partition.estimate import Layer
 from pipetrain.partition.network import INPUT
 from pipetrain.partition.profile import PROFILE, Profile
+from pipetrain.partition.recompute import Mode
+from pipetrain.partition.sizes import (
+    NO_LOSS,
+    LossSizes,
+    Microbatch,
+    WeightBytes,
+    microbatch,
+    weights_of,
+)
 from pipetrain.schedule.actions import Op
+from pipetrain.schedule.lower import Edge
+from pipetrain.schedule.memory import Counts, Sizes, in_bytes
 from pipetrain.schedule.timeline import Costs, Kind
 
 
@@ -28,10 +39,36 @@ class Pipeline:
     microbatches: int
     buffer_size: int
     placement: Sequence[int]  # ranks
-    activations: Sequence[int]  # peaks
-    versions: Sequence[int]
+    counts: Sequence[Sequence[Counts]]  # what it holds where that may be the most, see memory.most
     values: Sequence[Traffic]
+    model: Model
     split: bool = False  # whether backwards come in two halves
+    again: Sequence[Recomputation] = ()  # if stages may recompute
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """What a stage may recompute: the `modes` to choose from, and how often and how much it then holds.
+
+    `share`: of its microbatches that have an R; `counts`: as those of Pipeline, which are without any R.
+    """
+
+    modes: Sequence[Mode]
+    share: float
+    counts: Sequence[Counts]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the layers hold: their estimates, the model's input, and what the loss saves.
+
+    `averaged`: a moving average of the weights is kept.
+    """
+
+    layers: Sequence[Layer]
+    inputs: Boundary
+    loss: LossSizes = NO_LOSS
+    averaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +87,15 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """The predicted times of a stage: F, B, I, W and messages per microbatch, STEP and the sum per batch.
+    """The predicted times of a stage: F, R, B, I, W and messages per microbatch, STEP and the sum per batch.
 
-    The sum is with B, or with I and W in a schedule that splits backwards.
+    The sum is with B, or with I and W in a schedule that splits backwards; with R for the microbatches that
+    have one.
     """
 
+    mode: Mode
     forward_s: float
+    again_s: float
     backward_s: float
     input_s: float
     weight_s: float
@@ -72,6 +112,7 @@ class Prediction:
     profile: Profile
     stages: Sequence[StageTime]
     choices: dict[str, tuple[list[int], float]]
+    reasons: Sequence[str] = ()  # why stages recompute, in sentences
 
     @property
     def slowest_s(self) -> float:
@@ -86,34 +127,73 @@ class Predictor:
         self.stages = len(pipeline.placement)
         self.profile = profile
         self._pipeline = pipeline
-        self._exchanged: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        self._exchanged: dict[tuple[int, int, int], list[list[Traffic]]] = {}
+        self._held: dict[tuple[int, int, bool], tuple[Microbatch, WeightBytes]] = {}
+        # Of a skip that begins at each stage, see schedule/bounds.py.
+        self._bounds = [
+            max(pipeline.buffer_size, -(-max(sum(one[:3]) for one in counts) // 2))
+            for counts in pipeline.counts
+        ]
         self._needed: dict[tuple[int, int], bool] = {}
         # Prefix sums over the layers, so that the time of a slice needs no sum.
         self._forward_s = _sums(layer.forward_s for layer in self.layers)
         self._recorded_s = _sums(layer.recorded_s for layer in self.layers)
+        self._kept_s = _sums(layer.kept_s for layer in self.layers)
+        self._again_s = _sums(layer.again_s for layer in self.layers)
         self._backward_s = _sums(layer.backward_s for layer in self.layers)
         self._input_s = _sums(layer.input_s for layer in self.layers)
         self._weight_s = _sums(layer.weight_s for layer in self.layers)
         self._step_s = _sums(layer.step_s for layer in self.layers)
 
-    def batch_s(self, stage: int, start: int, end: int) -> float:
-        """Return the seconds of a batch."""
-        forward_s, backward_s, input_s, weight_s = self._compute_s(start, end)
+    def modes(self, stage: int) -> Sequence[Mode]:
+        """Return the modes that a stage may have."""
+        return self._pipeline.again[stage].modes if self._pipeline.again else (Mode.NEVER,)
+
+    def mode(self, stage: int, start: int, end: int, limit: float | None) -> Mode | None:
+        """Return the fastest mode of a stage with which it holds at most `limit` bytes; None if none fits."""
+        fitting = [
+            mode
+            for mode in self.modes(stage)
+            if limit is None or self.held_bytes(stage, start, end, mode) <= limit
+        ]
+        return min(fitting, key=lambda mode: self.batch_s(stage, start, end, mode), default=None)
+
+    def least(self, stage: int, start: int, end: int) -> Mode:
+        """Return the mode with which a stage holds the least."""
+        return min(self.modes(stage), key=lambda mode: self.held_bytes(stage, start, end, mode))
+
+    def modes_of(self, cuts: Sequence[int], limit: float | None) -> list[Mode]:
+        """Return the mode of each stage within the limit; where none fits, that which holds the least."""
+        spans = enumerate(pairwise([0, *cuts, len(self.layers)]))
+        return [self.mode(stage, *span, limit) or self.least(stage, *span) for stage, span in spans]
+
+    def batch_s(self, stage: int, start: int, end: int, mode: Mode | None = None) -> float:
+        """Return the seconds of a batch. `mode`: None for the first one that the stage may have."""
+        mode = mode or self.modes(stage)[0]
+        forward_s, again_s, backward_s, input_s, weight_s = self._compute_s(start, end, mode)
         compute_s = forward_s + (input_s + weight_s if self._pipeline.split else backward_s)
+        if mode is not Mode.NEVER:
+            compute_s += self._pipeline.again[stage].share * again_s
         each_s = compute_s + self._messages_s(stage, start, end)
         return self._pipeline.microbatches * each_s + self._step_s[end] - self._step_s[start]
 
-    def _compute_s(self, start: int, end: int) -> tuple[float, float, float, float]:
-        """Return the seconds of F, B, I and W."""
+    def _compute_s(self, start: int, end: int, mode: Mode) -> tuple[float, float, float, float, float]:
+        """Return the seconds of F, R, B, I and W."""
 
         def of(sums: Sequence[float]) -> float:
             return sums[end] - sums[start]
 
+        recorded_s = forward_s = of(self._forward_s)
         backward_s = of(self._backward_s)
-        if not self._hands_back(start, end):  # W is all of it
-            return of(self._forward_s), backward_s, 0.0, backward_s
-        forward_s = of(self._recorded_s if self._pipeline.split else self._forward_s)
-        return forward_s, backward_s, of(self._input_s), of(self._weight_s)
+        halves = 0.0, backward_s  # W is all of it
+        if self._hands_back(start, end):
+            recorded_s = of(self._recorded_s) if self._pipeline.split else forward_s
+            halves = of(self._input_s), of(self._weight_s)
+        if mode is Mode.NEVER:
+            return recorded_s, recorded_s, backward_s, *halves
+        if mode is Mode.ALWAYS:
+            return forward_s, recorded_s, backward_s, *halves
+        return of(self._kept_s), of(self._again_s) + recorded_s - forward_s, backward_s, *halves
 
     def _hands_back(self, start: int, end: int) -> bool:
         """Return whether layers before these need a gradient of them."""
@@ -122,54 +202,94 @@ class Predictor:
             self._needed[key] = any(value.back for value in self._entering(start, end))
         return self._needed[key]
 
-    def stage_time(self, stage: int, start: int, end: int) -> StageTime:
-        forward_s, backward_s, input_s, weight_s = self._compute_s(start, end)
+    def stage_time(self, stage: int, start: int, end: int, mode: Mode | None = None) -> StageTime:
+        mode = mode or self.modes(stage)[0]
+        forward_s, again_s, backward_s, input_s, weight_s = self._compute_s(start, end, mode)
         return StageTime(
+            mode=mode,
             forward_s=forward_s,
+            again_s=again_s,
             backward_s=backward_s,
             input_s=input_s,
             weight_s=weight_s,
             messages_s=self._messages_s(stage, start, end),
             step_s=self._step_s[end] - self._step_s[start],
-            batch_s=self.batch_s(stage, start, end),
-            held_bytes=self.held_bytes(stage, start, end),
+            batch_s=self.batch_s(stage, start, end, mode),
+            held_bytes=self.held_bytes(stage, start, end, mode),
         )
 
-    def held_bytes(self, stage: int, start: int, end: int) -> int:
-        """Return the memory of a stage in bytes: weights, activations, messages and working memory.
+    def held_bytes(self, stage: int, start: int, end: int, mode: Mode | None = None) -> int:
+        """Return the most bytes that a stage holds, with the working memory of a layer.
 
-        Weights: a gradient, all versions, and the optimizer's state. Activations: what enters and the saved
-        tensors of every open microbatch. Messages: `buffer_size` on each edge. Working memory: the largest
-        peak of a layer, which counts some activations twice.
+        That is the largest additional peak of a layer, which counts some activations twice.
         """
-        held, pipeline = self.layers[start:end], self._pipeline
-        weights = sum(
-            layer.param_bytes * (pipeline.versions[stage] + 1) + layer.state_bytes + layer.fixed_bytes
-            for layer in held
+        mode = mode or self.modes(stage)[0]
+        sizes = self.sizes(stage, start, end, mode is Mode.SELECTIVE)
+        counts = self._pipeline.counts if mode is Mode.NEVER else [one.counts for one in self._pipeline.again]
+        held = max(in_bytes(one, sizes).total for one in counts[stage])
+        return (
+            held
+            + self._skips_bytes(stage, start, end)
+            + max(layer.peak_bytes for layer in self.layers[start:end])
         )
-        entering = self._entering(start, end)
-        entry = sum(value.nbytes for value in entering) if start else self.profile.input_bytes
-        saved = entry + sum(layer.saved_bytes for layer in held)
-        crossing = sum(map(sum, self._messages(stage, start, end)))
-        work = max(layer.peak_bytes for layer in held)
-        return weights + pipeline.activations[stage] * saved + pipeline.buffer_size * crossing + work
 
-    def stage_times(self, cuts: Sequence[int]) -> list[StageTime]:
+    def sizes(self, stage: int, start: int, end: int, selective: bool = False) -> Sizes:
+        """Return the bytes of a stage, with the messages to and from its neighbours."""
+        model = self._pipeline.model
+        key = start, end, selective
+        if key not in self._held:
+            of_one = microbatch(model.layers, model.inputs, start, end, model.loss, selective=selective)
+            self._held[key] = of_one, weights_of(model.layers[start:end])
+        of_one, weights = self._held[key]
+        before, _, behind, _ = self._crossing(stage, start, end)
+        wire: dict[Edge, int] = {}
+        raw: dict[Edge, int] = {}
+        for edge, values in (((stage - 1, stage), before), ((stage, stage + 1), behind)):
+            wire |= {edge: sum(v.forward for v in values), edge[::-1]: sum(v.back for v in values)}
+            back = sum(v.nbytes for v in values if v.back)
+            raw |= {edge: sum(v.nbytes for v in values), edge[::-1]: back}
+        return Sizes(
+            saved=of_one.saved,
+            before_r=of_one.before_r,
+            after_i=of_one.after_i,
+            weights=weights.trained * (1 + model.averaged) + weights.fixed,
+            version=weights.trained,
+            gradient=weights.trained,
+            optimizer=sum(layer.state_bytes for layer in self.layers[start:end]),
+            wire=wire,
+            raw=raw,
+        )
+
+    def _skips_bytes(self, stage: int, start: int, end: int) -> int:
+        """Return the bytes of messages that skip stages, with as many on an edge as its bound may be."""
+        _, before, _, behind = self._crossing(stage, start, end)
+        earlier = self._bounds[: max(0, stage - 1)]
+        received = max(earlier, default=0) * sum(value.forward + value.back for value in before)
+        return received + self._bounds[stage] * sum(value.back for value in behind)
+
+    def stage_times(self, cuts: Sequence[int], modes: Sequence[Mode] = ()) -> list[StageTime]:
         ends = pairwise([0, *cuts, len(self.layers)])
-        return [self.stage_time(stage, start, end) for stage, (start, end) in enumerate(ends)]
+        return [
+            self.stage_time(stage, start, end, modes[stage] if modes else None)
+            for stage, (start, end) in enumerate(ends)
+        ]
 
-    def slowest_s(self, cuts: Sequence[int]) -> float:
-        return max(stage.batch_s for stage in self.stage_times(cuts))
+    def slowest_s(self, cuts: Sequence[int], limit: float | None = None) -> float:
+        """Return the seconds of a batch at the slowest stage, each in its fastest mode within the limit."""
+        return max(stage.batch_s for stage in self.stage_times(cuts, self.modes_of(cuts, limit)))
 
-    def costs(self, cuts: Sequence[int], tied: Mapping[int, int] | None = None) -> Costs:
+    def costs(
+        self, cuts: Sequence[int], tied: Mapping[int, int] | None = None, modes: Sequence[Mode] = ()
+    ) -> Costs:
         """Return the costs for `simulate`, in seconds.
 
-        `tied`: the bytes of the weights that a stage shares with others, by stage.
+        `tied`: the bytes of the weights that a stage shares with others, by stage. An F that has no R, of a
+        stage that recomputes others, is priced as these.
         """
         seconds: dict[Kind, float] = {}
-        for stage, taken in enumerate(self.stage_times(cuts)):
+        for stage, taken in enumerate(self.stage_times(cuts, modes)):
             seconds[stage, Op.F] = taken.forward_s
-            seconds[stage, Op.R] = taken.forward_s
+            seconds[stage, Op.R] = taken.again_s
             seconds[stage, Op.B] = taken.backward_s
             seconds[stage, Op.I] = taken.input_s
             seconds[stage, Op.W] = taken.weight_s
@@ -196,36 +316,46 @@ class Predictor:
         made = [value for value in self._pipeline.values if start <= value.layer < source[1]]
         return [value for value in made if any(to[0] <= user < to[1] for user in value.users)]
 
-    def _messages(self, stage: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Return (forward, back) bytes of the messages that a stage exchanges with other ranks.
+    def _crossing(self, stage: int, start: int, end: int) -> list[list[Traffic]]:
+        """Return what a stage exchanges with the one before it, with earlier ones, the next and later ones.
 
-        Values from before the stage before come as one message, as do those for layers behind the next
-        stage: which stages that are depends on other cuts.
+        Which stages the earlier and later ones are depends on other cuts.
         """
         key = stage, start, end
-        ranks, layers = self._pipeline.placement, len(self.layers)
-        if len(set(ranks)) == 1:
-            return []
         if key not in self._exchanged:
             mine = (start, end)
             entering = self._entering(start, end)
-            leaving = self._between(mine, (end, layers))
-            near = [
-                [value for value in entering if value.layer == start - 1 or stage == 1],
-                [value for value in leaving if end in value.users or stage + 2 == self.stages],
-            ]
-            groups = [
-                near[0] if stage and ranks[stage - 1] != ranks[stage] else [],
-                [value for value in entering if value not in near[0]],
-                near[1] if stage + 1 < self.stages and ranks[stage + 1] != ranks[stage] else [],
-                [value for value in leaving if value not in near[1]],
-            ]
+            leaving = self._between(mine, (end, len(self.layers)))
+            before = [value for value in entering if value.layer == start - 1 or stage == 1]
+            behind = [value for value in leaving if end in value.users or stage + 2 == self.stages]
             self._exchanged[key] = [
-                (sum(value.forward for value in group), sum(value.back for value in group))
-                for group in groups
-                if group
+                before,
+                [value for value in entering if value not in before],
+                behind,
+                [value for value in leaving if value not in behind],
             ]
         return self._exchanged[key]
+
+    def _messages(self, stage: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Return (forward, back) bytes of the messages that a stage exchanges with other ranks.
+
+        Values from before the stage before come as one message, as do those for layers behind the next stage.
+        """
+        ranks = self._pipeline.placement
+        if len(set(ranks)) == 1:
+            return []
+        before, earlier, behind, later = self._crossing(stage, start, end)
+        groups = [
+            before if stage and ranks[stage - 1] != ranks[stage] else [],
+            earlier,
+            behind if stage + 1 < self.stages and ranks[stage + 1] != ranks[stage] else [],
+            later,
+        ]
+        return [
+            (sum(value.forward for value in group), sum(value.back for value in group))
+            for group in groups
+            if group
+        ]
 
     def _messages_s(self, stage: int, start: int, end: int) -> float:
         messages = self._messages(stage, start, end)

@@ -98,6 +98,9 @@ class Channel(Protocol):
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """Wait until one of `receives` has arrived, or there is room for one of `sends`."""
 
+    def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
+        """Return the tensors that it holds, with the stages between which they travel."""
+
     def tell_norms(self, squares: Mapping[int, float], stages: int) -> None:
         """Start to exchange the squared norms of one update's gradient, by stage; all ranks tell theirs."""
 
@@ -250,6 +253,16 @@ class DistChannel:
                 raise expired(receives, sends, self._timeout)
         finally:
             self.waited += time.monotonic() - start
+
+    def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
+        held: list[tuple[Sequence[int], Tensor]] = [
+            (edge, tensor)
+            for transfers in (self._posted, self._sent)
+            for edge, queue in transfers.items()
+            for transfer in queue
+            for tensor in transfer.tensors
+        ]
+        return held + [(tie, numbers) for tie, queue in self._tied.items() for numbers, _ in queue]
 
     def tell_norms(self, squares: Mapping[int, float], stages: int) -> None:
         # Each stage has a place of its own, so that the sum is the same on every rank, to the last bit.

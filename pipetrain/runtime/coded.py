@@ -69,6 +69,9 @@ class WrappedChannel:
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         self._channel.wait([*map(self.travels, receives)], [*map(self.travels, sends)])
 
+    def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
+        return self._channel.buffers()
+
     def tell_norms(self, squares: Mapping[int, float], stages: int) -> None:
         self._channel.tell_norms(squares, stages)
 

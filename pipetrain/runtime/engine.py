@@ -22,6 +22,7 @@ from pipetrain.draws import EVALUATION, Seeds, drawing
 from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.runtime.channel import Channel, ChannelError, Edge, Message
 from pipetrain.runtime.clock import Clock, Stopwatch
+from pipetrain.runtime.held import Meter
 from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.stage import Stage, Target
@@ -139,6 +140,8 @@ class Engine:
         self._ties_of = {index: stage.ties for index, stage in stages.items()}
         self.stats = {stage: StageStats() for stage in stages}
         """The statistics of each stage's training since `take_stats`."""
+        self.meter: Meter | None = None
+        """What measures the memory of a window of training, if anything does."""
         self._train: dict[Op, _Method] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -177,7 +180,7 @@ class Engine:
         window = _Window(
             order, feed, microbatches, self._boundaries, self._joints, self._channel, first, ends
         )
-        row = self._run(window, self._train, Op.STEP, progress)
+        row = self._run(window, self._train, Op.STEP, progress, self.meter)
         for index, stats in stage_stats(row, microbatches).items():
             stats.skipped = self._stages[index].skipped - skipped[index]
             stats.raw_bytes = window.raw_bytes[index]
@@ -202,7 +205,14 @@ class Engine:
         window = _Window(order, feed, 1, self._evaluated, joints, self._plain, EVALUATION, ends)
         self._run(window, self._evaluate, Op.F, progress)
 
-    def _run(self, window: _Window, methods: Mapping[Op, _Method], counted: Op, progress: Progress) -> Row:
+    def _run(
+        self,
+        window: _Window,
+        methods: Mapping[Op, _Method],
+        counted: Op,
+        progress: Progress,
+        meter: Meter | None = None,
+    ) -> Row:
         watch = Stopwatch(self._clock, window.channel)
         receives = [self._message(action, window) for action in window.order.receives()]
         window.channel.expect(receives, window.order.decided)
@@ -217,9 +227,14 @@ class Engine:
                 if action.op is Op.STEP or action.op is Op.NORM:
                     self._hear(action, window, watch)
                 watch.start(action)
-                with record_function(str(action)) if profiled else nullcontext():
+                with (
+                    record_function(str(action)) if profiled else nullcontext(),
+                    meter.during(action) if meter else nullcontext(),
+                ):
                     methods[action.op](action, window)
                 watch.stop()
+                if meter:
+                    meter.after(action, self._held_messages(window))
                 if action.op is counted:
                     progress(action.stage)
         except (TrainingStopped, AssertionError):
@@ -435,6 +450,16 @@ class Engine:
             )
         window.channel.send(message, tensors)
         window.raw_bytes[action.stage] += message.nbytes
+
+    def _held_messages(self, window: _Window) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """Yield the tensors of messages that this rank holds, with the stages between which they travel."""
+        yield from window.channel.buffers()
+        for mailbox in (window.arrived, window.to_send):
+            for (edge, _), tensors in mailbox.items():
+                yield from ((edge, tensor) for tensor in tensors)
+        for shares in window.shares.values():
+            yield from (((stage,), numbers) for stage, numbers in shares.items())
+        yield from ((tie, sums) for (tie, _), sums in window.sums.items())
 
     def _recv(self, action: Action, window: _Window) -> None:
         message = self._message(action, window)

@@ -26,8 +26,8 @@ from torch.utils.flop_counter import flop_registry
 
 from pipetrain.boundary import differentiable
 from pipetrain.draws import Beginning
+from pipetrain.partition.products import DEAR, Watching
 from pipetrain.runtime.finite import numbers_of
-from pipetrain.runtime.split import DEAR, Watching
 from pipetrain.runtime.weights import Buffers
 
 

@@ -15,61 +15,17 @@ weight_norm; views of weights are put off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-_ATEN = torch.ops.aten
+from pipetrain.partition.products import DEAR, LOWERED, Watching
 
-
-def _overloads(*packets: Any) -> Iterator[Any]:
-    """Yield ATen operations and their overloads, as a traced model calls them."""
-    for packet in packets:
-        yield packet
-        yield from (getattr(packet, name) for name in packet.overloads() if not name.endswith("out"))
-
-
-# Under autocast these compute in the lower precision.
-_LOWERED = {
-    F.linear,
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    torch.addmm,
-    torch.baddbmm,
-    torch.linalg.matmul,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    Tensor.mm,
-    Tensor.bmm,
-    Tensor.addmm,
-    Tensor.baddbmm,
-    F.conv1d,
-    F.conv2d,
-    F.conv3d,
-    F.conv_transpose1d,
-    F.conv_transpose2d,
-    F.conv_transpose3d,
-    *_overloads(_ATEN.linear, _ATEN.matmul, _ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm),
-    *_overloads(_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d, _ATEN.convolution),
-    *_overloads(_ATEN.conv_transpose1d, _ATEN.conv_transpose2d, _ATEN.conv_transpose3d),
-}
-DEAR = {
-    *_LOWERED,
-    F.bilinear,
-    F.embedding,
-    torch.einsum,
-    torch.tensordot,
-    torch.inner,
-    *_overloads(_ATEN.bilinear, _ATEN.embedding),
-}
 _CAST = {torch.float32, torch.float16, torch.bfloat16}  # by autocast
 
 # A layer that differentiates within its forward may do so twice.
@@ -130,7 +86,7 @@ class Deferred:
             else:
                 _accumulate(leaf, grad)
         if edges:
-            torch.autograd.backward(edges, grads, inputs=list(wanted.values()))
+            _run(edges, grads, list(wanted.values()), keep=False, accumulate=True)
 
     @property
     def held(self) -> list[Tensor]:
@@ -159,7 +115,7 @@ class Deferred:
             return None
         entering, leaves = [], []
         for position in inputs:
-            tensor = _cast(operands[position]) if function in _LOWERED else operands[position]
+            tensor = _cast(operands[position]) if function in LOWERED else operands[position]
             entering.append(tensor)
             operands[position] = tensor.detach().requires_grad_()
             leaves.append(operands[position])
@@ -210,29 +166,7 @@ class _Operation:
 
     def differentiate(self, tensors: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
         """Return the gradients of some inputs and weights; those of others may be asked for later."""
-        if not tensors:
-            return ()
-        # torch.autograd.grad, without what it does for other arguments, which takes 6 us.
-        found: Sequence[Tensor] = _engine_run_backward(
-            (self.edge,), (grad,), True, False, tuple(tensors), allow_unreachable=False, accumulate_grad=False
-        )
-        return found
-
-
-class Watching(TorchFunctionMode):
-    """A mode that sees the products within nn.MultiheadAttention, which torch calls as one function."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is F.multi_head_attention_forward:
-            with self:
-                return _attention(*args, **(kwargs or {}))
-        return self.run(func, args, kwargs or {})
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one function."""
-        raise NotImplementedError
+        return _run([self.edge], [grad], tensors, keep=True, accumulate=False) if tensors else ()
 
 
 class _Recording(Watching):
@@ -276,12 +210,18 @@ class _PutOff(torch.autograd.Function):
         return None, *operation.differentiate(operation.inputs, grad), *nothing
 
 
-# Attention within which operations are seen: it only asks whether it is to be replaced as a whole.
-_attention = FunctionType(
-    F.multi_head_attention_forward.__code__,
-    {**vars(F), "has_torch_function": lambda tensors: False},
-    argdefs=F.multi_head_attention_forward.__defaults__,
-)
+def _run(
+    edges: Sequence[GradientEdge],
+    grads: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    keep: bool,
+    accumulate: bool,
+) -> Sequence[Tensor]:
+    """Run torch.autograd.grad or backward, without the checks of their arguments, which take 6 to 9 us."""
+    found: Sequence[Tensor] = _engine_run_backward(
+        tuple(edges), tuple(grads), keep, False, tuple(inputs), accumulate, accumulate_grad=accumulate
+    )
+    return found
 
 
 def _cast(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ the number of activations that `simulate` predicts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -202,6 +202,17 @@ class Stage:
     def in_flight(self) -> int:
         """The number of microbatches between their forward and the end of their backward."""
         return len(self._saved)
+
+    def open_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that open microbatches hold themselves, beside what autograd saves."""
+        for saved in self._saved.values():
+            yield from (*saved.inputs, *saved.outputs, *saved.grads)
+            if saved.target is not None:
+                yield from as_tuple(saved.target.value)
+            if saved.again is not None:
+                yield from (*(copy for _, copy in saved.again.buffers), *saved.again.kept)
+            if saved.deferred is not None:
+                yield from saved.deferred.held
 
     def forward(
         self,

@@ -154,6 +154,11 @@ class Weights:
     def leaves(self, version: int) -> list[Tensor]:
         return list(self._versions[version].values())
 
+    def stored(self) -> list[Tensor]:
+        """Return the leaves of all versions, and the storage that is kept for later ones."""
+        leaves = [leaf for version in self._versions.values() for leaf in version.values()]
+        return leaves + [tensor for spare in self._spare for tensor in spare]
+
     def leaf(self, version: int, name: str) -> Tensor:
         return self._versions[version][name]
 

@@ -6,12 +6,15 @@ its object interface, which leaves pyplot's global state alone, and is imported 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipetrain.schedule.actions import COMPUTE, Action, Op, ScheduleError
+from pipetrain.schedule.memory import Moment
 from pipetrain.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -28,7 +31,13 @@ _NAMES = {
     Op.W: "weight gradient",
     Op.R: "recompute",
 }
+_MEMORY, _FIXED = "#9c755f", "#bab0ac"
+_LEVELS = "▁▂▃▄▅▆▇█"
 _STEP, _IDLE, _INK = "#222222", "#ececec", "#333333"
+
+
+Memory = Sequence[Sequence[Moment]]
+"""What each rank holds over time, see memory.over_time."""
 
 
 class _Bar(NamedTuple):
@@ -40,7 +49,11 @@ class _Bar(NamedTuple):
 
 
 def as_text(
-    timeline: Timeline, width: int = 100, unit_of_time: str = "", span: tuple[int, int] | None = None
+    timeline: Timeline,
+    width: int = 100,
+    unit_of_time: str = "",
+    span: tuple[int, int] | None = None,
+    memory: Memory = (),
 ) -> str:
     """Draw a row per rank in `width` columns; a cell is the shortest action's time (1 at `unit_cost`).
 
@@ -48,6 +61,7 @@ def as_text(
     too, on ranks with several; a dot is idle time, `|` a step. `span`: the first and last cell, drawn in as
     many lines per rank as needed; without it there is one line, as long as fits. The first line says what is
     left out. `unit_of_time`: the unit of the costs, such as `s`.
+    `memory`: what each rank holds over time, drawn below in eighths of the rank's peak.
     """
     unit, stages = _unit(timeline), _stages(timeline)
     several = any(len(on_rank) > 1 for on_rank in stages)
@@ -81,8 +95,40 @@ def as_text(
         stop = min(start + fits, end)
         parts = ("".join(row[start * cell : stop * cell]).rstrip() for row in rows)
         more = "…" if stop < total else ""
-        groups.append("".join(f"{n.ljust(left)}{part}{more}\n" for n, part in zip(names, parts, strict=True)))
+        drawn = [f"{n.ljust(left)}{part}{more}\n" for n, part in zip(names, parts, strict=True)]
+        if memory:
+            levels = _levels(memory, [(at * unit, (at + 1) * unit) for at in range(start, stop)])
+            drawn += [
+                f"{n.ljust(left)}{''.join(level * cell for level in row)}{more}\n"
+                for n, row in zip(names, levels, strict=True)
+            ]
+        groups.append("".join(drawn))
+    if memory:
+        title += f"; below, memory: {_LEVELS[-1]} is a rank's peak"
     return f"{title}\n" + "\n".join(groups)
+
+
+def _levels(memory: Memory, cells: Sequence[tuple[float, float]]) -> list[list[str]]:
+    """Return the most that each rank holds in each cell of time, in eighths of its peak."""
+    rows = []
+    for moments in memory:
+        most = _peak(moments) or 1
+        times = [moment.time for moment in moments]
+        row = []
+        for start, end in cells:
+            first, last = bisect_right(times, start), bisect_left(times, end)
+            held = [moment.total for moment in moments[max(0, first - 1) : max(1, last)]]
+            row.append(_LEVELS[max(0, -(-8 * max(held, default=0) // most) - 1)])
+        rows.append(row)
+    return rows
+
+
+def _peak(moments: Sequence[Moment]) -> int:
+    return max((moment.total for moment in moments), default=0)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.4g} MiB"
 
 
 def as_figure(
@@ -91,32 +137,39 @@ def as_figure(
     title: str = "",
     unit_of_time: str = "",
     span: tuple[int, int] = (0, SHORT),
+    memory: Memory = (),
 ) -> None:
-    """Write cells `span` of the timeline to `path`, a .svg or .png file. Raises ScheduleError."""
+    """Write cells `span` of the timeline to `path`, a .svg or .png file. Raises ScheduleError.
+
+    `memory`: what each rank holds over time, drawn below on the same axis, with the peak labelled.
+    """
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
         raise ScheduleError(f"a timeline is written as .svg or .png; got {path.name}")
-    figure = _figure(timeline, title, unit_of_time, span)
+    figure = _figure(timeline, title, unit_of_time, span, memory)
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
-def as_png(timeline: Timeline) -> bytes:
-    """Return the beginning of the timeline as a PNG."""
+def as_png(timeline: Timeline, memory: Memory = ()) -> bytes:
+    """Return the beginning of the timeline as a PNG, with what each rank holds over time, if given."""
     buffer = BytesIO()
-    _figure(timeline, "", "", (0, SHORT)).savefig(buffer, format="png")
+    _figure(timeline, "", "", (0, SHORT), memory).savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def _figure(timeline: Timeline, title: str, unit_of_time: str, span: tuple[int, int]) -> Figure:
+def _figure(
+    timeline: Timeline, title: str, unit_of_time: str, span: tuple[int, int], memory: Memory
+) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     unit, stages = _unit(timeline), _stages(timeline)
     since, until = (min(timeline.makespan, cells * unit) for cells in span)
-    size = (min(max(6.5, 1.1 + 0.25 * (until - since) / unit), _MOST_INCHES), 1.15 + 0.4 * len(stages))
+    heights = [1.15 + 0.4 * len(stages)] + ([0.55 + 0.5 * len(stages)] if memory else [])
+    size = (min(max(6.5, 1.1 + 0.25 * (until - since) / unit), _MOST_INCHES), sum(heights))
     figure = Figure(figsize=size, dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes, *below = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     _draw_frame(axes, stages, since, until, unit_of_time)
     _draw_bars(axes, timeline, since, until)
     facts = ([title] if title else []) + _facts(timeline, unit_of_time)
@@ -125,7 +178,62 @@ def _figure(timeline: Timeline, title: str, unit_of_time: str, span: tuple[int, 
     elif until < timeline.makespan:
         facts.append(f"the first {_time(until, unit_of_time)} drawn")
     axes.set_title("  ·  ".join(facts), loc="left", fontsize=9.5, color=_INK, pad=22)
+    if memory:
+        _draw_memory(below[0], timeline, memory, since, until)
     return figure
+
+
+def _draw_memory(axes: Axes, timeline: Timeline, memory: Memory, since: float, until: float) -> None:
+    """Draw what each rank holds over time, each at its own scale, with the peak labelled."""
+    axes.set_title("memory held, each rank at its own scale", loc="left", fontsize=8, color=_INK)
+    for rank, (moments, row) in enumerate(zip(memory, timeline.rows, strict=True)):
+        base = rank + 0.42
+        axes.broken_barh([(since, until - since)], (rank - 0.38, 0.8), facecolors=_IDLE, zorder=1)
+        if not moments:
+            continue
+        top = _peak(moments) or 1
+        times = [row.began, *(moment.time for moment in moments), timeline.makespan]
+        held = [moments[0].total, *(moment.total for moment in moments), moments[-1].total]
+        fixed = [held - activations for held, activations in zip(held, _activations(moments), strict=True)]
+        for values, colour in ((held, _MEMORY), (fixed, _FIXED)):
+            tops = [base - 0.8 * value / top for value in values]
+            axes.fill_between(times, base, tops, step="post", color=colour, linewidth=0, zorder=2)
+        at = next(moment.time for moment in moments if moment.total == top)
+        if since <= at <= until:
+            axes.plot([at], [base - 0.8], marker="v", markersize=3.5, color=_INK, zorder=4)
+    names = [f"rank {rank}\npeak {_mib(_peak(moments))}" for rank, moments in enumerate(memory)]
+    axes.set_yticks(range(len(memory)), names, fontsize=7)
+    axes.tick_params(axis="y", length=0, labelcolor=_INK)
+    axes.set_ylim(len(memory) - 0.4, -0.6)
+    axes.set_xlim(since, until + 0.004 * (until - since))
+    axes.set_xticks([])
+    for side in axes.spines:
+        axes.spines[side].set_visible(False)
+    _add_legend(axes)
+
+
+def _activations(moments: Sequence[Moment]) -> list[int]:
+    """Return the activations of a rank: at the start, after each action, and at the end."""
+    sums = [sum(held.activations for held in moment.stages.values()) for moment in moments]
+    return [sums[0], *sums, sums[-1]]
+
+
+def _add_legend(axes: Axes) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=_MEMORY, label="activations"), Patch(color=_FIXED, label="weights and all else")]
+    axes.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1.006, 1.0),
+        ncols=2,
+        frameon=False,
+        fontsize=8,
+        labelcolor=_INK,
+        borderaxespad=0.2,
+        handlelength=1.1,
+        handletextpad=0.5,
+    )
 
 
 def _draw_frame(axes: Axes, stages: list[list[int]], since: float, until: float, unit_of_time: str) -> None:

@@ -8,8 +8,8 @@ it runs (the gradients between its layers, workspaces) is not counted.
 A stage holds a microbatch from its F until the end of its B or W, in one of three states: `saved` after F or
 R, `before_r` after an F whose R is to come, `after_i` between I and W. A receive has its buffer from when it
 is posted, `bound` ahead, and a sender keeps what it has sent until `bound` later messages are sent; a sent
-activation is a tensor that its microbatch saves anyway. The storage of old weight versions is used again,
-and never freed.
+activation is a tensor that its microbatch saves anyway, unless it is recomputed. The storage of old weight
+versions is used again, and never freed.
 """
 
 from __future__ import annotations
@@ -168,6 +168,15 @@ def counts(
         yield action, {stage: rank.counts(stage) for stage in rank.stages}
 
 
+def fullest(stage: int, microbatches: int, versions: int, bounds: Mapping[Edge, int]) -> Counts:
+    """Return the most that a stage may hold whose order is decided while it runs, at these peaks."""
+    edges = sorted(edge for edge in bounds if stage in edge and (edge[1] == stage or edge[1] < edge[0]))
+    wire = tuple((edge, bounds[edge]) for edge in edges)
+    return Counts(
+        microbatches, versions=versions - 1, gradients=1, wire=wire, raw=tuple((e, 1) for e in edges)
+    )
+
+
 def most(moments: Sequence[Counts]) -> list[Counts]:
     """Return those of a stage's counts of which no other has as much of everything.
 
@@ -213,7 +222,9 @@ class _Rank:
         routes = routes if routes is not None else [(n, n + 1) for n in range(last)]
         self._inner = [route for route in routes if route[0] in self.stages and route[1] in self.stages]
         self._bounds, self._copied = bounds, copied
-        self._recomputed = {(a.stage, a.mb) for a in actions if a.op is Op.R}
+        self._recomputed = {
+            stage: {a.mb for a in actions if a.op is Op.R and a.stage == stage} for stage in self.stages
+        }
         self._last_uses = last_uses(actions)
         self._to_post: Counter[Edge] = Counter(a.edge for a in actions if a.op in RECEIVES)
         self._posted: Counter[Edge] = Counter()
@@ -258,7 +269,7 @@ class _Rank:
             self._raw.discard((action.edge, mb))
         elif action.op is Op.F:
             self._use(action.stage, mb, forward=True)
-            states = stage.before_r if (action.stage, mb) in self._recomputed else stage.saved
+            states = stage.before_r if mb in self._recomputed[action.stage] else stage.saved
             states.add(mb)
             self._make(action.stage, mb, forward=True)
         elif action.op is Op.R:
@@ -305,7 +316,8 @@ class _Rank:
         wire: Counter[Edge] = Counter()
         raw: Counter[Edge] = Counter()
         for edge in self._edges[stage]:
-            shared = of.saved if edge[0] == stage and edge[0] < edge[1] else ()
+            forward = edge[0] == stage and edge[0] < edge[1]
+            shared = of.saved - self._recomputed[stage] if forward else set()
             sent = self._sent.get(edge, ())
             held = sent if edge in self._copied else [mb for mb in sent if mb not in shared]
             wire[edge] = self._posted[edge] + len(held)

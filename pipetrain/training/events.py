@@ -18,8 +18,9 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import histogram_raw, hparams, image, scalar, text
 
+from pipetrain.schedule.memory import peaks
 from pipetrain.training.figures import EpochFigures
-from pipetrain.training.history import History
+from pipetrain.training.history import History, Memory
 from pipetrain.training.run import Run
 
 HYPER_PARAMETERS = [
@@ -69,6 +70,10 @@ def scalars(history: History) -> dict[str, float]:
             values[f"wait{suffix}/stage{stage}"] = times.wait
             if times.stage_time_s is not None:
                 values[f"stage_time{suffix}/stage{stage}"] = times.stage_time_s
+    if history.memory is not None and history.memory.epoch == figures.epoch:
+        for suffix, found in (("", history.memory.peaks), ("_predicted", peaks(history.predicted_memory))):
+            for stage, of in enumerate(found):
+                values[f"memory_mib{suffix}/stage{stage}"] = of.total / 2**20
     return values
 
 
@@ -90,7 +95,27 @@ def points(history: History) -> bytes:
         _records([scalar(name, value) for name, value in values.items()], figures.ended, update)
         for update, values in updates(figures).items()
     )
-    return _records(summaries, figures.ended, figures.epoch) + b"".join(by_update)
+    made = _records(summaries, figures.ended, figures.epoch) + b"".join(by_update)
+    if history.memory is not None and history.memory.epoch == figures.epoch:
+        made += _curves(history.memory, figures.ended)
+    return made
+
+
+def _curves(memory: Memory, moment: float) -> bytes:
+    """Return what each stage held in the measured window, by the number of its rank's action."""
+    return b"".join(
+        _records(
+            [
+                scalar(f"memory_window_mib/stage{stage}", held.total / 2**20),
+                scalar(f"memory_window_activations_mib/stage{stage}", held.activations / 2**20),
+            ],
+            moment,
+            number,
+        )
+        for rank in memory.ranks
+        for stage, over_time in rank.stages.items()
+        for number, held in enumerate(over_time)
+    )
 
 
 def outcome(summary: Mapping[str, Any]) -> bytes:

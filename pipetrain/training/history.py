@@ -9,7 +9,9 @@ from itertools import count
 from statistics import mean
 from typing import Any
 
-from pipetrain.prediction import StageTimes, played, predict
+from pipetrain.prediction import StageTimes, memory, played, predict
+from pipetrain.runtime.held import Measured
+from pipetrain.schedule.memory import PARTS, Peak, peak, peaks
 from pipetrain.schedule.timeline import StageStats, total
 from pipetrain.tasks import Metric
 from pipetrain.training.figures import EpochFigures, best_epoch
@@ -29,6 +31,26 @@ class Machine:
     allocator: str
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the ranks held in a window of an epoch (counted from 1), after each of their actions."""
+
+    epoch: int
+    ranks: Sequence[Measured]
+
+    @property
+    def peaks(self) -> list[Peak]:
+        """The peak of each stage."""
+        found = {stage: peak(held) for rank in self.ranks for stage, held in rank.stages.items()}
+        return [found[stage] for stage in sorted(found)]
+
+    @property
+    def allocated(self) -> list[int | None]:
+        """The peak of the GPU's allocator on the rank of each stage."""
+        found = {stage: rank.allocated for rank in self.ranks for stage in rank.stages}
+        return [found[stage] for stage in sorted(found)]
+
+
 class History:
     """The finished epochs of a run. Epochs that another pipeline trained have no statistics of stages."""
 
@@ -38,6 +60,9 @@ class History:
         self._batches = len(run.sampler.batch_sizes)  # per epoch
         self.simulated = played(run.plan)
         self.predicted = predict(run.plan, self.simulated)
+        self.predicted_memory = memory(run.plan, self.simulated)
+        self.memory: Memory | None = None
+        """What was measured, once it was."""
         self.epochs: list[EpochFigures] = []
 
     @property
@@ -85,6 +110,11 @@ class History:
         """Return a row per stage: its times beside the plan's, and the bytes sent."""
         seen = self.measured()
         return stage_table(seen, self.predicted[: len(seen)], self._stages(self.epochs)[: len(seen)])
+
+    def memory_table(self) -> str:
+        """Return a row per stage: the peak of what it held beside the plan's, and of each part."""
+        assert self.memory is not None
+        return memory_table(self.memory, peaks(self.predicted_memory))
 
     def table(self) -> str:
         """Return the epochs as a table: all, or of many the best and the last ones."""
@@ -181,6 +211,7 @@ class History:
             "updates": self._run.updates,
             "straggler": None if straggler is None else asdict(straggler),
             "simulated_bubble": self.simulated.bubble,
+            "memory_bytes": self.memory and max(of.total for of in self.memory.peaks),
             "per_stage": [self._stage_summary(*of) for of in zip(count(), stages, actual, strict=False)],
         }
 
@@ -219,6 +250,9 @@ class History:
             "predicted_stage_time_s": planned.stage_time_s,
             "wait": actual.wait,
             "predicted_wait": planned.wait,
+            "memory": None if self.memory is None else _sizes(self.memory.peaks[stage]),
+            "predicted_memory": _sizes(peaks(self.predicted_memory)[stage]),
+            "allocated_bytes": None if self.memory is None else self.memory.allocated[stage],
         }
 
 
@@ -276,6 +310,30 @@ def stage_table(run: Sequence[StageTimes], plan: Sequence[StageTimes], stages: S
             f"{stats.bytes_sent / 2**20:8.1f}  {ratio:>5}  {stats.codec_s:7.2f}"
         )
     return "\n".join(lines)
+
+
+def memory_table(measured: Memory, plan: Sequence[Peak]) -> str:
+    """Return a row per stage: the MiB at the peak, in all and of each part, and in brackets as planned."""
+    gpu = any(nbytes is not None for nbytes in measured.allocated)
+    titles = ["stage", "MiB held", *PARTS, *(["allocator"] if gpu else [])]
+    rows = [titles]
+    for stage, (actual, planned) in enumerate(zip(measured.peaks, plan, strict=True)):
+        cells = [(actual.total, planned.total)]
+        cells += [(getattr(actual.parts, name), getattr(planned.parts, name)) for name in PARTS]
+        row = [str(stage), *(f"{_mib(a)} ({_mib(b)})" for a, b in cells)]
+        rows.append(row + ([_mib(measured.allocated[stage] or 0)] if gpu else []))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f}"
+
+
+def _sizes(of: Peak) -> dict[str, int]:
+    return {"total": of.total, **of.parts.parts}
 
 
 def _seconds(time: float | None) -> str:

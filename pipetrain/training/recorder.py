@@ -15,6 +15,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.errors import NotRecorded
+from pipetrain.runtime.held import Measured
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.draw import as_png
@@ -24,7 +25,7 @@ from pipetrain.training.bar import Bar
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.files import Files, Growing, why, write_whole
 from pipetrain.training.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES
-from pipetrain.training.history import History, Machine
+from pipetrain.training.history import History, Machine, Memory
 from pipetrain.training.loggers import TENSORBOARD, Loggers, Points
 from pipetrain.training.run import Run
 from pipetrain.training.tracer import Trace, about_trace
@@ -57,7 +58,10 @@ class Recorder:
         self._files = files
         self._history = History(run)
         self._bar = Bar()
-        config, picture = OmegaConf.to_yaml(cfg, resolve=True), as_png(self._history.simulated)
+        config, picture = (
+            OmegaConf.to_yaml(cfg, resolve=True),
+            as_png(self._history.simulated, self._history.predicted_memory),
+        )
         files.text(folder / CONFIG, config)
         files.whole(folder / "timeline.png", lambda new: new.write_bytes(picture))
         self._introduction, self._outcome = events.introduction(run, config, picture), b""
@@ -96,10 +100,15 @@ class Recorder:
         """Count one of `total` steps of `what`, and show the progress."""
         self._bar.tick(what, total)
 
-    def epoch(self, figures: EpochFigures) -> None:
-        """Record a finished epoch, and log a line about it."""
+    def epoch(self, figures: EpochFigures, held: Sequence[Measured] = ()) -> None:
+        """Record a finished epoch, and log a line about it.
+
+        `held`: what each rank held in a window of it, if that was measured.
+        """
         self._bar.spoke()
         self._history.epochs.append(figures)
+        if held:
+            self._history.memory = Memory(figures.epoch, held)
         self._write()
         self._track(self._history)
         log.info(
@@ -163,6 +172,8 @@ class Recorder:
         self._write()
         log.info("\n%s\n", self._history.table())
         log.info("%s\n", self._history.stage_table())
+        if self._history.memory is not None:
+            log.info("%s\n", self._history.memory_table())
         if (straggler := self._history.straggler) is not None:
             log.info("%s\n", straggler.sentence)
         log.info(

@@ -36,6 +36,8 @@ from pipetrain.errors import ConfigError
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.network import Network
 from pipetrain.partition.profile import Profile
+from pipetrain.partition.sizes import optimizer_state
+from pipetrain.prediction import sized
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import Task
 
@@ -156,14 +158,15 @@ def prepare(
         for split, draw in ((data.train, Draw(settings.seed, 0)), (data.test, None)):
             ids = torch.arange(min(len(split), settings.batch_size))
             prove_targets(plan, task, split.targets(ids, draw), data.classes)
+    optimizer = make_optimizer(cfg, network.model, plan.stages)
     return Run(
         settings=settings,
         facts=facts,
         data=data,
         task=task,
-        plan=plan,
+        plan=sized(plan, task, optimizer_state(optimizer)),
         sampler=sampler,
-        optimizer=make_optimizer(cfg, network.model, plan.stages),
+        optimizer=optimizer,
         see_model=partial(models.see, *named),
         take_network=partial(models.take, *named, plan.example),
     )

@@ -26,6 +26,7 @@ from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.data import Draw, loaded
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.engine import Ends, Observer
+from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Listed
 from pipetrain.schedule.actions import Action, Op, Program
@@ -56,6 +57,7 @@ class _RankFigures:
     eval_s: float
     stages: Stats
     ran: Ran
+    held: Measured | None  # of the window whose memory was measured, if it was of this epoch
 
 
 class Trainer:
@@ -80,6 +82,8 @@ class Trainer:
         self._started = time.perf_counter()
         self._ran: Ran = []
         self._losses: list[float] = []  # of the epoch's updates so far, on the last stage's rank
+        self._metered = False
+        self._held: Measured | None = None
 
     def restore(self, folder: Path, manifest: Manifest) -> None:
         """Resume from a verified checkpoint. Raises DamagedCheckpoint.
@@ -213,6 +217,8 @@ class Trainer:
         asked: Asked = ""
         for length in window_lengths(len(batches), run.settings.window, start):
             chosen = batches[start : start + length]
+            only = epoch + 1 == run.settings.epochs and start + length == len(batches)
+            meter = self._engine.meter = self._meter(only)
             order = run.plan.order(length, self._mesh.world.rank)
             self._losses += self.runner.train(
                 order,
@@ -223,6 +229,8 @@ class Trainer:
                 partial(self._observe, tracer.observer(epoch, chosen) if tracer else None),
                 self._ends(length, *batch_s),
             )
+            if meter:
+                self._held, self._engine.meter = meter.close(), None
             start += order.batches
             self._position = Position(epoch, start, epoch * len(batches) + start)
             if self._keeper:
@@ -233,6 +241,16 @@ class Trainer:
                 if asked == "stop":
                     break
         return asked
+
+    def _meter(self, last: bool) -> Meter | None:
+        """Return what measures the memory of the next window: once, and if it can, after an update.
+
+        Then the optimizer has its state. `last`: there is no window after it.
+        """
+        if self._metered or not (self._position.update or last):
+            return None
+        self._metered = True
+        return Meter(self.stages, self._mesh.device)
 
     def _observe(self, traced: Observer | None, row: Row) -> None:
         if traced:
@@ -270,8 +288,8 @@ class Trainer:
         last = self.stages.get(self._run.plan.stages - 1)
         if last is not None:
             counted, self._losses = (*last.take_tallies(), self._losses), []
-        mine = _RankFigures(counted, train_s, eval_s, self._engine.take_stats(), self._ran)
-        self._ran = []
+        mine = _RankFigures(counted, train_s, eval_s, self._engine.take_stats(), self._ran, self._held)
+        self._ran, self._held = [], None
         gathered = self._mesh.gather(f"the figures of epoch {epoch + 1}", mine)
         ranks = [figures for figures in gathered if isinstance(figures, _RankFigures)]
         if self._mesh.world.rank == 0:
@@ -300,4 +318,5 @@ class Trainer:
         )
         self._progress.history.append(epoch_figures)
         if self._recorder:
-            self._recorder.epoch(epoch_figures)
+            held = [figures.held for figures in ranks if figures.held is not None]
+            self._recorder.epoch(epoch_figures, held)

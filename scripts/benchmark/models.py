@@ -86,7 +86,7 @@ def profiled_cut(mesh: Mesh, task: Task) -> Cut:
     cfg, job = compose_task(whole, "1f1b"), prepare(whole, "1f1b", RANKS)
     draft = job.plan
     found = measure_together(mesh, draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
-    profile = make_profile(profile_conditions(cfg, draft.settings), draft, mesh.device, found)
+    profile = make_profile(profile_conditions(cfg, draft.settings), mesh.device, found)
     return tuple(prepare(whole.extended("partition=profile"), "1f1b", RANKS, profile=profile).plan.cuts)
 
 

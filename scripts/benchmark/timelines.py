@@ -67,7 +67,7 @@ def measure(mesh: Mesh, say: Say, names: Sequence[str], product_s: float, rounds
         ours = Ours(name, job, meshes.of(job.plan))
         rows: list[Spans] = []
         ours.observe = rows.append
-        taken[name], paper[name] = rows, BATCHES * bound(job.plan)
+        taken[name], paper[name] = rows, BATCHES * bound(job.plan, one_s)
         contestants.append(Paced(ours, one_s))
     race(mesh, contestants, rounds, say)
     by_rank: list[dict[str, list[Spans]]] = mesh.gather("the spans", taken)  # type: ignore[assignment]

@@ -25,7 +25,7 @@ from pipetrain.partition.network import Chain
 from pipetrain.partition.profile import LayerTime
 from pipetrain.profiling import make_profile, measure_together
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.schedule.actions import Op
+from pipetrain.schedule.actions import SENDS, Op
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Kind
 
@@ -53,6 +53,7 @@ WAYS = {
     "v_async, 4 batches a window": Way("v_async", 4, v=True),
     "pipedream, 4 batches a window": Way("pipedream", 4),
 }
+ACTION_S, MESSAGE_S = 1e-3, 1.5e-3  # of F, I, W or B beside its products, and of 1 MiB, on two cores
 OF_BOUND, OF_TORCH, OF_ONCE = "of bound", "x torch's", "x 1f1b"
 LEAST = {OF_BOUND: 0.97, OF_TORCH: 1.0}
 GAINS = {"zb_h1": 1.12, "zbv": 1.2}
@@ -89,8 +90,9 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
 
 
 def prepared(way: Way, ranks: int, m: int, product_s: float) -> tuple[Job, float]:
-    """Prepare the training of stages of one product, for the costs of the machine; a microbatch is a sample.
+    """Prepare the training of stages of one product; a microbatch is a sample.
 
+    An order that is made for costs is made for what a profile would find, ACTION_S and MESSAGE_S included.
     `product_s`: seconds of a whole stage's product. Returns the job, and the seconds of a product.
     """
     slices = 2 if way.v else 1
@@ -104,23 +106,27 @@ def prepared(way: Way, ranks: int, m: int, product_s: float) -> tuple[Job, float
     )
     job = prepare(Task(overrides, SAMPLE, WIDTH), way.schedule, ranks, way.batches)
     one_s = product_s / slices
-    return replace(job, plan=with_costs(job.plan, product_costs(job.plan.stages, one_s))), one_s
+    found = product_costs(job.plan.stages, one_s, ACTION_S, MESSAGE_S)
+    return replace(job, plan=with_costs(job.plan, found)), one_s
 
 
-def product_costs(stages: int, product_s: float) -> Costs:
-    """Return the costs of stages of one product. The first has no I: its W is a whole backward."""
-    units = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
-    seconds: dict[Kind, float] = {(s, op): n * product_s for s in range(stages) for op, n in units.items()}
-    return Costs(seconds | {(0, Op.I): 0.0, (0, Op.W): 2 * product_s})
+def product_costs(stages: int, product_s: float, action_s: float = 0.0, message_s: float = 0.0) -> Costs:
+    """Return the costs of stages of one product. The first has no I: its W is a whole backward.
+
+    `action_s`: seconds that each action takes beside its products; `message_s`: of a message.
+    """
+    products = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+    seconds: dict[Kind, float] = {}
+    for stage in range(stages):
+        seconds |= {(stage, op): n * product_s + action_s for op, n in products.items()}
+        seconds |= {(stage, op): message_s for op in SENDS}
+    return Costs(seconds | {(0, Op.I): 0.0, (0, Op.W): 2 * product_s + action_s})
 
 
-def bound(plan: Plan) -> float:
-    """Return the seconds of a batch on paper, at the plan's costs, with messages that take no time."""
-    assert plan.costs is not None
-    settings = plan.settings
-    run = simulate(
-        plan.window.program, settings.microbatches, buffer_size=settings.buffer_size, cost=plan.costs
-    )
+def bound(plan: Plan, product_s: float) -> float:
+    """Return the seconds of a batch on paper, where products of so many seconds are all that takes time."""
+    settings, costs = plan.settings, product_costs(plan.stages, product_s)
+    run = simulate(plan.window.program, settings.microbatches, buffer_size=settings.buffer_size, cost=costs)
     return run.makespan / max(plan.windows)
 
 
@@ -155,7 +161,7 @@ def measure(mesh: Mesh, say: Say, sizes: Sizes, rounds: int) -> tuple[Series, di
         for name, way in sizes.ways.items():
             job, one_s = prepared(way, ranks, m, sizes.product_s)
             full = f"{name}, m = {m}"
-            bounds[full] = bound(job.plan)
+            bounds[full] = bound(job.plan, one_s)
             if way.rival:
                 rival = TorchPipeline(way.rival.removeprefix("torch "), copied(job), mesh, 1)
                 rival.name += f", m = {m}"
@@ -225,7 +231,7 @@ def layer_times(mesh: Mesh, task: Task) -> list[LayerTime]:
     cfg, job = compose_task(task, ONCE), prepare(task, ONCE, RANKS)
     draft = job.plan
     found = measure_together(mesh, draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
-    return make_profile(profile_conditions(cfg, draft.settings), draft, mesh.device, found).layers
+    return make_profile(profile_conditions(cfg, draft.settings), mesh.device, found).layers
 
 
 def best_cut(plan: Plan, layers: Sequence[LayerTime]) -> list[int]:
@@ -239,14 +245,14 @@ def best_cut(plan: Plan, layers: Sequence[LayerTime]) -> list[int]:
 
 
 def costs(stages: Sequence[Sequence[LayerTime]]) -> Costs:
-    """Return what the actions of stages cost, each half of a backward a half of it; the first has no I."""
+    """Return what the actions of stages cost. The first has no I: its W is a whole backward."""
     seconds: dict[Kind, float] = {}
     for stage, layers in enumerate(stages):
         back = sum(layer.backward_s for layer in layers)
         seconds[stage, Op.F] = sum(layer.forward_s for layer in layers)
         seconds[stage, Op.B] = back
-        seconds[stage, Op.I] = back / 2 if stage else 0.0
-        seconds[stage, Op.W] = back - seconds[stage, Op.I]
+        seconds[stage, Op.I] = sum(layer.input_s for layer in layers) if stage else 0.0
+        seconds[stage, Op.W] = sum(layer.weight_s for layer in layers) if stage else back
     return Costs(seconds)
 
 

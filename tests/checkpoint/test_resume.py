@@ -670,7 +670,13 @@ def test_a_run_without_a_summary_is_not_finished(tmp_path):
     assert not lengthens(tmp_path, cfg, read_settings(cfg, "1f1b", 2))
 
 
-def test_a_profiled_run_keeps_its_cuts():
+def test_a_profiled_run_keeps_its_cuts_and_what_it_recomputes():
+    limited, source = config([*CFG, "partition=profile", "memory_limit=1"]), source_of()
+    assert with_cuts_of(limited, source, 2).recompute == "auto"
+    chosen = {**source.manifest.pipeline, "recompute": [2, 0]}
+    source = replace(source, manifest=replace(source.manifest, pipeline=chosen))
+    assert with_cuts_of(limited, source, 2).recompute == ["always", "never"]
+    assert with_cuts_of(limited, source, 2).memory_limit is None
     cfg = config([*CFG, "partition=profile"])
     assert with_cuts_of(cfg, source_of(), 2).partition == [1]
     assert with_cuts_of(cfg, source_of(), 3).partition == "profile"

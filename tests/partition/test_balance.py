@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from pipetrain.boundary import Boundary, TensorSpec
 from pipetrain.errors import ConfigError
-from pipetrain.partition.balance import GIB, STRATEGIES, balance, balance_times, choose_cuts
+from pipetrain.partition.balance import GIB, STRATEGIES, balance, balance_ranks, balance_times, choose_cuts
 from pipetrain.partition.estimate import Layer
 from pipetrain.partition.profile import LayerTime
 from pipetrain.partition.stages import Pipeline, Predictor, Traffic
-from tests.support.profiles import handed_on, layer, profile
+from tests.support.profiles import estimates_of, handed_on, held_by, layer, profile
 
 steady = settings(derandomize=True, deadline=None)
 OUT = Boundary((TensorSpec((1, 10), torch.float32),))
@@ -107,6 +107,46 @@ def sorted_positive(cuts: list[int]) -> list[int] | None:
     return sizes if min(sizes) > 0 else None
 
 
+# Several stages a rank
+
+
+def size(weights: list[float], cuts: Sequence[int], where: Sequence[int]) -> float:
+    """The largest rank and the largest stage together."""
+    held = dict.fromkeys(where, 0.0)
+    sums = loads(weights, list(cuts))
+    for rank, weight in zip(where, sums, strict=True):
+        held[rank] += weight
+    return max(held.values()) + max(sums)
+
+
+def test_the_two_stages_of_a_rank_of_a_v_add_up() -> None:
+    """Nearly equal stages would leave rank 0 with 9 of 16."""
+    weights = [3.0, 1.0, 4.0, 1.0, 2.0, 5.0]
+    assert loads(weights, balance(weights, 4)) == [4, 4, 3, 5]
+    assert loads(weights, balance_ranks(weights, [0, 1, 1, 0])) == [3, 5, 3, 5]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data(), st.integers(2, 3), st.booleans())
+def test_ranks_of_several_stages_are_nearly_as_even_as_any_cuts_make_them(
+    data: st.DataObject, ranks: int, v: bool
+) -> None:
+    weights = data.draw(st.lists(st.floats(0, 5), min_size=2 * ranks, max_size=10))
+    where = [*range(ranks), *(reversed(range(ranks)) if v else range(ranks))]
+    cuts = balance_ranks(weights, where)
+    found = size(weights, cuts, where)
+    every = combinations(range(1, len(weights)), len(where) - 1)
+    least = min(size(weights, other, where) for other in every)
+    assert found <= size(weights, balance(weights, len(where)), where) + 1e-12
+    assert found <= 1.15 * least + 1e-12
+
+
+def test_a_stage_a_rank_and_one_rank_are_cut_into_even_stages() -> None:
+    weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+    assert balance_ranks(weights, [0, 1, 2, 3]) == balance(weights, 4)
+    assert balance_ranks(weights, [0, 0, 0, 0]) == balance(weights, 4)
+
+
 # By times
 
 BYTES = st.integers(0, 20)
@@ -115,11 +155,9 @@ LAYER = st.builds(
     forward_s=BYTES,
     backward_s=BYTES,
     step_s=BYTES,
-    saved_bytes=BYTES,
     peak_bytes=BYTES,
     output_bytes=BYTES,
     gradient_bytes=BYTES,
-    param_bytes=BYTES,
 )
 
 
@@ -136,9 +174,11 @@ def predictors(draw: st.DrawFn) -> Predictor:
         Traffic(made, tuple(users), draw(BYTES), draw(BYTES), draw(BYTES))
         for made, *users in draw(st.lists(pairs))
     ]
-    pipeline = Pipeline(
-        draw(st.integers(1, 4)), 2, placement, draw(counts), draw(counts), [*handed_on(held), *skips]
-    )
+    peaks = held_by(draw(counts), draw(counts))
+    bytes_each = st.lists(BYTES, min_size=len(held), max_size=len(held))
+    model = estimates_of(held, draw(bytes_each), draw(bytes_each), draw(BYTES))
+    values = [*handed_on(held), *skips]
+    pipeline = Pipeline(draw(st.integers(1, 4)), 2, placement, peaks, values, model)
     return Predictor(profile(held, draw(BYTES), draw(BYTES)), pipeline)
 
 
@@ -168,8 +208,9 @@ def test_cuts_by_times_are_the_best_of_all_that_may_be(predictor, data):
             balance_times(predictor, allowed, limit)
 
 
-def pipeline(held: Sequence[LayerTime], stages: int) -> Pipeline:
-    return Pipeline(1, 1, list(range(stages)), [1] * stages, [1] * stages, handed_on(held))
+def pipeline(held: Sequence[LayerTime], stages: int, saved: Sequence[int] = ()) -> Pipeline:
+    peaks = held_by([1] * stages, [1] * stages)
+    return Pipeline(1, 1, list(range(stages)), peaks, handed_on(held), estimates_of(held, saved))
 
 
 def test_messages_move_a_cut():
@@ -182,11 +223,8 @@ def test_messages_move_a_cut():
 
 
 def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
-    held = [
-        layer(str(i), seconds, 0, saved_bytes=nbytes * GIB // 8)
-        for i, (seconds, nbytes) in enumerate([(1, 4), (1, 4), (1, 1), (3, 1)])
-    ]
-    predictor = Predictor(profile(held), pipeline(held, 2))
+    held = [layer(str(i), seconds, 0) for i, seconds in enumerate([1, 1, 1, 3])]
+    predictor = Predictor(profile(held), pipeline(held, 2, [n * GIB // 8 for n in (4, 4, 1, 1)]))
     assert balance_times(predictor, {1, 2, 3}) == [3]  # 9/8 GiB and 1/8
     assert balance_times(predictor, {1, 2, 3}, limit=1.0 * GIB) == [2]
     assert balance_times(predictor, {1, 2, 3}, limit=0.75 * GIB) == [1]

@@ -44,26 +44,6 @@ def column(name: str, layers: list[LayerTime]) -> list[int]:
 # Bytes
 
 
-def test_what_autograd_saves_counts_once_at_the_layer_that_made_it():
-    model = nn.Sequential(nn.Linear(48, 12), nn.Tanh(), nn.Linear(12, 10), nn.ReLU())
-    held = measured(model, (2, 48))
-    # A linear layer saves its input, tanh and ReLU their output: what enters the model is not counted, and
-    # tanh's output, which two layers save, is tanh's.
-    assert column("saved_bytes", held) == [0, 2 * 12 * FLOAT, 0, 2 * 10 * FLOAT]
-    assert column("output_bytes", held) == column("gradient_bytes", held) == [96, 96, 80, 80]
-    assert column("param_bytes", held) == [49 * 12 * FLOAT, 0, 13 * 10 * FLOAT, 0]
-
-
-def test_what_a_layer_saves_of_the_one_before_is_that_one_s():
-    model = nn.Sequential(nn.Linear(48, 12), nn.Linear(12, 10))
-    assert column("saved_bytes", measured(model, (2, 48))) == [2 * 12 * FLOAT, 0]
-
-
-def test_a_view_is_the_storage_that_it_is_of():
-    model = nn.Sequential(nn.Linear(48, 12), nn.Unflatten(1, (3, 4)), nn.Identity(), nn.Linear(4, 4))
-    assert sum(column("saved_bytes", measured(model, (2, 48)))) == 2 * 12 * FLOAT
-
-
 def test_peaks_are_what_is_alive_beyond_what_was():
     class Twice(nn.Module):
         """Makes two tensors of its input's size, one after the other was let go."""
@@ -90,18 +70,6 @@ def test_peaks_are_what_is_alive_beyond_what_was():
 def test_what_the_optimizer_remembers_is_counted(optimizer, state):
     held = measured(nn.Sequential(nn.Linear(48, 12), nn.Tanh()), (2, 48), optimizer)
     assert column("state_bytes", held) == [state, 0]
-
-
-def test_what_is_frozen_or_a_buffer_is_held_and_not_trained():
-    model = nn.Sequential(nn.Linear(48, 12), nn.BatchNorm1d(12))
-    model[0].weight.requires_grad_(False)
-    held = measured(model, (2, 48))
-    assert column("param_bytes", held) == [12 * FLOAT, 24 * FLOAT]
-    assert column("fixed_bytes", held) == [48 * 12 * FLOAT, 24 * FLOAT + 8]
-
-
-def test_a_shared_parameter_counts_at_the_first_layer():
-    assert column("param_bytes", measured(models.tied()))[1::2] == [49 * 48 * FLOAT, 48 * FLOAT]
 
 
 def test_numbers_that_have_no_gradient_send_none_back():
@@ -163,6 +131,21 @@ def test_each_layer_s_times_are_its_own(monkeypatch):
     assert column("step_s", held) == [0, 7, 7]
 
 
+def test_what_starting_a_backward_costs_is_no_layer_s(monkeypatch):
+    """A stage starts one for all its layers."""
+    run = torch.autograd.backward
+
+    def started(*args: object, **options: object) -> None:
+        SetClock.now += 3
+        run(*args, **options)
+
+    monkeypatch.setattr(measure, "Clock", SetClock)
+    monkeypatch.setattr(torch.autograd, "backward", started)
+    held = measured(nn.Sequential(Takes(1), Takes(2), nn.Tanh()), (2, 12))
+    assert column("backward_s", held) == pytest.approx([10, 20, 0.3])
+    assert column("input_s", held) == pytest.approx([0, 20, 0.3])
+
+
 class Halves(nn.Linear):
     """A layer whose forward takes 1 s, and the gradient of its input 2 s; of its weight, see below."""
 
@@ -190,19 +173,6 @@ def test_the_halves_of_a_backward_are_measured_apart(monkeypatch):
     assert column("weight_s", held) == [5, 0, 5]
 
 
-def test_what_is_held_between_the_halves_counts_once_at_the_layer_that_made_it():
-    model = nn.Sequential(
-        nn.Linear(48, 12), nn.Tanh(), nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Linear(10, 3)
-    )
-    held = measured(model, (2, 48))
-    # The first layer has no I. Behind it the inputs of the linear layers, of the one before, the gradients of
-    # their outputs, and those of the norm's weights.
-    inputs, grads = [0, 2 * 12, 0, 2 * 10, 0], [0, 0, 2 * 10, 2 * 10, 2 * 3]
-    assert column("deferred_bytes", held) == [FLOAT * (a + b) for a, b in zip(inputs, grads, strict=True)]
-    saved = column("saved_bytes", held)
-    assert saved[3] > 2 * 10 * FLOAT  # the norm's activations are gone
-
-
 def test_a_layer_runs_often_enough_and_in_training_mode():
     class Counting(nn.Module):
         calls = 0
@@ -213,8 +183,8 @@ def test_a_layer_runs_often_enough_and_in_training_mode():
             return x
 
     measured(nn.Sequential(nn.Flatten(), Counting(), nn.Linear(3072, 10)).eval())
-    # Each pass has a whole and a split backward; and one pass each for the bytes that are saved and deferred.
-    assert Counting.calls >= 2 * (WARM_UP + REPEATS) + 2
+    # Each pass has a whole and a split backward.
+    assert Counting.calls >= 2 * (WARM_UP + REPEATS)
 
 
 # Any model

@@ -47,7 +47,7 @@ def refusal(tmp_path, data: object, conditions: dict | None = None) -> str:
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.tuples(SECONDS, SECONDS, st.integers(0, 2**50)), max_size=5), SECONDS)
 def test_what_is_written_is_read_to_the_last_bit(layers, latency_s):
-    made = profile([layer("x", f, b, saved_bytes=n) for f, b, n in layers], latency_s)
+    made = profile([layer("x", f, b, peak_bytes=n) for f, b, n in layers], latency_s)
     assert Profile.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
@@ -71,8 +71,8 @@ def test_a_file_is_read(tmp_path):
         (changed("colour", "red"), "its content must be an object of conditions, machine"),
         (changed("step_s", "1", 1), "its content: layers: 1: step_s must be a finite number, and is '1'"),
         (changed("step_s", -0.5, 1), "b has step_s=-0.5"),
-        (changed("saved_bytes", 1.5, 0), "its content: layers: 0: saved_bytes must be a whole number"),
-        (changed("saved_bytes", True, 0), "its content: layers: 0: saved_bytes must be a whole number"),
+        (changed("peak_bytes", 1.5, 0), "its content: layers: 0: peak_bytes must be a whole number"),
+        (changed("peak_bytes", True, 0), "its content: layers: 0: peak_bytes must be a whole number"),
         (changed("name", None, 0), "its content: layers: 0: name must be a string, and is None"),
     ],
 )

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipetrain.partition.network import INPUT
 from pipetrain.partition.stages import Pipeline, Predictor, Traffic
 from pipetrain.schedule.actions import NO_PEER, Action, Op
-from tests.support.profiles import handed_on, layer, profile
+from tests.support.profiles import estimates_of, handed_on, held_by, layer, profile
 
 # Messages take 1 s and 0.01 s a byte; 4 microbatches.
 LAYERS = [
-    layer("a", 1, 2, step_s=10, output_bytes=100, gradient_bytes=50, saved_bytes=7, peak_bytes=1),
-    layer("b", 2, 3, step_s=20, output_bytes=200, gradient_bytes=200, saved_bytes=8, peak_bytes=30),
-    layer("c", 4, 5, param_bytes=1000, state_bytes=300, fixed_bytes=9, saved_bytes=20, peak_bytes=2),
+    layer("a", 1, 2, step_s=10, output_bytes=100, gradient_bytes=50, peak_bytes=1),
+    layer("b", 2, 3, step_s=20, output_bytes=200, gradient_bytes=200, peak_bytes=30),
+    layer("c", 4, 5, state_bytes=300, peak_bytes=2),
 ]
+MODEL = estimates_of(LAYERS, saved=[7, 8, 20], trained=[0, 0, 1000], inputs=9)
 PROFILE = profile(LAYERS, latency_s=1, s_per_byte=0.01)
 
 
 def predictor(placement: list[int], activations: list[int], versions: list[int]) -> Predictor:
-    return Predictor(PROFILE, Pipeline(4, 2, placement, activations, versions, handed_on(LAYERS)))
+    held = held_by(activations, versions)
+    return Predictor(PROFILE, Pipeline(4, 2, placement, held, handed_on(LAYERS), MODEL))
 
 
 THREE = predictor([0, 1, 2], [3, 2, 1], [3, 2, 1])
@@ -40,24 +44,37 @@ def test_stages_on_one_rank_send_each_other_nothing():
     assert alone.stage_time(1, 1, 3).batch_s == pytest.approx(4 * 14 + 20)
 
 
+WEIGHTS = 2 * 1000 + 300  # of c: a gradient, and the optimizer's state
+
+
 def test_what_a_stage_holds():
-    # c as the last stage: a gradient and a version, state, buffers; one microbatch: what enters and is saved;
-    # two messages forward and two back; the work of c.
-    assert THREE.held_bytes(2, 2, 3) == 2 * 1000 + 300 + 9 + 1 * (200 + 20) + 2 * 400 + 2
-    # a and b as the first of two, with three microbatches in flight.
-    assert THREE.held_bytes(0, 0, 2) == 3 * (0 + 7 + 8) + 2 * 400 + 30
-    assert predictor([0], [1], [1]).held_bytes(0, 0, 3) == 2309 + 35 + 30
-    assert predictor([0], [1], [4]).held_bytes(0, 0, 3) == 2309 + 3000 + 35 + 30
+    # c as the last stage: one microbatch, with what enters and is saved; two messages posted and one that
+    # came, two that were sent and one to be sent; the work of c.
+    assert THREE.held_bytes(2, 2, 3) == WEIGHTS + 1 * (200 + 20) + 3 * 200 + 3 * 200 + 2
+    # a and b as the first of two: three microbatches, with what enters and leaves; what comes back.
+    assert THREE.held_bytes(0, 0, 2) == 3 * (9 + 7 + 8 + 200) + 3 * 200 + 30
+    whole = 9 + 7 + 8 + 20
+    assert predictor([0], [1], [1]).held_bytes(0, 0, 3) == WEIGHTS + whole + 30
+    assert predictor([0], [1], [4]).held_bytes(0, 0, 3) == WEIGHTS + 3 * 1000 + whole + 30
+
+
+def test_a_moving_average_is_held_as_the_weights_are():
+    model = replace(MODEL, averaged=True)
+    made = Predictor(PROFILE, Pipeline(4, 2, [0], held_by([1], [1]), handed_on(LAYERS), model))
+    assert made.held_bytes(0, 0, 3) == WEIGHTS + 1000 + 9 + 7 + 8 + 20 + 30
 
 
 def test_messages_are_priced_by_their_bytes_on_the_wire():
     wire = handed_on(LAYERS, [(10, 5), (20, 7)])
-    coded = Predictor(PROFILE, Pipeline(4, 2, [0, 1, 2], [3, 2, 1], [3, 2, 1], wire))
+    held = held_by([3, 2, 1], [3, 2, 1])
+    coded = Predictor(PROFILE, Pipeline(4, 2, [0, 1, 2], held, wire, MODEL))
     a_b, b_c = (1 + 0.10) + (1 + 0.05), (1 + 0.20) + (1 + 0.07)
     assert coded.stage_time(1, 1, 2).batch_s == pytest.approx(4 * (5 + a_b + b_c) + 20)
     assert coded.costs([1, 2])(Action(1, Op.SEND_B, peer=0)) == pytest.approx(1.05)
-    assert coded.held_bytes(0, 0, 1) == 3 * 7 + 2 * 15 + 1
-    assert coded.held_bytes(1, 1, 2) == 2 * (100 + 8) + 2 * (15 + 27) + 30  # what enters it is decoded
+    # What comes back to a is encoded until it is received.
+    assert coded.held_bytes(0, 0, 1) == 3 * (9 + 7 + 100) + 2 * 5 + 100 + 1
+    coming, back = 2 * 10 + 100 + 2 * 7 + 200, 2 * 5 + 100
+    assert coded.held_bytes(1, 1, 2) == 2 * (100 + 8 + 200) + coming + back + 30
 
 
 def test_costs_are_what_simulate_asks_for():
@@ -85,7 +102,8 @@ HALVES = [
 def halved(split: bool, handed_back: int = 50) -> Predictor:
     values = handed_on(HALVES, [(100, handed_back), (200, 200)])
     ranks = [0, 0, 0]  # without messages
-    return Predictor(profile(HALVES), Pipeline(4, 2, ranks, [1] * 3, [1] * 3, values, split))
+    held, model = held_by([1] * 3, [1] * 3), estimates_of(HALVES)
+    return Predictor(profile(HALVES), Pipeline(4, 2, ranks, held, values, model, split))
 
 
 def test_each_half_of_a_backward_costs_what_was_measured_of_it():
@@ -116,7 +134,8 @@ SKIPS = [*handed_on(LAYERS), Traffic(0, (2,), 30, 20, 60), Traffic(INPUT, (2,), 
 
 def skipping(placement: list[int]) -> Predictor:
     ones = [1] * len(placement)
-    return Predictor(PROFILE, Pipeline(4, 2, placement, ones, ones, SKIPS))
+    held = held_by(ones, ones)
+    return Predictor(PROFILE, Pipeline(4, 2, placement, held, SKIPS, MODEL))
 
 
 def test_skips_are_priced_at_both_ends_and_held_where_they_are_used():
@@ -125,10 +144,10 @@ def test_skips_are_priced_at_both_ends_and_held_where_they_are_used():
     assert made.stage_time(0, 0, 1).messages_s == pytest.approx(a_b + far)
     assert made.stage_time(1, 1, 2).messages_s == pytest.approx(a_b + b_c)  # they pass it by
     assert made.stage_time(2, 2, 3).messages_s == pytest.approx(b_c + far)
-    weights, work = 2 * 1000 + 300 + 9, 2
-    messages = 2 * (200 + 200 + 30 + 20 + 40 + 0)
-    assert made.held_bytes(2, 2, 3) == weights + (200 + 60 + 80) + 20 + messages + work
-    assert made.held_bytes(1, 1, 2) == 100 + 8 + 2 * (150 + 400) + 30
+    near, skips = 3 * (200 + 200), 2 * (30 + 20 + 40)
+    assert made.held_bytes(2, 2, 3) == WEIGHTS + 200 + 20 + near + skips + 2
+    assert made.held_bytes(0, 0, 1) == 9 + 7 + 100 + 2 * 50 + 100 + 2 * 20 + 1
+    assert made.held_bytes(1, 1, 2) == 100 + 8 + 200 + 3 * (100 + 200) + 2 * 50 + 100 + 30
 
 
 def test_a_skip_s_messages_cost_what_its_route_carries():
@@ -146,7 +165,8 @@ def test_between_two_stages_all_is_one_message():
     assert made.stage_time(0, 0, 2).messages_s == pytest.approx(together)
     assert made.stage_time(1, 2, 3).messages_s == pytest.approx(together)
     assert made.stage_time(1, 1, 3).messages_s == pytest.approx((1 + 1.0 + 0.70) + (1 + 0.5 + 0.20))
-    assert made.stage_time(1, 1, 3).held_bytes == 2309 + (100 + 60 + 80) + 28 + 2 * (150 + 90) + 30
+    there, back = 2 * (100 + 30 + 40) + 100 + 60 + 80, 2 * (50 + 20) + 100 + 60
+    assert made.stage_time(1, 1, 3).held_bytes == WEIGHTS + 100 + 8 + 20 + there + back + 30
 
 
 def test_on_one_rank_a_skip_is_no_message():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipetrain.boundary import leaves_of
 from pipetrain.errors import TrainingStopped
 from pipetrain.models.gpt import gpt
 from pipetrain.models.vision import resnet18, vgg16
+from pipetrain.partition.estimate import estimate, made_up
+from pipetrain.partition.network import INPUT, Made, network_of
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.stage import WHOLE, Saving, Stage
+from tests.support.hugging_face import gpt2, resnet
 from tests.support.parts import part_of
+from tests.support.tracing import images, tokens
 
 MICROBATCHES = 3
 Build = Callable[[], nn.Module]
@@ -33,7 +39,7 @@ def _seed():
     torch.manual_seed(0)
 
 
-def leaves_of(module: nn.Module) -> list[Tensor]:
+def weights_of(module: nn.Module) -> list[Tensor]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
@@ -52,7 +58,7 @@ class Trained:
     def __init__(self, build: Build, data: Sequence[Sequence[Tensor]], split: bool, numerics=None) -> None:
         torch.manual_seed(1)
         self.module = build().train()
-        leaves = leaves_of(self.module)
+        leaves = weights_of(self.module)
         opened = []
         for tensors in data:
             xs = [
@@ -257,6 +263,30 @@ def test_a_layer_s_gradients_are_those_of_a_whole_backward(name):
 )
 def test_stages_of_vision_models(build, width):
     assert compared(build, (2, width, 4, 4)) == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [gpt2, resnet], ids=["GPT-2", "ResNet"])
+def test_layers_of_a_traced_model_put_off_all_that_the_estimate_counts_for_weights(make):
+    example = tokens("input_ids") if make is gpt2 else images(32)
+    network = network_of(make(pytest.importorskip("transformers")).train(), example)
+    layers, made = estimate(network, example.of(2)), [example.of(2)]
+    values = {Made(INPUT, number): made_up(spec) for number, spec in enumerate(made[0].specs)}
+    for index, layer in enumerate(layers):
+        given = [values[value] for value in layer.takes]
+        outputs = leaves_of(network.call(index, tuple(given), tuple(made)))
+        values |= {Made(index, number): t.detach() for number, t in enumerate(outputs)}
+        if any(layer.reached):
+            part, before = deepcopy(network.modules[index]), tuple(made)
+
+            def build(index: int = index, part: nn.Module = part, before: Any = before) -> nn.Module:
+                network.modules[index] = deepcopy(part)
+                run = partial(network.call, index, made=before)
+                return Calls.of(network.modules[index], lambda m, *xs: leaves_of(run(xs)))
+
+            compared(build, data=[given])
+            assert Trained(build, [given], split=True).flops[1] == layer.weight_flops
+        made.append(layer.output)
 
 
 def test_channels_last():
@@ -547,7 +577,7 @@ def test_after_i_only_inputs_and_output_gradients_of_dear_operations_are_held(wi
         nn.Tanh(),
         nn.Linear(11, 13, bias=False),
     )
-    leaves, deferred = leaves_of(module), Deferred(leaves_of(module))
+    leaves, deferred = weights_of(module), Deferred(weights_of(module))
     x, grad = torch.randn(17, 5, requires_grad=True), torch.randn(17, 13)
     with Alive() as alive:
         with deferred.recording():
@@ -571,7 +601,7 @@ def test_under_autocast_a_dear_operation_holds_its_input_once():
     module, deferred = nn.Linear(5, 7), None
     x = torch.randn(17, 5, requires_grad=True)
     with Alive() as alive:
-        deferred = Deferred(leaves_of(module))
+        deferred = Deferred(weights_of(module))
         with torch.autocast("cpu", torch.bfloat16), deferred.recording():
             y = module(x * 2)
         del y
@@ -585,7 +615,7 @@ def test_a_forward_that_is_dropped_leaves_nothing_behind(without_gc):
         torch.randn(2, 5, requires_grad=True),
     )
     with Alive() as alive:
-        deferred = Deferred(leaves_of(module))
+        deferred = Deferred(weights_of(module))
         with deferred.recording():
             outputs = [module(x)]
         assert alive.numbers

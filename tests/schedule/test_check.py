@@ -144,11 +144,9 @@ EQUIVALENT = {
     ],
     ("zbv", (1, 2, 2)): [
         "rank 0: swap 1W0@0 [3] and 0F1@0 [4]",
-        "rank 0: swap 1W0@0 [3] and 0I0@0 [5]",
         "rank 0: swap 0F1@0 [4] and 0I0@0 [5]",
         "rank 0: swap 0W0@0 [6] and 1F1@0 [7]",
         "rank 0: swap 1W2@1 [19] and 0F3@1 [20]",
-        "rank 0: swap 1W2@1 [19] and 0I2@1 [21]",
         "rank 0: swap 0F3@1 [20] and 0I2@1 [21]",
         "rank 0: swap 0W2@1 [22] and 1F3@1 [23]",
     ],

@@ -41,8 +41,10 @@ from pipetrain.schedule.transforms import with_norms, with_ties
 from tests.schedule.cases import CASES, NAMES, Case
 from tests.schedule.mutants import mutants
 
+FLUSHED = ("layer_dist", "gpipe", "1f1b", "interleaved_1f1b")
 FLUSH = (layer_dist, gpipe, one_f_one_b, interleaved_1f1b)
-DECIDED = [case for case in CASES if not isinstance(case.schedule, Policy)]
+# v_async may have to refuse: a rank steps its late stage before the other's gradient of the batch.
+DECIDED = [case for case in CASES if not isinstance(case.schedule, Policy) and case.name != "v_async"]
 ENDS = [(0, 1)]
 
 
@@ -140,7 +142,7 @@ def test_stages_that_cannot_be_tied_are_refused(tie: tuple[int, ...]) -> None:
 
 
 @st.composite
-def tied_runs(draw: st.DrawFn) -> tuple[tuple[int, int, int], Program, Ties]:
+def tied_runs(draw: st.DrawFn) -> tuple[Case, tuple[int, int, int], Program, Ties]:
     """Draw a schedule and its compute program for a window, and any ties of its stages.
 
     Not a policy: a stage that decides to run ahead may fill the channel to one that waits for its tie.
@@ -152,15 +154,15 @@ def tied_runs(draw: st.DrawFn) -> tuple[tuple[int, int, int], Program, Ties]:
     program = case.schedule(*size)
     stages = st.integers(0, max(len(ranks_of(program)) - 1, 1))
     ties = st.lists(st.sets(stages, min_size=2), min_size=1, max_size=3)
-    return size, program, draw(ties) if len(ranks_of(program)) > 1 else ()
+    return case, size, program, draw(ties) if len(ranks_of(program)) > 1 else ()
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(tied_runs(), st.booleans(), st.integers(1, 3), st.sampled_from([0.0, 0.5, 4.0]))
 def test_no_schedule_deadlocks_and_nothing_is_read_before_the_ties_have_come(
-    drawn: tuple[tuple[int, int, int], Program, Ties], norms: bool, buffer_size: int, travel: float
+    drawn: tuple[Case, tuple[int, int, int], Program, Ties], norms: bool, buffer_size: int, travel: float
 ) -> None:
-    (_, batches, m), program, ties = drawn
+    case, (_, batches, m), program, ties = drawn
     made = tied(program, ties, norms)
     check(made, batches, m, norms=norms, ties=ties)
 
@@ -172,14 +174,34 @@ def test_no_schedule_deadlocks_and_nothing_is_read_before_the_ties_have_come(
     assert [row.actions for row in run.rows] == made
     for name in ("activations", "versions", "staleness"):
         assert getattr(run, name) == getattr(plain, name), name
-    flushes = max(plain.staleness) == 0
-    if flushes and travel == 0:
+    drains = case.name in FLUSHED or batches == 1  # nothing of the next batch begins before the updates
+    if drains and max(plain.staleness) == 0 and travel == 0:
         assert run.makespan == plain.makespan
     _assert_ties_are_awaited(run, ties, norms, travel)
     for left in range(1, batches):  # a window that ends early
         short = [shortened(actions, left, m) for actions in made]
         check(short, left, m, norms=norms, ties=ties)
         simulate(short, m, buffer_size=buffer_size, ties=ties)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("tie", [{0, 1}, {0, 3}, {1, 2}, {2, 3}, {0, 1, 2, 3}])
+@pytest.mark.parametrize("size", [(2, 2, 1), (2, 3, 1), (2, 3, 2)])
+def test_v_async_runs_with_ties_or_deadlocks_on_paper(
+    size: tuple[int, int, int], tie: set[int], norms: bool
+) -> None:
+    """Where it runs, so do windows that end early."""
+    (case,) = [case for case in CASES if case.name == "v_async"]
+    _, batches, m = size
+    made = tied(case.schedule(*size), [tie], norms)
+    check(made, batches, m, norms=norms, ties=[tie])
+    try:
+        simulate(made, m, buffer_size=1, ties=[tie])
+    except Deadlock as error:
+        assert "waits for the" in str(error)  # noqa: PT017 - either is right
+        return
+    for left in range(1, batches):
+        simulate([shortened(actions, left, m) for actions in made], m, buffer_size=1, ties=[tie])
 
 
 def _assert_ties_are_awaited(run: Timeline, ties: Ties, norms: bool, travel: float) -> None:

@@ -22,6 +22,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from pipetrain.building import make_schedule
 from pipetrain.checkpoint.asking import Asked, Asking
@@ -185,7 +186,7 @@ class Listener:
 
     def tick(self, what: str, total: int) -> None: ...
 
-    def epoch(self, figures: EpochFigures) -> None:
+    def epoch(self, figures: EpochFigures, held: Sequence[object] = ()) -> None:
         self.epochs.append(figures)
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:
@@ -349,6 +350,8 @@ def run_in_threads(
         while not errors and any(thread.is_alive() for thread in threads) and monotonic() < end:
             threads[-1].join(0.02)
             sleep(0.002)
+    # Torch notes for all threads together that one has a mode, as recompute=selective does.
+    _python_dispatch._is_in_torch_dispatch_mode = False
     if errors:
         raise errors[0]  # the other threads, which wait for this one, end at their deadline
     assert not any(thread.is_alive() for thread in threads), f"{case} did not end in {DEADLINE_S:g} s"

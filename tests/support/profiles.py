@@ -5,25 +5,69 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from pipetrain.boundary import Boundary
-from pipetrain.partition.estimate import estimate
+from pipetrain.boundary import Boundary, TensorSpec
+from pipetrain.partition.estimate import Layer, estimate
+from pipetrain.partition.network import Made
 from pipetrain.partition.profile import LayerTime, Profile
-from pipetrain.partition.stages import Traffic
+from pipetrain.partition.saved import Storages
+from pipetrain.partition.stages import Model, Traffic
+from pipetrain.schedule.memory import Counts, fullest
 
 
 def layer(name: str = "layer", forward_s: float = 1, backward_s: float = 2, **others: Any) -> LayerTime:
     """A layer that takes nothing but what is said."""
-    sizes = dict.fromkeys(("saved_bytes", "deferred_bytes", "peak_bytes"), 0)
-    sizes |= dict.fromkeys(("output_bytes", "gradient_bytes"), 0)
-    sizes |= dict.fromkeys(("param_bytes", "state_bytes", "fixed_bytes"), 0)
-    halves = {"recorded_s": forward_s, "input_s": backward_s / 2, "weight_s": backward_s / 2}
+    sizes = dict.fromkeys(("peak_bytes", "output_bytes", "gradient_bytes", "state_bytes"), 0)
+    halves = {
+        "recorded_s": forward_s,
+        "kept_s": forward_s,
+        "again_s": forward_s / 4,
+        "input_s": backward_s / 2,
+        "weight_s": backward_s / 2,
+    }
     return LayerTime(name, forward_s, backward_s=backward_s, **{"step_s": 0, **halves, **sizes, **others})
 
 
 def profile(layers: Sequence[LayerTime], latency_s: float = 0, s_per_byte: float = 0) -> Profile:
-    return Profile({"model": "fake"}, {"device": "paper"}, 0, latency_s, s_per_byte, list(layers))
+    return Profile({"model": "fake"}, {"device": "paper"}, latency_s, s_per_byte, list(layers))
+
+
+def estimates_of(
+    layers: Sequence[LayerTime], saved: Sequence[int] = (), trained: Sequence[int] = (), inputs: int = 0
+) -> Model:
+    """A chain of layers of these outputs that save so many bytes each, with weights of so many."""
+
+    def bytes_of(n: int) -> TensorSpec:
+        return TensorSpec((n,), torch.uint8)
+
+    def estimated(index: int, one: LayerTime) -> Layer:
+        own = saved[index] if saved else 0
+        return Layer(
+            one.name,
+            0,
+            1,
+            Boundary((bytes_of(one.output_bytes),), needs_grad=(True,), requires_grad=(True,)),
+            takes=(Made(index - 1, 0),),
+            reached=(index > 0,),
+            storages=Storages((one.output_bytes, own), (0,), frozenset([1])),
+            weights={f"{index}.weight": bytes_of(trained[index])} if trained else {},
+        )
+
+    entry = Boundary((bytes_of(inputs),), needs_grad=(False,), requires_grad=(False,))
+    return Model([estimated(index, one) for index, one in enumerate(layers)], entry)
+
+
+def held_by(activations: Sequence[int], versions: Sequence[int], bound: int = 2) -> list[list[Counts]]:
+    """What stages in a row hold at these peaks, with full edges."""
+    near = {
+        edge: bound for stage in range(len(activations)) for edge in ((stage, stage + 1), (stage + 1, stage))
+    }
+    last = len(activations) - 1
+    near = {edge: of for edge, of in near.items() if max(edge) <= last}
+    pairs = zip(activations, versions, strict=True)
+    return [[fullest(stage, *pair, near)] for stage, pair in enumerate(pairs)]
 
 
 def handed_on(layers: Sequence[LayerTime], wire: Sequence[tuple[int, int]] = ()) -> list[Traffic]:
@@ -46,8 +90,6 @@ def profile_of(
             2 * forward_s,
             output_bytes=estimated.output.nbytes,
             gradient_bytes=sum(spec.nbytes for spec in estimated.output.gradients),
-            saved_bytes=2**20,
-            param_bytes=4 * estimated.params,
         )
         for estimated, forward_s in zip(estimate(model, entry), seconds, strict=True)
     ]

@@ -1,0 +1,84 @@
+"""The operations whose weight gradient is dear: matrix products, convolutions and embeddings.
+
+A split backward puts that gradient off, and a selective recomputation keeps what these operations return.
+Both see them by a mode that torch calls for each function, and so does the estimate of what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_ATEN = torch.ops.aten
+
+
+def overloads(*packets: Any) -> Iterator[Any]:
+    """Yield ATen operations and their overloads, as a traced model calls them."""
+    for packet in packets:
+        yield packet
+        yield from (getattr(packet, name) for name in packet.overloads() if not name.endswith("out"))
+
+
+# Of these operations, those that compute in the lower precision under autocast:
+LOWERED = {
+    F.linear,
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    torch.addmm,
+    torch.baddbmm,
+    torch.linalg.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    Tensor.mm,
+    Tensor.bmm,
+    Tensor.addmm,
+    Tensor.baddbmm,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.conv_transpose1d,
+    F.conv_transpose2d,
+    F.conv_transpose3d,
+    *overloads(_ATEN.linear, _ATEN.matmul, _ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm),
+    *overloads(_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d, _ATEN.convolution),
+    *overloads(_ATEN.conv_transpose1d, _ATEN.conv_transpose2d, _ATEN.conv_transpose3d),
+}
+DEAR = {
+    *LOWERED,
+    F.bilinear,
+    F.embedding,
+    torch.einsum,
+    torch.tensordot,
+    torch.inner,
+    *overloads(_ATEN.bilinear, _ATEN.embedding),
+}
+
+# Attention within which operations are seen: it only asks whether it is to be replaced as a whole.
+_attention = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": lambda tensors: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+
+
+class Watching(TorchFunctionMode):
+    """A mode that sees the products within nn.MultiheadAttention, which torch calls as one function."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _attention(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one function."""
+        raise NotImplementedError

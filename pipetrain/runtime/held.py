@@ -1,0 +1,156 @@
+"""Measures what the stages of a rank hold during one window, in bytes, after each action.
+
+Autograd's part is seen through hooks on the tensors that a forward saves: their storages are noted, without
+being kept alive, and count as long as they live, each once. Tensors that a stage, the channel or the
+optimizer hold are looked up. Both cost time, so a run measures one window; without a Meter nothing is done.
+
+What an action needs only while it runs is not in it; on a GPU the allocator's peak is measured too, which is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from pipetrain.runtime.stage import Stage
+from pipetrain.schedule.actions import Action, Op
+from pipetrain.schedule.memory import Held
+
+MOST = 1000  # actions that are measured; an asynchronous window repeats itself long before
+
+_Storages = dict[int, int]  # the bytes of each, by the identity of its Python object
+
+
+@dataclass(slots=True)
+class Measured:
+    """What the stages of one rank held after each action of a window.
+
+    `allocated`: the peak of the GPU's allocator in that window, in bytes; None on a CPU.
+    """
+
+    actions: list[str] = field(default_factory=list)
+    stages: dict[int, list[Held]] = field(default_factory=dict)
+    allocated: int | None = None
+
+
+class Meter:
+    """Measures the stages of a rank during one window. `device`: theirs."""
+
+    def __init__(self, stages: Mapping[int, Stage], device: torch.device) -> None:
+        self._stages = stages
+        self._device = device
+        self._saved: dict[int, _Storages] = {stage: {} for stage in stages}  # by autograd
+        self._refs: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
+        self._static = {stage: self._fixed(stage) for stage in stages}
+        self._own: dict[int, tuple[Held, set[int]]] = {}
+        self._measured = Measured(stages={stage: [] for stage in stages})
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def during(self, action: Action) -> AbstractContextManager[object]:
+        """Return a context for an action, in which what autograd saves is noted."""
+        if action.op not in (Op.F, Op.R) or len(self._measured.actions) >= MOST:
+            return nullcontext()
+        return saved_tensors_hooks(partial(self._note, action.stage), lambda tensor: tensor)
+
+    def after(self, action: Action, messages: Iterable[tuple[Sequence[int], Tensor]]) -> None:
+        """Measure after an action. `messages`: the tensors of messages, with the stages between them.
+
+        One between two stages of the rank counts at the last of them.
+        """
+        if len(self._measured.actions) >= MOST:
+            return
+        by_stage: dict[int, list[Tensor]] = {stage: [] for stage in self._stages}
+        for between, tensor in messages:
+            by_stage[next(stage for stage in reversed(between) if stage in by_stage)].append(tensor)
+        self._own.pop(action.stage, None)
+        self._measured.actions.append(str(action))
+        for stage, held in self._measured.stages.items():
+            held.append(self._held(stage, by_stage[stage]))
+
+    def close(self) -> Measured:
+        """End the measurement after the window."""
+        if self._device.type == "cuda":
+            self._measured.allocated = torch.cuda.max_memory_allocated(self._device)
+        return self._measured
+
+    def _note(self, stage: int, tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            if key not in self._saved[stage]:
+                self._saved[stage][key] = storage.nbytes()
+                self._refs[stage, key] = weakref.ref(storage, partial(self._forget, stage, key))
+        return tensor.detach()  # a node that saves its own output would keep itself alive
+
+    def _forget(self, stage: int, key: int, _: object) -> None:
+        del self._saved[stage][key], self._refs[stage, key]
+
+    def _held(self, stage: int, messages: list[Tensor]) -> Held:
+        if stage not in self._own:
+            self._own[stage] = self._weights(stage)
+        own, apart = self._own[stage]
+        open_ones = _storages(self._stages[stage].open_tensors())
+        travelling = _without(_storages(messages), apart | open_ones.keys())
+        activations = open_ones | _without(self._saved[stage], travelling.keys())
+        activations = _without(activations, apart)
+        return Held(
+            activations=sum(activations.values()),
+            weights=own.weights,
+            versions=own.versions,
+            gradients=own.gradients,
+            optimizer=own.optimizer,
+            messages=sum(travelling.values()),
+        )
+
+    def _fixed(self, stage: int) -> list[Tensor]:
+        module = self._stages[stage].module
+        return [*module.parameters(), *module.buffers()]
+
+    def _weights(self, stage: int) -> tuple[Held, set[int]]:
+        """Return what a stage holds beside activations and messages, and its storages."""
+        weights = self._stages[stage].weights
+        leaves = weights.stored()
+        optimizer = weights.optimizer
+        parts = {
+            "weights": [*self._static[stage], *weights.average().values()],
+            "versions": leaves,
+            "gradients": [t.grad for t in (*weights.live.values(), *leaves) if t.grad is not None],
+            "optimizer": tree_leaves(list(optimizer.state.values())) if optimizer is not None else [],
+        }
+        met: set[int] = set()
+        sizes: dict[str, int] = {}
+        for name, tensors in parts.items():
+            found = _storages(t for t in tensors if isinstance(t, Tensor))
+            sizes[name] = sum(size for key, size in found.items() if key not in met)
+            met |= found.keys()
+        return Held(**sizes), met
+
+
+def _storages(tensors: Iterable[Tensor]) -> _Storages:
+    found: _Storages = {}
+    for tensor in tensors:
+        dense = [tensor] if tensor.layout is torch.strided else _parts(tensor)
+        for part in dense:
+            storage = part.untyped_storage()
+            found[id(storage)] = storage.nbytes()
+    return found
+
+
+def _without(storages: _Storages, others: Collection[int]) -> _Storages:
+    return {key: size for key, size in storages.items() if key not in others}
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return []

@@ -1,0 +1,151 @@
+"""Recomputation in the program: where an R stands, and that it runs while a gradient is awaited."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipetrain.schedule.actions import SENDS, Action, Op, Program, parse_program, shortened
+from pipetrain.schedule.check import check
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.policy import ForwardBackward, Recomputing, compute_program, play, with_recomputation
+from pipetrain.schedule.programs import layer_dist, one_f_one_b
+from pipetrain.schedule.simulate import simulate, unit_cost
+from pipetrain.schedule.transforms import joined, recomputing
+from tests.schedule.cases import CASES, Case
+
+
+def test_a_forward_is_recomputed_directly_before_its_backward_unless_they_touch() -> None:
+    program = parse_program(
+        """
+        0F0@0 0F1@0 0B0@0 0B1@0 0STEP@1 0F2@1 0F3@1 0B2@1 0B3@1 0STEP@2
+        1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2
+        """
+    )
+    assert recomputing(program, [0, 1]) == parse_program(
+        """
+        0F0@0 0F1@0 0R0@0 0B0@0 0R1@0 0B1@0 0STEP@1 0F2@1 0F3@1 0R2@1 0B2@1 0R3@1 0B3@1 0STEP@2
+        1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2
+        """
+    )
+    assert recomputing(program, [1]) == program
+    assert recomputing(layer_dist(3, 2, 2), range(3)) == layer_dist(3, 2, 2)
+
+
+def test_it_stands_before_the_gradient_is_received() -> None:
+    (first, _) = lower(recomputing(one_f_one_b(2, 1, 2), range(2)))
+    assert " ".join(map(str, first)) == (
+        "0F0@0 0SEND_F0 0F1@0 0SEND_F1 0R0@0 0RECV_B0 0B0@0 0R1@0 0RECV_B1 0B1@0 0REDUCE@1 0STEP@1"
+    )
+
+
+def test_a_split_backward_is_recomputed_before_its_first_half() -> None:
+    halves = parse_program("0F0@0 0F1@0 0I0@0 0W0@0 0I1@0 0W1@0 0STEP@1")
+    found = recomputing(halves, [0])
+    assert found == parse_program("0F0@0 0F1@0 0R0@0 0I0@0 0W0@0 0R1@0 0I1@0 0W1@0 0STEP@1")
+    assert joined(found) == parse_program("0F0@0 0F1@0 0R0@0 0B0@0 0R1@0 0B1@0 0STEP@1")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "fbp"], ids=lambda case: case.name)
+def test_every_schedule_stays_sound_holds_no_more_and_may_end_early(case: Case) -> None:
+    for size in ((2, 2, 4), (3, 3, 3), (4, 1, 8)):
+        _, batches, microbatches = size
+        schedule = case.schedule
+        again = lower(with_recomputation(schedule, range)(*size))
+        plain = lower(with_recomputation(schedule, lambda stages: [])(*size))
+        check(again, batches, microbatches)
+        runs = [simulate(program, microbatches) for program in (plain, again)]
+        assert runs[0].activations == runs[1].activations
+        assert runs[0].versions == runs[1].versions
+        short = [shortened(actions, 1, microbatches) for actions in again]
+        check(short, 1, microbatches)
+        simulate(short, microbatches)
+        assert [a for actions in again for a in actions if a.op is not Op.R] == [a for p in plain for a in p]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(2, 8), st.integers(2, 16))
+def test_1f1b_pays_for_what_its_waits_do_not_cover(stages: int, microbatches: int) -> None:
+    """Directly before the receive it costs m - 2 forwards; after it the waits of all other stages too."""
+    program = one_f_one_b(stages, 1, microbatches)
+    before = lower(recomputing(program, range(stages)))
+
+    def makespan(program: Program, travel: float = 0) -> float:
+        cost = Costs(travel)
+        return simulate(program, microbatches, cost=cost).makespan
+
+    plain = 3 * (microbatches + stages - 1)
+    assert makespan(lower(program)) == plain
+    assert makespan(before) == plain + microbatches - 2
+    assert makespan(_with_gradient(before)) == plain + microbatches + stages - 3
+    for travel in (0, 0.2, 1):
+        assert makespan(before, travel) <= makespan(lower(_before_the_forward(program)), travel)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Unit costs, and the time in which a message travels."""
+
+    travel: float
+
+    def __call__(self, action: Action) -> float:
+        return self.travel if action.op in SENDS else unit_cost(action)
+
+
+def _with_gradient(program: Program) -> Program:
+    """Put each R between its RECV_B and its backward, where `lower` would not have it."""
+    made: Program = []
+    for actions in program:
+        made.append([])
+        for action in actions:
+            again = replace(action, op=Op.R)
+            if action.op is Op.B and again in made[-1]:
+                made[-1].remove(again)
+                made[-1].append(again)
+            made[-1].append(action)
+    return made
+
+
+def _before_the_forward(program: Program) -> Program:
+    """Put each R before the forward that its backward follows."""
+    made = recomputing(program, range(len(program)))
+    for actions in made:
+        for position, (first, second) in enumerate(pairwise(actions)):
+            if first.op is Op.F and second.op is Op.R:
+                actions[position : position + 2] = second, first
+    return made
+
+
+# Policies
+
+
+def test_a_policy_recomputes_while_it_would_wait() -> None:
+    program = compute_program(with_recomputation(ForwardBackward(3), range), 2, 1, 4, 2)
+    assert [" ".join(f"{a.op}{a.mb}" for a in actions) for actions in program] == [
+        "F0 F1 F2 R0 B0 F3 R1 B1 R2 B2 R3 B3 STEP0",
+        "F0 B0 F1 B1 F2 B2 F3 B3 STEP0",
+    ]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    *(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4)),
+    *(st.integers(1, 6), st.integers(1, 3), st.integers(0, 1000)),
+)
+def test_a_policy_is_sound_whatever_the_timing(ranks, batches, m, in_flight, buffer_size, seed) -> None:
+    draw = random.Random(seed)
+    costs = {(stage, op): draw.uniform(0.1, 3) for stage in range(ranks) for op in Op}
+    policy = Recomputing(ForwardBackward(in_flight), lambda stages: range(0, stages, 2))
+    program = play(policy, ranks, batches, m, buffer_size=buffer_size, cost=lambda a: costs[a.stage, a.op])
+    again = lower(program)
+    check(again, batches, m)
+    run = simulate(again, m, buffer_size=buffer_size)
+    for stage in range(ranks):
+        wanted = policy.recomputes(stage, ranks, batches, m)
+        assert sum(a.op is Op.R for a in program[stage]) == batches * m * wanted
+        assert run.activations[stage] <= policy.bounds(stage, ranks, batches, m).activations
