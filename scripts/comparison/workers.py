@@ -47,8 +47,13 @@ def run(words: Sequence[str], nproc: int, log: str) -> int:
     with open(log, "ab") as output:
         for descriptor in (1, 2):  # which the ranks inherit
             os.dup2(output.fileno(), descriptor)
+    told, telling = os.pipe()
+    ranks = {_fork(words, rank, nproc, told) for rank in range(nproc)}
+    # Its thread looks names up, and a fork meanwhile would inherit the resolver's lock, held for good.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = {_fork(words, rank, nproc, store.port) for rank in range(nproc)}
+    os.write(telling, b"".join(store.port.to_bytes(4, "big") for _ in ranks))
+    for end in (told, telling):
+        os.close(end)
     failed, deadline = 0, float("inf")
     while ranks:
         pid, waited = os.waitpid(-1, os.WNOHANG)
@@ -65,12 +70,13 @@ def run(words: Sequence[str], nproc: int, log: str) -> int:
     return failed
 
 
-def _fork(words: Sequence[str], rank: int, nproc: int, port: int) -> int:
-    """Start a rank; return its process."""
+def _fork(words: Sequence[str], rank: int, nproc: int, told: int) -> int:
+    """Start a rank, which reads the store's port from the pipe `told`; return its process."""
     if pid := os.fork():
         return pid
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        port = int.from_bytes(os.read(told, 4), "big")
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": str(port)}
