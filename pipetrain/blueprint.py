@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,7 @@ from pipetrain.partition.crossing import (
 from pipetrain.partition.estimate import Layer, estimate
 from pipetrain.partition.network import INPUT, Made, Network, network_of
 from pipetrain.partition.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
-from pipetrain.partition.recompute import Mode, modes_of, stages_by
+from pipetrain.partition.recompute import Chosen, Mode, modes_of
 from pipetrain.partition.sizes import assumed_loss
 from pipetrain.partition.stages import Model, Pipeline, Prediction, Predictor, Traffic, costs_by_work
 from pipetrain.recomputation import held_in, may_recompute, reasons, recomputations
@@ -241,7 +240,7 @@ def make_plan(
     example = _cast("inputs", example, settings.dtype)
     network = network_of(model, example, settings.precision == "bf16")
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
-    plain, schedule = schedule, with_recomputation(schedule, stages_by(partial(modes_of, settings.recompute)))
+    plain, schedule = schedule, with_recomputation(schedule, Chosen(settings.recompute))
     settings = settle_clipping(settings, schedule, max(lengths))
     windows, proven = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}, schedule
     where = placement(next(iter(windows.values())).program)
@@ -265,7 +264,7 @@ def make_plan(
         predictor = Predictor(profile, replace(pipeline, again=again))
         cuts, prediction = _cut_by_times(settings, network, layers, predictor)
         if (chosen := [stage.mode for stage in prediction.stages]) != modes:
-            modes, schedule = chosen, with_recomputation(plain, stages_by(lambda stages: chosen))
+            modes, schedule = chosen, with_recomputation(plain, Chosen(chosen))
     else:
         cuts = choose_cuts(settings.partition, layers, len(where), network.joins, where)
         if settings.partition == "flops":

@@ -409,7 +409,10 @@ def test_one_process_trains_alone_ends_what_it_left_and_goes_on(monkeypatch, tmp
     (folder / "summary.json").unlink()  # as where it was killed between its checkpoint and its end
     train("resume=auto")
     assert (folder / "metrics.csv").read_text() == metrics
-    assert json.loads((folder / "summary.json").read_text()) == summary
+    again = json.loads((folder / "summary.json").read_text())
+    for stage in (*again["per_stage"], *summary["per_stage"]):
+        del stage["memory_bytes"]  # which is measured while a window runs, and none did
+    assert again == summary
     lines = train("resume=auto", "epochs=2")
     assert [match[1] for line in lines if (match := EPOCH.fullmatch(line))] == ["2"]
     rows = (folder / "metrics.csv").read_text().splitlines()[1:]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from pipetrain.errors import ConfigError
@@ -24,8 +25,6 @@ AUTO = "auto"
 RECOMPUTE = (AUTO, "never", "except_last", "always", "selective")
 """The values of recompute=, beside a list of the modes of all stages."""
 
-Modes = Callable[[int], Sequence[Mode]]  # number of stages -> the mode of each
-
 
 def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
     """Return the mode of each stage for a value of recompute=; auto is never. Raises ConfigError."""
@@ -43,6 +42,12 @@ def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
     return [Mode(recompute)] * stages
 
 
-def stages_by(modes: Modes) -> Callable[[int], list[int]]:
-    """Return number of stages -> those that recompute."""
-    return lambda stages: [stage for stage, mode in enumerate(modes(stages)) if mode is not Mode.NEVER]
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Number of stages -> those that recompute, for a value of recompute=."""
+
+    recompute: str | Sequence[str]
+
+    def __call__(self, stages: int) -> list[int]:
+        modes = modes_of(self.recompute, stages)
+        return [stage for stage, mode in enumerate(modes) if mode is not Mode.NEVER]

@@ -39,6 +39,7 @@ PLAIN = "plain loop"
 NEIGHBOURS = 2  # cuts tried on either side of the one that flops chooses
 WHOLE = "microbatches=1"
 CONTIGUOUS = "memory_format=contiguous"  # the layout of everybody else's, who cannot send another over gloo
+SPLIT = ("v_async", "v_half", "v_min", "zb_auto", "zb_h1", "zb_h2", "zbv")  # raced by the suite zero-bubble
 ALIKE = {f"{name}, contiguous": name for name in ("gpipe", "1f1b", "pipedream")}
 # Further rows of pipedream's: with options of the configuration, and what they gain over the defaults.
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -125,7 +126,8 @@ def contestants(
     jobs = [_job(layout, cut, m) for layout in (task, task.extended(CONTIGUOUS)) for m in (1, MICROBATCHES)]
     ideals = {_ideal(job.microbatches, job.plan.numerics.memory_format): job for job in jobs}
     made: list[Contestant] = [Alone(name, job, mesh, batches) for name, job in ideals.items()]
-    made += [ours(schedule, schedule, usual(schedule)) for schedule in schedules()]
+    whole_backwards = [schedule for schedule in schedules() if schedule not in SPLIT]
+    made += [ours(schedule, schedule, usual(schedule)) for schedule in whole_backwards]
     made.append(ours(f"pipedream, m = {MICROBATCHES}", "pipedream", pieces))
     made += [ours(name, schedule, usual(schedule).extended(CONTIGUOUS)) for name, schedule in ALIKE.items()]
     for name, overrides in OPTIONS.items():

@@ -107,6 +107,7 @@ WHAT_IT_SHOWS = {
     "factory": ["factory, gpt, rank 3", "after a step", "x its weights"],
     "zero-bubble": ["zero bubble, 2 ranks", "torch ZBVZeroBubble, m = 4", "zero bubble, mlp", "x torch's"],
     "timelines": ["timelines, a window of 2 batches", "v_async: ", "% bubble"],
+    "held": ["held, mlp", "measured / predicted"],
     "split": ["split, GPT block, d = 128", "torch's walk: F + I + W", "I+W / B", "median of all"],
     "routes": ["routes, 4 stages", "by hand through every stage", "MiB as on paper, fewer MiB than by hand"],
 }
