@@ -7,7 +7,7 @@ checked and simulated at the buffer size of the real channels.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -75,7 +75,7 @@ class Plan:
     evaluation: Program
     boundaries: Mapping[int, list[Boundary]]  # the input of each stage, by samples of a microbatch
     evaluated: Mapping[int, list[Boundary]]  # likewise in an evaluation
-    schedule: Schedule  # made for the costs, if it is for any
+    schedule: Schedule = field(compare=False)  # made for the costs, if it is for any
     recompute: Sequence[Mode]  # of each stage
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile

@@ -345,9 +345,7 @@ def test_a_disk_that_is_full_for_rank_0_costs_no_record_once_there_is_room(unrec
     assert "Logging error" not in full.out
     assert rows(full.run) == rows(other)
     assert [row[0] for row in rows(full.run)] == ["epoch", *(str(n) for n in range(1, RECORDED + 1))]
-    whole = {
-        tag: seen for tag, seen in points(full.run).items() if not tag.startswith("memory")
-    }  # of a window
+    whole = {tag: seen for tag, seen in points(full.run).items() if not tag.startswith("memory")}
     assert whole.keys() == {tag for tag in points(other) if not tag.startswith("memory")}
     for tag, seen in whole.items():
         if tag not in ("loss/update", "lr/update"):
