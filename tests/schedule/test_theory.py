@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import pytest
 from hypothesis import given, settings
@@ -50,7 +50,10 @@ def sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_every_program_is_sound_and_as_the_theory_says(case: Case, ranks: int) -> None:
-    for size, program in accepted(case, sizes(ranks)):
+    tried = sizes(ranks)
+    if case.name == "zb_auto":  # which no formula describes, and which takes longest to make
+        tried = islice(tried, ranks % 5, None, 5)
+    for size, program in accepted(case, tried):
         assert_as_the_theory_says(program, size[2], case.theory(*size))
 
 
