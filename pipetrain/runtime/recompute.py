@@ -53,7 +53,7 @@ class Again:
             if self._kept is None:
                 yield
             else:
-                with _Dear(_Keeping(self._kept), self._kept):
+                with _Dear(self._kept, again=False):
                     yield
                 self._kept.forget_changed()
 
@@ -82,7 +82,7 @@ class Again:
             if self._kept is None:
                 yield
             else:
-                with _Dear(_Taking(self._kept), self._kept):
+                with _Dear(self._kept, again=True):
                     yield
 
 
@@ -91,7 +91,10 @@ def _nothing(tensor: Tensor) -> None:
 
 
 def _no_backward(packed: None) -> Tensor:
-    raise AssertionError("a microbatch to be recomputed has no backward before its R")
+    raise RuntimeError(
+        "a layer differentiates its own forward, and a stage that recomputes saves nothing in its first one: "
+        "choose recompute=never for this stage"
+    )
 
 
 def _sums(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -132,11 +135,11 @@ class _Kept:
 
 
 class _Dear(Watching):
-    """Runs operations with a weight under another mode, which sees what they consist of."""
+    """Runs operations with a weight under another mode, which keeps or takes what they consist of."""
 
-    def __init__(self, inner: TorchDispatchMode, kept: _Kept) -> None:
+    def __init__(self, kept: _Kept, again: bool) -> None:
         super().__init__()
-        self._inner, self._kept = inner, kept
+        self._kept, self._inner = kept, _Within(kept, again)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in DEAR and any(isinstance(t, nn.Parameter) for t in tree_leaves((args, kwargs))):
@@ -147,28 +150,20 @@ class _Dear(Watching):
         return func(*args, **kwargs)
 
 
-class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, kept: _Kept) -> None:
+class _Within(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the results of products and convolutions or, `again`, takes them in place of computing."""
+
+    def __init__(self, kept: _Kept, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
+        self._kept, self._again = kept, again
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        dear = func.overloadpacket in flop_registry
+        if dear and self._again and (kept := self._kept.take()) is not None:
+            return kept
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in flop_registry:
+        if dear and not self._again:
             self._kept.put(result)
         return result
-
-
-class _Taking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, kept: _Kept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.overloadpacket in flop_registry and (result := self._kept.take()) is not None:
-            return result
-        return func(*args, **(kwargs or {}))

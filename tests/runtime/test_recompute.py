@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.errors import TrainingStopped
+from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.runtime.recompute import Again
 from pipetrain.schedule.actions import Op
 from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
@@ -119,6 +119,13 @@ def test_a_layer_that_depends_on_something_else_is_found(mode):
         TrainingStopped,
         match=r"stage 0 made other outputs when it ran the forward of microbatch 0 again: .*recompute=never",
     ):
+        run_in_threads(case)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_layer_that_differentiates_its_own_forward_is_refused(mode):
+    case = Case("interleaved_1f1b", 1, (model("differentiating"), *ONE, f"recompute={mode}"))
+    with pytest.raises(ActionFailed, match=r"a layer differentiates its own forward, .*recompute=never"):
         run_in_threads(case)
 
 
