@@ -262,7 +262,7 @@ def make_plan(
             again = recomputations(settings, without, all_of_them, decided)
         pipeline = _pipeline(settings, where, without, layers, example.of(full), decided)
         predictor = Predictor(profile, replace(pipeline, again=again))
-        cuts, prediction = _cut_by_times(settings, network, layers, predictor)
+        cuts, prediction = _cut_by_times(settings, network, layers, predictor, where)
         if (chosen := [stage.mode for stage in prediction.stages]) != modes:
             modes, schedule = chosen, with_recomputation(plain, Chosen(chosen))
     else:
@@ -449,14 +449,16 @@ def _wire_bytes(settings: Settings, boundary: Boundary) -> tuple[int, int]:
 
 
 def _cut_by_times(
-    settings: Settings, network: Network, layers: list[Layer], predictor: Predictor
+    settings: Settings, network: Network, layers: list[Layer], predictor: Predictor, where: Sequence[int]
 ) -> tuple[list[int], Prediction]:
     """Return the cuts by measured times, and a comparison with the other strategies."""
     refuse_other_layers(predictor.profile, layers)
     limit = None if settings.memory_limit is None else settings.memory_limit * GIB
     way_out = "recompute=auto, " if settings.recompute == Mode.NEVER else ""
     cuts = balance_times(predictor, cuts_that_may_be(network, layers), limit, way_out)
-    choices = {PROFILE: cuts} | {name: choose_cuts(name, layers, predictor.stages) for name in STRATEGIES}
+    choices = {PROFILE: cuts} | {
+        name: choose_cuts(name, layers, predictor.stages, where=where) for name in STRATEGIES
+    }
     slowest = {name: (other, predictor.slowest_s(other, limit)) for name, other in choices.items()}
     stages = predictor.stage_times(cuts, predictor.modes_of(cuts, limit))
     why = reasons(settings, predictor, cuts, stages)

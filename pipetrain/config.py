@@ -73,7 +73,9 @@ def _is_partition(value: Any) -> bool:
 
 
 def _is_recompute(value: Any) -> bool:
-    return value in RECOMPUTE if isinstance(value, str) else isinstance(value, list) and {*value} <= {*Mode}
+    if isinstance(value, str):
+        return value in RECOMPUTE
+    return isinstance(value, list) and all(mode in [*Mode] for mode in value)
 
 
 def _is_trace(value: Any) -> bool:

@@ -105,6 +105,7 @@ class _Bench:
         self._clock = Clock(device)
         self._device = device.type
         self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (forward, backward, ...; layer)
+        self._plain: set[tuple[str, int]] = set()  # what fails in its context, see _forward_within
         met: set[int] = set()
         trained: list[list[Tensor]] = []  # of each layer; a shared one at the first
         for module in network.modules:
@@ -175,11 +176,32 @@ class _Bench:
         made = [describe(x)]
         for index, layer in enumerate(self._estimated):
             given = tuple(values[value] for value in layer.takes)
-            outputs = self._forward(index, given, made, part, within(index))
+            outputs = self._forward_within(index, given, made, part, within)
             values |= {Made(index, number): t.detach() for number, t in enumerate(outputs)}
             values = {v: t for v, t in values.items() if self._last_use.get(v, -1) > index}
             made.append(layer.output)
             yield outputs, given
+
+    def _forward_within(
+        self,
+        index: int,
+        given: Tensors,
+        made: Sequence[Boundary],
+        part: str,
+        within: Callable[[int], AbstractContextManager[object]],
+    ) -> Tensors:
+        """Run a layer; without `within` if it fails in there, as one that differentiates itself.
+
+        It cannot be trained so, and a schedule that does neither needs its price nevertheless.
+        """
+        if (part, index) not in self._plain:
+            try:
+                return self._forward(index, given, made, part, within(index))
+            except ConfigError:
+                if part == "forward":
+                    raise
+                self._plain.add((part, index))
+        return self._forward(index, given, made, part, nullcontext())
 
     def _forward(
         self,

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from pipetrain.boundary import differentiable
 from pipetrain.draws import Beginning
 from pipetrain.partition.products import DEAR, Watching
+from pipetrain.partition.saved import storage_of
 from pipetrain.runtime.finite import numbers_of
 from pipetrain.runtime.weights import Buffers
 
@@ -43,7 +44,7 @@ class Again:
     @property
     def kept(self) -> list[Tensor]:
         """The results that are held until the second forward."""
-        return [] if self._kept is None else [t for t, _ in self._kept.results if t is not None]
+        return [] if self._kept is None else [one[0] for one in self._kept.results if one]
 
     @contextmanager
     def first(self) -> Iterator[None]:
@@ -52,7 +53,7 @@ class Again:
             if self._kept is None:
                 yield
             else:
-                with _Dear(_Keeping(self._kept)):
+                with _Dear(self._kept, again=False):
                     yield
                 self._kept.forget_changed()
 
@@ -81,7 +82,7 @@ class Again:
             if self._kept is None:
                 yield
             else:
-                with _Dear(_Taking(self._kept)):
+                with _Dear(self._kept, again=True):
                     yield
 
 
@@ -90,7 +91,10 @@ def _nothing(tensor: Tensor) -> None:
 
 
 def _no_backward(packed: None) -> Tensor:
-    raise AssertionError("a microbatch to be recomputed has no backward before its R")
+    raise RuntimeError(
+        "a layer differentiates its own forward, and a stage that recomputes saves nothing in its first one: "
+        "choose recompute=never for this stage"
+    )
 
 
 def _sums(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -99,62 +103,67 @@ def _sums(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Kept:
-    """Results in the order of their operations, each with its version counter; None: it was overwritten."""
+    """Results in the order of their operations; None: it was overwritten.
+
+    What a layer gets may be another view of a result, with a version counter of its own. So each result
+    stands with what the layer got, to which nothing has written as long as its version is 0.
+    """
 
     def __init__(self) -> None:
-        self.results: deque[tuple[Tensor | None, int]] = deque()
+        self.results: deque[tuple[Tensor, Tensor] | None] = deque()
+        self._made: list[Tensor] = []  # by the operation that runs
 
     def put(self, result: Tensor) -> None:
-        # Without a graph, and with the version counter of what the layers get.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            self.results.append((result.detach(), result._version))
+        self._made.append(result.detach())  # without a graph
+
+    def got(self, output: Tensor) -> None:
+        """Note what a layer got of an operation."""
+        output = output.detach()  # with the same version counter
+        for result in self._made:
+            same = storage_of(result) == storage_of(output)
+            self.results.append((result, output if same else result))
+        self._made = []
 
     def forget_changed(self) -> None:
-        self.results = deque((t if t is not None and t._version == v else None, v) for t, v in self.results)
+        self.results = deque(None if one is None or one[1]._version else one for one in self.results)
 
     def take(self) -> Tensor | None:
         if not self.results:  # a forward that is longer than the first makes other outputs
             return None
-        result, version = self.results.popleft()
-        return result if result is not None and result._version == version else None
+        one = self.results.popleft()
+        return None if one is None or one[1]._version else one[0]
 
 
 class _Dear(Watching):
-    """Runs operations with a weight under another mode, which sees what they consist of."""
+    """Runs operations with a weight under another mode, which keeps or takes what they consist of."""
 
-    def __init__(self, inner: TorchDispatchMode) -> None:
+    def __init__(self, kept: _Kept, again: bool) -> None:
         super().__init__()
-        self._inner = inner
+        self._kept, self._inner = kept, _Within(kept, again)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in DEAR and any(isinstance(t, nn.Parameter) for t in tree_leaves((args, kwargs))):
             with self._inner:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+            self._kept.got(result)
+            return result
         return func(*args, **kwargs)
 
 
-class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, kept: _Kept) -> None:
+class _Within(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the results of products and convolutions or, `again`, takes them in place of computing."""
+
+    def __init__(self, kept: _Kept, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
+        self._kept, self._again = kept, again
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        dear = func.overloadpacket in flop_registry
+        if dear and self._again and (kept := self._kept.take()) is not None:
+            return kept
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in flop_registry:
+        if dear and not self._again:
             self._kept.put(result)
         return result
-
-
-class _Taking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, kept: _Kept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.overloadpacket in flop_registry and (result := self._kept.take()) is not None:
-            return result
-        return func(*args, **(kwargs or {}))

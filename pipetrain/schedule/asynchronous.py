@@ -63,7 +63,7 @@ class AsynchronousV:
         times = Times.of(self.cost, v_placement(ranks))
         possible = _timed(times, self.buffer_size)
         if self.like != "auto":
-            return possible[self.like == "v_half"][2]
+            possible = [possible[self.like == "v_half"]]
         if self.memory is not None:
             least = min(held for _, held, _ in possible)
             possible = [one for one in possible if one[1] <= 2 * self.memory]

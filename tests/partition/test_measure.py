@@ -19,7 +19,7 @@ from pipetrain.partition.estimate import estimate
 from pipetrain.partition.measure import REPEATS, WARM_UP, measure_layers
 from pipetrain.partition.profile import LayerTime
 from pipetrain.runtime.weights import OptimizerFactory
-from tests.support import models
+from tests.support import again, models
 from tests.support.models import Fork, Join, Shrink, Through
 
 SGD: OptimizerFactory = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -195,7 +195,7 @@ def test_a_layer_runs_often_enough_and_in_training_mode():
     [
         *(models.with_norm, models.without_norm, models.recomputing, models.recomputing_reentrant),
         *(models.reused, models.shared_statistics, models.in_place_behind_a_view, models.caching),
-        *(models.frozen_end, models.complex_inside, models.tied),
+        *(models.frozen_end, models.complex_inside, models.tied, again.differentiating),
     ],
 )
 def test_any_model_that_can_train_can_be_measured(build):

@@ -6,8 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from pipetrain.errors import TrainingStopped
+from pipetrain.errors import ActionFailed, TrainingStopped
+from pipetrain.runtime.recompute import Again
 from pipetrain.schedule.actions import Op
 from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
 
@@ -64,6 +66,27 @@ def test_every_kind_of_number(words):
     equal("pipedream", 3, model("everything"), "partition=even", "microbatches=3", *words)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_results_that_are_overwritten_by_way_of_another_view_are_made_again(kept):
+    """torch makes a product over three dimensions in two, and returns a view with a version of its own."""
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+    x = torch.randn(2, 3, 4)
+
+    def forward() -> Tensor:
+        y = first(x)
+        made: Tensor = second(y + x if kept else y.add_(x))
+        return made
+
+    wanted = torch.autograd.grad(forward().sum(), [first.weight, second.weight])
+    again = Again([], keep=True)
+    with again.first():
+        again.end([forward()])
+    assert len(again.kept) == 1 + kept
+    with again.second():
+        found = torch.autograd.grad(forward().sum(), [first.weight, second.weight])
+    assert all(map(torch.equal, found, wanted))
+
+
 def test_a_traced_model():
     words = (model("attending"), "partition=even", "microbatches=2", *BF16)
     equal("1f1b", 2, *words, modes=("selective",))
@@ -96,6 +119,13 @@ def test_a_layer_that_depends_on_something_else_is_found(mode):
         TrainingStopped,
         match=r"stage 0 made other outputs when it ran the forward of microbatch 0 again: .*recompute=never",
     ):
+        run_in_threads(case)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_layer_that_differentiates_its_own_forward_is_refused(mode):
+    case = Case("interleaved_1f1b", 1, (model("differentiating"), *ONE, f"recompute={mode}"))
+    with pytest.raises(ActionFailed, match=r"a layer differentiates its own forward, .*recompute=never"):
         run_in_threads(case)
 
 

@@ -132,6 +132,8 @@ def test_what_cannot_be_is_refused_in_a_sentence() -> None:
         ScheduleError, match=r"^schedule v_async needs memory >= 4 microbatches on 8 ranks; got"
     ):
         AsynchronousV(memory=2)(8, 4, 1)
+    with pytest.raises(ScheduleError, match=r"needs memory >= 5.5 microbatches on 8 ranks; got"):
+        AsynchronousV(like="v_half", memory=4)(8, 4, 1)
     with pytest.raises(ScheduleError, match=r"needs like to be one of auto, v_min, v_half; got v_max$"):
         AsynchronousV("v_max")(2, 4, 1)
 

@@ -44,6 +44,16 @@ class Counting(nn.Module):
         return x / self.calls
 
 
+class Differentiating(nn.Module):
+    """Adds the gradient of its own energy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(y.pow(4).sum(), y)
+        return x + grad
+
+
 def _model(*middle: nn.Module) -> nn.Sequential:
     flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 12))
     return nn.Sequential(Shrink(), conv(4, True, 3), *middle, flat, nn.Linear(12, CLASSES))
@@ -82,6 +92,10 @@ def scaled() -> nn.Sequential:
 
 def counting() -> nn.Sequential:
     return _model(Counting())
+
+
+def differentiating() -> nn.Sequential:
+    return _model(Differentiating())
 
 
 class Attending(nn.Module):

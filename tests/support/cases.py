@@ -35,6 +35,7 @@ from pipetrain.draws import Seeds, drawing
 from pipetrain.runtime import engine
 from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
+from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Op, Program, has_norms, ranks_of
 from pipetrain.seal import Seal, SealedStore
 from pipetrain.training.figures import EpochFigures
@@ -360,15 +361,22 @@ def run_in_threads(
 
 @contextmanager
 def drawing_in_turn() -> Iterator[None]:
-    """Let threads, which share torch's generators, run their forwards one at a time."""
-    lock = Lock()
+    """Let threads, which share torch's generators, run their forwards one at a time, and their backwards.
+
+    In a backward torch.utils.checkpoint sets the generators.
+    """
+    lock, differentiate = Lock(), Stage._differentiate
 
     @contextmanager
     def alone(seeds: Seeds | None) -> Iterator[None]:
         with lock, drawing(seeds):
             yield
 
-    with patch.object(engine, "drawing", alone):
+    def differentiate_alone(*args: Any) -> None:
+        with lock:
+            differentiate(*args)
+
+    with patch.object(engine, "drawing", alone), patch.object(Stage, "_differentiate", differentiate_alone):
         yield
 
 
