@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipetrain.ending import unread
 from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import ScheduleError
 
@@ -98,6 +99,8 @@ def compose(name: str, task: Callable[[DictConfig], None], refused: Callable[[],
         raise failed.error from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_sentence(error, _known(name))) from error
+    except BrokenPipeError:  # of --help and --cfg
+        return unread()
     except OSError as error:
         made = f"{error.filename}: {error.strerror}"
         raise ConfigError(f"the folder of the run cannot be made: {made}; choose another run_dir") from error
@@ -138,6 +141,12 @@ def _refuse_word(word: str) -> None:
 def _sentence(error: Exception, known: Collection[str]) -> str:
     """Return Hydra's error on one line, with a suggestion from the known keys."""
     text = str(error.__cause__ if isinstance(error.__cause__, HydraException) else error)
+    if isinstance(error, OverrideParseException):
+        why = text.replace(f"Error parsing override '{error.override}'\n", "").splitlines()[0]
+        return (
+            f"{error.override} cannot be read: {why}; write KEY=VALUE, lists as 'KEY=[ONE,TWO]', and "
+            f"other text with brackets, braces or commas in quotes, as 'KEY=\"VALUE\"'"
+        )
     text = re.split(r"\s*(?:Set the environment variable HYDRA_FULL_ERROR=1|full_key: )", text)[0]
     if key := re.search(r"Could not override '([^']+)'", text):
         return f"there is no {key[1]} in the configuration{_suggestion(key[1], known)}; {ALL}"

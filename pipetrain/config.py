@@ -254,5 +254,7 @@ def _read(cfg: DictConfig, key: str, rule: _Rule, null: bool) -> Any:
     if isinstance(value, DictConfig | ListConfig):
         value = OmegaConf.to_container(value, resolve=True)
     if not rule.holds(value):
+        if isinstance(value, list):
+            value = f"[{','.join(map(str, value))}]"
         raise ConfigError(f"{key}={value} must be {rule.words}{' or null' if null else ''}")
     return rule.read(value)

@@ -35,6 +35,12 @@ def guarded(action: Callable[[], int]) -> int:
         return _report(error, FAILED)
 
 
+def unread() -> int:
+    """Discard what else is printed, as nobody reads it (after `| head`, say); return the status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return FAILED
+
+
 def leave(status: int) -> None:
     """Exit at once: destructors of process groups may hang or take long."""
     if (folder := os.environ.get(ENDED)) is not None:

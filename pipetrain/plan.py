@@ -23,7 +23,7 @@ from pipetrain.building import build, make_model, make_schedule, make_task
 from pipetrain.cli import compose
 from pipetrain.config import read_settings, whole_number
 from pipetrain.data import declared_example, load_data
-from pipetrain.ending import guarded
+from pipetrain.ending import guarded, unread
 from pipetrain.errors import ConfigError
 from pipetrain.partition.network import network_of
 from pipetrain.partition.profile import PROFILE
@@ -52,7 +52,10 @@ def main() -> None:
     # Insert among the other overrides, which Hydra needs to be adjacent.
     first = next((i for i, word in enumerate(sys.argv) if re.match(r"[+~\w]\S*=", word)), len(sys.argv))
     sys.argv[first:first] = WITHOUT_FOLDER
-    sys.exit(guarded(lambda: compose("plan", show)))
+    try:
+        sys.exit(guarded(lambda: compose("plan", show)))
+    except BrokenPipeError:
+        sys.exit(unread())
 
 
 def show(cfg: DictConfig) -> None:

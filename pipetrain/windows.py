@@ -88,7 +88,7 @@ def _compute(
     size = settings.ranks, batches, settings.microbatches
     try:
         return compute_program(schedule, *size, settings.buffer_size, routes)
-    except ScheduleError:
+    except (ConfigError, ScheduleError):
         raise
     except Exception as error:  # an unknown argument, or a bug in the schedule
         raise ConfigError(

@@ -441,6 +441,12 @@ def test_a_schedule_that_cannot_be_called_is_refused():
     assert refused(schedule=lambda ranks: []).startswith("schedule 1f1b cannot be made: ")
 
 
+def test_a_list_of_modes_for_other_stages_is_refused_in_its_own_words():
+    assert refused(overrides=("recompute=[always]",)).startswith(
+        "recompute=[always] has modes of 1 stages, and there are 2:"
+    )
+
+
 def test_a_schedule_s_own_refusal_comes_through():
     cfg = config(["data=digits", "schedule=pipedream_2bw"])
     said = refused(schedule=make_schedule(cfg), overrides=("microbatches=1",))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,6 +112,16 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(command, tmp_path):
         command("run_dir=file/run", flags=tuple(QUIET[1:]))
 
 
+@pytest.mark.parametrize("words", [["--help"], ["model=mlp", "data=digits"]])
+def test_a_pipe_that_nobody_reads_ends_a_plan_without_a_word(words):
+    shell = f"{sys.executable} -m pipetrain.plan {' '.join(words)}"
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(shell.split(), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
 def test_a_failed_job_ends_the_sweep(monkeypatch):
     seen: list[int] = []
 
@@ -161,8 +174,12 @@ def test_a_failed_job_ends_the_sweep(monkeypatch):
         ("optim=true", "optim=true must be a name; choose one of: adamw, sgd"),
         ("codec.forward=3", "codec.forward=3 must be a name; choose one of: half, "),
         ("+batch_size=3", "Could not append to config. An item is already at 'batch_size'"),
-        ("batch_size", "Error parsing override 'batch_size' missing EQUAL"),
+        ("batch_size", "batch_size cannot be read: missing EQUAL at '<EOF>'; write KEY=VALUE, "),
         ("batch_size=[", "no viable alternative"),
+        (
+            "run_dir=a[b",
+            "run_dir=a[b cannot be read: mismatched input '[' expecting <EOF>; write KEY=VALUE, ",
+        ),
         ("seed=1,2", "Ambiguous value for argument 'seed=1,2'"),
     ],
 )

@@ -54,6 +54,9 @@ class AsynchronousV:
             raise ScheduleError(
                 f"schedule v_async needs like to be one of {', '.join(LIKE)}; got {self.like}"
             )
+        memory = self.memory
+        if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float)):
+            raise ScheduleError(f"schedule v_async needs memory to be a number or null; got memory={memory}")
         where = v_placement(ranks)
         orders = self.offsets(ranks).orders(where, batches * microbatches)
         return [versioned(order, microbatches, newest) for order in orders]

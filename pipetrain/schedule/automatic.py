@@ -65,7 +65,9 @@ class ZeroBubbleAuto:
         """Return the compute-only program of a window. Raises ScheduleError."""
         require("zb_auto", ranks=ranks, batches=batches, microbatches=microbatches)
         limit = ranks if self.memory is None else self.memory
-        if limit < 1:
+        if not isinstance(self.v, bool):
+            raise ScheduleError(f"schedule zb_auto needs v to be true or false; got {self.v}")
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
             raise ScheduleError(f"schedule zb_auto needs memory >= 1 microbatch; got memory={limit}")
         where = v_placement(ranks) if self.v else list(range(ranks))
         trial = max(1, min(batches, _LARGE // (3 * len(where) * microbatches)))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SHORT = 48  # cells in a short figure
 _MOST_INCHES = 100.0
-_COLOURS = {Op.F: "#4e79a7", Op.B: "#e08a2e", Op.I: "#e08a2e", Op.W: "#59a14f", Op.R: "#a9c3e0"}
+_COLOURS = {Op.F: "#4e79a7", Op.B: "#a85a28", Op.I: "#e08a2e", Op.W: "#59a14f", Op.R: "#b07aa1"}
 _NAMES = {
     Op.F: "forward",
     Op.B: "backward",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import product
 from random import Random
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -136,6 +137,8 @@ def test_what_cannot_be_is_refused_in_a_sentence() -> None:
         AsynchronousV(like="v_half", memory=4)(8, 4, 1)
     with pytest.raises(ScheduleError, match=r"needs like to be one of auto, v_min, v_half; got v_max$"):
         AsynchronousV("v_max")(2, 4, 1)
+    with pytest.raises(ScheduleError, match=r"needs memory to be a number or null; got memory=much$"):
+        AsynchronousV(memory=cast(float, "much"))(2, 4, 1)
 
 
 def test_stage_0_has_a_whole_backward() -> None:

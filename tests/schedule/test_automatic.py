@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import cast
 
 import pytest
 
@@ -93,6 +94,10 @@ def test_less_than_one_microbatch_is_refused() -> None:
         ScheduleError, match=r"^schedule zb_auto needs memory >= 1 microbatch; got memory=0.5$"
     ):
         ZeroBubbleAuto(0.5)(2, 1, 4)
+    with pytest.raises(ScheduleError, match=r"needs memory >= 1 microbatch; got memory=much$"):
+        ZeroBubbleAuto(cast(float, "much"))(2, 1, 4)
+    with pytest.raises(ScheduleError, match=r"^schedule zb_auto needs v to be true or false; got maybe$"):
+        ZeroBubbleAuto(v=cast(bool, "maybe"))(2, 1, 4)
 
 
 def test_a_long_window_goes_on_as_its_first_batches_do() -> None:
