@@ -262,6 +262,12 @@ def _figures(plan: Plan, batches: int) -> str:
 def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
     """Refuse a plan for which a trace has no times. Raises ConfigError."""
     settings, about = plan.settings, traced.about
+    cut = len(about["partition"]) + 1
+    if cut != plan.stages and about["ranks"] == settings.ranks:  # which no other partition mends
+        raise ConfigError(
+            f"cost={path} is of {about['schedule']} with {cut} stages on {about['ranks']} ranks, and "
+            f"{settings.schedule} has {plan.stages}: trace a run of {settings.schedule}"
+        )
     traced_microbatch = about["batch_size"] // about["microbatches"]
     # Key, value in the trace, value here.
     both = [
@@ -293,7 +299,7 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
             if own and (action.stage, action.op) not in traced.costs.seconds:
                 raise ConfigError(
                     f"cost={path} has no {action.op} of stage {action.stage}, which {settings.schedule} "
-                    f"needs: trace a schedule that splits backwards and recomputes forwards in the same way"
+                    f"needs: trace a run of {settings.schedule}, or of a schedule with the same kinds of actions"
                 )
 
 
