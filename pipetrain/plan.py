@@ -299,7 +299,7 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
             if own and (action.stage, action.op) not in traced.costs.seconds:
                 raise ConfigError(
                     f"cost={path} has no {action.op} of stage {action.stage}, which {settings.schedule} "
-                    f"needs: trace a run of {settings.schedule}, or of a schedule with the same kinds of actions"
+                    f"needs: trace a run of {settings.schedule}, or of one with the same kinds of actions"
                 )
 
 
