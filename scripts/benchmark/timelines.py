@@ -97,7 +97,7 @@ h2 { font-size: 1.1em; margin: 1em 0 0; }
 p { margin: 0 0 .3em; }
 i { display: inline-block; width: 1em; height: 1em; vertical-align: -.15em; margin: 0 .3em 0 1em; }
 .facts { opacity: .8; font-size: .9em; }
-svg { display: block; width: 100%; height: auto; }
+svg { display: block; width: 100%; height: auto; overflow: visible; }
 text { fill: var(--ink); font: 11px system-ui, sans-serif; }
 .bar text { fill: #fff; text-anchor: middle; }
 .bar text.small { font-size: 7px; letter-spacing: -.4px; }
