@@ -333,6 +333,14 @@ def test_a_plan_that_the_trace_says_nothing_of_is_refused(trace, words, says):
         command.refuse_other(plan, read_trace(trace), str(trace))
 
 
+def test_a_trace_of_other_numbers_of_stages_says_what_to_trace(trace):
+    plan = planned("zbv", 2, 4, 1, "model=mlp")
+    with pytest.raises(
+        ConfigError, match=r"is of 1f1b with 2 stages on 2 ranks, and zbv has 4: trace a run of zbv$"
+    ):
+        command.refuse_other(plan, read_trace(trace), str(trace))
+
+
 def test_a_plan_of_another_model_is_refused_by_the_command(run, trace):
     status, _, err = run("model=vgg11", f"cost={trace}")
     assert status == 2
