@@ -6,6 +6,7 @@ Both see them by a mode that torch calls for each function, and so does the esti
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
@@ -68,7 +69,7 @@ _attention = FunctionType(
 )
 
 
-class Watching(TorchFunctionMode):
+class Watching(TorchFunctionMode, ABC):
     """A mode that sees the products within nn.MultiheadAttention, which torch calls as one function."""
 
     def __torch_function__(
@@ -79,6 +80,6 @@ class Watching(TorchFunctionMode):
                 return _attention(*args, **(kwargs or {}))
         return self.run(func, args, kwargs or {})
 
+    @abstractmethod
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one function."""
-        raise NotImplementedError

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipetrain.schedule.actions import COMPUTE, Action, Op, ScheduleError
 from pipetrain.schedule.memory import Moment
@@ -34,6 +34,14 @@ _NAMES = {
 _MEMORY, _FIXED = "#9c755f", "#bab0ac"
 _LEVELS = "▁▂▃▄▅▆▇█"
 _STEP, _IDLE, _INK = "#222222", "#ececec", "#333333"
+_LEGEND: dict[str, Any] = {
+    "frameon": False,
+    "fontsize": 8,
+    "labelcolor": _INK,
+    "borderaxespad": 0.2,
+    "handlelength": 1.1,
+    "handletextpad": 0.5,
+}
 
 
 Memory = Sequence[Sequence[Moment]]
@@ -222,18 +230,7 @@ def _add_legend(axes: Axes) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=_MEMORY, label="activations"), Patch(color=_FIXED, label="weights and all else")]
-    axes.legend(
-        handles=handles,
-        loc="lower right",
-        bbox_to_anchor=(1.006, 1.0),
-        ncols=2,
-        frameon=False,
-        fontsize=8,
-        labelcolor=_INK,
-        borderaxespad=0.2,
-        handlelength=1.1,
-        handletextpad=0.5,
-    )
+    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.006, 1.0), ncols=2, **_LEGEND)
 
 
 def _draw_frame(axes: Axes, stages: list[list[int]], since: float, until: float, unit_of_time: str) -> None:
@@ -299,13 +296,8 @@ def _draw_legend(axes: Axes, shown: set[Op]) -> None:
         loc="lower left",
         bbox_to_anchor=(-0.006, 1.0),
         ncols=len(handles),
-        frameon=False,
-        fontsize=8,
-        labelcolor=_INK,
-        borderaxespad=0.2,
-        handlelength=1.1,
-        handletextpad=0.5,
         columnspacing=1.4,
+        **_LEGEND,
     )
 
 

@@ -18,6 +18,7 @@ from benchmark.worlds import Say, run_world, titled
 from benchmark.zero_bubble import Meshes, Way, bound, prepared
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import COMPUTE, Op
+from pipetrain.schedule.tailored import most_open
 from pipetrain.schedule.timeline import Row as Spans
 from pipetrain.schedule.timeline import Timeline
 
@@ -134,22 +135,13 @@ def facts(one: Shown, first: Shown) -> str:
     """Say in figures what a timeline shows, beside the first one."""
     timeline = one.timeline
     seconds = timeline.makespan
-    held = max(map(most_open, timeline.rows)) * len(timeline.rows) / len(timeline.stages)
+    held = most_open([row.actions for row in timeline.rows]) * len(timeline.rows) / len(timeline.stages)
     gain = "" if one is first else f", {first.timeline.makespan / seconds:.2f} times as fast as {first.name}"
     return (
         f"{seconds:.3f} s{gain} (on paper {one.paper_s:.3f} s) · bubble {timeline.bubble:.1%} · "
         f"a rank holds {held:g} microbatches of its part of the model at most · "
         f"staleness {max(timeline.staleness)}, weight versions {max(timeline.versions)}"
     )
-
-
-def most_open(row: Spans) -> int:
-    """Return the most microbatches that a rank holds at once, over all its stages."""
-    held = most = 0
-    for action in row.actions:
-        held += (action.op is Op.F) - (action.op in (Op.B, Op.W))
-        most = max(most, held)
-    return most
 
 
 def drawing(timeline: Timeline, longest: float) -> str:
