@@ -89,7 +89,9 @@ class Cast(Codec):
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
         largest, dtype = _largest(tensor), self._narrower(tensor.dtype)
         most = torch.finfo(dtype).max
-        if tensor.dtype != dtype and largest.item() > most:
+        if tensor.dtype != dtype and tensor.is_cuda:
+            tensor = tensor.clamp(-most, most) + largest * 0
+        elif tensor.dtype != dtype and largest.tolist()[0] > most:
             tensor = tensor.clamp(-most, most)
         return (tensor.to(dtype),)
 
@@ -202,12 +204,17 @@ def _places_of_largest(flat: Tensor, k: int) -> Tensor:
 
 
 def _largest(x: Tensor, by_channel: bool = False) -> Tensor:
-    """Return the largest absolute number [1], or that of each index of dimension 1. Raises NotFinite."""
+    """Return the largest absolute number [1], or that of each index of dimension 1.
+
+    Raises NotFinite. On a GPU, where the host would have to wait for that, it is NaN instead.
+    """
     if not x.numel():
         return x.new_zeros(x.shape[1] if by_channel else 1)
     others = [dimension for dimension in range(x.dim()) if not (by_channel and dimension == 1)]
     largest = torch.maximum(-x.amin(others), x.amax(others)).reshape(-1)
-    if not bool(largest.isfinite().all()):
+    if largest.is_cuda:
+        return largest + largest * 0
+    if not all(map(math.isfinite, largest.tolist())):
         raise NotFinite("an infinity or NaN")
     return largest
 

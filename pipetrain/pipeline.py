@@ -11,7 +11,6 @@ is one process. What runs the windows is Runner, as for the command line.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 import traceback
 import weakref
@@ -154,7 +153,6 @@ class Pipeline:
         **options: Any,
     ) -> None:
         _refuse_second()
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         keep_freed_memory()
         if optimizer is None:
             raise ConfigError("Pipeline needs optimizer=, such as lambda p: torch.optim.SGD(p, 0.01)")

@@ -14,6 +14,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+AT_ONCE = 32  # microbatches are added up at most
 Number = Annotated[float, "or infinite, or NaN"]
 
 
@@ -33,28 +34,40 @@ class Tally:
 
 
 class Counter:
-    """Accumulates a tally on the device."""
+    """Accumulates a tally on the device.
+
+    Microbatches are added up several at a time: each alone would cost a kernel for every number.
+    """
 
     def __init__(self) -> None:
         self._loss: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
         self._weight = 0.0
         self._samples = 0
+        self._added: list[tuple[Tensor, float, int, Mapping[str, Tensor]]] = []
 
     def add(self, loss: Tensor, weight: float, samples: int, sums: Mapping[str, Tensor]) -> None:
         """Count a microbatch: its mean loss, what it counts for, and the sums of its metrics."""
-        if weight:  # otherwise the mean loss is undefined
-            if self._loss is None:
-                self._loss = torch.zeros((), dtype=torch.float64, device=loss.device)
-            self._loss.add_(loss.detach(), alpha=weight)
-        for name, some in sums.items():
-            before = self._sums.get(name)
-            self._sums[name] = some.detach().double() if before is None else before + some.detach()
-        self._weight += weight
-        self._samples += samples
+        self._added.append((loss.detach(), weight, samples, sums))
+        if len(self._added) >= AT_ONCE:
+            self.add_up()
+
+    def add_up(self) -> None:
+        """Add up what was added; at the end of each batch, so that a stop between two changes no sum."""
+        added, self._added = self._added, []
+        losses = [(loss, weight) for loss, weight, _, _ in added if weight]  # others have no mean loss
+        if losses:
+            terms = torch._foreach_mul([loss for loss, _ in losses], [weight for _, weight in losses])
+            self._loss = _plus(self._loss, torch.stack(terms))
+        for name in {name: None for *_, sums in added for name in sums}:
+            some = [sums[name] for *_, sums in added if name in sums]
+            self._sums[name] = _plus(self._sums.get(name), torch.stack(some)) if some[0].numel() else some[0]
+        self._weight += sum(weight for _, weight, _, _ in added)
+        self._samples += sum(samples for _, _, samples, _ in added)
 
     def peek(self) -> Tally:
         """Return what has been counted, without resetting it."""
+        self.add_up()
         loss = 0.0 if self._loss is None else self._loss.item()
         sums = {name: some.tolist() for name, some in self._sums.items()}
         return Tally(loss, self._weight, self._samples, sums)
@@ -71,3 +84,9 @@ class Counter:
             name: torch.tensor(some, dtype=torch.float64, device=device) for name, some in tally.sums.items()
         }
         self._weight, self._samples = tally.weight, tally.samples
+
+
+def _plus(before: Tensor | None, terms: Tensor) -> Tensor:
+    """Add up terms [n, ...] in float64."""
+    total = terms.detach().sum(0, dtype=torch.float64)
+    return total if before is None else before + total

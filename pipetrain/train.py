@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import os
 import sys
 import traceback
 import uuid
@@ -63,8 +62,6 @@ RELEASE_S = 10.0  # for the remaining processes of a killed run to release its f
 
 def main() -> None:
     """Lead the run on rank 0, follow on the others; exit with the run's status."""
-    # With lazy loading, loading a kernel while a receive waits on the GPU would deadlock.
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     keep_freed_memory()
     world = World.from_environment()
     try:

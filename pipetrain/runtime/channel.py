@@ -4,6 +4,9 @@ An edge is an ordered pair of stages on different ranks; activations go up, grad
 receiver posts at most `buffer_size` receives ahead and the sender leaves at most `buffer_size` sends
 unfinished, the bound for which `simulate` proved the program free of deadlock. The program fixes the order
 and the plan the sizes, so there are no headers. Every wait has a deadline; its error names the message.
+
+Over gloo the host waits. Over NCCL the device's stream does, while the host goes on: the bounds then hold in
+the order of the stream, and a thread keeps the deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from pipetrain.boundary import TensorSpec
 from pipetrain.errors import ChannelError as ChannelError
-from pipetrain.runtime.watch import Watch
+from pipetrain.runtime.watch import Deadline, Watch
 from pipetrain.schedule.actions import Tie
 
 _Post = Callable[..., "dist.Work | None"]
@@ -60,7 +63,13 @@ class Message:
 
 
 class Channel(Protocol):
-    """One rank's end of all its edges. Not for use from two threads."""
+    """One rank's end of all its edges. Not for use from two threads.
+
+    `ordered`: the device's stream waits for messages, not the host.
+    """
+
+    @property
+    def ordered(self) -> bool: ...
 
     @property
     def waited(self) -> float:
@@ -101,11 +110,14 @@ class Channel(Protocol):
     def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
         """Return the tensors that it holds, with the stages between which they travel."""
 
-    def tell_norms(self, squares: Mapping[int, float], stages: int) -> None:
+    def check(self) -> None:
+        """Raise ChannelError if a message, for which the stream waits, did not come in time."""
+
+    def tell_norms(self, squares: Mapping[int, Tensor], stages: int) -> None:
         """Start to exchange the squared norms of one update's gradient, by stage; all ranks tell theirs."""
 
-    def hear_norms(self) -> list[float]:
-        """Wait for those that were told first and not heard; return them for each of all stages."""
+    def hear_norms(self) -> Tensor:
+        """Wait for those that were told first and not heard; return them for each of all stages, [stages]."""
 
     def tell_tied(self, tie: Tie, stage: int, numbers: Tensor, ranks: int) -> None:
         """Start to add up the numbers of the `ranks` ranks of a tie; `stage`: one of it on this rank.
@@ -155,8 +167,8 @@ class DistChannel:
 
     Tensors come from and go to `device`. `staged`: they go through pinned host memory, because gloo cannot
     send CUDA tensors. `channels_last`: four-dimensional tensors are sent and received with their channels
-    innermost, without a copy if they already are. `buffer_size`: of all edges, or of each. `norms`: a gloo
-    group of all ranks, None for one rank; `ties`: a group of the ranks of each tie.
+    innermost, without a copy if they already are. `buffer_size`: of all edges, or of each. `norms`: a group
+    of all ranks, None for one rank; `ties`: a group of the ranks of each tie.
     """
 
     def __init__(
@@ -180,7 +192,10 @@ class DistChannel:
         self._device = device
         self._staged = staged
         self._channels_last = channels_last
-        self._polled = device.type == "cuda" and not staged
+        self._place = torch.device("cpu") if staged else device  # of what is sent
+        self.ordered = device.type == "cuda" and not staged
+        self._polls = False
+        self._deadline = Deadline(timeout, self._abort) if self.ordered else None
         self.waited = self.coded = 0.0
         self.carried = 0
         self._watch: Watch[Edge] | None = None
@@ -189,8 +204,9 @@ class DistChannel:
         self._sent: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
-        if watched and not self._polled:
+        if watched and not self.ordered:
             self._watch = Watch(self._groups)
+        self._polls = watched and self.ordered
         for message in messages:
             self._to_post[message.edge].append(message)
         for edge in self._to_post:
@@ -264,25 +280,27 @@ class DistChannel:
         ]
         return held + [(tie, numbers) for tie, queue in self._tied.items() for numbers, _ in queue]
 
-    def tell_norms(self, squares: Mapping[int, float], stages: int) -> None:
+    def check(self) -> None:
+        if self._deadline:
+            self._deadline.check()
+
+    def tell_norms(self, squares: Mapping[int, Tensor], stages: int) -> None:
         # Each stage has a place of its own, so that the sum is the same on every rank, to the last bit.
-        numbers = torch.zeros(stages, dtype=torch.float64)
+        numbers = torch.zeros(stages, dtype=torch.float64, device=self._place)
         for stage, square in squares.items():
             numbers[stage] = square
-        work = None if self._norms is None else dist.all_reduce(numbers, group=self._norms, async_op=True)
+        work = None if self._norms is None else self._add_up(numbers, self._norms)
         self._told.append((numbers, work))
 
-    def hear_norms(self) -> list[float]:
+    def hear_norms(self) -> Tensor:
         numbers, work = self._told.popleft()
         if work is not None:
             self._hear(work, NORMS)
-        return [float(number) for number in numbers]
+        return numbers.to(self._device, non_blocking=True)
 
     def tell_tied(self, tie: Tie, stage: int, numbers: Tensor, ranks: int) -> None:
         numbers = numbers.cpu() if self._staged else numbers
-        work = dist.all_reduce(numbers, group=self._ties[tie], async_op=True)
-        assert work is not None
-        self._tied[tie].append((numbers, work))
+        self._tied[tie].append((numbers, self._add_up(numbers, self._ties[tie])))
 
     def hear_tied(self, tie: Tie) -> Tensor:
         numbers, work = self._tied[tie].popleft()
@@ -292,15 +310,42 @@ class DistChannel:
     def _hear(self, work: dist.Work, what: str) -> None:
         """Wait for a collective; `what` names what other ranks give."""
         start = time.monotonic()
+        if self._deadline:
+            rank = self._rank()
+            self._deadline.add([work], lambda: ChannelError(f"rank {rank} {not_heard(what, self._timeout)}"))
+            self._order([work])
+            return
         try:
             work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            rank, cause = dist.get_rank(), str(error).strip().splitlines()[0]
+            rank, cause = self._rank(), str(error).strip().splitlines()[0]
             if time.monotonic() - start >= self._timeout:
                 raise ChannelError(f"rank {rank} {not_heard(what, self._timeout)}") from error
             raise ChannelError(f"rank {rank} lost another rank at {what}: {cause}") from error
         finally:
             self.waited += time.monotonic() - start
+
+    def _add_up(self, numbers: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Start to add up numbers over the ranks of a group."""
+        work: dist.Work | None = dist.all_reduce(numbers, group=group, async_op=True)
+        assert work is not None
+        return work
+
+    @staticmethod
+    def _rank() -> int:
+        return dist.get_rank()
+
+    def _order(self, works: Sequence[dist.Work]) -> None:
+        """Let the stream wait. Raises ChannelError for a message that did not come in time."""
+        self.check()
+        for work in works:
+            work.wait()
+
+    def _abort(self) -> None:
+        """End all transfers, so that what waits for them goes on, to fail."""
+        groups = [*self._groups.values(), *self._ties.values(), *([self._norms] if self._norms else [])]
+        for group in groups:
+            group._get_backend(self._device).abort()
 
     def _may_send(self, message: Message) -> bool:
         unfinished = sum(not self._finished(transfer) for transfer in self._sent[message.edge])
@@ -309,6 +354,10 @@ class DistChannel:
     def _watched(self, transfer: _Transfer) -> _Transfer:
         if self._watch:
             self._watch.add(transfer.message.edge, transfer)
+        if self._deadline:
+            mine = transfer.message.ranks[0] == self._rank()
+            ends = ([], [transfer.message]) if mine else ([transfer.message], [])
+            self._deadline.add(transfer.works, lambda: expired(*ends, self._timeout))
         return transfer
 
     def _finished(self, transfer: _Transfer) -> bool:
@@ -321,6 +370,7 @@ class DistChannel:
             return self._watch.wait(ready, timeout)
         deadline = time.monotonic() + timeout
         while not ready():
+            self.check()
             if time.monotonic() > deadline:
                 return False
             time.sleep(0)
@@ -330,9 +380,10 @@ class DistChannel:
         waiting, posted = self._to_post[edge], self._posted[edge]
         while waiting and len(posted) < self._bounds(edge):
             message = waiting.popleft()
-            place = torch.device("cpu") if self._staged else self._device
             tensors = [
-                torch.empty(self._wire_shape(spec), dtype=spec.dtype, device=place, pin_memory=self._staged)
+                torch.empty(
+                    self._wire_shape(spec), dtype=spec.dtype, device=self._place, pin_memory=self._staged
+                )
                 for spec in message.specs
             ]
             works = [self._start(dist.irecv, tensor, message.ranks[0], message) for tensor in tensors]
@@ -370,13 +421,15 @@ class DistChannel:
     def _wait(self, transfer: _Transfer, sending: bool) -> None:
         message, start = transfer.message, time.monotonic()
         ends = ([], [message]) if sending else ([message], [])
-        looks = self._watch or self._polled  # NCCL's own wait only orders the stream
+        looks = self._watch or (self._polls and not sending)
         try:
             if looks and not self._until(lambda: self._finished(transfer), self._timeout):
                 raise expired(*ends, self._timeout)
             if transfer.failure:
                 raise transfer.failure
-            for work in () if self._watch else transfer.works:
+            if self.ordered:
+                self._order(transfer.works)
+            for work in () if self._watch or self.ordered else transfer.works:
                 left = start + self._timeout - time.monotonic()
                 work.wait(timedelta(seconds=max(left, 0.001)))
         except ChannelError:
@@ -392,6 +445,36 @@ class DistChannel:
     def _lost(message: Message, peer: int, error: RuntimeError) -> ChannelError:
         me = message.ranks[0] if peer == message.ranks[1] else message.ranks[1]
         return ChannelError(f"rank {me} lost rank {peer} at {message.name}: {cause_of(error)}")
+
+
+class LoopbackChannel(DistChannel):
+    """A channel to nobody: what is sent on it is dropped, and what is received is made up."""
+
+    def _start(self, post: Any, tensor: Tensor, peer: int, message: Message) -> dist.Work:
+        if post is dist.irecv:
+            _make_up(tensor)
+        return _Done()
+
+    def _add_up(self, numbers: Tensor, group: Any) -> dist.Work:
+        return _Done()
+
+
+class _Done(dist.Work):
+    """A transfer that is over."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _make_up(tensor: Tensor) -> None:
+    """Fill a tensor with random numbers, or with what is valid everywhere: 0 for an index, True in a mask."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.normal_()
+    else:
+        tensor.fill_(tensor.dtype is torch.bool)
 
 
 def cause_of(error: RuntimeError) -> str:

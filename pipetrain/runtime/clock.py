@@ -1,8 +1,8 @@
 """The times of the actions, measured on the device that ran them, in seconds of the host's clock.
 
-On a GPU, moments are CUDA events, read once at the end of a window, because timing must not synchronise. An
-event only knows its distance to another one, so one is recorded and waited for at the start of each window,
-when the device is idle, and its host time is kept.
+On a GPU, moments are CUDA events, read when the device has passed them, because timing must not synchronise.
+An event only knows its distance to another one, so the first one is waited for, when the device is idle, and
+its host time is kept; from then on the end of each window that was read is the anchor of the next one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Clock:
         self._anchor: Mark = None
         self._anchored = 0.0
 
-    def begin(self) -> float:
-        """Start a window: return the present in seconds of the host's clock."""
-        if self._cuda:
+    def begin(self) -> Mark:
+        """Mark the start of a window."""
+        if self._cuda and self._anchor is None:
             self._anchor = self.mark()
             self._anchor.synchronize()
-        self._anchored = time.perf_counter()
-        return self._anchored
+            self._anchored = time.perf_counter()
+        return self.mark()
 
     def mark(self) -> Mark:
         if not self._cuda:
@@ -43,6 +43,10 @@ class Clock:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    def passed(self, mark: Mark) -> bool:
+        """Return whether the device has passed a moment."""
+        return not self._cuda or bool(mark.query())
 
     def durations(self, spans: Iterable[tuple[int, Mark, Mark]]) -> Iterator[tuple[int, float]]:
         """Convert (key, start, end) into (key, seconds); waits for the device once."""
@@ -52,25 +56,30 @@ class Clock:
             yield key, start.elapsed_time(end) / 1000 if self._cuda else end - start
 
     def resolve(self, row: Row) -> Row:
-        """Convert a window's marks into seconds of the host's clock; waits for the device once.
+        """Convert a window's marks into seconds of the host's clock; waits for the device. In order.
 
-        On a GPU the host may wait for a message while the device still computes. Only the wait after the
-        device is idle counts: the spans of messages and of the drain start there.
+        Where the host waits for messages, it may do so while the device still computes. Only the wait after
+        the device is idle counts: the spans of such messages and of the drain start there.
         """
         if not self._cuda:
             return row
-        torch.cuda.synchronize()
-        done = row.began
+        last: Any = row.ended
+        last.synchronize()
+        began, ended = self._seconds(row.began), self._seconds(last)
+        done = began
         spans: list[Span] = []
         for span in row.spans:
-            if span.action is None or span.action.op in COMMUNICATION:
+            mark: Mark = span.start
+            if isinstance(mark, float):
                 start = max(span.start, done)
                 waited = max(0.0, span.start + span.waited - start)
                 spans.append(span._replace(start=start, end=max(span.end, start), waited=waited))
-            else:
-                start, done = self._seconds(span.start), self._seconds(span.end)
-                spans.append(Span(span.action, start, done))
-        return Row(row.began, time.perf_counter(), spans)
+                continue
+            start, done = self._seconds(span.start), self._seconds(span.end)
+            message = span.action is not None and span.action.op in COMMUNICATION
+            spans.append(span._replace(start=start, end=done, waited=done - start if message else 0.0))
+        self._anchor, self._anchored = last, ended
+        return Row(began, max([ended, *(span.end for span in spans)]), spans)
 
     def _seconds(self, event: Mark) -> float:
         return float(self._anchored + self._anchor.elapsed_time(event) / 1000)
@@ -79,7 +88,8 @@ class Clock:
 class Stopwatch:
     """Measures the spans of one window of one rank: `start` before each action, `stop` after it.
 
-    A policy's wait for one of several messages is added to the next message, if one follows.
+    A policy's wait for one of several messages is added to the next message, if one follows. Messages for
+    which the stream waits are marked on it, as computation is.
     """
 
     def __init__(self, clock: Clock, channel: Channel) -> None:
@@ -94,37 +104,34 @@ class Stopwatch:
     def start(self, action: Action | None) -> None:
         """Begin an action, or with None a wait outside of actions."""
         channel, self._action = self._channel, action
-        if action is None or action.op in COMMUNICATION:
+        if self._by_host(action):
             now, waited = self._wait or (time.perf_counter(), channel.waited)
             self._start, self._before = now, (waited, channel.carried, channel.coded)
             self._wait = (now, waited) if action is None else None
             return
         self._end_wait()
-        self._start = self._clock.mark()
+        self._start, self._before = self._clock.mark(), (channel.waited, channel.carried, channel.coded)
+
+    def _by_host(self, action: Action | None) -> bool:
+        """Return whether it is the host that waits."""
+        return action is None or (action.op in COMMUNICATION and not self._channel.ordered)
 
     def stop(self) -> None:
         action, channel = self._action, self._channel
         if action is None:
             return
+        end = time.perf_counter() if self._by_host(action) else self._clock.mark()
+        span = Span(action, self._start, end)
         if action.op in COMMUNICATION:
             waited, carried, coded = self._before
-            self._spans.append(
-                Span(
-                    action,
-                    self._start,
-                    time.perf_counter(),
-                    channel.waited - waited,
-                    channel.carried - carried,
-                    channel.coded - coded,
-                )
-            )
-        else:
-            self._spans.append(Span(action, self._start, self._clock.mark()))
+            sums = channel.waited - waited, channel.carried - carried, channel.coded - coded
+            span = Span(action, self._start, end, *sums)
+        self._spans.append(span)
 
     def row(self) -> Row:
-        """End the window and return its spans."""
+        """End the window and return its spans, to be resolved by the clock."""
         self._end_wait()
-        return self._clock.resolve(Row(self._began, time.perf_counter(), self._spans))
+        return Row(self._began, self._clock.mark(), self._spans)
 
     def _end_wait(self) -> None:
         if self._wait is not None:

@@ -34,6 +34,10 @@ class WrappedChannel:
         return message
 
     @property
+    def ordered(self) -> bool:
+        return self._channel.ordered
+
+    @property
     def waited(self) -> float:
         return self._channel.waited
 
@@ -72,10 +76,13 @@ class WrappedChannel:
     def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
         return self._channel.buffers()
 
-    def tell_norms(self, squares: Mapping[int, float], stages: int) -> None:
+    def check(self) -> None:
+        self._channel.check()
+
+    def tell_norms(self, squares: Mapping[int, Tensor], stages: int) -> None:
         self._channel.tell_norms(squares, stages)
 
-    def hear_norms(self) -> list[float]:
+    def hear_norms(self) -> Tensor:
         return self._channel.hear_norms()
 
     def tell_tied(self, tie: Tie, stage: int, numbers: Tensor, ranks: int) -> None:
@@ -105,9 +112,8 @@ class Feedback:
 class CodedChannel(WrappedChannel):
     """Encodes and decodes the messages of `channel` with the codec of each direction.
 
-    `channels_last`: four-dimensional tensors arrive with their channels innermost. Codecs check for
-    infinities, so on a GPU each message makes the host wait for the device; `coded` has only the launch of
-    decoding there.
+    `channels_last`: four-dimensional tensors arrive with their channels innermost. On a GPU `coded` has only
+    the launch of encoding and decoding.
     """
 
     def __init__(
@@ -135,8 +141,6 @@ class CodedChannel(WrappedChannel):
         """Encode and send. Raises TrainingStopped for a tensor that its codec cannot encode."""
         codec = self._codec(message)
         if not isinstance(codec, Identity):
-            if any(t.is_cuda for t in tensors):  # do not count earlier work of the device as encoding
-                torch.cuda.current_stream().synchronize()
             start = time.perf_counter()
             try:
                 tensors = self._encode(codec, message, tensors)

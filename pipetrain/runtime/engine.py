@@ -6,8 +6,7 @@ from the program, so there is no synchronous or asynchronous mode here, and a ne
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from pipetrain.runtime.clock import Clock, Stopwatch
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.order import Order
+from pipetrain.runtime.rehearsal import Rehearsal, Repeated, put_back
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op, Tie
 from pipetrain.schedule.policy import Bounds, Wait
@@ -57,6 +57,12 @@ class Feed(Protocol):
     def prepare(self) -> None:
         """Make the next input in advance; called before the engine waits for a message."""
 
+    def first(self) -> tuple[Tensors | None, Target | None]:
+        """Return the first microbatch's inputs and targets, each if it is given here, without taking them.
+
+        Called before the window begins.
+        """
+
 
 @dataclass(slots=True)
 class _Window:
@@ -75,12 +81,23 @@ class _Window:
         default_factory=dict
     )  # (edge, microbatch) -> its message
     to_send: dict[tuple[Edge, int], Tensors] = field(default_factory=dict)
-    squares: dict[int, dict[int, float]] = field(default_factory=dict)  # version -> stage -> squared norm
-    norms: dict[int, float] = field(default_factory=dict)  # -> norm of the whole gradient, once heard
+    squares: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # version -> stage -> squared norm
+    norms: dict[int, Tensor] = field(default_factory=dict)  # -> norm of the whole gradient, once heard
     shares: dict[tuple[Tie, int], dict[int, Tensor]] = field(default_factory=dict)  # (tie, version) -> stage
     sums: dict[tuple[Tie, int], Tensor] = field(default_factory=dict)  # of shared weights' gradients
     tied: set[tuple[Tie, int]] = field(default_factory=set)  # (tie, version) whose stages here have its sum
     raw_bytes: Counter[int] = field(default_factory=Counter)  # stage -> bytes sent, before encoding
+
+
+@dataclass(slots=True)
+class _Ran:
+    """A window of training whose times have not been read."""
+
+    row: Row
+    microbatches: int
+    skipped: dict[int, int]  # updates, by stage
+    raw_bytes: Mapping[int, int]
+    observe: Observer | None
 
 
 _Method = Callable[[Action, _Window], None]
@@ -106,7 +123,7 @@ class Engine:
     `placement[stage]` is a stage's rank; `boundaries[size][stage]` describes what enters a stage for a
     microbatch of `size` samples, and `joints` from where; `evaluated` and `evaluated_joints` likewise in an
     evaluation. `bounds[stage]` is asserted while the program runs. `plain` is the channel of evaluations,
-    whose messages are not encoded. `seed`: of random numbers such as dropout's.
+    whose messages are not encoded. `seed`: of random numbers such as dropout's. `rehearsal`: None for none.
     """
 
     def __init__(
@@ -123,6 +140,7 @@ class Engine:
         plain: Channel | None = None,
         seed: int = 0,
         bound: int = 2,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         self._stages = stages
         self._channel = channel
@@ -137,9 +155,10 @@ class Engine:
         self._seed = seed
         self.bound = bound
         """The most receives that are posted ahead on an edge."""
+        self._rehearsal = rehearsal
         self._ties_of = {index: stage.ties for index, stage in stages.items()}
-        self.stats = {stage: StageStats() for stage in stages}
-        """The statistics of each stage's training since `take_stats`."""
+        self._stats = {stage: StageStats() for stage in stages}
+        self._unread: deque[_Ran] = deque()
         self.meter: Meter | None = None
         """What measures the memory of a window of training, if anything does."""
         self._train: dict[Op, _Method] = {
@@ -173,6 +192,7 @@ class Engine:
         `progress` is called at each update, `observe` with the measured spans. `ends` may shorten the window:
         `order` then has the number of batches. Raises ChannelError and TrainingStopped.
         """
+        self._rehearse(order, feed, microbatches, training=True)
         for stage in self._stages.values():
             stage.begin_window()
         skipped = {index: stage.skipped for index, stage in self._stages.items()}
@@ -181,17 +201,37 @@ class Engine:
             order, feed, microbatches, self._boundaries, self._joints, self._channel, first, ends
         )
         row = self._run(window, self._train, Op.STEP, progress, self.meter)
-        for index, stats in stage_stats(row, microbatches).items():
-            stats.skipped = self._stages[index].skipped - skipped[index]
-            stats.raw_bytes = window.raw_bytes[index]
-            self.stats[index] = total([self.stats[index], stats])
-        if observe:
-            observe(row)
+        skips = {index: stage.skipped - skipped[index] for index, stage in self._stages.items()}
+        self._unread.append(_Ran(row, microbatches, skips, window.raw_bytes, observe))
+        self._read(wait=observe is not None)
+
+    @property
+    def stats(self) -> dict[int, StageStats]:
+        """The statistics of each stage's training since `take_stats`. On a GPU this waits for the device."""
+        self._read(wait=True)
+        return self._stats
+
+    @stats.setter
+    def stats(self, stats: dict[int, StageStats]) -> None:
+        self._stats = stats
 
     def take_stats(self) -> dict[int, StageStats]:
         """Return the statistics of each stage, and reset them."""
         stats, self.stats = self.stats, {stage: StageStats() for stage in self._stages}
         return stats
+
+    def _read(self, wait: bool) -> None:
+        """Read the times of the windows that the device has finished; with `wait`, of all."""
+        while self._unread and (wait or self._clock.passed(self._unread[0].row.ended)):
+            ran = self._unread.popleft()
+            row = self._clock.resolve(ran.row)
+            self._channel.check()  # where the device went on because a message was given up
+            for index, stats in stage_stats(row, ran.microbatches).items():
+                stats.skipped = ran.skipped[index]
+                stats.raw_bytes = ran.raw_bytes[index]
+                self._stats[index] = total([self._stats[index], stats])
+            if ran.observe:
+                ran.observe(row)
 
     def evaluate(
         self,
@@ -201,9 +241,47 @@ class Engine:
         ends: Ends | None = None,
     ) -> None:
         """Run forwards with the newest weights; each microbatch is a batch to `ends`, see `train`."""
+        self._rehearse(order, feed, 1, training=False)
         joints = self._evaluated_joints
         window = _Window(order, feed, 1, self._evaluated, joints, self._plain, EVALUATION, ends)
         self._run(window, self._evaluate, Op.F, progress)
+
+    def _rehearse(self, order: Order, feed: Feed, microbatches: int, training: bool) -> None:
+        """Play a few batches with made-up messages for each new size of microbatches, and put all back."""
+        rehearsal = self._rehearsal
+        if rehearsal is None:
+            return
+        found = {(training, feed.size(mb)) for mb in range(order.batches * microbatches)}
+        if found <= rehearsal.done:
+            return
+        inputs, target = feed.first()
+        new = sorted(size for _, size in found - rehearsal.done)
+        norms = False
+        with put_back(self._stages.values()):
+            for size in new:
+                for _ in range(2):  # in the second one the optimizer has its state
+                    norms |= self._play(order.short(), Repeated(size, inputs, target), microbatches, training)
+        if norms:  # which connects the ranks
+            nothing = torch.zeros((), dtype=torch.float64)
+            self._channel.tell_norms(dict.fromkeys(self._stages, nothing), len(self._placement))
+            self._channel.hear_norms()
+        rehearsal.meet()
+        rehearsal.done |= found
+
+    def _play(self, order: Order, feed: Feed, microbatches: int, training: bool) -> bool:
+        """Run a window of a rehearsal; return whether the ranks exchange norms in it."""
+        assert self._rehearsal is not None
+        channel = self._rehearsal.loopback(training)
+        if training:
+            for stage in self._stages.values():
+                stage.begin_window()
+            window = _Window(order, feed, microbatches, self._boundaries, self._joints, channel, 0)
+            self._run(window, self._train, Op.STEP, lambda stage: None)
+        else:
+            joints = self._evaluated_joints
+            window = _Window(order, feed, 1, self._evaluated, joints, channel, EVALUATION)
+            self._run(window, self._evaluate, Op.F, lambda stage: None)
+        return bool(window.squares)
 
     def _run(
         self,
@@ -272,7 +350,7 @@ class Engine:
                 window.tied.add((tie, version))
         if action.op is Op.STEP and version in window.squares.keys() - window.norms.keys():
             watch.start(None)
-            window.norms[version] = math.sqrt(sum(window.channel.hear_norms()))
+            window.norms[version] = window.channel.hear_norms().sum().sqrt()
 
     def _explained(self, error: Exception, action: Action | Wait | None) -> Exception:
         """Return the exception to raise for one that an action raised."""
@@ -372,7 +450,7 @@ class Engine:
             mine[action.stage] = self._stages[action.stage].tied(tie)
             held = self._held(tie)
             if len(mine) == len(held):
-                total = torch.stack([mine[stage] for stage in held]).sum(0)
+                total = sum((mine[stage] for stage in held[1:]), mine[held[0]])
                 del window.shares[tie, action.version]
                 ranks = len({self._placement[stage] for stage in tie})
                 if ranks == 1:

@@ -17,6 +17,8 @@ from pipetrain.schedule.actions import Tie
 class LocalChannel:
     """One rank's Channel; the channels of all ranks share one `Wire`."""
 
+    ordered = False
+
     def __init__(self, wire: Wire, buffer_size: int | Mapping[Edge, int], timeout: float) -> None:
         self._wire = wire
         self._bounds = bounds_of(buffer_size)
@@ -87,18 +89,21 @@ class LocalChannel:
     def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
         return []  # it keeps references to the tensors of others
 
-    def tell_norms(self, squares: Mapping[int, float], stages: int) -> None:
+    def check(self) -> None:
+        """Nothing is in transfer."""
+
+    def tell_norms(self, squares: Mapping[int, Tensor], stages: int) -> None:
         with self._wire.changed:
             self._wire.norms[self._told].update(squares)
             self._told += 1
             self._stages = stages
             self._wire.changed.notify_all()
 
-    def hear_norms(self) -> list[float]:
+    def hear_norms(self) -> Tensor:
         norms = self._wire.norms[self._heard]
         self._heard += 1
         self._hear(lambda: len(norms) == self._stages, NORMS)
-        return [norms[stage] for stage in range(self._stages)]
+        return torch.stack([norms[stage] for stage in range(self._stages)])
 
     def tell_tied(self, tie: Tie, stage: int, numbers: Tensor, ranks: int) -> None:
         with self._wire.changed:
@@ -138,5 +143,5 @@ class Wire:
         self.sent: Counter[Edge] = Counter()
         self.posted: Counter[Edge] = Counter()
         self.taken: Counter[Edge] = Counter()
-        self.norms: defaultdict[int, dict[int, float]] = defaultdict(dict)  # exchange -> stage -> square
+        self.norms: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)  # exchange -> stage -> square
         self.tied: defaultdict[tuple[Tie, int], dict[int, Tensor]] = defaultdict(dict)  # -> by rank

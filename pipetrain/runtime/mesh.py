@@ -31,7 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipetrain.boundary import TensorSpec
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.channel import ChannelError, DistChannel, Edge, cause_of
+from pipetrain.runtime.channel import ChannelError, DistChannel, Edge, LoopbackChannel, cause_of
 from pipetrain.schedule.actions import Tie
 from pipetrain.seal import SealedStore
 
@@ -194,7 +194,7 @@ class Mesh:
                 timeout=limit,
             )
         self._all: Any = dist.group.WORLD if self._owned else dist.new_group(timeout=limit, backend="gloo")
-        norms = dist.new_group(timeout=2 * limit, backend="gloo")
+        norms = dist.new_group(timeout=2 * limit, backend=self.backend)
         assert isinstance(norms, dist.ProcessGroup)
         self._norms = norms
 
@@ -251,6 +251,29 @@ class Mesh:
             self._norms,
             self._ties,
         )
+
+    def loopback(
+        self,
+        edges: Sequence[Edge],
+        ties: Sequence[Tie],
+        buffer_size: int | Mapping[Edge, int],
+        channels_last: bool = False,
+    ) -> LoopbackChannel:
+        """Return a channel for a rehearsal: like `channel`, to nobody."""
+        nobody: Any = None
+        return LoopbackChannel(
+            dict.fromkeys(edges, nobody),
+            buffer_size,
+            self._timeout,
+            self.device,
+            self.staged,
+            channels_last,
+            ties=dict.fromkeys(ties, nobody),
+        )
+
+    def meet(self) -> None:
+        """Wait for all ranks to call it. Raises ChannelError."""
+        self.agree("the rehearsal", None)
 
     def gather(self, what: str, item: object) -> list[object]:
         """Return one picklable object per rank; `what` names it. Raises ChannelError, TrainingStopped."""

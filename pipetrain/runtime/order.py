@@ -8,13 +8,15 @@ a microbatch that read it is open.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pipetrain.runtime.stage import Saving
 from pipetrain.schedule.actions import RECEIVES, Action, Op, last_uses, shortened
 from pipetrain.schedule.lower import Route, Wiring
 from pipetrain.schedule.policy import Policy, View, Wait
+
+SHORT = 2  # batches in which a window does all that it ever does, such as keeping an old version
 
 
 class Order(Protocol):
@@ -34,6 +36,9 @@ class Order(Protocol):
 
     def saving(self, stage: int, mb: int) -> Saving:
         """Return what the forward of a microbatch is to save."""
+
+    def short(self) -> Order:
+        """Return an order of few batches that has each kind of action of this one; before it is used."""
 
     def shorten(self, batches: int) -> None:
         """End the window after `batches` batches; no later one may have begun."""
@@ -66,6 +71,11 @@ class Listed:
 
     def saving(self, stage: int, mb: int) -> Saving:
         return Saving((stage, mb) in self._split, (stage, mb) in self._recomputed)
+
+    def short(self) -> Order:
+        batches = min(SHORT, self.batches)
+        actions = shortened(self._actions, batches, self._microbatches)
+        return Listed(actions, batches, self._microbatches)
 
     def shorten(self, batches: int) -> None:
         self.batches = batches
@@ -111,6 +121,9 @@ class Decided:
 
     def saving(self, stage: int, mb: int) -> Saving:
         return Saving(recomputed=self._recomputes)
+
+    def short(self) -> Order:
+        return replace(self, batches=min(SHORT, self.batches), _reads={})
 
     def shorten(self, batches: int) -> None:
         self.batches = batches

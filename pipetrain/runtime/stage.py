@@ -7,8 +7,9 @@ the number of activations that `simulate` predicts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -35,11 +36,12 @@ from pipetrain.runtime.finite import (
     all_finite,
     backward_origin,
     blame,
+    blame_losses,
     blame_weights,
     forward_origin,
+    in_host_memory_finite,
     numbers_of,
     smallest_of_first_layer,
-    sums_are_finite,
     witness,
 )
 from pipetrain.runtime.recompute import Again
@@ -66,6 +68,18 @@ _CHANGES = (
     "must not change from one microbatch to another; keep it in one stage with the layers beside it, by "
     "partition="
 )
+
+
+def _all_finite_on_host(numbers: Tensor) -> bool:
+    """Return whether numbers are finite. On a GPU the host waits for them."""
+    return all(map(math.isfinite, numbers.reshape(-1).tolist()))
+
+
+def _weighted(counted: Sequence[tuple[float, _Counted]]) -> Tensor:
+    """Return the losses of microbatches, each times its share of the batch's loss [n]."""
+    return torch.stack(
+        torch._foreach_mul([loss for _, (loss, *_) in counted], [share for share, _ in counted])
+    )
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
@@ -109,6 +123,9 @@ class Saving(NamedTuple):
 
 WHOLE = Saving()
 
+_Counted = tuple[Tensor, float, int, Mapping[str, Tensor]]
+"""A microbatch's mean loss, what it counts for, its samples, and the sums of its metrics."""
+
 
 @dataclass(slots=True)
 class _Saved:
@@ -120,9 +137,10 @@ class _Saved:
     target: Target | None = None
     outputs: tuple[Tensor, ...] = ()
     grads: tuple[Tensor, ...] = ()  # of the outputs, where W is all of the backward
-    loss: Tensor | None = None  # its share of the batch's loss, at the last stage
+    share: float = 1.0  # of its loss in that of the batch, at the last stage
     deferred: Deferred | None = None  # the weight gradients to be made in W
     again: Again | None = None  # between the forward and its recomputation
+    counted: _Counted | None = None  # at the last stage
 
 
 class Stage:
@@ -175,6 +193,7 @@ class Stage:
         self._device = next((p.device.type for p in module.parameters()), "cpu")
         self.weights = Weights(module, optimizer, rate, ema, self._names)
         self._trained = Counter()
+        self._reruns: bool | None = None  # whether a backward runs forwards that change buffers
         self._evaluated = Counter()
         self._watch = FiniteWatch(index)
         self._clip = clip_grad_norm
@@ -185,6 +204,7 @@ class Stage:
         self._proves = True  # whether the next recomputation is held against its forward
         self._skips = skip_not_finite
         self._skip = False
+        self._unless: Tensor | None = None  # on a GPU: 1 where the gradient is not finite
         self.skipped = 0  # number of updates skipped because of a non-finite gradient
         self._task = task
         self._entry = entry
@@ -194,7 +214,7 @@ class Stage:
         self._saved: dict[int, _Saved] = {}
         self._before: dict[int, Buffers] = {}  # before each forward, where updates may be skipped
         self._batch: list[int] = []  # the microbatches in the gradient so far
-        self._batch_losses: list[Tensor] = []  # their losses, each times its share
+        self._batch_counted: list[tuple[float, _Counted]] = []  # with their shares of the batch's loss
         self._losses: list[Tensor] = []  # the losses of the updates since `take_losses`
         self._front = self._name(smallest_of_first_layer(module))
 
@@ -245,10 +265,8 @@ class Stage:
             )
             loss = self._loss_of(target, outputs)
             self._check(f"the loss of microbatch {mb} is {{0}}", (loss,), forward)
-            if not self._skips or loss.isfinite():
-                self._count(self._trained, loss, outputs, target)
-            outputs = (loss * target.share,)
-            saved.loss = outputs[0].detach()
+            saved.counted = self._counted(loss, outputs, target)
+            outputs, saved.share = (loss,), target.share
         else:
             made = tuple(t for t in outputs if t.requires_grad)  # not, for example, a mask of -inf
             self._check(f"the activation of microbatch {mb} is not finite", made, forward)
@@ -278,7 +296,7 @@ class Stage:
         with self.weights.installed(version, again=again.buffers), again.second():
             outputs = self._recorded(saved)
             if saved.target is not None:
-                outputs = (self._loss_of(saved.target, outputs) * saved.target.share,)
+                outputs = (self._loss_of(saved.target, outputs),)
         if not again.equals(outputs):
             raise TrainingStopped(
                 f"stage {self.index} made other outputs when it ran the forward of microbatch {mb} again: "
@@ -342,15 +360,25 @@ class Stage:
         """Give the batch's gradient to the optimizer. Raises TrainingStopped if it is not finite."""
         self.weights.reduce()
         gradients, mbs, self._batch = self.weights.gradients(), self._batch, []
-        if self._task is not None:
-            self._losses.append(torch.stack(self._batch_losses).sum())
-            self._batch_losses = []
-        numbers = witness([numbers_of(gradient) for gradient in gradients.values()]) if gradients else None
+        norms = witness([numbers_of(gradient) for gradient in gradients.values()]) if gradients else None
+        counted, self._batch_counted = self._batch_counted, []
+        losses = _weighted(counted) if self._task is not None else None
         self._reduced = mbs
         if self._skips:
-            self._skip = numbers is not None and not bool(numbers.isfinite().all())
-        elif numbers is not None:
-            self._watch.add(partial(blame_weights, list(gradients), mbs), self.weights.updates, numbers)
+            self._skip = norms is not None and not (self._watch.ignores or _all_finite_on_host(norms))
+        elif losses is not None:
+            self._watch.add(partial(blame_losses, mbs), self.weights.updates, losses)
+        if norms is not None and not self._skips:
+            self._watch.add(partial(blame_weights, list(gradients), mbs), self.weights.updates, norms)
+            # NaN, which is all that is not finite times 0, becomes 1.
+            self._unless = (norms.sum() * 0).float().nan_to_num(nan=1.0) if norms.is_cuda else None
+        if losses is not None:
+            self._losses.append(losses.sum())
+            numbers = losses.tolist() if self._skips else [0.0] * len(mbs)
+            for (_, one), number in zip(counted, numbers, strict=True):
+                if math.isfinite(number):
+                    self._trained.add(*one)
+            self._trained.add_up()
 
     @property
     def ties(self) -> list[Tie]:
@@ -367,33 +395,33 @@ class Stage:
     def add_tied(self, tie: Tie, sums: Tensor) -> None:
         """Take the sums of what `tied` returned on all stages of a tie."""
         unpack(self.weights.live, self._names_of(tie), sums)
-        self._skip = self._skip or (self._skips and not bool(sums.isfinite().all()))
+        self._skip = self._skip or (self._skips and not _all_finite_on_host(sums))
 
-    def squared_norm(self) -> float:
-        """Return the squared norm of the batch's gradient, as far as it is this stage's.
+    def squared_norm(self) -> Tensor:
+        """Return the squared norm of the batch's gradient, as far as it is this stage's, in float64.
 
         A weight that several stages share counts at the first of them.
         """
-        return float(self._gradient_norm()) ** 2
+        return self._gradient_norm().double() ** 2
 
     def _gradient_norm(self) -> Tensor:
         elsewhere = [name for name, stages in self._shared.items() if stages[0] != self.index]
         return self.weights.gradient_norm(elsewhere)
 
-    def step(self, keep: bool, norm: float | None = None) -> None:
+    def step(self, keep: bool, norm: Tensor | None = None) -> None:
         """Update the weights; `keep` the previous version for later actions.
 
         The gradient is clipped by `norm`, that of the whole model, or None for that of this stage.
         """
         if self._clip is not None:
-            by = self._gradient_norm() if norm is None else torch.tensor(norm, dtype=torch.float64)
+            by = self._gradient_norm() if norm is None else norm
             self._norms.append(by)
-            self._skip = self._skip or (self._skips and not bool(by.isfinite()))
+            self._skip = self._skip or (self._skips and not _all_finite_on_host(by))
             if not self._skip:
                 self.weights.clip(self._clip, by)
         if self._skips:
             self._forget_buffers(self._reduced)
-        self.weights.step(keep, self._skip)
+        self.weights.step(keep, self._skip, self._unless)
         if self._statistics:
             self._statistics.commit(self._reduced, self._skip, self._skips)
             for before in self._before.values():
@@ -439,6 +467,7 @@ class Stage:
         pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state, `ema/NAME` for the moving
         average of the weights. What several stages share is in the state of the first of them.
         """
+        self._watch.check(self.weights.updates, wait=True)
         model = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
         tensors = {f"model/{self._name(name)}": numbers_of(tensor.detach()) for name, tensor in model}
         tensors |= {f"optimizer/{path}": tensor for path, tensor in self.weights.optimizer_state().items()}
@@ -472,20 +501,41 @@ class Stage:
         """The training tally since the last `take_tallies`."""
         return self._trained.peek()
 
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Put back, at the end, what windows change: weights, buffers, the optimizer's state and the tallies.
+
+        Attributes of layers are left to the caller.
+        """
+        self._watch.check(self.weights.updates, wait=True)
+        names = ("_trained", "_evaluated", "_losses", "_norms", "skipped")
+        before = {name: getattr(self, name) for name in names}
+        self._trained, self._evaluated, self._losses = Counter(), Counter(), []
+        self._watch.ignores = True
+        try:
+            with self.weights.rehearsing():
+                yield
+        finally:
+            self._watch.ignores = False
+            for name, value in before.items():
+                setattr(self, name, value)
+
     def begin_window(self) -> None:
         """Start counting versions from 0. No microbatch may be open."""
         assert not self._saved, f"microbatches {sorted(self._saved)} outlived their window"
-        self._watch.check(self.weights.updates, wait=True)
+        self._watch.check(self.weights.updates)
         self._norms = []
-        self._proves = True
+        # On a GPU, where the host would wait for the outcome, the rehearsal does.
+        self._proves = self._device == "cpu" or self._watch.ignores
         self.weights.begin_window()
 
     @torch.no_grad()
     def predict(self, x: tuple[Tensor, ...], target: Target | None = None) -> tuple[Tensor, ...]:
         """Evaluate with the newest weights, or their moving average, and the running statistics.
 
-        The last stage updates its tally.
+        The last stage updates its tally. Raises TrainingStopped if a number of the training was not finite.
         """
+        self._watch.check(self.weights.updates, wait=True)
         self.module.eval()
         try:
             with self.weights.averaged():
@@ -496,15 +546,15 @@ class Stage:
             return self._handed_on(outputs)
         assert target is not None, f"stage {self.index} is the last and needs the targets"
         loss = self._task.evaluation_loss(self._made(outputs), target.value)
-        self._count(self._evaluated, loss, outputs, target)
+        self._evaluated.add(*self._counted(loss, outputs, target))
         return ()
 
     @torch.no_grad()
-    def _count(self, counter: Counter, loss: Tensor, outputs: tuple[Tensor, ...], target: Target) -> None:
+    def _counted(self, loss: Tensor, outputs: tuple[Tensor, ...], target: Target) -> _Counted:
         assert self._task is not None
         made = self._made(tuple(t.detach() for t in outputs))
         sums = {metric.name: metric.sums(made, target.value) for metric in self._task.metrics}
-        counter.add(loss, target.weight, target.samples, sums)
+        return loss.detach(), target.weight, target.samples, sums
 
     def _call(self, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._copy_input:
@@ -525,14 +575,16 @@ class Stage:
         )
 
     def _check(self, template: str, tensors: tuple[Tensor, ...], origin: Callable[[], str]) -> None:
-        """Stop the training if these tensors are not finite; `origin` then finds the layer that began it."""
+        """Stop the training if tensors in host memory are not finite; `origin` then finds the layer.
+
+        On a GPU each check would be kernels, and the numbers would come when the weights have changed.
+        """
         floating = [numbers_of(t.detach()) for t in tensors if differentiable(t)]
-        if self._skips or not floating:
+        if self._skips or not floating or floating[0].is_cuda:
             return
-        late = floating[0].is_cuda  # checked later, when the weights may have changed
-        if late or not sums_are_finite(floating):
-            describe = partial(blame, template, str if late else origin)
-            self._watch.add(describe, self.weights.updates, witness(floating))
+        if not all(map(in_host_memory_finite, floating)):
+            numbers = torch.stack([t.sum() for t in floating])
+            self._watch.add(partial(blame, template, origin), self.weights.updates, numbers)
 
     def _check_gradient(
         self, mb: int, saved: _Saved, grads: tuple[Tensor, ...], made: tuple[Tensor, ...]
@@ -586,8 +638,8 @@ class Stage:
     def _take(self, mb: int, version: int) -> _Saved:
         saved = self._saved.pop(mb)
         self._batch.append(mb)
-        if saved.loss is not None:
-            self._batch_losses.append(saved.loss)
+        if saved.counted is not None:
+            self._batch_counted.append((saved.share, saved.counted))
         assert saved.version == version, f"microbatch {mb} ran forward over {saved.version}, not {version}"
         return saved
 
@@ -595,13 +647,22 @@ class Stage:
         self, saved: _Saved, grads: tuple[Tensor, ...], run: Callable[[list[Tensor], list[Tensor]], None]
     ) -> None:
         if self._task is not None:
-            grads = (torch.ones_like(saved.outputs[0]),)
+            grads = (torch.full_like(saved.outputs[0], saved.share),)
         needs = needs_grad(self._exit, saved.outputs)
         outputs = [t for t, need in zip(saved.outputs, needs, strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs:
-            with self.weights.installed(saved.version, again=self.weights.buffers()):
+            copies = [] if self._reruns is False else self.weights.buffers()
+            before = self.weights.changes()
+            with self.weights.installed(saved.version, again=copies):
                 run([t for t, _ in pairs], [grad for _, grad in pairs])
+            if self._reruns is None:
+                self._reruns = self.weights.changed(copies)
+            elif not self._reruns and self.weights.changes() != before:
+                raise TrainingStopped(
+                    f"a backward of stage {self.index} changed buffers, and its first one did not: a layer "
+                    f"that runs its forward again in the backward must do so from the start"
+                )
 
     def _input_gradients(self, mb: int, saved: _Saved) -> tuple[Tensor, ...]:
         """Return the gradients that the stage before needs. Raises TrainingStopped for any others."""

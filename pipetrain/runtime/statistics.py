@@ -12,6 +12,7 @@ A batch counts when its update is made, so an update that is skipped takes its s
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,9 +57,11 @@ class _Running:
     def move(self, mean: Tensor, variance: Tensor, momentum: float) -> None:
         if self.calls is not None:
             self.calls.add_(1)
-        factor = 1 / int(self.calls) if self.averages and self.calls is not None else momentum
         for running, new in ((self.mean, mean), (self.variance, variance)):
-            running.mul_(1 - factor).add_(new.to(running.dtype), alpha=factor)
+            if self.averages and self.calls is not None:
+                running.add_((new - running) / self.calls)
+            else:
+                running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
 
 
 class BatchStatistics:
@@ -103,7 +106,7 @@ class BatchStatistics:
                 number[key] += 1
         for (key, _), parts in calls.items() if not skipped else ():
             mean, variance = joined(parts)
-            if not only_finite or bool(mean.isfinite().all() & variance.isfinite().all()):
+            if not only_finite or all(map(math.isfinite, torch.cat([mean, variance]).tolist())):
                 self._running[key].move(mean, variance, parts[0].momentum)
 
     def follow(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:

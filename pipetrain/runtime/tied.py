@@ -35,12 +35,16 @@ def packed(weights: Mapping[str, Tensor], names: Sequence[str], skip: bool) -> T
 
 
 def unpack(weights: Mapping[str, Tensor], names: Sequence[str], sums: Tensor) -> None:
-    """Set the gradients to sums of what `packed` returned."""
-    there, left = sums[-len(names) :].tolist(), 0
-    for name, count in zip(names, there, strict=True):
+    """Set the gradients to sums of what `packed` returned.
+
+    The counts are looked at only for a weight without a gradient here: a GPU's host would wait for them.
+    """
+    left = 0
+    for number, name in enumerate(names):
         # A copy: clipping scales it in place, and another stage of the rank may take the same sums.
         gradient = torch.empty_like(weights[name])
         numbers = numbers_of(gradient)
         numbers.copy_(sums[left : left + numbers.numel()].view_as(numbers))
-        weights[name].grad = gradient if count else None
+        there = weights[name].grad is not None or sums[number - len(names)].reshape(1).tolist() != [0.0]
+        weights[name].grad = gradient if there else None
         left += numbers.numel()

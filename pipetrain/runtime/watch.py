@@ -1,16 +1,21 @@
-"""Detects that a transfer is finished, without blocking.
+"""Threads that look after transfers: `Watch` detects that one is finished, `Deadline` that one never is.
 
 With gloo a receive that has arrived is not complete until a thread waits for it. So one thread per edge waits
 for its transfers in order, and records any exception; all transfers are posted from the engine's thread. NCCL
-can be polled and needs no threads.
+can be polled.
+
+With NCCL the device's stream waits for messages and the host goes on, so nobody on the host would notice one
+that never comes. A thread does: it polls all transfers, and where none ends for the time of the deadline it
+aborts them, so that the stream goes on and the host can say which one it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -68,3 +73,50 @@ class Watch(Generic[E_]):
             with self._changed:
                 transfer.finished, transfer.failure = True, failure
                 self._changed.notify_all()
+
+
+IDLE_S = 5.0  # without any transfer, after which the thread of a Deadline ends
+
+
+class Deadline:
+    """Keeps the deadline of transfers for which the device's stream waits. `abort` ends all of them."""
+
+    def __init__(self, timeout: float, abort: Callable[[], None]) -> None:
+        self._timeout = timeout
+        self._abort = abort
+        self._lock = Lock()
+        self._open: list[tuple[Sequence[dist.Work], Callable[[], Exception]]] = []
+        self._moved = 0.0  # when a transfer ended last
+        self._thread: Thread | None = None
+        self._error: Exception | None = None
+
+    def add(self, works: Sequence[dist.Work], late: Callable[[], Exception]) -> None:
+        """Watch a transfer; `late` makes the error that names it."""
+        with self._lock:
+            if not self._open:
+                self._moved = time.monotonic()
+            self._open.append((works, late))
+            if self._thread is None:
+                self._thread = Thread(target=self._run, daemon=True, name="deadline of messages")
+                self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error of a transfer that did not end in time."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while self._error is None:
+            time.sleep(min(1.0, self._timeout / 20))
+            with self._lock:
+                left = [one for one in self._open if not all(work.is_completed() for work in one[0])]
+                now = time.monotonic()
+                if len(left) < len(self._open):
+                    self._moved = now
+                self._open = left
+                if left and now - self._moved > self._timeout:
+                    self._error = left[0][1]()
+                elif not left and now - self._moved > IDLE_S:
+                    self._thread = None
+                    return
+        self._abort()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils._pytree import tree_leaves
 
 from pipetrain.places import places
 from pipetrain.rate import Rate
@@ -88,6 +90,19 @@ def optimizer_over(factory: OptimizerFactory, named: Named) -> Optimizer:
 
 def _finite(tensor: Tensor) -> Tensor:
     return numbers_of(tensor).isfinite()
+
+
+@contextmanager
+def _unless(optimizer: Any, stop: Tensor | None) -> Iterator[None]:
+    """Let a fused optimizer make no step where the number `stop` is 1, as torch.amp.GradScaler does."""
+    if stop is None or not all(group.get("fused") for group in optimizer.param_groups):
+        yield
+        return
+    optimizer.grad_scale, optimizer.found_inf = None, stop
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _leaf(parameter: nn.Parameter, copy: bool = False) -> nn.Parameter:
@@ -193,14 +208,32 @@ class Weights:
 
     def buffers(self) -> Buffers:
         """Return the module's buffers with copies of their present values."""
-        now = [place.tensor for place in self._buffers]
-        copies = {id(buffer): buffer.clone() for buffer in now}
-        return [(buffer, copies[id(buffer)]) for buffer in now]
+        now = {id(place.tensor): place.tensor for place in self._buffers}
+        copies: dict[int, Tensor] = {}
+        kinds: dict[Any, list[int]] = {}
+        for key, buffer in now.items():
+            kinds.setdefault((buffer.dtype, buffer.device, buffer.layout), []).append(key)
+        for (*_, layout), keys in kinds.items():
+            if layout is not torch.strided:
+                copies |= {key: now[key].clone() for key in keys}
+                continue
+            copies |= {key: torch.empty_like(now[key]) for key in keys}
+            torch._foreach_copy_([copies[key] for key in keys], [now[key] for key in keys])
+        return [(place.tensor, copies[id(place.tensor)]) for place in self._buffers]
+
+    def changed(self, copies: Buffers) -> bool:
+        """Return whether copies of the buffers have been changed, or the buffers since."""
+        return any(not torch.equal(buffer, copy) for buffer, copy in copies)
+
+    def changes(self) -> int:
+        """Return a number that grows when a buffer is changed in place, as far as torch counts that."""
+        return sum(place.tensor._version for place in self._buffers)
 
     def spoilt(self, before: Buffers) -> bool:
         """Return whether a number in the buffers that was finite before no longer is."""
         pairs = zip(self.buffers(), before, strict=True)
-        return any(bool((_finite(old) & ~_finite(new)).any()) for (_, new), (_, old) in pairs)
+        lost = [(_finite(old) & ~_finite(new)).any() for (_, new), (_, old) in pairs]
+        return bool(lost) and any(torch.stack(lost).tolist())
 
     def restore(self, before: Buffers) -> None:
         """Restore the buffers; a changed buffer is replaced, not overwritten, as graphs may have saved it."""
@@ -250,6 +283,45 @@ class Weights:
             for name in average.keys() & self._live.keys():
                 numbers_of(self._average[name].data).copy_(average[name])
 
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Put back, at the end, what windows change. Meanwhile copies of it are in host memory."""
+        assert self.held == 1, f"versions {sorted(self._versions)} are held"
+        optimizer = self._optimizer
+        live = {name: p.data for name, p in self._live.items()}
+        buffers = [place.tensor for place in self._buffers]
+        state = {p: dict(values) for p, values in optimizer.state.items()} if optimizer else {}
+        groups = [dict(group) for group in optimizer.param_groups] if optimizer else []
+        attributes = dict(vars(optimizer)) if optimizer else {}
+        inner = [t for values in state.values() for t in tree_leaves(values) if isinstance(t, Tensor)]
+        average = {name: leaf.data for name, leaf in self._average.items()}
+        tensors = [*live.values(), *buffers, *inner, *average.values()]
+        copies = [t.detach().to("cpu", copy=True) for t in tensors]
+        names = ("_versions", "_accumulating", "_spare", "_unmoved", "_average", "updates", "newest")
+        before = {name: copy(getattr(self, name)) for name in names}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, kept in zip(tensors, copies, strict=True):
+                    tensor.copy_(kept)
+            for name, p in self._live.items():
+                p.data, p.grad = live[name], None
+            for name, value in before.items():
+                setattr(self, name, value)
+            self._accumulating = self._versions[self.newest]
+            for leaf in self._accumulating.values():
+                leaf.grad = None
+            for place, buffer in zip(self._buffers, buffers, strict=True):
+                place.container[place.key] = buffer
+            if optimizer:
+                optimizer.state.clear()
+                optimizer.state.update(state)
+                vars(optimizer).clear()
+                vars(optimizer).update(attributes)
+                for group, options in zip(optimizer.param_groups, groups, strict=True):
+                    group.update(options)
+
     def begin_window(self) -> None:
         """Count versions from 0 again: version 0 is the newest one."""
         assert self.held == 1, f"versions {sorted(self._versions)} outlived their window"
@@ -277,15 +349,19 @@ class Weights:
         """Scale all gradients by `most` / `norm` where that is below 1, as torch does."""
         clip_grads_with_norm_(self._live.values(), most, norm)
 
-    def step(self, keep: bool, skip: bool = False) -> None:
-        """Make the next version, `keep` the previous one for later actions; `skip` drops the gradient."""
+    def step(self, keep: bool, skip: bool = False, unless: Tensor | None = None) -> None:
+        """Make the next version, `keep` the previous one for later actions; `skip` drops the gradient.
+
+        `unless`: a number on the device; where it is 1, a fused optimizer leaves all as it is.
+        """
         if keep:
             self._move()
         if self._optimizer is not None:
             for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * self._rate(self.updates)
             if not skip:
-                self._step(self._optimizer)
+                with _unless(self._optimizer, unless):
+                    self._step(self._optimizer)
             for parameter in self._live.values():
                 parameter.grad = None
         if self._ema is not None:

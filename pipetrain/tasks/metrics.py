@@ -80,7 +80,9 @@ class Accuracy(Metric):
             best = scores.topk(min(self._top, scores.shape[self._axis]), self._axis).indices
             hits = (best == labels.unsqueeze(self._axis)).any(self._axis)
         counted = labels != self._ignored
-        return torch.stack([(hits & counted).sum(), counted.sum()])
+        if self._ignored >= 0:  # otherwise no class is ignored, and none hits
+            hits &= counted
+        return torch.stack([hits, counted]).flatten(1).sum(1)
 
     def value(self, sums: Sequence[float], loss: float) -> float:
         return _ratio(sums)
@@ -93,7 +95,7 @@ class Perplexity(Metric):
     higher = False
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
-        return _first(outputs).new_zeros(0)
+        return _first(outputs).as_strided((0,), (1,))  # of nothing
 
     def value(self, sums: Sequence[float], loss: float) -> float:
         return math.exp(loss) if loss < 700 else math.inf if loss >= 700 else math.nan
@@ -113,10 +115,14 @@ class MeanIoU(Metric):
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
         scores, labels = _first(outputs), as_tuple(targets)[0]
-        classes, counted = scores.shape[1], labels != self._ignored
-        found, wanted = scores.argmax(1)[counted], labels[counted]
-        both = torch.bincount(wanted[found == wanted], minlength=classes)
-        either = torch.bincount(found, minlength=classes) + torch.bincount(wanted, minlength=classes) - both
+        found, counted = scores.argmax(1), labels != self._ignored
+
+        def count(classes: Tensor, where: Tensor) -> Tensor:  # bincount would make the host wait
+            counts = where.new_zeros(scores.shape[1], dtype=torch.long)
+            return counts.scatter_add_(0, (classes * where).flatten(), where.long().flatten())
+
+        both = count(labels, counted & (found == labels))
+        either = count(found, counted) + count(labels, counted) - both
         return torch.cat([both, either])
 
     def value(self, sums: Sequence[float], loss: float) -> float:

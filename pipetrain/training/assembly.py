@@ -20,6 +20,7 @@ from pipetrain.runtime.coded import CodedChannel, Feedback, Slot
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.rehearsal import Rehearsal, rehearses
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import Task
@@ -87,12 +88,18 @@ def make_engine(
 ) -> Engine:
     """Make the engine for a rank's stages, over `channel` or else the mesh's, with the plan's codecs."""
     codecs, channels_last = plan.settings.codecs, plan.numerics.channels_last
-    plain = coded = channel or mesh.channel(plan.links.bounds, channels_last)
-    if not codecs.plain:
-        coded = CodedChannel(plain, codecs, feedback or Feedback(), channels_last)
+    plain = channel or mesh.channel(plan.links.bounds, channels_last)
+
+    def encoding(channel: Channel, feedback: Feedback) -> Channel:
+        return channel if codecs.plain else CodedChannel(channel, codecs, feedback, channels_last)
+
+    def loopback(training: bool) -> Channel:
+        made = mesh.loopback(plan.edges, plan.ties, plan.links.bounds, channels_last)
+        return encoding(made, Feedback()) if training else made
+
     return Engine(
         stages,
-        coded,
+        encoding(plain, feedback or Feedback()),
         plan.placement,
         plan.boundaries,
         plan.evaluated,
@@ -103,6 +110,7 @@ def make_engine(
         plain,
         plan.settings.seed,
         max(plan.links.bounds.values(), default=0),
+        Rehearsal(loopback, mesh.meet) if rehearses(mesh.device) else None,
     )
 
 

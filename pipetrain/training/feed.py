@@ -63,15 +63,25 @@ class WindowFeed:
         """Return the targets of a microbatch on the device, once; a batch is read as a whole."""
         assert self._targets is not None, f"this rank has no targets to give for microbatch {mb}"
         while mb not in self._ready:
-            values = [next(self._targets) for _ in range(next(self._pieces))]
-            weights = [float(self._weight(value)) for value in values]
-            whole = sum(weights)
-            for value, weight in zip(values, weights, strict=True):
-                # A batch in which nothing counts has no mean loss: it is NaN, as in one process.
-                share = weight / whole if whole else 1 / len(weights)
-                self._ready[self._read] = Target(self._moved(value), weight, share)
-                self._read += 1
+            self._read_batch(self._targets)
         return self._ready.pop(mb)
+
+    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
+        """Return the first microbatch's inputs and targets, each if it is given here, without taking them."""
+        self.prepare()
+        if self._targets is not None and not self._read:
+            self._read_batch(self._targets)
+        return self._ahead, self._ready.get(0)
+
+    def _read_batch(self, targets: Iterator[Value]) -> None:
+        values = [next(targets) for _ in range(next(self._pieces))]
+        weights = [float(self._weight(value)) for value in values]
+        whole = sum(weights)
+        for value, weight in zip(values, weights, strict=True):
+            # A batch in which nothing counts has no mean loss: it is NaN, as in one process.
+            share = weight / whole if whole else 1 / len(weights)
+            self._ready[self._read] = Target(self._moved(value), weight, share)
+            self._read += 1
 
     def _moved(self, value: Value) -> Value:
         """Start the copy to the device; to a GPU it is asynchronous from pinned memory only."""

@@ -127,6 +127,10 @@ class BatchFeed:
     def prepare(self) -> None:
         """There is nothing to make."""
 
+    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
+        """Return the first microbatch's samples and targets."""
+        return self.input(0), self.target(0)
+
 
 class Ours:
     """A schedule of pipetrain's. A turn is so many batches, in whole windows, and one window at least."""

@@ -197,5 +197,4 @@ def share_gpu(rank: int) -> None:
     os.environ["NCCL_HOSTID"] = f"rank{rank}"
     os.environ.setdefault("NCCL_NET", "Socket")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # As `python -m pipetrain` has it; set anew, because a parent whose torch has met CUDA hands down LAZY.
-    os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+

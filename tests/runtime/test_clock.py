@@ -141,6 +141,7 @@ def test_a_wait_counts_from_when_the_device_has_nothing_left_to_do(device):
 
 
 class Channel:
+    ordered = False
     waited, coded, carried = 0.0, 0.0, 0
 
 

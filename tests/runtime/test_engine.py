@@ -129,10 +129,15 @@ def test_halves_on_one_rank():
 class Tape:
     """A channel that only takes down what is asked of it; what it gives is all ones."""
 
+    ordered = False
+
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.waited = 0.0  # by its own account: 1 s for each message it gives, 2 s for room for each it takes
         self.coded, self.carried = 0.0, 0  # 0.5 s of encoding or decoding, and half of its bytes travel
+
+    def check(self) -> None:
+        pass
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         assert not watched
@@ -171,6 +176,9 @@ class Ones:
         return Target(torch.tensor([1]), 1.0, 0.5)
 
     def prepare(self) -> None: ...
+
+    def first(self):
+        return self.input(0), self.target(0)
 
 
 def joined(stages: int) -> Seams:

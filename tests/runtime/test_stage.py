@@ -90,6 +90,7 @@ def test_the_last_stage_takes_the_loss_for_its_share_of_the_batch():
     assert final.forward(0, (x,), 0, Target(LABELS, 3.0, 0.25)) == ()
     (back,) = final.backward(0, (), 0)
     torch.testing.assert_close(back, wanted, rtol=1e-14, atol=1e-14)
+    final.reduce()
     trained, _ = final.take_tallies()
     assert trained.samples == 3
     assert trained.mean_loss == pytest.approx(loss.item())
@@ -430,7 +431,7 @@ def trained(of: Stage, update: int, norm: float | None = None) -> None:
     of.forward(update, (randn(3, 3),), update, Target(LABELS, 3.0, 1.0))
     of.backward(update, (), update)
     of.reduce()
-    of.step(keep=False, norm=norm)
+    of.step(keep=False, norm=None if norm is None else torch.tensor(norm, dtype=torch.float64))
 
 
 def test_an_update_whose_norm_is_not_finite_elsewhere_is_skipped_with_its_statistics():

@@ -33,10 +33,11 @@ from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import Data, Images, ImageSplit, load_augment
 from pipetrain.draws import Seeds, drawing
 from pipetrain.runtime import engine
+from pipetrain.runtime.channel import Edge, LoopbackChannel
 from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.runtime.stage import Stage
-from pipetrain.schedule.actions import Op, Program, has_norms, ranks_of
+from pipetrain.schedule.actions import Op, Program, Tie, has_norms, ranks_of
 from pipetrain.seal import Seal, SealedStore
 from pipetrain.training.figures import EpochFigures
 from pipetrain.training.run import Run, prepare
@@ -243,6 +244,16 @@ class LocalMesh:
 
     def clock_offset(self) -> tuple[float, float]:
         return 0.0, 0.0
+
+    def loopback(
+        self, edges: Sequence[Edge], ties: Sequence[Tie], buffer_size: Any, channels_last: bool = False
+    ) -> LoopbackChannel:
+        groups: Any = dict.fromkeys(edges)
+        tied: Any = dict.fromkeys(ties)
+        return LoopbackChannel(groups, buffer_size, DEADLINE_S, self.device, False, channels_last, ties=tied)
+
+    def meet(self) -> None:
+        self._barrier.wait(DEADLINE_S)
 
 
 class Told(Asking):

@@ -1,0 +1,84 @@
+"""One use of everything that a window needs, before a message is waited for.
+
+Over NCCL a posted receive is a kernel that runs until its message is there, and what a GPU loads at its first
+use (a library, a kernel, a handle) waits for that kernel to end. A forward that is the first of its kind then
+waits for a message that waits for that forward. So before a window with microbatches of a new size, every
+rank plays a few batches of it with made-up messages, and puts back all that it changed; no receive is posted
+until every rank is through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from pipetrain.boundary import Value, as_tuple, on_each
+from pipetrain.draws import Beginning
+from pipetrain.places import standing_in
+from pipetrain.runtime.channel import Channel
+from pipetrain.runtime.stage import Stage, Target
+
+
+def rehearses(device: torch.device) -> bool:
+    """Return whether there is a rehearsal: a CPU has nothing to load."""
+    return device.type == "cuda"
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """What an engine needs to rehearse, and what it has rehearsed.
+
+    `loopback`: makes a channel of training (True) or of evaluation; `meet` returns when all ranks have called
+    it.
+    """
+
+    loopback: Callable[[bool], Channel]
+    meet: Callable[[], None]
+    done: set[tuple[bool, int]] = field(default_factory=set)
+    """(training or evaluation, samples of a microbatch)"""
+
+
+def like(value: Value, size: int) -> Value:
+    """Return tensors with `size` rows, which are those of tensors [n, ...], again and again."""
+    return on_each(value, lambda t: t[torch.arange(size, device=t.device) % len(t)])
+
+
+class Repeated:
+    """A feed whose microbatches are all alike. See engine.Feed."""
+
+    def __init__(self, size: int, inputs: tuple[Tensor, ...] | None, target: Target | None) -> None:
+        self._size = size
+        self._inputs = inputs and as_tuple(like(inputs, size))
+        self._target = target and replace(target, value=like(target.value, size))
+
+    def size(self, mb: int) -> int:
+        return self._size
+
+    def input(self, mb: int) -> tuple[Tensor, ...]:
+        assert self._inputs is not None
+        return tuple(t.clone() for t in self._inputs)
+
+    def target(self, mb: int) -> Target:
+        assert self._target is not None
+        return self._target
+
+    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
+        return self._inputs, self._target
+
+    def prepare(self) -> None:
+        """There is nothing to make."""
+
+
+@contextmanager
+def put_back(stages: Iterable[Stage]) -> Iterator[None]:
+    """Put back, to the last bit, what running the stages changes: all that they hold, and random numbers."""
+    with ExitStack() as ending:
+        ending.enter_context(Beginning().again())
+        for stage in stages:
+            ending.enter_context(standing_in(stage.module, {}))
+            ending.enter_context(stage.rehearsing())
+        yield
