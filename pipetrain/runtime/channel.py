@@ -6,7 +6,10 @@ unfinished, the bound for which `simulate` proved the program free of deadlock. 
 and the plan the sizes, so there are no headers. Every wait has a deadline; its error names the message.
 
 Over gloo the host waits. Over NCCL the device's stream does, while the host goes on: the bounds then hold in
-the order of the stream, and a thread keeps the deadline.
+the order of the stream, and a thread keeps the deadline. A posted NCCL receive is a kernel that runs until its
+message is there, and some kernels of cuDNN wait for the multiprocessors that it holds, or the driver for its
+end. So there a receive is posted only where the stream waits for it, and the sender leaves as many sends more
+unfinished: the messages under way are as many as before.
 """
 
 from __future__ import annotations
@@ -210,11 +213,11 @@ class DistChannel:
         for message in messages:
             self._to_post[message.edge].append(message)
         for edge in self._to_post:
-            self._post(edge)
+            self._post(edge, self._ahead(edge))
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         unfinished = self._sent[message.edge]
-        while len(unfinished) >= self._bounds(message.edge):
+        while len(unfinished) >= self._room(message.edge):
             self._wait(unfinished.popleft(), sending=True)
         wire = [self._to_wire(t) for t in tensors]
         works = [self._start(dist.isend, tensor, message.ranks[1], message) for tensor in wire]
@@ -223,11 +226,12 @@ class DistChannel:
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         posted = self._posted[message.edge]
+        self._post(message.edge, 1)
         assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
         transfer = posted.popleft()
         self._wait(transfer, sending=False)
         self.carried += message.nbytes
-        self._post(message.edge)
+        self._post(message.edge, self._ahead(message.edge))
         return tuple(self._from_wire(t) for t in transfer.tensors)
 
     def forget(self, mb: int) -> None:
@@ -255,7 +259,7 @@ class DistChannel:
         unfinished = self._sent[message.edge]
         while unfinished and self._finished(unfinished[0]):
             self._wait(unfinished.popleft(), sending=True)
-        return len(unfinished) < self._bounds(message.edge)
+        return len(unfinished) < self._room(message.edge)
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
 
@@ -349,7 +353,15 @@ class DistChannel:
 
     def _may_send(self, message: Message) -> bool:
         unfinished = sum(not self._finished(transfer) for transfer in self._sent[message.edge])
-        return unfinished < self._bounds(message.edge)
+        return unfinished < self._room(message.edge)
+
+    def _ahead(self, edge: Edge) -> int:
+        """Return how many receives are posted before they are waited for."""
+        return 0 if self.ordered and not self._polls else self._bounds(edge)
+
+    def _room(self, edge: Edge) -> int:
+        """Return how many sends may be unfinished."""
+        return 2 * self._bounds(edge) - self._ahead(edge)
 
     def _watched(self, transfer: _Transfer) -> _Transfer:
         if self._watch:
@@ -376,9 +388,9 @@ class DistChannel:
             time.sleep(0)
         return True
 
-    def _post(self, edge: Edge) -> None:
+    def _post(self, edge: Edge, ahead: int) -> None:
         waiting, posted = self._to_post[edge], self._posted[edge]
-        while waiting and len(posted) < self._bounds(edge):
+        while waiting and len(posted) < ahead:
             message = waiting.popleft()
             tensors = [
                 torch.empty(
@@ -414,6 +426,7 @@ class DistChannel:
         try:
             work = post(tensor, peer, group=self._groups[message.edge])
         except RuntimeError as error:
+            self.check()
             raise self._lost(message, peer, error) from error
         assert work is not None
         return work

@@ -197,4 +197,3 @@ def share_gpu(rank: int) -> None:
     os.environ["NCCL_HOSTID"] = f"rank{rank}"
     os.environ.setdefault("NCCL_NET", "Socket")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-
