@@ -9,9 +9,7 @@ from textwrap import shorten
 from time import monotonic
 from typing import Any
 
-import torch
-
-from benchmark.report import machine
+from benchmark.report import gpu, machine
 from benchmark.worlds import Place, Say, Work, run_world
 from comparison.table import aligned
 
@@ -82,11 +80,7 @@ def head(arguments: Sequence[str], device: str) -> dict[str, str]:
     """Say what runs this, and what was asked."""
     about = machine(arguments, "scripts/gpu_check.py")
     if device == "cuda":
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        capability = "{}.{}".format(*torch.cuda.get_device_capability(0))
-        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-        about["GPU"] = f"{torch.cuda.get_device_name(0)}, {gib:.0f} GiB, compute capability {capability}"
-        about["libraries"] = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
+        about |= gpu()
     else:
         about["GPU"] = "none: a REHEARSAL on the CPU, over gloo, which proves nothing of a GPU"
     return about
