@@ -1,4 +1,4 @@
-"""Prove on one GPU what only a GPU can prove, in under 8 minutes. Needs torch and Hydra, and no installing.
+"""Prove on one GPU what only a GPU can prove; each group of checks in under 8 minutes. Needs no installing.
 
 python scripts/gpu_check.py [--list] [--only NAME ...] [--out docs/results]
 """

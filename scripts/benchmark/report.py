@@ -94,9 +94,10 @@ def gpu() -> dict[str, str]:
     name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return {
         "GPU": f"{name}, {gib:.0f} GiB, compute capability {capability[0]}.{capability[1]}",
-        "libraries": f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}",
+        "libraries": f"CUDA {torch.version.cuda}, cuDNN {cudnn}, NCCL {nccl}",
     }
 
 
