@@ -3,10 +3,12 @@
 python scripts/gpu_check.py [--list] [--only NAME ...] [--out docs/results]
 """
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["OMP_NUM_THREADS"] = "1"  # of every rank, and of the reference: what is trained is tiny
 
 from tests.gpu.cli import main
 

@@ -132,6 +132,10 @@ class BatchFeed:
     def prepare(self) -> None:
         """There is nothing to make."""
 
+    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
+        """Return the first microbatch's inputs and targets, without taking them."""
+        return self.input(0), self.target(0)
+
     def like(self, size: int) -> tuple[tuple[Tensor, ...] | None, Target | None]:
         """Return inputs and targets of `size` samples, such as the window's, without taking any."""
         rows = torch.arange(size) % self.size(0)
@@ -300,7 +304,7 @@ def _entering(job: Job, stage: int, samples: Tensor) -> Tensor:
     """Return what enters a stage of TorchPipeline's, made up but for the first one."""
     if stage == 0:
         return samples[: job.size]
-    x = torch.randn_like(_random(job.plan.boundaries[job.size][stage].specs[0]).to(samples.device))
+    x = _random(job.plan.boundaries[job.size][stage].specs[0]).to(samples.device)
     if job.plan.numerics.channels_last and x.dim() == 4:
         x = x.permute(0, 2, 3, 1).contiguous()
     return x.requires_grad_()

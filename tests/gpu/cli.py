@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -26,11 +25,9 @@ CHECKS = [
     Check("messages", "large", transport.large, 15, 70),
     Check("messages", "lost-peer", transport.lost_peer, 10, 60),
     Check("messages", "cold", transport.cold, 60, 300),
-    Check("training", "nccl-2", partial(training.schedules, ranks=2, names=SCHEDULES), 40, 200),
-    Check("training", "nccl-4", partial(training.schedules, ranks=4, names=training.FOUR), 40, 200),
-    Check(
-        "training", "gloo-2", partial(training.schedules, ranks=2, names=training.STAGED, staged=True), 20, 90
-    ),
+    Check("training", "nccl-2", partial(training.over_nccl, ranks=2, names=SCHEDULES), 40, 200),
+    Check("training", "nccl-4", partial(training.over_nccl, ranks=4, names=training.FOUR), 40, 200),
+    Check("training", "gloo-2", training.staged, 20, 90),
     Check("training", "modules", training.modules, 20, 90),
     Check("options", "exact", training.exact, 30, 150),
     Check("options", "codecs", training.codecs, 15, 60),
@@ -67,7 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if refusal:
         print(f"gpu_check: {refusal}", file=sys.stderr)
         return REFUSED
-    os.environ["OMP_NUM_THREADS"] = "1"  # every rank's threads, whatever library starts them
     with ExitStack() as stack:
         # A rehearsal leaves nothing where the results are, unless it is told to.
         default = "docs/results" if options.device == "cuda" else stack.enter_context(TemporaryDirectory())
@@ -75,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setting = Setting(options.device, options.quick, options.out or Path(default), progress, patience)
         setting.out.mkdir(parents=True, exist_ok=True)
         about = head(arguments, options.device)
-        only = options.only or GROUPS
-        chosen = [check for check in CHECKS if {check.name, check.group} & {*only}]
+        only = set(options.only or [check.name for check in CHECKS])
+        chosen = [check for check in CHECKS if {check.name, check.group} & only]
         names = {check.name for check in chosen}
         kept = [line for line in earlier(setting.out / REPORT, about) if line[0] not in names]
         if kept:
