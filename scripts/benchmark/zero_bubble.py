@@ -19,7 +19,7 @@ from benchmark.contestants import Contestant, Ours, TorchPipeline, race
 from benchmark.paced import SAMPLE, WIDTH, Paced
 from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Job, Scale, Task, compose_task, prepare
-from benchmark.worlds import Say, run_world, titled
+from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.blueprint import Plan, profile_conditions, with_costs
 from pipetrain.partition.network import Chain
 from pipetrain.partition.profile import LayerTime
@@ -213,7 +213,7 @@ def layer_times(mesh: Mesh, task: Task) -> list[LayerTime]:
     """Measure the layers for a microbatch, on all ranks at once. All ranks get the same times."""
     cfg, job = compose_task(task, ONCE), prepare(task, ONCE, RANKS)
     draft = job.plan
-    found = measure_together(mesh, draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
+    found = measure_together(fitted(mesh, draft), draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
     return make_profile(profile_conditions(cfg, draft.settings), mesh.device, found).layers
 
 
