@@ -31,7 +31,7 @@ from tests.support.processes import (
 NEEDED = ("safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy")
 OVER_NCCL = str(Path(__file__).with_name("over_nccl.py"))
 EPOCHS, KILLED, STOPPED = 8, 2, 5  # of a run; after which a rank is killed, and all are stopped
-WAIT_S = 40  # that a rank may wait for another
+WAIT_S = 25  # that a rank may wait for another: it says so before torchrun kills it
 STOP_S = 30.0  # torchrun kills its ranks so many seconds after SIGTERM
 RUN_S = 120.0  # a run may take
 TOLERANCE = 1e-9  # of weights in float64
@@ -91,6 +91,7 @@ def killed(setting: Setting, folder: Path, words: Sequence[str]) -> Iterator[Row
     """Kill rank 1 in the middle of a run; the other one says so, and ends in time."""
     with pipetrain(setting, folder, words) as process:
         await_epoch(process, KILLED)
+        sleep(0.25)  # half an epoch
         start = monotonic()
         os.kill(rank_of(process, 1), signal.SIGKILL)
         out = ended(process)
