@@ -78,8 +78,12 @@ def choose_device(world: World, device: str) -> torch.device:
 
 
 def shares_gpu(world: World, device: torch.device) -> bool:
-    """Return whether ranks of this machine share a GPU: NCCL refuses that, so they use gloo."""
-    return device.type == "cuda" and world.local_size > torch.cuda.device_count()
+    """Return whether ranks of this machine share a GPU: NCCL refuses that, so they use gloo.
+
+    With an NCCL_HOSTID of its own for each rank it does not.
+    """
+    several = device.type == "cuda" and world.local_size > torch.cuda.device_count()
+    return several and "NCCL_HOSTID" not in os.environ
 
 
 def choose_interface(world: World) -> None:

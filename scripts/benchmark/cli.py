@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from benchmark import (
     api,
     factory,
     gpt,
+    gpu,
     held,
     memory,
     models,
@@ -46,6 +49,7 @@ SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
     "wire": wire.suite,
     "routes": routes.suite,
     "factory": factory.suite,
+    "gpu": gpu.suite,
 }
 FAILED, INTERRUPTED = 1, 130
 
@@ -57,23 +61,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # every rank's threads, whatever library starts them
     scale = Scale(1 if options.quick else options.rounds, options.quick, options.profile, options.page)
     head = report.machine(arguments)
+    if "gpu" in options.suites and torch.cuda.is_available():
+        head |= report.gpu()
     rows: list[Row] = []
-    failures: list[str] = []
+    notes: list[str] = []
     status = 0
     try:
         with interruptible():
             for name in options.suites or SUITES:
+                if not options.suites and name == "gpu" and not torch.cuda.is_available():
+                    notes.append("Suite gpu was left out: it needs a GPU that torch can use.")
+                    continue
                 try:
                     for row in SUITES[name](scale, report.progress):
                         rows.append(row)  # one by one: what was measured stays where the suite then ends
                 except WorldFailed as error:
                     print(f"\nbench: suite {name}: {error}", file=sys.stderr)
-                    failures.append(f"Suite {name} FAILED: {str(error).strip().splitlines()[-1]}")
+                    notes.append(f"Suite {name} FAILED: {str(error).strip().splitlines()[-1]}")
                     status = FAILED
     except KeyboardInterrupt:
-        failures.append(f"INTERRUPTED in suite {name}: what follows it is missing.")
+        notes.append(f"INTERRUPTED in suite {name}: what follows it is missing.")
         status = INTERRUPTED
-    text = report.markdown(head, rows, failures)
+    text = report.markdown(head, rows, notes)
     print(file=sys.stderr)
     print(text, end="")
     if options.out:

@@ -12,10 +12,11 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -29,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmark.report import Series
 from benchmark.tasks import LR, Job
-from benchmark.worlds import Say
+from benchmark.worlds import Say, fitted
 from pipetrain.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
@@ -94,6 +95,8 @@ def _turn(mesh: Mesh, contestant: Contestant) -> tuple[float, float | None]:
     mesh.gather("the start of a turn", None)
     start = time.perf_counter()
     full = contestant.run()
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)  # a rank that knows no loss has not waited for its GPU
     end = time.perf_counter()
     laps: list[tuple[float, float, float | None]] = mesh.gather("a turn's times", (start, end, full))  # type: ignore[assignment]
     starts, ends, known = zip(*laps, strict=True)
@@ -102,12 +105,14 @@ def _turn(mesh: Mesh, contestant: Contestant) -> tuple[float, float | None]:
 
 
 class BatchFeed:
-    """The same batch again and again, from memory. See engine.Feed."""
+    """The same batch again and again, from memory, in the plan's layout. See engine.Feed."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
-        self._inputs = job.samples.to(device).chunk(job.microbatches)
+        samples = job.plan.numerics.arrange(job.samples.to(device))
+        self._inputs = samples.chunk(job.microbatches)
         targets = job.targets.to(device).chunk(job.microbatches)
-        weights = [float(job.task.weight(part)) for part in targets]
+        self._weight = job.task.weight
+        weights = [float(self._weight(part)) for part in targets]
         self._targets = [
             Target(part, weight, weight / sum(weights)) for part, weight in zip(targets, weights, strict=True)
         ]
@@ -128,7 +133,7 @@ class BatchFeed:
         """There is nothing to make."""
 
     def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
-        """Return the first microbatch's samples and targets."""
+        """Return the first microbatch's inputs and targets, without taking them."""
         return self.input(0), self.target(0)
 
 
@@ -144,7 +149,7 @@ class Ours:
         channel: Channel | None = None,
         clock: Clock | None = None,
     ) -> None:
-        plan = job.plan
+        plan, mesh = job.plan, fitted(mesh, job.plan)
         window = max(plan.windows)
         self.name = name
         self.plan = plan
@@ -212,25 +217,69 @@ class Theirs(ABC):
             assert all(map(math.isfinite, self.losses)), f"losses {self.losses}: {self.name} does not train"
 
 
-class TorchPipeline(Theirs):
-    """A schedule of torch.distributed.pipelining over the job's stages, where the job's plan has them."""
+class Innermost(nn.Module):
+    """A stage in channels_last whose messages are contiguous: they travel with their channels innermost.
 
-    def __init__(self, schedule: str, job: Job, mesh: Mesh, batches: int) -> None:
+    `enters`, `leaves`: whether there is a message before it, and behind it.
+    """
+
+    def __init__(self, stage: nn.Module, enters: bool, leaves: bool) -> None:
+        super().__init__()
+        self.stage, self._enters, self._leaves = stage, enters, leaves
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the stage."""
+        if self._enters and x.dim() == 4:
+            x = x.permute(0, 3, 1, 2)
+        y: Tensor = self.stage(x)
+        return y.permute(0, 2, 3, 1).contiguous() if self._leaves and y.dim() == 4 else y
+
+
+class TorchPipeline(Theirs):
+    """A schedule of torch.distributed.pipelining over the job's stages, where the job's plan has them.
+
+    `group`: of all ranks, for its messages; None: the default one. `arranged`: in the plan's layout, as ours;
+    else contiguous. On a GPU each stage runs once alone, because what is run for the first time while a
+    receive is posted may wait for it for good.
+    """
+
+    def __init__(
+        self,
+        schedule: str,
+        job: Job,
+        mesh: Mesh,
+        batches: int,
+        group: dist.ProcessGroup | None = None,
+        arranged: bool = False,
+    ) -> None:
         plan, rank = job.plan, mesh.world.rank
-        parts = {stage: job.stage(stage) for stage, on in enumerate(plan.placement) if on == rank}
-        module = nn.ModuleList(parts.values())
-        super().__init__(f"torch {schedule}", job, module, batches, job.microbatches)
-        self._inputs = (job.samples,) if 0 in parts else ()
-        self._targets = job.targets if plan.stages - 1 in parts else None
+        numbers = [stage for stage, on in enumerate(plan.placement) if on == rank]
+        last = plan.stages - 1
+        parts: dict[int, nn.Module] = {stage: job.stage(stage).to(mesh.device) for stage in numbers}
+        samples = job.samples.to(mesh.device)
+        if arranged:
+            samples = plan.numerics.arrange(samples)
+            for part in parts.values():
+                plan.numerics.arrange_weights(part)
+            if plan.numerics.channels_last:
+                parts = {stage: Innermost(part, stage > 0, stage < last) for stage, part in parts.items()}
+        super().__init__(f"torch {schedule}", job, nn.ModuleList(parts.values()), batches, job.microbatches)
+        self._inputs = (samples,) if 0 in parts else ()
+        self._targets = job.targets.to(mesh.device) if last in parts else None
+        loss = job.task.to(mesh.device).loss
+        if mesh.device.type == "cuda":
+            for stage, part in parts.items():
+                _rehearse(
+                    part, _entering(job, stage, samples), loss if stage == last else None, self._targets
+                )
         made = {**SCHEDULES, **ZERO_BUBBLE}[schedule]
-        stages = [PipelineStage(part, stage, plan.stages, mesh.device) for stage, part in parts.items()]
+        stages = [
+            PipelineStage(part, stage, plan.stages, mesh.device, group=group) for stage, part in parts.items()
+        ]
         several = issubclass(made, PipelineScheduleMulti)
         # Gradients are divided by the number of microbatches, so that an update is the batch's mean, as ours.
         self._schedule = made(
-            stages if several else stages[0],
-            job.microbatches,
-            loss_fn=job.task.loss,
-            scale_grads=True,
+            stages if several else stages[0], job.microbatches, loss_fn=loss, scale_grads=True
         )
 
     def _backward(self) -> Tensor | None:
@@ -242,20 +291,57 @@ class TorchPipeline(Theirs):
         return torch.stack(losses).mean()
 
 
+def _entering(job: Job, stage: int, samples: Tensor) -> Tensor:
+    """Return what enters a stage of TorchPipeline's, made up but for the first one."""
+    if stage == 0:
+        return samples[: job.size]
+    x = _random(job.plan.boundaries[job.size][stage].specs[0]).to(samples.device)
+    if job.plan.numerics.channels_last and x.dim() == 4:
+        x = x.permute(0, 2, 3, 1).contiguous()
+    return x.requires_grad_()
+
+
+def _rehearse(
+    part: nn.Module, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None, targets: Tensor | None
+) -> None:
+    """Run a stage once, forward and backward, and forget its gradients."""
+    outputs = part(x)
+    if loss is not None and targets is not None:
+        outputs = loss(outputs, targets[: len(x)])
+    outputs.backward(torch.ones_like(outputs))
+    part.zero_grad()
+
+
 class Plain(Theirs):
-    """A plain PyTorch loop over the whole model, on rank 0 alone or, with `parallel`, shared by all (DDP)."""
+    """A plain PyTorch loop over the whole model, on rank 0 alone or, with `parallel`, shared by all (DDP).
+
+    `pieces`: into which a batch is cut, whose gradients add up. `arranged`: in the plan's layout, as ours;
+    else contiguous.
+    """
 
     def __init__(
-        self, name: str, job: Job, mesh: Mesh, batches: int, threads: int = 1, parallel: bool = False
+        self,
+        name: str,
+        job: Job,
+        mesh: Mesh,
+        batches: int,
+        threads: int = 1,
+        parallel: bool = False,
+        pieces: int = 1,
+        arranged: bool = False,
     ) -> None:
         rank, ranks = mesh.world.rank, mesh.world.size
         model: nn.Module = job.model.to(mesh.device)
-        self._samples, self._targets = job.samples.to(mesh.device), job.targets.to(mesh.device)
+        samples, targets = job.samples.to(mesh.device), job.targets.to(mesh.device)
+        if arranged:
+            job.plan.numerics.arrange_weights(model)
+            samples = job.plan.numerics.arrange(samples)
         if parallel:
             model = DistributedDataParallel(job.model)
-            self._samples, self._targets = job.samples.chunk(ranks)[rank], job.targets.chunk(ranks)[rank]
-        super().__init__(name, job, model, batches, 1)
-        self._loss = job.task.loss
+            samples, targets = samples.chunk(ranks)[rank], targets.chunk(ranks)[rank]
+        self._batch = list(zip(samples.chunk(pieces), targets.chunk(pieces), strict=True))
+        super().__init__(name, job, model, batches, pieces)
+        self._loss = job.task.to(mesh.device).loss
         self._threads = threads
         self._works = parallel or rank == 0
 
@@ -267,9 +353,12 @@ class Plain(Theirs):
             torch.set_num_threads(1)
 
     def _backward(self) -> Tensor:
-        loss = self._loss(self._module(self._samples), self._targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
+        losses = []
+        for samples, targets in self._batch:
+            loss = self._loss(self._module(samples), targets) / len(self._batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
 
 class Alone(Theirs):

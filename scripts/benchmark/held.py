@@ -10,8 +10,7 @@ from torch import Tensor
 from benchmark.contestants import BatchFeed
 from benchmark.report import Row, Verdict
 from benchmark.tasks import Job, Scale, Task, prepare
-from benchmark.worlds import Say, run_world, titled
-from benchmark.zero_bubble import Meshes
+from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.boundary import on_each
 from pipetrain.partition.sizes import optimizer_state
 from pipetrain.prediction import memory, played, sized
@@ -106,8 +105,7 @@ def measure(mesh: Mesh, say: Say, case: Case) -> list[Found]:
     """Measure the stages of one rank."""
     job = job_of(case)
     plan = job.plan
-    mesh = Meshes(mesh).of(plan)
-    mesh.open(plan.edges, plan.ties)
+    mesh = fitted(mesh, plan)
     stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), mesh)
     engine = make_engine(plan, stages, mesh)
     for number in range(WINDOWS):

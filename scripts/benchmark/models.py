@@ -17,7 +17,7 @@ from statistics import median
 from benchmark.contestants import FULL, RIVALS, SCHEDULES, Alone, Contestant, Ours, Plain, TorchPipeline, race
 from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Job, Scale, Task, compose_task, prepare, schedules
-from benchmark.worlds import Say, run_world, titled
+from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.blueprint import profile_conditions
 from pipetrain.partition.balance import STRATEGIES, choose_cuts
 from pipetrain.partition.estimate import Layer
@@ -86,7 +86,7 @@ def profiled_cut(mesh: Mesh, task: Task) -> Cut:
     whole = task.extended(WHOLE)
     cfg, job = compose_task(whole, "1f1b"), prepare(whole, "1f1b", RANKS)
     draft = job.plan
-    found = measure_together(mesh, draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
+    found = measure_together(fitted(mesh, draft), draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
     profile = make_profile(profile_conditions(cfg, draft.settings), mesh.device, found)
     return tuple(prepare(whole.extended("partition=profile"), "1f1b", RANKS, profile=profile).plan.cuts)
 

@@ -20,7 +20,7 @@ from torch import nn
 from benchmark.contestants import Alone, Contestant, Ours
 from benchmark.report import Row, Verdict
 from benchmark.tasks import Scale, Task, prepare
-from benchmark.worlds import Say, run_world, titled
+from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.coded import WrappedChannel
@@ -99,7 +99,7 @@ def measure(mesh: Mesh, say: Say, scale: Scale) -> dict[str, list[Figures]]:
         task = TASK.extended(f"microbatches={m}")
         job, twin = (prepare(task, schedule, RANKS, batches) for _ in range(2))
         ours = Ours(schedule, job, mesh, batches)
-        channel = TimedChannel(mesh.channel(job.plan.settings.buffer_size))
+        channel = TimedChannel(fitted(mesh, job.plan).channel(job.plan.settings.buffer_size))
         timed = Ours("twin", twin, mesh, batches, channel, CpuClock(mesh.device))
         alone = Alone("plain", prepare(task, "1f1b", RANKS), mesh, batches)
         for one in (ours, timed, alone):

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+import torch
+
 from comparison.runs import describe_machine
 from comparison.table import aligned
 
@@ -26,7 +28,8 @@ process, a plain PyTorch loop. Once full: between the last stage's updates, with
 draining of the window. Zero bubble: `x 1f1b` is ours, `x torch's` its schedule of the same order. Split: F, I
 and W beside F and B of the same layers, in time and floating-point operations; MiB that are held. Wire: an
 epoch of CIFAR-10 (782 batches) at the time of the batches that were measured; MiB on the wire and
-milliseconds of codecs are of a batch, on all ranks. Routes: MiB that all ranks send a batch.
+milliseconds of codecs are of a batch, on all ranks. Routes: MiB that all ranks send a batch. Gpu: `x torch`
+is torch.distributed.pipelining's schedule.
 Factory: the most that a rank has held beyond what it holds when everything is imported."""
 
 
@@ -83,6 +86,18 @@ def machine(arguments: Sequence[str], script: str = "scripts/bench.py") -> dict[
         "machine": f"{about['machine']}, load {os.getloadavg()[0]:.2f} at the start",
         "software": f"Python {about['python']}, torch {about['torch']}, {about['system']}, "
         f"pipetrain {about['pipetrain']}",
+    }
+
+
+def gpu() -> dict[str, str]:
+    """Say which GPU is used, and by which libraries."""
+    name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return {
+        "GPU": f"{name}, {gib:.0f} GiB, compute capability {capability[0]}.{capability[1]}",
+        "libraries": f"CUDA {torch.version.cuda}, cuDNN {cudnn}, NCCL {nccl}",
     }
 
 

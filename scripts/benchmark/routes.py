@@ -55,8 +55,6 @@ def measure(mesh: Mesh, say: Say, scale: Scale) -> Found:
     cuts = str(jobs[ROUTES].plan.cuts).replace(" ", "")
     handed = task.extended("model._target_=benchmark.routes.by_hand", f"partition={cuts}")
     jobs[BY_HAND] = prepare(handed, SCHEDULE, stages)
-    for job in jobs.values():
-        mesh.open(job.plan.edges)
     contestants = [Ours(name, job, mesh) for name, job in jobs.items()]
     series = race(mesh, contestants, scale.rounds, say)
     mine = {one.name: (_sent(one), one.losses) for one in contestants}

@@ -91,7 +91,7 @@ def _chain(model: nn.Module) -> nn.Sequential:
 @cache
 def compose_task(task: Task, schedule: str) -> DictConfig:
     """Return the configuration of a task."""
-    overrides = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", "device=cpu", f"schedule={schedule}"]
+    overrides = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", f"schedule={schedule}"]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return compose("config", overrides=as_hydra([*overrides, *task.overrides]))
 

@@ -15,7 +15,7 @@ from benchmark.paced import Paced
 from benchmark.report import Row, timed_row
 from benchmark.tasks import Scale
 from benchmark.worlds import Say, run_world, titled
-from benchmark.zero_bubble import Meshes, Way, bound, prepared
+from benchmark.zero_bubble import Way, bound, prepared
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import COMPUTE, Op
 from pipetrain.schedule.tailored import most_open
@@ -60,12 +60,11 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
 
 def measure(mesh: Mesh, say: Say, names: Sequence[str], product_s: float, rounds: int) -> list[Shown]:
     """Run every schedule, on one rank; returns what all ranks did."""
-    meshes = Meshes(mesh)
     contestants, taken, paper = [], {}, {}
     for name in names:
         way = Way(name, BATCHES, v=name not in ("1f1b", "zb_h1"))
         job, one_s = prepared(way, mesh.world.size, MICROBATCHES, product_s)
-        ours = Ours(name, job, meshes.of(job.plan))
+        ours = Ours(name, job, mesh)
         rows: list[Spans] = []
         ours.observe = rows.append
         taken[name], paper[name] = rows, BATCHES * bound(job.plan, one_s)

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmark.contestants import FULL, Ours, race
 from benchmark.report import Row, Series, ratio
 from benchmark.tasks import Scale, Task, prepare
-from benchmark.worlds import TIMEOUT_S, Say, run_world, titled
+from benchmark.worlds import TIMEOUT_S, Say, fitted, run_world, titled
 from pipetrain.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel, Edge, Message, expired
 from pipetrain.runtime.coded import WrappedChannel
@@ -125,7 +125,7 @@ def measure(mesh: Mesh, say: Say, bandwidth: float, scale: Scale) -> Found:
         for name, codecs in CODECS.items():
             job = prepare(task.extended(*codecs), schedule, RANKS, batches)
             plan = job.plan
-            plain = mesh.channel(plan.settings.buffer_size, plan.numerics.channels_last)
+            plain = fitted(mesh, plan).channel(plan.settings.buffer_size, plan.numerics.channels_last)
             channel = SlowChannel(plain, bandwidth)
             contestants.append(Ours(f"{schedule}, {name}", job, mesh, batches, channel))
     series = race(mesh, contestants, scale.rounds, say)

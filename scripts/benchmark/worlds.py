@@ -15,7 +15,7 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -25,14 +25,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipetrain.blueprint import Plan
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World
 from pipetrain.seal import Seal, SealedStore
 
 TIMEOUT_S = 300.0  # of any wait between ranks
 SILENCE_S = 900.0  # after which ranks that say nothing are given up
-LAST_WORDS_S = 5.0  # before a deadline, when a rank tells where it stands
-SLICES = 2  # stages a rank that a mesh has room for
+LAST_WORDS_S = (
+    5.0  # before a deadline, when a rank tells where it stands; after a failure, for the others' errors
+)
 
 Say = Callable[[str], None]
 """Tells the person who waits how far it is."""
@@ -51,33 +53,50 @@ def titled(say: Say, title: str) -> Say:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the ranks of a world compute and how they send: see Mesh. On a GPU, all of them on the first one.
+    """Where the ranks of a world compute and how they send: see Mesh.
 
-    `timeout`: seconds that any wait between ranks may take.
+    On a GPU they share the first one, or are `apart`, each on its own where there are enough. `timeout`:
+    seconds that any wait between ranks may take.
     """
 
     device: str = "cpu"
     staged: bool | None = None
     timeout: float = TIMEOUT_S
+    apart: bool = False
 
     def __call__(self, world: World, path: str) -> Mesh:
-        """Join the ranks by one mesh that serves every contestant, with up to SLICES stages a rank."""
-        if self.device == "cuda":
-            share_gpu(world.rank)
+        """Join the ranks by a mesh without edges: see `fitted`."""
+        device = torch.device(self.device)
+        if device.type == "cuda":
+            apart = self.apart and torch.cuda.device_count() >= world.size
+            device = torch.device("cuda", world.rank if apart else 0)
+            if not apart and not self.staged:
+                share_gpu(world.rank)
         keep_freed_memory()  # as a run of ours does, whoever's turn it is
-        ranks = world.size
-        placement = list(range(ranks)) * SLICES if ranks > 1 else [0]
-        edges = [e for stage in range(len(placement) - 1) for e in ((stage, stage + 1), (stage + 1, stage))]
-        store = meeting(world, path) if ranks > 1 else None
-        device = torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
-        return Mesh(world, placement, edges, device, store, self.timeout, self.staged)
+        store = meeting(world, path) if world.size > 1 else None
+        return Mesh(world, range(world.size), [], device, store, self.timeout, self.staged)
 
 
 CPU = Place()
+_fitted: dict[tuple[int, ...], Mesh] = {}
+
+
+def fitted(mesh: Mesh, plan: Plan) -> Mesh:
+    """Return a mesh of the same ranks for a plan: with its placement, its edges and its ties.
+
+    There is one a placement. All ranks call it in the same order.
+    """
+    if mesh.world.size == 1:
+        return mesh
+    where = tuple(plan.placement)
+    if where not in _fitted:
+        _fitted[where] = Mesh(mesh.world, where, [], mesh.device, None, mesh._timeout, mesh.staged)
+    _fitted[where].open(plan.edges, plan.ties)
+    return _fitted[where]
 
 
 class WorldFailed(RuntimeError):
-    """A rank failed, died or fell silent; the message says which, and its traceback."""
+    """Ranks failed, died or fell silent; the message says which, who was first, and what each said."""
 
 
 def run_world(
@@ -111,6 +130,7 @@ def run_ranks(
     context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload(["torch._dynamo", preload])
     pipes: list[Connection] = []
+    processes: list[Any] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         for rank in range(ranks):
             here, there = context.Pipe(duplex=False)
@@ -122,15 +142,20 @@ def run_ranks(
             ending.callback(process.kill)
             there.close()
             pipes.append(here)
-        return _collect(pipes, say, end, deadline)
+            processes.append(process)
+        return _collect(pipes, processes, say, end, deadline)
 
 
-def _collect(pipes: list[Connection], say: Say, end: float, deadline: float) -> list[Any]:
+def _collect(
+    pipes: Sequence[Connection], processes: Sequence[Any], say: Say, end: float, deadline: float
+) -> list[Any]:
     results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+    failures: dict[int, tuple[float, str]] = {}  # when, and what
+    while waiting := {p: r for r, p in enumerate(pipes) if r not in results and r not in failures}:
         left = max(0.0, end - monotonic())
         ready = wait(list(waiting), min(SILENCE_S, left))
+        if not ready and failures:
+            break
         if not ready:
             silent = f"said nothing for {SILENCE_S:g} s"
             late = f"were still running after {deadline:.0f} s"
@@ -140,14 +165,26 @@ def _collect(pipes: list[Connection], say: Say, end: float, deadline: float) -> 
             try:
                 kind, value = pipe.recv()
             except EOFError:
-                raise WorldFailed(f"rank {rank} died without a word") from None
+                processes[rank].join(1.0)
+                kind, value = "failed", (monotonic(), f"died without a word ({processes[rank].exitcode})")
             if kind == "said":
                 say(value)
             elif kind == "failed":
-                raise WorldFailed(f"rank {rank} failed:\n{value}")
+                failures[rank] = value
+                end = min(end, monotonic() + LAST_WORDS_S)
             else:
                 results[rank] = value
+    if failures:
+        raise WorldFailed(_told(failures))
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _told(failures: Mapping[int, tuple[float, str]]) -> str:
+    """Say what each rank said, the first one first; in the last line all in short."""
+    in_order = sorted(failures, key=lambda rank: failures[rank][0])
+    whole = [f"rank {rank} {failures[rank][1].strip()}" for rank in in_order]
+    short = [f"rank {rank}: {failures[rank][1].strip().splitlines()[-1]}" for rank in in_order]
+    return "\n".join([*whole, f"first {'; then '.join(short)}"] if len(whole) > 1 else whole)
 
 
 def _enter(
@@ -173,7 +210,7 @@ def _enter(
     try:
         pipe.send(("done", work(meet(world, path), say, *arguments)))
     except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
+        pipe.send(("failed", (monotonic(), f"failed:\n{traceback.format_exc()}")))
 
 
 def _end_with_parent() -> None:

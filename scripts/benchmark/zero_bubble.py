@@ -19,7 +19,7 @@ from benchmark.contestants import Contestant, Ours, TorchPipeline, race
 from benchmark.paced import SAMPLE, WIDTH, Paced
 from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Job, Scale, Task, compose_task, prepare
-from benchmark.worlds import Say, run_world, titled
+from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.blueprint import Plan, profile_conditions, with_costs
 from pipetrain.partition.network import Chain
 from pipetrain.partition.profile import LayerTime
@@ -135,26 +135,9 @@ def copied(job: Job) -> Job:
     return replace(job, model=deepcopy(job.model))
 
 
-class Meshes:
-    """A mesh for each placement of stages, because each stage boundary has process groups of its own."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._made: dict[tuple[int, ...], Mesh] = {}
-
-    def of(self, plan: Plan) -> Mesh:
-        """Return the mesh for a plan. All ranks call it in the same order."""
-        where = tuple(plan.placement)
-        if where not in self._made:
-            crossing = [(a, b) for a, b in plan.routes if where[a] != where[b]]
-            edges = [edge for a, b in crossing for edge in ((a, b), (b, a))]
-            self._made[where] = Mesh(self._mesh.world, where, edges, self._mesh.device, None, 300.0)
-        return self._made[where]
-
-
 def measure(mesh: Mesh, say: Say, sizes: Sizes, rounds: int) -> tuple[Series, dict[str, float]]:
     """Race everybody, on one rank; returns the series, and what each should be on paper."""
-    ranks, meshes = mesh.world.size, Meshes(mesh)
+    ranks = mesh.world.size
     contestants: list[Contestant] = []
     bounds: dict[str, float] = {}
     for m in sizes.microbatches:
@@ -167,7 +150,7 @@ def measure(mesh: Mesh, say: Say, sizes: Sizes, rounds: int) -> tuple[Series, di
                 rival.name += f", m = {m}"
                 contestants.append(Paced(rival, one_s))
                 bounds[rival.name] = bounds[full]
-            contestants.append(Paced(Ours(full, job, meshes.of(job.plan)), one_s))
+            contestants.append(Paced(Ours(full, job, mesh), one_s))
     return race(mesh, contestants, rounds, say), bounds
 
 
@@ -209,7 +192,7 @@ def measure_model(mesh: Mesh, say: Say, task: Task, scale: Scale) -> tuple[Serie
 
     Returns the series, and the cut of each.
     """
-    layers, meshes = layer_times(mesh, task), Meshes(mesh)
+    layers = layer_times(mesh, task)
     contestants: list[Contestant] = []
     cuts: dict[str, list[int]] = {}
     for name in MODELS:
@@ -222,7 +205,7 @@ def measure_model(mesh: Mesh, say: Say, task: Task, scale: Scale) -> tuple[Serie
             rival = TorchPipeline(way.rival.removeprefix("torch "), copied(job), mesh, BATCHES)
             contestants.append(rival)
             cuts[rival.name] = cut
-        contestants.append(Ours(name, job, meshes.of(job.plan), BATCHES))
+        contestants.append(Ours(name, job, mesh, BATCHES))
     return race(mesh, contestants, scale.rounds, say), cuts
 
 
@@ -230,7 +213,7 @@ def layer_times(mesh: Mesh, task: Task) -> list[LayerTime]:
     """Measure the layers for a microbatch, on all ranks at once. All ranks get the same times."""
     cfg, job = compose_task(task, ONCE), prepare(task, ONCE, RANKS)
     draft = job.plan
-    found = measure_together(mesh, draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
+    found = measure_together(fitted(mesh, draft), draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
     return make_profile(profile_conditions(cfg, draft.settings), mesh.device, found).layers
 
 

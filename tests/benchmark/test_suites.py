@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark import cli, memory, models, sleep
+from benchmark import cli, contestants, memory, models, sleep
 from benchmark.contestants import Ours
 from benchmark.report import Row
 from benchmark.tasks import prepare
@@ -30,7 +30,8 @@ class NoMesh:
         return None
 
 
-def test_the_bound_of_a_flush_is_the_formula():
+def test_the_bound_of_a_flush_is_the_formula(monkeypatch):
+    monkeypatch.setattr(contestants, "fitted", lambda mesh, plan: mesh)
     short = sleep.Nap(0, 0, (4,), (4,), 32)  # nothing sleeps while the plan is made
     ours = Ours("x", prepare(sleep.task(short, 4, 4), "1f1b", 4), NoMesh(), clock=object())
     assert sleep.bound(ours, NAP) == pytest.approx((4 + 4 - 1) * 0.09)
@@ -109,6 +110,13 @@ WHAT_IT_SHOWS = {
     "timelines": ["timelines, a window of 2 batches", "v_async: ", "% bubble"],
     "held": ["held, mlp", "measured / predicted"],
     "split": ["split, GPT block, d = 128", "torch's walk: F + I + W", "I+W / B", "median of all"],
+    "gpu": [
+        "gpu, a rehearsal on the CPU, GPT",
+        "torch GPipe",
+        "x torch 1F1B",
+        "one process, mlp",
+        "plain loop",
+    ],
     "routes": ["routes, 4 stages", "by hand through every stage", "MiB as on paper, fewer MiB than by hand"],
 }
 

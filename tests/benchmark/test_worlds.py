@@ -89,6 +89,19 @@ def test_a_rank_that_ends_early_ends_all(how, why):
     assert time.monotonic() - start < DEADLINE_S / 2
 
 
+def fail_in_turn(mesh, say):
+    time.sleep(0.0 if mesh.world.rank == 1 else 0.5)
+    raise ValueError("no more" if mesh.world.rank == 1 else "Connection closed by peer")
+
+
+def test_the_rank_that_failed_first_is_named_first():
+    with pytest.raises(WorldFailed) as failed:
+        run_world(fail_in_turn, 2, print)
+    whole, last = str(failed.value), str(failed.value).splitlines()[-1]
+    assert whole.count("Traceback") == 2
+    assert last == "first rank 1: ValueError: no more; then rank 0: ValueError: Connection closed by peer"
+
+
 LINGER = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "scripts")!r}]

@@ -14,7 +14,7 @@ from benchmark import split, timelines, zero_bubble
 from benchmark.contestants import Ours, Plain, TorchPipeline
 from benchmark.paced import SAMPLE, Pace, products
 from benchmark.worlds import run_world
-from benchmark.zero_bubble import WAYS, Meshes, best_cut, bound, copied, costs, prepared
+from benchmark.zero_bubble import WAYS, best_cut, bound, copied, costs, prepared
 from pipetrain.partition.profile import LayerTime
 from pipetrain.schedule.actions import parse_action
 from pipetrain.schedule.timeline import Row, Span, Timeline
@@ -85,12 +85,12 @@ def test_the_cut_is_the_fastest_on_paper_for_the_order():
 
 def turns(mesh, say):
     """Return the losses of everybody's batch, where this rank knows them."""
-    meshes, losses = Meshes(mesh), {}
+    losses = {}
     for name in ("zb_h1", "zbv"):
         job, _ = prepared(WAYS[name], 2, 4, 0.0)
         plain = Plain(f"plain, {name}", copied(job), mesh, 2)
         rival = TorchPipeline(WAYS[name].rival.removeprefix("torch "), copied(job), mesh, 2)
-        ours = Ours(name, job, meshes.of(job.plan), 2)
+        ours = Ours(name, job, mesh, 2)
         for one in (ours, rival, plain):
             one.run()
             losses[one.name] = one.losses

@@ -1,153 +1,138 @@
-"""What a stage holds on the GPU, against what `simulate` says times what one microbatch was seen to take."""
+"""What a rank holds on the GPU, by its allocator, against the plan's prediction.
+
+The plan predicts what stages hold between two actions. While an action runs it needs more: the gradients
+between its layers, and the workspaces of a convolution. How much is measured action by action. So the peak of
+a window is at least what was predicted, and at most that and what the neediest action needs.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmark.contestants import Ours
-from benchmark.tasks import Job, Task, prepare
-from benchmark.worlds import Say
-from pipetrain.boundary import Boundary
+from benchmark.held import NEAR, WINDOWS, Case, Feed, job_of
+from benchmark.worlds import fitted
+from pipetrain.prediction import memory as over_time
+from pipetrain.prediction import played
+from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.stage import Target
-from pipetrain.training.assembly import make_stages
+from pipetrain.schedule.actions import Action
+from pipetrain.training.assembly import make_engine, make_stages
 from tests.gpu.rows import MIB, Row, Setting, judged
 
-SCHEDULES = ("gpipe", "1f1b", "pipedream", "pipedream_2bw")
-SIZE = 32  # samples of a microbatch
-MICROBATCHES = 4  # of a batch; 1 with pipedream
-WINDOW_BATCHES = 8
-LOW, HIGH = 0.75, 1.25  # of what is predicted
+BATCH = "batch_size=128"  # in 4 microbatches
+RECOMPUTED = ("recompute=always",)
+TWO: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpipe", "1f1b", "pipedream", "pipedream_2bw", "zb_h1", "zb_h2", "zbv"), ()),
+    "1f1b, recompute=always": RECOMPUTED,
+    "1f1b, recompute=selective": ("recompute=selective",),
+    "zbv, recompute=always": RECOMPUTED,
+}
+FOUR: dict[str, tuple[str, ...]] = dict.fromkeys(("1f1b", "pipedream", "zb_h1", "zbv"), ())
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One rank's peaks: counted and simulated (activations, versions), measured and predicted (bytes)."""
+    """One rank's peaks. `counted`, `simulated`: microbatches and versions by stage; the others in bytes.
 
-    counted: tuple[int, int]
-    simulated: tuple[int, int]
+    `needed`: the most that an action needed while it ran.
+    """
+
+    counted: list[tuple[int, int]]
+    simulated: list[tuple[int, int]]
     measured: int
     predicted: int
+    needed: int
 
 
 def memory(setting: Setting) -> Iterator[Row]:
-    """Each schedule on 2 and 4 ranks."""
-    task = Task(("model=mlp" if setting.quick else "model=vgg16",))
-    for ranks in (2,) if setting.quick else (2, 4):
-        found = setting.world(measure, ranks, task)
-        for schedule in SCHEDULES:
-            held = [rank[schedule] for rank in found]
-            counted, simulated = [h.counted for h in held], [h.simulated for h in held]
-            what = f"{ranks} ranks, {schedule}"
-            yield judged(
-                f"{what}: microbatches and versions", _pairs(counted), _pairs(simulated), counted == simulated
-            )
-            if setting.cuda:
-                ratios = [h.measured / h.predicted for h in held]
-                sizes = ", ".join(f"{h.measured / MIB:.0f}/{h.predicted / MIB:.0f}" for h in held)
-                yield judged(
-                    f"{what}: MiB measured/predicted",
-                    f"{sizes}: {' '.join(f'{r:.2f}' for r in ratios)}",
-                    f"{LOW} to {HIGH}",
-                    all(LOW <= ratio <= HIGH for ratio in ratios),
-                )
+    """Schedules with whole and split backwards, and recomputation, on 2 and 4 ranks."""
+    model = "mlp" if setting.quick else "vgg16"
+    for ranks, ways in ((2, {"zbv": ()}),) if setting.quick else ((2, TWO), (4, FOUR)):
+        cases = [Case(model, name.split(",")[0], ranks, (BATCH, *more)) for name, more in ways.items()]
+        for name, (_, found, why) in zip(ways, setting.each(measure, ranks, cases), strict=True):
+            if why:
+                yield judged(f"{ranks} ranks, {name}", why, "its windows", False)
+            else:
+                yield from make_rows(f"{ranks} ranks, {name}", found, setting.cuda)
 
 
-def _pairs(pairs: list[tuple[int, int]]) -> str:
-    return ", ".join(f"{a}+{b}" for a, b in pairs)
-
-
-def measure(mesh: Mesh, say: Say, task: Task) -> dict[str, Held]:
-    """Run a few windows of each schedule on one rank, which holds the stage of its number."""
-    return {schedule: _measure(mesh, say, schedule, task) for schedule in SCHEDULES}
-
-
-def _measure(mesh: Mesh, say: Say, schedule: str, task: Task) -> Held:
-    index, cuda = mesh.world.rank, mesh.device.type == "cuda"
-    m = 1 if schedule == "pipedream" else MICROBATCHES
-    task = task.extended(f"microbatches={m}", f"batch_size={m * SIZE}")
-    stash = above = before = 0
+def make_rows(what: str, ranks: Sequence[Held], cuda: bool) -> Iterator[Row]:
+    """Hold what each rank counted and measured against the plan's."""
+    counted, simulated = ([getattr(rank, name) for rank in ranks] for name in ("counted", "simulated"))
+    shown = (", ".join(f"{a}+{b}" for rank in pairs for a, b in rank) for pairs in (counted, simulated))
+    yield judged(f"{what}: microbatches and versions", *shown, counted == simulated)
     if cuda:
-        say(f"{schedule} on {mesh.world.size}: a microbatch alone")
-        stash, above = alone(prepare(task, schedule, mesh.world.size, WINDOW_BATCHES), mesh)
-        before = _allocated()
-    say(f"{schedule} on {mesh.world.size}: its windows")
-    job = prepare(task, schedule, mesh.world.size, WINDOW_BATCHES)
-    ours = Ours(schedule, job, mesh)
-    for _ in range(2):
-        ours.run()
-    measured = torch.cuda.max_memory_allocated() - before if cuda else 0
-    record = ours.stats[index]
-    simulation = ours.plan.window.simulation
-    activations, versions = simulation.activations[index], simulation.versions[index]
-    predicted = _fixed(job, index) + activations * stash + above
-    predicted += (versions - 1) * _weights(job, index) + messages(job, index)
-    return Held((record.activations, record.versions), (activations, versions), measured, predicted)
+        least = [(1 - NEAR) * rank.predicted for rank in ranks]
+        most = [(1 + NEAR) * (rank.predicted + rank.needed) for rank in ranks]
+        yield judged(
+            f"{what}: MiB",
+            ", ".join(f"{rank.measured / MIB:.0f}" for rank in ranks),
+            ", ".join(
+                f"{a / MIB:.0f} to {b / MIB:.0f} ({rank.predicted / MIB:.0f} + {rank.needed / MIB:.0f})"
+                for a, b, rank in zip(least, most, ranks, strict=True)
+            ),
+            all(a <= rank.measured <= b for a, b, rank in zip(least, most, ranks, strict=True)),
+        )
 
 
-def _allocated() -> int:
-    """Forget what nobody holds, and every peak; return the bytes that are allocated."""
-    gc.collect()
-    torch.cuda.synchronize()
+class ByAction(Meter):
+    """Measures, on a GPU, the peak of a window, and the most that an action needs while it runs."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)  # type: ignore[arg-type]
+        self.peak = self.needed = self._before = 0
+
+    def during(self, action: Action) -> AbstractContextManager[object]:
+        self._before = allocated()
+        return super().during(action)
+
+    def after(self, action: Action, messages: Iterable[tuple[Sequence[int], Tensor]]) -> None:
+        peak = torch.cuda.max_memory_allocated()
+        self.peak = max(self.peak, peak)
+        self.needed = max(self.needed, peak - max(self._before, torch.cuda.memory_allocated()))
+        super().after(action, messages)
+
+
+def allocated() -> int:
+    """Forget every peak; return the bytes that are allocated."""
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
 
 
-def alone(job: Job, mesh: Mesh) -> tuple[int, int]:
-    """Return what one microbatch keeps between forward and backward, and the peak above that.
+def measure(mesh: Mesh, case: Case) -> list[Held]:
+    """Run a few windows of a case on one rank, the last one measured; return what all ranks held.
 
-    The peak is that of a batch of one or two microbatches, one after the other: with two, the second meets
-    the gradient of the first. The first batch is not measured: it makes momenta and workspaces.
+    All is done twice: the first time libraries take workspaces, which they keep.
     """
-    index, device = mesh.world.rank, mesh.device
-    stage = make_stages(job.plan, job.model, job.task, job.optimizer, job.plan.settings.rate(1), mesh)[index]
-    entries = job.plan.boundaries[job.size]
-    last = index == job.plan.stages - 1
-    x = _random(entries[index], device)
-    grads = () if last else _random(entries[index + 1], device)
-    target = Target(job.targets[: job.size].to(device), job.size, 1.0) if last else None
-    stash = before = 0
-    for _ in range(2):
-        stage.begin_window()
-        before = _allocated()
-        for mb in range(min(job.microbatches, 2)):
-            start = torch.cuda.memory_allocated()
-            stage.forward(mb, x, 0, target)
-            stash = torch.cuda.memory_allocated() - start
-            stage.backward(mb, grads, 0)
-        stage.reduce()
-        stage.step(keep=False)
-    above = torch.cuda.max_memory_allocated() - before - stash
-    return stash + (_bytes(x) if index else 0), above  # the first stage's input is the batch's own
+    for _ in range(2 if mesh.device.type == "cuda" else 1):
+        held = _measure(mesh, case)
+        gc.collect()
+    return mesh.gather("what was held", held)  # type: ignore[return-value]
 
 
-def _random(boundary: Boundary, device: torch.device) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(spec.shape, dtype=spec.dtype, device=device) for spec in boundary.specs)
-
-
-def _bytes(tensors: tuple[Tensor, ...]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _weights(job: Job, index: int) -> int:
-    return sum(p.nbytes for p in job.stage(index).parameters())
-
-
-def _fixed(job: Job, index: int) -> int:
-    """Weights, statistics and momenta, and the batch of samples that every rank has in a benchmark."""
-    statistics = sum(buffer.nbytes for buffer in job.stage(index).buffers())
-    return 2 * _weights(job, index) + statistics + job.samples.nbytes
-
-
-def messages(job: Job, index: int) -> int:
-    """Receives posted ahead, the gradient that a backward works on, and gradients that are being sent."""
-    entries, bound = job.plan.boundaries[job.size], job.plan.settings.buffer_size
-    below = sum(spec.nbytes for spec in entries[index].specs) if index else 0
-    last = index == job.plan.stages - 1
-    above = 0 if last else sum(spec.nbytes for spec in entries[index + 1].specs)
-    return 2 * bound * below + (bound + 1) * above
+def _measure(mesh: Mesh, case: Case) -> Held:
+    cuda, job = mesh.device.type == "cuda", job_of(case)
+    plan, mesh = job.plan, fitted(mesh, job.plan)
+    feed = Feed(job, mesh.device)
+    before = allocated() if cuda else 0
+    stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), mesh)
+    engine = make_engine(plan, stages, mesh)
+    for number in range(WINDOWS):
+        if cuda and number + 1 == WINDOWS:
+            engine.meter = ByAction(stages, mesh.device)
+        engine.train(plan.order(max(plan.windows), mesh.world.rank), feed, job.microbatches)
+    meter = engine.meter
+    records = sorted(engine.stats.items())
+    return Held(
+        [(record.activations, record.versions) for _, record in records],
+        [tuple(plan.peaks(stage))[:2] for stage, _ in records],
+        meter.peak - before if isinstance(meter, ByAction) else 0,
+        max(moment.total for moment in over_time(plan, played(plan))[mesh.world.rank]),
+        meter.needed if isinstance(meter, ByAction) else 0,
+    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,16 +12,16 @@ from textwrap import shorten
 from time import monotonic
 from typing import Any
 
-import torch
-
-from benchmark.report import machine
-from benchmark.worlds import Place, Say, Work, run_world
+from benchmark.report import gpu, machine
+from benchmark.worlds import Place, Say, Work, WorldFailed, run_world
 from comparison.table import aligned
+from pipetrain.runtime.mesh import Mesh
 
 PASS, FAIL, SKIPPED, NOT_RUN, SEEN = "pass", "**FAIL**", "skipped", "not run", ""
 TIMEOUT_S = 60.0  # of any wait between ranks
+START_S = 15.0  # of a world, at most
 MIB = 2**20
-WIDEST = 120  # figure, in characters
+WIDEST = 160  # figure, in characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +59,74 @@ class Setting:
         """Whether this is no rehearsal."""
         return self.device == "cuda"
 
+    @property
+    def left(self) -> float:
+        """The seconds until the running check must be done."""
+        return self.end - monotonic()
+
     def world(
-        self, work: Work, ranks: int, *arguments: Any, staged: bool = False, timeout: float = TIMEOUT_S
+        self,
+        work: Work,
+        ranks: int,
+        *arguments: Any,
+        staged: bool = False,
+        timeout: float = TIMEOUT_S,
+        within: float = float("inf"),
+        say: Say | None = None,
     ) -> list[Any]:
-        """Run `work` on so many ranks of one GPU: over NCCL, or over gloo where `staged`. See run_world."""
+        """Run `work` on so many ranks of one GPU: over NCCL, or over gloo where `staged`. See run_world.
+
+        It may take what is left to the check, and no more than `within` seconds.
+        """
         place = Place(self.device, staged if self.cuda else None, timeout)
-        return run_world(work, ranks, self.say, *arguments, place=place, deadline=self.end - monotonic())
+        deadline = max(1.0, min(self.left, within * self.patience))
+        return run_world(work, ranks, say or self.say, *arguments, place=place, deadline=deadline)
+
+    def each(
+        self, work: Callable[[Mesh, Any], Any], ranks: int, items: Sequence[Any], **options: Any
+    ) -> Iterator[tuple[Any, Any, str]]:
+        """Run `work`(mesh, item) for one item after the other in one world; `options`: see `world`.
+
+        Gives each item, what rank 0 returned for it, and why nothing was, if so. After one that failed the
+        others go on in a new world.
+        """
+        items, found = list(items), {}
+
+        def hear(said: Any) -> None:
+            if isinstance(said, bytes):
+                number, result = pickle.loads(said)
+                found[number] = result
+            else:
+                self.say(said)
+
+        while items:
+            why = "there was no time left"
+            found.clear()
+            if self.left > START_S or not self.cuda:
+                try:
+                    self.world(_one_by_one, ranks, work, items, say=hear, **options)
+                except WorldFailed as error:
+                    traceback.print_exc()
+                    why = str(error).strip().splitlines()[-1]
+            done = len(found)
+            yield from ((item, found[number], "") for number, item in enumerate(items[:done]))
+            yield from ((item, None, why) for item in items[done : done + 1])
+            items = items[done + 1 :]
+
+
+def _one_by_one(mesh: Mesh, say: Say, work: Callable[[Mesh, Any], Any], items: Sequence[Any]) -> None:
+    for number, item in enumerate(items):
+        say(str(item))
+        result = work(mesh, item)
+        if mesh.world.rank == 0:
+            say(pickle.dumps((number, result)))  # type: ignore[arg-type]  # tensors do not outlive a pipe
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check, with the seconds that it must have to be started, and those after which it is given up."""
+    """A check of a group, with the seconds that it must have to be started, and those it may take."""
 
+    group: str
     name: str
     run: Callable[[Setting], Iterator[Row]]
     least: float
@@ -82,19 +141,16 @@ def head(arguments: Sequence[str], device: str) -> dict[str, str]:
     """Say what runs this, and what was asked."""
     about = machine(arguments, "scripts/gpu_check.py")
     if device == "cuda":
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        capability = "{}.{}".format(*torch.cuda.get_device_capability(0))
-        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-        about["GPU"] = f"{torch.cuda.get_device_name(0)}, {gib:.0f} GiB, compute capability {capability}"
-        about["libraries"] = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
-    else:
-        about["GPU"] = "none: a REHEARSAL on the CPU, over gloo, which proves nothing of a GPU"
-    return about
+        return about | gpu()
+    return about | {"GPU": "none: a REHEARSAL on the CPU, over gloo, which proves nothing of a GPU"}
+
+
+SAME = ("software", "GPU", "libraries")  # what must be alike for rows to stand in one table
+TITLES = ["check", "what", "figure", "target", "outcome", "seconds"]
 
 
 def markdown(about: Mapping[str, str], lines: Sequence[Line]) -> str:
     """Put the report together."""
-    titles = ["check", "what", "figure", "target", "outcome", "seconds"]
     cells = []
     for name, row, seconds in lines:
         found = shorten(row.figure, WIDEST, placeholder=" ...")
@@ -104,6 +160,17 @@ def markdown(about: Mapping[str, str], lines: Sequence[Line]) -> str:
     return (
         "# GPU check\n\n"
         + "\n".join(f"- {key}: {value}" for key, value in about.items())
-        + f"\n\n{aligned([titles, *escaped], titles[:-1])}\n"
+        + f"\n\n{aligned([TITLES, *escaped], TITLES[:-1])}\n"
         + f"{count[PASS]} passed, {count[FAIL]} failed, {count[NOT_RUN]} not run.\n"
     )
+
+
+def earlier(path: Path, about: Mapping[str, str]) -> list[Line]:
+    """Return the lines of a report that was written before, by the same software on the same GPU."""
+    text = path.read_text() if path.exists() else ""
+    known = dict(re.findall(r"^- (\w+): (.*)$", text, re.MULTILINE))
+    if any(known.get(key) != about.get(key) for key in SAME):
+        return []
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip().replace("\\|", "|") for cell in row] for row in rows[2:]]
+    return [(name, Row(*row), float(seconds)) for name, *row, seconds in cells]

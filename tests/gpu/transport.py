@@ -1,18 +1,21 @@
-"""Messages: larger than any buffer of a backend's, both ways at once; and a peer that is killed."""
+"""Messages: larger than any buffer of a backend's, both ways at once; a peer that is killed; cold starts."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterator
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import torch
 from torch import Tensor
 
-from benchmark.worlds import Say
+from benchmark.contestants import Ours
+from benchmark.tasks import Task, prepare
+from benchmark.worlds import Say, WorldFailed
 from pipetrain.boundary import TensorSpec
 from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.mesh import Mesh
@@ -22,6 +25,8 @@ PAYLOAD_MIB = 80  # gloo and NCCL cut messages into pieces well below 64 MiB
 MESSAGES = 4  # each way
 LOST_S = 20.0  # any wait's deadline where a peer is lost
 SLACK_S = 5.0
+COLD, COLD_S = 10, 60.0  # worlds, and the seconds of each
+ENOUGH = 3  # that fail
 
 
 def large(setting: Setting) -> Iterator[Row]:
@@ -50,9 +55,12 @@ def exchange_twice(mesh: Mesh, say: Say, elements: int) -> dict[int, tuple[float
 
 def exchange(mesh: Mesh, elements: int, buffer_size: int) -> int:
     """Send first, then receive, on both of two ranks; return how many messages came wrong."""
+    mesh.open([(0, 1), (1, 0)])
     channel = mesh.channel(buffer_size)
     here, there = mesh.world.rank, 1 - mesh.world.rank
     incoming = [message(there, here, mb, elements) for mb in range(MESSAGES)]
+    mine = payload(mesh, here, 0, elements)
+    assert torch.equal(mine, mine.clone())  # what is cold would wait for a message
     channel.expect(incoming)
     wrong = 0
     for mb in range(MESSAGES):
@@ -95,6 +103,34 @@ def lose(mesh: Mesh, say: Say) -> tuple[str, float]:
     try:
         channel.expect([message(1, 0, 7, 1024)])
         channel.recv(message(1, 0, 7, 1024))
+        if mesh.device.type == "cuda":  # the stream waits, and the host for it
+            torch.cuda.synchronize()
+        channel.check()
     except ChannelError as error:
         return str(error), perf_counter() - start
     return "no error", perf_counter() - start
+
+
+def cold(setting: Setting) -> Iterator[Row]:
+    """Fresh ranks train two batches, again and again: whatever is cold must not wait for a message."""
+    worlds, model = (2, "mlp") if setting.quick else (COLD, "vgg16")
+    task = Task((f"model={model}", "batch_size=64", "microbatches=4"))
+    seconds, failed = [], []
+    while len(seconds) + len(failed) < worlds and len(failed) < ENOUGH:
+        start = monotonic()
+        try:
+            setting.world(two_batches, 2, task, within=COLD_S)
+            seconds.append(monotonic() - start)
+        except WorldFailed as error:
+            failed.append(str(error).strip().splitlines()[-1])
+    figure = f"{len(seconds)} trained" + (f", the slowest in {max(seconds):.1f} s" if seconds else "")
+    figure += f"; {len(failed)} did not: {failed[0]}" if failed else ""
+    yield judged(f"cold starts, two batches of {model}", figure, f"{worlds}", len(seconds) == worlds)
+
+
+def two_batches(mesh: Mesh, say: Say, task: Task) -> None:
+    """Train two batches, and see that the loss is a number."""
+    ours = Ours("1f1b", prepare(task, "1f1b", mesh.world.size), mesh, 2)
+    ours.run()
+    assert all(map(math.isfinite, ours.losses)), ours.losses
+    mesh.gather("the end", None)

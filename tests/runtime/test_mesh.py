@@ -68,12 +68,15 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
 
 
 def test_each_rank_has_a_gpu_of_its_machine_and_shares_where_it_must(monkeypatch):
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
     with_gpus(monkeypatch, 2)
     worlds = [World(rank=4 + local, size=8, local_rank=local, local_size=4) for local in range(4)]
     assert [choose_device(world, "auto").index for world in worlds] == [0, 1, 0, 1]
     assert all(shares_gpu(world, torch.device("cuda", 0)) for world in worlds)
     assert not shares_gpu(World(1, 2, 1, 2), torch.device("cuda", 1))
     assert not any(shares_gpu(world, CPU) for world in worlds)
+    monkeypatch.setenv("NCCL_HOSTID", "rank0")
+    assert not any(shares_gpu(world, torch.device("cuda", 0)) for world in worlds)
 
 
 # The interface

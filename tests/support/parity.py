@@ -125,34 +125,46 @@ def planned(subject: Subject, way: Way) -> Plan:
     return make_plan(settings, make_schedule(cfg), subject.network, example, samples)
 
 
+def runner(subject: Subject, plan: Plan, way: Way, mesh: Any) -> Runner:
+    """Make the stages of one rank."""
+    return Runner(plan, subject.copied(), subject.task, way.optimizer, _constant, mesh)
+
+
+def trained(
+    runner: Runner, subject: Subject, plan: Plan, rank: int, meet: Callable[[], object] = lambda: None
+) -> tuple[list[float], float | None]:
+    """Train and evaluate on one rank; return the loss of each update and of the evaluation, where known.
+
+    `meet`: called between the two.
+    """
+    sizes = [pieces(samples, MICROBATCHES) for samples in SAMPLES]
+    flat = [size for batch in sizes for size in batch]
+    fed = [_cut(value, flat) for value in (subject.inputs, subject.targets)]
+    losses = runner.train(plan.order(len(SAMPLES), rank), sizes, *fed)
+    meet()
+    batches = [_cut(value, [*SAMPLES]) for value in (subject.inputs, subject.targets)]
+    runner.evaluate(Listed(plan.evaluation[rank], len(SAMPLES)), [*SAMPLES], *batches)
+    return losses, None if runner.last is None else runner.last.take_evaluated().mean_loss
+
+
 def train(subject: Subject, plan: Plan, way: Way) -> Trained:
     """Train with one thread a rank."""
     wire, barrier, board = Wire(), Barrier(way.ranks), [None] * way.ranks
-    runners = []
-    for rank in range(way.ranks):
-        mesh = LocalMesh(World(rank, way.ranks), wire, barrier, board)
-        given = (subject.copied(), subject.task, way.optimizer, _constant, mesh)
-        runners.append(Runner(plan, *given))  # type: ignore[arg-type]
-    sizes = [pieces(samples, MICROBATCHES) for samples in SAMPLES]
-    flat = [size for batch in sizes for size in batch]
+    meshes = [LocalMesh(World(rank, way.ranks), wire, barrier, board) for rank in range(way.ranks)]
+    runners = [runner(subject, plan, way, mesh) for mesh in meshes]
 
-    def work(rank: int) -> list[float]:
-        fed = [_cut(value, flat) for value in (subject.inputs, subject.targets)]
-        losses = runners[rank].train(plan.order(len(SAMPLES), rank), sizes, *fed)
-        barrier.wait(DEADLINE_S)
-        batches = [_cut(value, [*SAMPLES]) for value in (subject.inputs, subject.targets)]
-        runners[rank].evaluate(Listed(plan.evaluation[rank], len(SAMPLES)), [*SAMPLES], *batches)
-        return losses
+    def work(rank: int) -> tuple[list[float], float | None]:
+        return trained(runners[rank], subject, plan, rank, lambda: barrier.wait(DEADLINE_S))
 
     with ThreadPoolExecutor(way.ranks) as pool, drawing_in_turn() if subject.draws else nullcontext():
         found = [thread.result(DEADLINE_S) for thread in [pool.submit(work, k) for k in range(way.ranks)]]
     state: dict[str, Tensor] = {}
-    for runner in runners:
-        for stage in runner.stages.values():
+    for one in runners:
+        for stage in one.stages.values():
             for name, tensor in stage.module.state_dict().items():
                 assert torch.equal(state.setdefault(name, tensor), tensor), f"copies of {name} differ"
-    last = next(runner.last for runner in runners if runner.last is not None)
-    return Trained(_copied(state), next(filter(None, found)), last.take_evaluated().mean_loss)
+    (losses, evaluated) = next((known, mean) for known, mean in found if mean is not None)
+    return Trained(_copied(state), losses, evaluated)
 
 
 def expected(subject: Subject, plan: Plan, way: Way) -> Trained:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Timer
@@ -36,10 +36,20 @@ def started(
     """Start some ranks under torchrun, or one without; whatever is left of them at the end is killed."""
     alone = ranks == 1 and not restarts
     before = ["--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
+    command = [*([] if alone else ["-m", launcher, *before]), "-m", "pipetrain", *SMALL, *words]
+    with running(folder, command, {"CUDA_VISIBLE_DEVICES": ""}) as process:
+        yield process
+
+
+@contextmanager
+def running(
+    folder: Path, words: Sequence[str], variables: Mapping[str, str], deadline_s: float = DEADLINE_S
+) -> Iterator[Started]:
+    """Run Python with these words; whatever is left of it, and of what it started, at the end is killed."""
     mark = uuid.uuid4().hex
-    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CHECKOUT), MARK: mark}
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT), MARK: mark, **variables}
     process = Started(
-        [sys.executable, *([] if alone else ["-m", launcher, *before]), "-m", "pipetrain", *SMALL, *words],
+        [sys.executable, *words],
         cwd=folder,
         env={**os.environ, **variables},
         stdout=subprocess.PIPE,
@@ -48,7 +58,7 @@ def started(
         start_new_session=True,
     )
     process.mark = mark
-    deadline = Timer(DEADLINE_S, kill, (mark,))  # whoever reads what it says then comes to an end
+    deadline = Timer(deadline_s, kill, (mark,))  # whoever reads what it says then comes to an end
     deadline.start()
     try:
         yield process

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+from unittest import SkipTest
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -71,9 +73,10 @@ def hugging(
     weight: Weight = len,
     **options: Any,
 ) -> Subject:
-    return Subject.of(
-        make(pytest.importorskip("transformers"), **options), inputs, targets, task, cross_entropy, weight
-    )
+    if find_spec("transformers") is None:
+        raise SkipTest("transformers is not installed")
+    model = make(import_module("transformers"), **options)
+    return Subject.of(model, inputs, targets, task, cross_entropy, weight)
 
 
 def transformer() -> Subject:

@@ -1,0 +1,197 @@
+"""The ways in: torchrun and `pipetrain` over NCCL, with all that may happen to a run; and `Pipeline`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic, sleep
+
+from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
+from pipetrain.runtime.mesh import Mesh
+from tests.gpu.rows import SKIPPED, Row, Setting, judged
+from tests.gpu.speed import no_compiler
+from tests.support.processes import (
+    CHECKOUT,
+    TORCHRUN,
+    Started,
+    await_epoch,
+    await_line,
+    ended,
+    rank_of,
+    running,
+    said,
+)
+
+NEEDED = ("safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy")
+OVER_NCCL = str(Path(__file__).with_name("over_nccl.py"))
+EPOCHS, KILLED, STOPPED = 8, 2, 5  # of a run; after which a rank is killed, and all are stopped
+WAIT_S = 25  # that a rank may wait for another: it says so before torchrun kills it
+STOP_S = 30.0  # torchrun kills its ranks so many seconds after SIGTERM
+RUN_S = 120.0  # a run may take
+TOLERANCE = 1e-9  # of weights in float64
+SLOW = ["model._target_=tests.support.models.faulty", "partition=[2]"]  # 20 ms a microbatch
+SLOW += ["+model.kind=sleep", "+model.rank=1", "+model.at=20"]
+WORDS = ["data=digits", "data.test_limit=64", "batch_size=64", "threads=1", f"timeout={WAIT_S}"]
+
+
+def command_line(setting: Setting) -> Iterator[Row]:
+    """Run to the end; then once more, killed, restarted, stopped, and restarted to the same end."""
+    if why := lacking():
+        yield Row("torchrun", why, "", SKIPPED)
+        return
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        words = [*WORDS, *SLOW, "data.train_limit=384", "dtype=float64", f"epochs={EPOCHS}"]
+        with pipetrain(setting, folder, [*words, "run_dir=whole"]) as process:
+            out = ended(process)
+        yield judged("torchrun", last(out), "ends with 0", process.returncode == 0)
+        if process.returncode:
+            return
+        if setting.cuda:
+            staged = "messages go through host memory" in out
+            yield judged(
+                "messages go", "through host memory" if staged else "over NCCL", "over NCCL", not staged
+            )
+        words += ["run_dir=harmed", "resume=auto"]
+        yield from killed(setting, folder, words)
+        yield from stopped(setting, folder, words)
+        with pipetrain(setting, folder, words) as process:
+            out = ended(process)
+        apart = difference(folder / "whole", folder / "harmed") if process.returncode == 0 else float("inf")
+        figure = f"{apart:.1e} off the run that nobody harmed" if process.returncode == 0 else last(out)
+        yield judged(
+            "killed, stopped, and gone on to the end", figure, f"<= {TOLERANCE:g}", apart <= TOLERANCE
+        )
+
+
+def lacking() -> str:
+    """Say what the ways in need beside torch and Hydra and is not here; nothing where all is."""
+    return " and ".join(f"no {name}" for name in NEEDED if find_spec(name) is None)
+
+
+def pipetrain(setting: Setting, folder: Path, words: Sequence[str]) -> AbstractContextManager[Started]:
+    """Start two ranks of `python -m pipetrain` by torchrun."""
+    return torchrun(setting, folder, ["pipetrain", f"device={setting.device}", *words])
+
+
+def torchrun(setting: Setting, folder: Path, words: Sequence[str]) -> AbstractContextManager[Started]:
+    """Start two ranks of a module or a script by torchrun, over NCCL though they share a GPU."""
+    command = ["-m", TORCHRUN, "--standalone", "--nproc_per_node=2", OVER_NCCL, *words]
+    limit = max(1.0, min(setting.left, RUN_S * setting.patience))
+    return running(folder, command, {"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'scripts'}"}, limit)
+
+
+def killed(setting: Setting, folder: Path, words: Sequence[str]) -> Iterator[Row]:
+    """Kill rank 1 in the middle of a run; the other one says so, and ends in time."""
+    with pipetrain(setting, folder, words) as process:
+        await_epoch(process, KILLED)
+        sleep(0.25)  # half an epoch
+        start = monotonic()
+        os.kill(rank_of(process, 1), signal.SIGKILL)
+        out = ended(process)
+    seconds, limit = monotonic() - start, WAIT_S + STOP_S
+    sentences = [line for line in said(out).splitlines() if re.match(r"pipetrain: rank 0 (?!got )", line)]
+    target = "one sentence of rank 0"
+    yield judged("rank 1 is killed", " / ".join(sentences) or last(out), target, len(sentences) == 1)
+    yield judged("the other ends after", f"{seconds:.1f} s", f"<= {limit:g} s", seconds <= limit)
+
+
+def stopped(setting: Setting, folder: Path, words: Sequence[str]) -> Iterator[Row]:
+    """Restart the run, and stop it in the middle; it saves, and leaves before torchrun would kill it."""
+    with pipetrain(setting, folder, words) as process:
+        seen = await_epoch(process, STOPPED)
+        start = monotonic()
+        os.kill(process.pid, signal.SIGTERM)  # torchrun's, which passes it on to every rank
+        out = ended(process)
+    seconds = monotonic() - start
+    again = re.search(r"going on from .*", seen)
+    yield judged("the restart", again[0] if again else "began anew", "goes on", again is not None)
+    left = [line for line in out.splitlines() if "go on with: run_dir=" in line]
+    yield judged("SIGTERM", left[0] if left else last(out), "saves", bool(left))
+    yield judged("leaves after", f"{seconds:.1f} s", f"<= {STOP_S:g} s", seconds <= STOP_S)
+
+
+def stopped_early(setting: Setting) -> Iterator[Row]:
+    """Stop a run while it compiles its stages."""
+    if why := lacking() or no_compiler(setting):
+        yield Row("SIGTERM while stages are compiled", why, "", SKIPPED)
+        return
+    with TemporaryDirectory() as name:
+        words = [*WORDS, "model=vgg11", "compile=true", "epochs=1", "run_dir=run"]
+        with pipetrain(setting, Path(name), words) as process:
+            await_line(process, "records in")
+            sleep(8.0)
+            start = monotonic()
+            os.kill(process.pid, signal.SIGTERM)
+            out = ended(process)
+        seconds = monotonic() - start
+    what = "SIGTERM while stages are compiled"
+    yield judged(f"{what}: leaves after", f"{seconds:.1f} s", f"<= {STOP_S:g} s", seconds <= STOP_S)
+    yield Row(f"{what}: it says", last(said(out)) or last(out))
+
+
+def difference(one: Path, other: Path) -> float:
+    """Return the largest one of any weight in the newest checkpoints of two runs."""
+    from safetensors.torch import load_file  # is not needed by the other checks
+
+    def weights(run: Path) -> dict[str, object]:
+        folder, manifest = next(newest_first(run / CHECKPOINTS))
+        assert isinstance(manifest, Manifest), manifest
+        tensors = {key: t for part in manifest.parts for key, t in load_file(folder / part).items()}
+        return {key: tensor for key, tensor in tensors.items() if key.startswith("model/")}
+
+    mine, theirs = weights(one), weights(other)
+    if mine.keys() != theirs.keys() or not mine:
+        return float("inf")
+    return max((mine[name] - theirs[name]).abs().max().item() for name in mine)  # type: ignore[operator]
+
+
+def last(out: str) -> str:
+    """Return the last line that was said."""
+    return (out.strip().splitlines() or ["nothing"])[-1]
+
+
+def pipeline(setting: Setting) -> Iterator[Row]:
+    """Train by `Pipeline`, in a world against a plain loop, and in a script under torchrun."""
+    if why := lacking():
+        yield Row("Pipeline", why, "", SKIPPED)
+        return
+    from tests.support.programs import GROUPS, Case
+
+    device = {"device": setting.device}
+    cases = {
+        "1f1b": Case("mlp", "1f1b", options=device),
+        "pipedream": Case("gpt", "pipedream", 2, options=device),
+        "zbv": Case("gpt", "zbv", window=3, options=device),
+        "BatchNorm": Case("normed", "1f1b", 2, options=device),
+        "tuples, interleaved_1f1b": Case("tuples", "interleaved_1f1b", window=3, options=device),
+        "step": Case("mlp", "1f1b", by_step=True, options=device),
+        "parameter groups": Case("mlp", "1f1b", options={**device, "param_groups": GROUPS}),
+        "clipped, EMA": Case("gpt", "pipedream", 2, options={**device, "clip_grad_norm": 0.05, "ema": 0.6}),
+    }
+    names = ["pipedream", "step"] if setting.quick else list(cases)
+    for name, (_, _, why) in zip(
+        names, setting.each(train_by_pipeline, 2, [cases[n] for n in names]), strict=True
+    ):
+        yield judged(f"Pipeline, {name}", why or "as a plain loop", "as a plain loop", not why)
+    if setting.quick:
+        return
+    with TemporaryDirectory() as name:
+        script = str(CHECKOUT / "docs/examples/mlp.py")
+        with torchrun(setting, Path(name), [script]) as process:
+            out = ended(process)
+    met = process.returncode == 0 and len(re.findall("^epoch 2: last update", out, re.MULTILINE)) == 1
+    yield judged("docs/examples/mlp.py under torchrun", last(out), "epoch 2: last update ...", met)
+
+
+def train_by_pipeline(mesh: Mesh, case: object) -> None:
+    """Train, evaluate and take the weights by Pipeline, and hold them against a plain loop on rank 0."""
+    from tests.support.programs import train_case
+
+    train_case(case, mesh.world.rank)  # type: ignore[arg-type]
