@@ -39,6 +39,7 @@ from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
 from pipetrain.ending import FAILED, guarded, hearing, leave, terminate
 from pipetrain.errors import ChannelError, ConfigError
+from pipetrain.fitting import gpu_bytes
 from pipetrain.launch import START_S, Job, Leader, Part, follow, names_folder
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.plan import describe
@@ -250,8 +251,9 @@ def record(decided: Decided, world: World, leader: Leader, loggers: Loggers) -> 
     run, cfg, run_dir = decided.run, decided.cfg, Path(decided.job.run_dir)
     device = choose_device(world, cfg.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory())
-    decided.files.text(run_dir / "plan.txt", describe(run.plan))
+    room = gpu_bytes(device.type, world.local_size)
+    machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory(), room)
+    decided.files.text(run_dir / "plan.txt", describe(run.plan, room=room))
     # It draws while the others get ready.
     recorder = Recorder(run_dir, cfg, run, machine, decided.files, loggers)
     leader.await_ready(run.settings.timeout)
