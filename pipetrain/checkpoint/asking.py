@@ -71,6 +71,7 @@ class Asking:
             with hearing(lambda number: self._hear(number, saved)):
                 yield
         finally:
+            self.drained()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
