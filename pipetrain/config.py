@@ -145,7 +145,7 @@ class Settings:
     codecs: Codecs
     partition: Annotated[str | list[int], PARTITION]
     profile: Annotated[str | None, PROFILE_FILE, "partition"]  # for partition=profile; None: measure
-    memory_limit: Annotated[float | None, POSITIVE]  # GiB a stage, for partition=profile
+    memory_limit: Annotated[float | None, POSITIVE]  # GiB: of a stage if partition=profile, else of a rank
     recompute: Annotated[str | list[str], RECOMPUTED]  # a list: of the modes of all stages
     microbatches: Annotated[int, COUNT]
     window: Annotated[int | None, COUNT]
@@ -212,11 +212,6 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         )
     if settings.precision == "bf16" and settings.dtype != torch.float32:
         raise ConfigError(f"precision=bf16 needs dtype=float32, for its weights; got dtype={cfg.dtype}")
-    if settings.memory_limit is not None and settings.partition != PROFILE:
-        raise ConfigError(
-            f"memory_limit={settings.memory_limit:g} needs to know what a stage holds: choose "
-            f"partition={PROFILE} with it, or leave it out"
-        )
     if settings.compile and "selective" in settings.recompute:
         raise ConfigError(
             "recompute=selective looks at each operation, and torch.compile joins them: choose "

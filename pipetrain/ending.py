@@ -1,6 +1,7 @@
 """How a command ends: each expected error is one sentence and an exit status.
 
-The statuses: 0 finished, or stopped and saved; 1 failed; 2 refused before training; 130 Ctrl-C.
+The statuses: 0 finished, or stopped and saved; 1 failed; 2 refused before training; 130 Ctrl-C; 143 ended by
+SIGTERM before all was saved.
 """
 
 from __future__ import annotations
@@ -8,16 +9,19 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
+from typing import NoReturn
 
 from pipetrain.errors import ActionFailed, ChannelError, ConfigError, NotRecorded, TrainingStopped
 from pipetrain.schedule.actions import ScheduleError
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes its status, for pipetrain.launcher
 
 
@@ -41,7 +45,61 @@ def unread() -> int:
     return FAILED
 
 
-def leave(status: int) -> None:
+def terminate(error: object) -> NoReturn:
+    """End the process after SIGTERM with one sentence, from any thread.
+
+    Nothing else ends a main thread that is in C++. No checkpoint is damaged: it gets its name when it is
+    whole.
+    """
+    text = _sentence(error)
+    try:
+        os.write(2, f"{text}\n".encode())  # sys.stderr may be redirected, as while a model is traced
+        _log(text)
+        leave(TERMINATED)
+    finally:  # also where nobody reads what is said any more
+        os._exit(TERMINATED)
+
+
+@contextmanager
+def hearing(act: Callable[[int], None]) -> Iterator[None]:
+    """Call `act` with the number of each signal that has a handler, in a thread, while the block runs.
+
+    The handler itself runs in the main thread between two bytecodes. That thread may be in C++ for minutes,
+    where it compiles or waits for another rank.
+    """
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    before = signal.set_wakeup_fd(told)
+    Thread(target=_hear, args=(heard, act), daemon=True).start()
+    _told.append(told)
+    try:
+        yield
+    finally:
+        _told.remove(told)
+        signal.set_wakeup_fd(before)
+        os.close(told)
+
+
+_told: list[int] = []
+
+
+def _hear(heard: int, act: Callable[[int], None]) -> None:
+    with open(heard, "rb", buffering=0) as numbers:
+        while number := numbers.read(1):
+            act(number[0])
+
+
+def _let_go() -> None:
+    """Handle no signal for the parent in a forked process, such as a data worker: it is ended by SIGTERM."""
+    if _told:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def leave(status: int) -> NoReturn:
     """Exit at once: destructors of process groups may hang or take long."""
     if (folder := os.environ.get(ENDED)) is not None:
         with suppress(OSError):
@@ -60,10 +118,19 @@ def _rank() -> int:
 
 def _report(error: object, status: int) -> int:
     """Print a message on standard error and write it to the run's log."""
-    text = "pipetrain: " + " ".join(str(error).split())
+    text = _sentence(error)
     print(text, file=sys.stderr, flush=True)
+    _log(text)
+    return status
+
+
+def _sentence(error: object) -> str:
+    return "pipetrain: " + " ".join(str(error).split())
+
+
+def _log(text: str) -> None:
+    """Write a message to the run's log."""
     record = logging.LogRecord("pipetrain", logging.ERROR, __file__, 0, text, None, None)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)
-    return status

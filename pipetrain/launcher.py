@@ -30,13 +30,15 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
 
+from pipetrain.checkpoint.asking import LIMIT
 from pipetrain.config import cores, share_of_cores
 from pipetrain.ending import ENDED, FAILED, guarded
 from pipetrain.errors import ConfigError
 
-SHUTDOWN_S = "120"  # for ranks to save after a signal; torchrun's default is 30
+SHUTDOWN_S = "120"  # for ranks to save after a signal; torchrun's default is 30, which older ones always take
 MANY = 8  # with more processes than this and than cores, the plan is checked first
 QUICKSTART = ["experiment=quickstart"]
 
@@ -90,7 +92,8 @@ def start(arguments: Sequence[str]) -> int:
     logging.disable()  # torchrun's own: the ranks report their errors
     with TemporaryDirectory() as folder:
         os.environ[ENDED] = folder
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S)
+        if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
+            os.environ.setdefault(LIMIT, SHUTDOWN_S)
         try:
             run(parse_args(arguments))  # type: ignore[no-untyped-call]
         except SignalException as stop:

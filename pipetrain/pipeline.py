@@ -53,6 +53,7 @@ from pipetrain.cli import conf_dir
 from pipetrain.config import Settings, read_settings, share_of_cores
 from pipetrain.data import pieces
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
+from pipetrain.fitting import within_limit
 from pipetrain.optimizer import prove_optimizer
 from pipetrain.partition.factory import Factory
 from pipetrain.partition.materialise import named_tensors
@@ -470,7 +471,7 @@ class Pipeline:
                     found = measure_together(self._mesh, draft, lambda: (copied(network), self._optimizer))
                 profile = make_profile(conditions, self._mesh.device, found)
         plan = make(settings, model=copied(network), profile=profile)
-        return sized(plan, self._task, optimizer_state(self._optimizer))
+        return within_limit(sized(plan, self._task, optimizer_state(self._optimizer)))
 
     def _prove_task(self, plan: Plan, reader: Reader) -> None:
         first = reader.first()

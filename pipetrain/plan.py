@@ -25,6 +25,7 @@ from pipetrain.config import read_settings, whole_number
 from pipetrain.data import declared_example, load_data
 from pipetrain.ending import guarded, unread
 from pipetrain.errors import ConfigError
+from pipetrain.fitting import gpu_bytes, says_whether_it_fits, within_limit
 from pipetrain.partition.network import network_of
 from pipetrain.partition.profile import PROFILE
 from pipetrain.partition.recompute import Mode
@@ -34,7 +35,7 @@ from pipetrain.prediction import memory, played, sized
 from pipetrain.replay import Replay, read_trace
 from pipetrain.schedule.actions import COMMUNICATION, TOLD, has_norms, splits
 from pipetrain.schedule.draw import as_figure, as_text
-from pipetrain.schedule.memory import PARTS, Peak, peaks
+from pipetrain.schedule.memory import PARTS, Moment, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
 
@@ -83,7 +84,7 @@ def show(cfg: DictConfig) -> None:
         refuse_other(plan, traced, str(cfg.cost))
         plan = with_costs(plan, traced.costs)
         refuse_other(plan, traced, str(cfg.cost))
-    plan = sized(plan, task, _state_of(cfg))
+    plan = within_limit(sized(plan, task, _state_of(cfg)))
     span = _span(cfg)
     if cfg.out is not None:
         run = played(plan)
@@ -92,7 +93,8 @@ def show(cfg: DictConfig) -> None:
             as_figure(run, Path(str(cfg.out)), unit_of_time=_unit_of_time(plan), span=span, memory=held)
         except OSError as error:
             raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
-    print(describe(plan, get_terminal_size((100, 24)).columns, span), end="")
+    room = gpu_bytes(settings.device)
+    print(describe(plan, get_terminal_size((100, 24)).columns, span, room), end="")
     if traced:
         print(f"\n{compare(plan, traced, str(cfg.cost))}", end="")
     if cfg.out is not None:
@@ -126,8 +128,13 @@ def _unit_of_time(plan: Plan) -> str:
     return "s" if plan.costs else ""
 
 
-def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) -> str:
-    """Return the plan as text: partition, timeline (for `width`, `span` see as_text), and figures."""
+def describe(
+    plan: Plan, width: int = 100, span: tuple[int, int] | None = None, room: int | None = None
+) -> str:
+    """Return the plan as text: partition, timeline (for `width`, `span` see as_text), and figures.
+
+    `room`: the bytes of each rank's GPU, if it has one.
+    """
     settings = plan.settings
     batches = max(plan.windows)
     head = (
@@ -148,7 +155,7 @@ def describe(plan: Plan, width: int = 100, span: tuple[int, int] | None = None) 
     for line in plan.prediction.reasons if plan.prediction else ():
         head += f"{line}\n"
     predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches, split)]
-    sizes = [_memory(plan, peaks(held))] if held else []
+    sizes = [_memory(plan, held, room)] if held else []
     return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, batches)))
 
 
@@ -221,14 +228,17 @@ def _predicted(run: Timeline, prediction: Prediction, batches: int, split: bool)
     )
 
 
-def _memory(plan: Plan, found: Sequence[Peak]) -> str:
+def _memory(plan: Plan, held: Sequence[Sequence[Moment]], room: int | None) -> str:
     rows = [["stage", "MiB held", *PARTS]]
-    for stage, of in enumerate(found):
+    for stage, of in enumerate(peaks(held)):
         parts = (getattr(of.parts, name) for name in PARTS)
         rows.append([str(stage), *(f"{nbytes / 2**20:.1f}" for nbytes in (of.total, *parts))])
     note = "the peak of each stage, and of each part of it; without what an action needs while it runs\n"
     if plan.settings.memory_limit is not None:
-        note += f"memory_limit {plan.settings.memory_limit * 1024:.1f} MiB a stage\n"
+        a = "stage" if plan.settings.partition == PROFILE else "rank"
+        note += f"memory_limit {plan.settings.memory_limit * 1024:.1f} MiB a {a}\n"
+    if room is not None:
+        note += f"{says_whether_it_fits(plan.settings, held, room)}\n"
     return _aligned(rows) + note
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import signal
 import sys
 import traceback
 import uuid
@@ -28,15 +29,16 @@ from omegaconf.errors import OmegaConfBaseException
 from pipetrain.blueprint import Plan
 from pipetrain.building import Models
 from pipetrain.checkpoint import resume
-from pipetrain.checkpoint.asking import Asking
+from pipetrain.checkpoint.asking import Asking, end_in_start
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.checkpoint.source import AUTO, Source, find_source, read_source, refuse_older
 from pipetrain.cli import compose, contained, quoted
 from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
-from pipetrain.ending import FAILED, guarded, leave
-from pipetrain.errors import ConfigError
+from pipetrain.ending import FAILED, guarded, hearing, leave, terminate
+from pipetrain.errors import ChannelError, ConfigError
+from pipetrain.fitting import gpu_bytes
 from pipetrain.launch import START_S, Job, Leader, Part, follow, names_folder
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.plan import describe
@@ -64,12 +66,14 @@ def main() -> None:
     """Lead the run on rank 0, follow on the others; exit with the run's status."""
     keep_freed_memory()
     world = World.from_environment()
-    try:
-        status = guarded(lambda: follow(world, partial(join, Models())) if world.rank else lead(world))
-    except Exception:
-        traceback.print_exc()
-        status = FAILED
-    leave(status)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # what hears it ends the process
+    with hearing(partial(end_in_start, world.rank)):
+        try:
+            status = guarded(lambda: follow(world, partial(join, Models())) if world.rank else lead(world))
+        except Exception:
+            traceback.print_exc()
+            status = FAILED
+        leave(status)
 
 
 def freeze_imports() -> None:
@@ -244,8 +248,9 @@ def record(decided: Decided, world: World, leader: Leader, loggers: Loggers) -> 
     run, cfg, run_dir = decided.run, decided.cfg, Path(decided.job.run_dir)
     device = choose_device(world, cfg.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory())
-    decided.files.text(run_dir / "plan.txt", describe(run.plan))
+    room = gpu_bytes(device.type, world.local_size)
+    machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory(), room)
+    decided.files.text(run_dir / "plan.txt", describe(run.plan, room=room))
     # It draws while the others get ready.
     recorder = Recorder(run_dir, cfg, run, machine, decided.files, loggers)
     leader.await_ready(run.settings.timeout)
@@ -307,24 +312,30 @@ def train(
         conditions=conditions or {},
         config=job.config,
     )
-    trainer = Trainer(run, mesh, recorder, keeper)
-    if source is not None:
-        trainer.restore(source.folder, source.manifest)
-    try:
-        finished = trainer.fit()
-    except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(saved_so_far(run_dir)) from stop
-    mesh.close()
-    lost = keeper.saver.not_saved
-    if recorder and finished and lost != run.updates:
-        recorder.close()
-    elif recorder:
-        recorder.stop(lost)
+    saved = partial(saved_so_far, run_dir)
+    with keeper.asking.listening(saved):
+        trainer = Trainer(run, mesh, recorder, keeper)
+        if source is not None:
+            trainer.restore(source.folder, source.manifest)
+        try:
+            finished = trainer.fit()
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(f"interrupted; {saved()}") from stop
+        except ChannelError as error:
+            if keeper.asking.stopping:  # another rank has left
+                terminate(f"{error}, after SIGTERM; {saved()}")
+            raise
+        mesh.close()
+        lost = keeper.saver.not_saved
+        if recorder and finished and lost != run.updates:
+            recorder.close()
+        elif recorder:
+            recorder.stop(lost)
 
 
 def saved_so_far(run_dir: Path) -> str:
-    """Return the message for an interrupted run: which checkpoint remains."""
+    """Return which checkpoint remains of a run that was interrupted."""
     saved = folders(run_dir / CHECKPOINTS)
     if not saved:
-        return "interrupted before there was a checkpoint"
-    return f"interrupted; {saved[0].name} is saved: go on with run_dir={run_dir} resume=auto"
+        return "there is no checkpoint yet"
+    return f"{saved[0].name} is saved: go on with run_dir={run_dir} resume=auto"

@@ -150,7 +150,6 @@ STRATEGY = "must be a strategy's name, a list of layer numbers such as [8], or p
         ("partition", {"profile": ""}, f"partition={{'profile': ''}} {STRATEGY}"),
         ("recompute", [["never"]], "recompute=[['never']] must be one of auto, never"),
         ("memory_limit", 0, "memory_limit=0 must be a finite number above 0 or null"),
-        ("memory_limit", 4, "memory_limit=4 needs to know what a stage holds: choose partition=profile with"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(key, value, says):

@@ -24,7 +24,7 @@ from tests.support.processes import (
     LAUNCHER,
     Started,
     await_epoch,
-    await_handler,
+    await_line,
     ended,
     lines_of,
     living,
@@ -149,8 +149,7 @@ class Ended:
 
 
 def stop(process: Started) -> None:
-    for rank in range(2):
-        await_handler(process, rank, signal.SIGTERM)
+    await_line(process, "slept")  # so that an update has been made
     os.kill(process.pid, signal.SIGTERM)
 
 

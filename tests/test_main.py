@@ -266,7 +266,7 @@ def test_ranks_profile_together(profiled):
         ("batchsize=64", "there is no batchsize in the configuration; did you mean batch_size"),
         ("+foo=1", "nothing reads foo"),
         ("partition.profile=none.json", "partition.profile=none.json cannot be read: No such file"),
-        ("memory_limit=2", "memory_limit=2 needs to know what a stage holds: choose partition=profile"),
+        ("memory_limit=1e-3", "memory_limit=0.001 is too small: rank 0 is predicted to hold 0.00"),
         ("data.train_limit=0", "data.train_limit must be a whole number, 1 or more"),
     ],
 )

@@ -186,6 +186,34 @@ def run(monkeypatch, tmp_path, capsys):
     GlobalHydra.instance().clear()
 
 
+@pytest.mark.parametrize(
+    ("room", "says"),
+    [
+        (None, None),
+        (2**30, r"each rank fits into its GPU: of 1 GiB rank \d, the fullest, is predicted to hold 0\.0\d+"),
+        (
+            2**20,
+            r"rank \d is likely to run out of memory: it is predicted to hold 0\.0\d+ GiB, and its GPU has",
+        ),
+    ],
+)
+def test_on_a_gpu_it_says_whether_each_rank_fits(run, monkeypatch, room, says):
+    monkeypatch.setattr(command, "gpu_bytes", lambda device: room)
+    status, out, _ = run("model=mlp", "schedule=zbv")
+    assert status == 0
+    assert re.search(rf"^{says}" if says else "MiB held", out, re.MULTILINE)
+    assert ("GPU" in out) == (says is not None)
+
+
+def test_a_limit_that_a_rank_does_not_keep_is_refused(run):
+    status, out, err = run("model=mlp", "memory_limit=0.001")
+    assert (status, out) == (2, "")
+    assert err.startswith("pipetrain: memory_limit=0.001 is too small: rank 0 is predicted to hold 0.00")
+    status, out, err = run("model=mlp", "memory_limit=1")
+    assert (status, err) == (0, "")
+    assert "memory_limit 1024.0 MiB a rank\n" in out
+
+
 def test_batches_are_played_through_instead_of_the_window(run, tmp_path):
     for words, batches in (
         (("schedule=pipedream",), 16),  # a window of an epoch

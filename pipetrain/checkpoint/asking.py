@@ -8,6 +8,10 @@ finish a window before the first stage has begun it, and the first stage decides
 torchrun kills its ranks 30 seconds after it has forwarded SIGTERM. A window with more than MOST_LEFT_S left
 therefore ends early, at a batch that no rank has begun (see Engine). This is decided in the same way, batch
 by batch; once the time of a batch is known, the ranks check about every LOOK_S seconds.
+
+A stop must not depend on the main thread, which may compile for a minute, or on the other ranks. Before a
+rank's first update there is nothing to save, so SIGTERM ends it at once. Later it leaves, and says what is
+saved, MARGIN_S before it would be killed, unless the pipeline has been drained.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Event
 from types import FrameType
 from typing import Literal
 
+from pipetrain.ending import TERMINATED, hearing, leave, terminate
 from pipetrain.seal import SealedStore
 
 Asked = Literal["", "save", "stop"]
@@ -31,6 +37,9 @@ _SENTENCES = {
 }
 LOOK_S = 0.5  # between two checks within a window
 MOST_LEFT_S = 10.0  # a window with less time left runs to its end before a stop
+LIMIT, LIMIT_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30.0  # seconds after which torchrun kills, and its default
+MARGIN_S = 5.0  # of these for leaving
+PATIENCE_S = 20.0  # after which a rank says that it is not through
 
 
 class Asking:
@@ -49,21 +58,60 @@ class Asking:
         self._batches = 0
         self._began = 0.0
         self.ended = False  # whether a window was ended early: the run then saves and stops
+        self.stopping = False  # whether this rank got SIGTERM
+        self._updated = True
+        self._drained = Event()
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle the signals while the block runs."""
+    def listening(self, saved: Callable[[], str]) -> Iterator[None]:
+        """Handle the signals while the block trains. `saved`: says which checkpoint there is."""
+        self._updated = False
         before = {number: signal.signal(number, self._take) for number in SIGNALS}
         try:
-            yield
+            with hearing(lambda number: self._hear(number, saved)):
+                yield
         finally:
+            self.drained()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def updated(self) -> None:
+        """Note that this rank has made an update, which is lost if it is not saved."""
+        self._updated = True
+
+    def drained(self) -> None:
+        """Note that nothing is under way between the ranks any more: what is left is to save and to end."""
+        self._drained.set()
+
+    def _hear(self, number: int, saved: Callable[[], str]) -> None:
+        """Say what a signal leads to; after SIGTERM end if the main thread does not. In another thread."""
+        if not self._updated:
+            end_at_once(self._rank, number)
+        if number in SIGNALS and not self._drained.is_set():
+            name = signal.Signals(number).name
+            _say(f"rank {self._rank} got {name}: {_SENTENCES[SIGNALS[number]]}")
+            if SIGNALS[number] == "stop":
+                self._outlast(_limit_s(), saved)
+
+    def _outlast(self, limit_s: float, saved: Callable[[], str]) -> None:
+        """Wait until the pipeline is drained; end the process where it is not in time."""
+        if self._drained.wait(min(PATIENCE_S, limit_s)):
+            return
+        if limit_s > PATIENCE_S:
+            _say(
+                f"rank {self._rank} still runs what was under way at SIGTERM, {PATIENCE_S:g} s ago; it "
+                f"leaves without saving after {limit_s:g} s"
+            )
+            if self._drained.wait(limit_s - PATIENCE_S):
+                return
+        terminate(
+            f"rank {self._rank} leaves without saving: what was under way at SIGTERM, {limit_s:g} s ago, has "
+            f"not ended; {saved()}"
+        )
+
     def _take(self, number: int, frame: FrameType | None) -> None:
         self._asked = max(self._asked, SIGNALS[number], key=ORDER.index)
-        line = f"pipetrain: rank {self._rank} got {signal.Signals(number).name}: {_SENTENCES[self._asked]}\n"
-        os.write(2, line.encode())
+        self.stopping |= SIGNALS[number] == "stop"
 
     def begin_window(self, batches: int, batch_s: float | None = None) -> None:
         """Start a window of `batches` batches of about `batch_s` seconds; the same numbers on all ranks."""
@@ -129,6 +177,35 @@ class Asking:
         if asked := self._asked_by_any(store):
             self._decided = self._windows + 1, asked
             _publish(store, f"decided/{self._served}", f"{self._windows + 1} {asked}")
+
+
+def end_at_once(rank: int, number: int) -> None:
+    """End a process that has no update to save, on SIGTERM."""
+    if number == signal.SIGTERM:
+        terminate(f"rank {rank} got SIGTERM with no update to save, so it ends now")
+
+
+def end_in_start(rank: int, number: int) -> None:
+    """End a process that does not train yet, on SIGTERM.
+
+    Rank 0 speaks for all: where it refuses a run, torchrun ends the others so.
+    """
+    if number == signal.SIGTERM and rank:
+        leave(TERMINATED)
+    end_at_once(rank, number)
+
+
+def _say(sentence: str) -> None:
+    os.write(2, f"pipetrain: {sentence}\n".encode())
+
+
+def _limit_s() -> float:
+    """Return after how many seconds a rank leaves, so that torchrun need not kill it."""
+    try:
+        limit_s = float(os.environ.get(LIMIT, LIMIT_S))
+    except ValueError:
+        limit_s = LIMIT_S
+    return max(0.0, limit_s - MARGIN_S)
 
 
 def _asked(word: str) -> Asked:

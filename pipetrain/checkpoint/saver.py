@@ -256,6 +256,7 @@ class Keeper:
         self.saver.save(position.update, snapshot, manifest, is_best(position, progress))
 
     def close(self) -> None:
+        self.asking.drained()
         self.saver.close()
 
 

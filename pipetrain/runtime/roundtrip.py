@@ -58,8 +58,9 @@ def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
     forth = [Message(stage, stage + 1, i, specs, (here, there)) for i in range(WARM_UP + REPEATS)]
     back = [Message(stage + 1, stage, i, specs, (there, here)) for i in range(WARM_UP + REPEATS)]
     leads = mesh.world.rank == here
-    channel.expect(back if leads else forth)
+    # A posted receive is a kernel that runs, for which the first use of another kernel may wait.
     payload = [torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)]
+    channel.expect(back if leads else forth)
     seconds = []
     for out, answer in zip(forth, back, strict=True):
         start = time.perf_counter()
@@ -68,6 +69,8 @@ def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
             channel.recv(answer)
         else:
             channel.send(answer, channel.recv(out))
+        if mesh.device.type == "cuda":  # a receive may order the stream alone
+            torch.cuda.current_stream(mesh.device).synchronize()
         seconds.append(time.perf_counter() - start)
     channel.drain()
     return median(seconds[WARM_UP:]) / 2

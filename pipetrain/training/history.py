@@ -29,6 +29,7 @@ class Machine:
     device: str
     threads: int  # of each process
     allocator: str
+    room: int | None = None  # bytes of GPU for each rank; None on a CPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.errors import NotRecorded
+from pipetrain.fitting import says_whether_it_fits
 from pipetrain.runtime.held import Measured
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
@@ -82,6 +83,8 @@ class Recorder:
             f"{settings.epochs} epochs, {self._run.updates} updates, seed {settings.seed}; "
             f"records in {self._folder}",
         ]
+        if machine.room is not None:
+            lines.append(says_whether_it_fits(settings, self._history.predicted_memory, machine.room))
         if settings.compile:
             lines.append("the first microbatches compile the stages, which takes minutes")
         for line in lines:

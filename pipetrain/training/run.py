@@ -33,6 +33,7 @@ from pipetrain.data import (
     load_data,
 )
 from pipetrain.errors import ConfigError
+from pipetrain.fitting import within_limit
 from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.network import Network
 from pipetrain.partition.profile import Profile
@@ -164,7 +165,7 @@ def prepare(
         facts=facts,
         data=data,
         task=task,
-        plan=sized(plan, task, optimizer_state(optimizer)),
+        plan=within_limit(sized(plan, task, optimizer_state(optimizer))),
         sampler=sampler,
         optimizer=optimizer,
         see_model=partial(models.see, *named),

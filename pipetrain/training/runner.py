@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 
 from pipetrain.blueprint import Plan
 from pipetrain.boundary import Value
+from pipetrain.errors import ActionFailed
+from pipetrain.fitting import explained, is_out_of_memory
 from pipetrain.partition.network import Network
 from pipetrain.rate import Rate
 from pipetrain.runtime.coded import Feedback
@@ -59,7 +62,8 @@ class Runner:
         rest.
         """
         feed = self._feed(sizes, inputs, targets)
-        self.engine.train(order, feed, self.plan.settings.microbatches, tick, observe, ends)
+        with self._explaining():
+            self.engine.train(order, feed, self.plan.settings.microbatches, tick, observe, ends)
         return [] if self.last is None else self.last.take_losses()
 
     def evaluate(
@@ -72,7 +76,19 @@ class Runner:
         ends: Ends | None = None,
     ) -> None:
         """Predict microbatches of these `sizes` with the newest weights; the last stage counts."""
-        self.engine.evaluate(order, self._feed([[size] for size in sizes], inputs, targets), tick, ends)
+        with self._explaining():
+            self.engine.evaluate(order, self._feed([[size] for size in sizes], inputs, targets), tick, ends)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say of an action that ran out of memory what the plan predicted."""
+        try:
+            yield
+        except ActionFailed as error:
+            if not is_out_of_memory(error.__cause__):
+                raise
+            rank, device = self._mesh.world.rank, self._mesh.device
+            raise explained(error, self.plan, rank, device) from error.__cause__
 
     def _feed(
         self, sizes: Sequence[Sequence[int]], inputs: Iterator[Value] | None, targets: Iterator[Value] | None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -61,7 +60,7 @@ class _RankFigures:
 
 
 class Trainer:
-    """Trains one rank's stages; rank 0 has the recorder. A `keeper` saves and handles signals."""
+    """Trains one rank's stages; rank 0 has the recorder. A `keeper` saves, and stops when it was asked to."""
 
     def __init__(
         self, run: Run, mesh: Mesh, recorder: Recorder | None = None, keeper: Keeper | None = None
@@ -129,14 +128,13 @@ class Trainer:
         tracer = Tracer(self._run, self._mesh, self._position) if settings.trace else None
         if self._recorder:
             self._recorder.begin(self._progress.history)
-        with self._keeper.asking.listening() if self._keeper else nullcontext():
-            for epoch in range(self._position.epoch, settings.epochs):
-                asked = self._epoch(epoch, tracer)
-                if asked == "stop" and self._position.epoch < settings.epochs:
-                    break
-                if tracer and tracer.over:
-                    self._trace(tracer)
-                    tracer = None
+        for epoch in range(self._position.epoch, settings.epochs):
+            asked = self._epoch(epoch, tracer)
+            if asked == "stop" and self._position.epoch < settings.epochs:
+                break
+            if tracer and tracer.over:
+                self._trace(tracer)
+                tracer = None
         if tracer:
             self._trace(tracer)
         if self._keeper:
@@ -267,6 +265,8 @@ class Trainer:
             self._recorder.programs(epoch + 1, programs)
 
     def _tick(self, what: str, total: int, stage: int) -> None:
+        if self._keeper:
+            self._keeper.asking.updated()
         if self._recorder and stage == min(self.stages):
             self._recorder.tick(what, total)
 

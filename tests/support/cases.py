@@ -267,10 +267,6 @@ class Told(Asking):
         self._at, self._told_to, self._count = at, asked, 0
         self._ends, self._begun = ends, 0
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        yield
-
     def begin_window(self, batches: int, batch_s: float | None = None) -> None:
         self._begun += 1
 

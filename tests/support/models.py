@@ -6,8 +6,10 @@ import os
 import signal
 import time
 from collections import OrderedDict
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 from torch.utils.checkpoint import checkpoint
@@ -205,11 +207,31 @@ class Infinite(nn.Module):
         return x * float("inf")
 
 
+def block() -> None:
+    """Wait in C++ for good, as for a compiler or another rank: Python runs no handler meanwhile."""
+    print("blocked", flush=True)
+    dist.HashStore().wait(["never"], timedelta(days=1))
+
+
+class Blocked(nn.Module):
+    """A module that is traced, which takes for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3072, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        block()
+        return self.head(x.flatten(1))
+
+
 class Fault(nn.Module):
     """Hands on what it is given, until this process's rank has its forward number `at` in training.
 
-    `sleep`: it does so every time, after `at` milliseconds.
+    `sleep`: it does so every time, after `at` milliseconds, and says so after SAID of them.
     """
+
+    SAID = 12
 
     def __init__(self, kind: str, rank: int, at: int) -> None:
         super().__init__()
@@ -222,6 +244,8 @@ class Fault(nn.Module):
             self._done += 1
             if self._kind == "sleep":
                 time.sleep(max(self._due, 0) / 1000)
+                if self._due > 0 and self._done == self.SAID:
+                    print("slept", self._done, "times", flush=True)
             elif self._done == self._due:
                 self._strike()
         return x
@@ -233,6 +257,8 @@ class Fault(nn.Module):
             os._exit(7)
         elif self._kind == "memory":
             torch.empty(2**60)
+        elif self._kind == "block":
+            block()
         else:
             raise ValueError("this layer had enough")
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -128,18 +127,3 @@ def await_line(process: Started, word: str) -> str:
         if word in line:
             return line
     raise AssertionError("".join(seen))
-
-
-def await_handler(process: Started, rank: int, number: int) -> int:
-    """Wait until a rank takes a signal, and return its pid."""
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end:
-        with suppress(ValueError, OSError):  # it has not started, or has ended
-            pid = rank_of(process, rank)
-            (caught,) = (
-                line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line
-            )
-            if int(caught.split()[1], 16) >> (number - 1) & 1:
-                return pid
-        time.sleep(0.05)
-    raise AssertionError(f"rank {rank} takes no {signal.Signals(number).name}")

@@ -85,6 +85,18 @@ def events(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder)).Reload()
 
 
+@pytest.mark.parametrize(
+    ("room", "says"), [(None, None), (2**40, "each rank fits into its GPU: of 1024 GiB")]
+)
+def test_the_head_says_whether_a_gpu_has_room(made, tmp_path, caplog, room, says):
+    _, run, _ = made
+    caplog.set_level(logging.INFO)
+    cfg = contained(config(["data=digits"]), tmp_path)
+    Recorder(tmp_path, cfg, run, replace(MACHINE, room=room), Files()).begin()
+    said = [record.getMessage() for record in caplog.records if "GPU" in record.getMessage()]
+    assert [line.startswith(str(says)) for line in said] == [True] * (room is not None)
+
+
 def test_a_row_an_epoch_is_there_at_once(made):
     recorder, _, folder = made
     recorder.epoch(figures(1))

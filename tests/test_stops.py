@@ -1,0 +1,166 @@
+"""SIGTERM while the main thread of a rank is in C++: compiling, say, or waiting for another rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipetrain.checkpoint import asking as module
+from pipetrain.checkpoint.asking import LIMIT, Asking
+from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
+from pipetrain.ending import hearing
+from tests.support.deadlines import DEADLINE_S
+from tests.support.processes import CHECKOUT, FAULTY, LAUNCHER, await_line, ended, living, started
+
+processes = pytest.mark.processes
+AT_ONCE = r"^pipetrain: rank (\d) got SIGTERM with no update to save, so it ends now$"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is left of a run."""
+
+    status: int
+    out: str
+    living: int
+    checkpoints: list[str]
+
+
+def stopped(folder: Path, words: list[str]) -> Ended:
+    """Start two ranks, and let the launcher hear SIGTERM when one is blocked."""
+    with started(folder, [*words, "run_dir=run"], launcher=LAUNCHER) as process:
+        await_line(process, "blocked")
+        time.sleep(0.5)  # for the others to be under way, too
+        process.send_signal(signal.SIGTERM)
+        out = ended(process)
+        found = newest_first(folder / "run" / CHECKPOINTS)
+        whole = [path.name for path, manifest in found if isinstance(manifest, Manifest)]
+        return Ended(process.returncode, out, len(living(process.mark)), whole)
+
+
+@processes
+@pytest.mark.parametrize(
+    ("words", "say"),
+    [
+        (["model._target_=tests.support.models.Blocked", "partition=even"], ["0"]),
+        ([*FAULTY, "+model.kind=block", "+model.rank=1", "+model.at=1"], ["0", "1"]),
+    ],
+    ids=["traced", "first forward"],
+)
+def test_before_the_first_update_all_ranks_end_at_once(tmp_path, words, say):
+    end = stopped(tmp_path, words)
+    assert sorted(re.findall(AT_ONCE, end.out, re.MULTILINE)) == say
+    assert (end.status, end.living, end.checkpoints) == (143, 0, [])
+    assert "Traceback" not in end.out
+    assert "saving" not in end.out
+
+
+@processes
+def test_a_window_that_does_not_end_is_left_in_time_and_what_is_saved_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv(LIMIT, "8")
+    end = stopped(tmp_path, [*FAULTY, "+model.kind=block", "+model.rank=1", "+model.at=30", "epochs=3"])
+    assert "rank 0 got SIGTERM: saving when the pipeline is drained, then stopping" in end.out
+    left = re.findall(r"^pipetrain: rank \d (?:leaves without saving|lost rank \d).*$", end.out, re.MULTILINE)
+    assert left
+    assert all(
+        re.search(r"SIGTERM.*; update-00000006 is saved: go on with run_dir=\S+ resume=auto$", line)
+        for line in left
+    )
+    assert any("what was under way at SIGTERM, 3 s ago, has not ended" in line for line in left)
+    assert (end.status, end.living, end.checkpoints) == (143, 0, ["update-00000006"])
+    assert "Traceback" not in end.out
+
+
+# The rule itself
+
+
+class Left(Exception):
+    """In place of the end of the process."""
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Patience of 0.2 s, and nobody ends this process."""
+
+    def leaves(sentence: str) -> None:
+        raise Left(sentence)
+
+    monkeypatch.setattr(module, "terminate", leaves)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+
+
+@pytest.mark.parametrize(("limit", "left_s", "said"), [("5.1", "0.1", False), ("5.3", "0.3", True)])
+def test_it_says_that_it_waits_before_it_leaves(quick, monkeypatch, capfd, limit, left_s, said):
+    monkeypatch.setenv(LIMIT, limit)
+    asking = Asking(None, 3, 0)
+    with pytest.raises(
+        Left, match=rf"^rank 3 leaves without saving: .* SIGTERM, {left_s} s ago, .*; nothing is$"
+    ):
+        asking._hear(signal.SIGTERM, lambda: "nothing is")
+    waits = "still runs what was under way at SIGTERM, 0.2 s ago; it leaves without saving after"
+    assert (f"pipetrain: rank 3 {waits} {left_s} s\n" in capfd.readouterr().err) == said
+
+
+def test_a_rank_that_is_drained_is_left_alone_and_so_is_one_that_is_to_save(quick, monkeypatch, capfd):
+    monkeypatch.setenv(LIMIT, "0")
+    asking = Asking(None, 0, 0)
+    asking._hear(signal.SIGUSR1, str)
+    with pytest.raises(Left):
+        asking._hear(signal.SIGTERM, str)
+    asking.drained()
+    asking._hear(signal.SIGTERM, str)
+    waits = (
+        "saving at the end of this window, then going on",
+        "saving when the pipeline is drained, then stopping",
+    )
+    said = [
+        f"pipetrain: rank 0 got {name}: {why}\n"
+        for name, why in zip(("SIGUSR1", "SIGTERM"), waits, strict=True)
+    ]
+    assert capfd.readouterr().err == "".join(said)
+
+
+def test_a_signal_is_heard_while_the_main_thread_is_in_c():
+    """It waits in C++ for the thread that hears the signal."""
+    heard = f"""
+import os, signal
+from datetime import timedelta
+from torch.distributed import HashStore
+from pipetrain.ending import hearing
+store = HashStore()
+signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+with hearing(lambda number: store.set(f"heard {{number}}", "")):
+    os.kill(os.getpid(), signal.SIGTERM)
+    store.wait(["heard {int(signal.SIGTERM)}"], timedelta(seconds={DEADLINE_S}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", heard], capture_output=True, text=True, cwd=CHECKOUT, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_forked_process_is_ended_by_sigterm_and_its_parent_hears_nothing():
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    heard = []
+    waits, begun = os.pipe()
+    try:
+        with hearing(heard.append):
+            if not (child := os.fork()):
+                os.write(begun, b"!")
+                time.sleep(DEADLINE_S)
+                os._exit(0)
+            os.read(waits, 1)
+            os.kill(child, signal.SIGTERM)
+            _, status = os.waitpid(child, 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert heard == []
