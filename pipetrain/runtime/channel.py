@@ -198,7 +198,7 @@ class DistChannel:
         self._place = torch.device("cpu") if staged else device  # of what is sent
         self.ordered = device.type == "cuda" and not staged
         self._polls = False
-        self._deadline = Deadline(timeout, self._abort) if self.ordered else None
+        self._deadline = Deadline(timeout, self._abort, self._broken) if self.ordered else None
         self.waited = self.coded = 0.0
         self.carried = 0
         self._watch: Watch[Edge] | None = None
@@ -316,8 +316,8 @@ class DistChannel:
         start = time.monotonic()
         if self._deadline:
             rank = self._rank()
-            self._deadline.add([work], lambda: ChannelError(f"rank {rank} {not_heard(what, self._timeout)}"))
-            self._order([work])
+            late = ChannelError(f"rank {rank} {not_heard(what, self._timeout)}")
+            self._order([work], lambda why: ChannelError(f"rank {rank} at {what}: {why}") if why else late)
             return
         try:
             work.wait(timedelta(seconds=self._timeout))
@@ -339,17 +339,27 @@ class DistChannel:
     def _rank() -> int:
         return dist.get_rank()
 
-    def _order(self, works: Sequence[dist.Work]) -> None:
-        """Let the stream wait. Raises ChannelError for a message that did not come in time."""
+    def _order(self, works: Sequence[dist.Work], error: Callable[[str], Exception]) -> None:
+        """Let the stream wait; `error` makes the error. Raises one for a message that did not come in time."""
         self.check()
         for work in works:
             work.wait()
+        if self._deadline:
+            passed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            passed.record()
+            self._deadline.add(passed.query, error)
+
+    def _backends(self) -> list[Any]:
+        groups = [*self._groups.values(), *self._ties.values(), *([self._norms] if self._norms else [])]
+        return [group._get_backend(self._device) for group in groups]
+
+    def _broken(self) -> bool:
+        return any(backend.get_error().name != "SUCCESS" for backend in self._backends())
 
     def _abort(self) -> None:
         """End all transfers, so that what waits for them goes on, to fail."""
-        groups = [*self._groups.values(), *self._ties.values(), *([self._norms] if self._norms else [])]
-        for group in groups:
-            group._get_backend(self._device).abort()
+        for backend in self._backends():
+            backend.abort()
 
     def _may_send(self, message: Message) -> bool:
         unfinished = sum(not self._finished(transfer) for transfer in self._sent[message.edge])
@@ -366,10 +376,6 @@ class DistChannel:
     def _watched(self, transfer: _Transfer) -> _Transfer:
         if self._watch:
             self._watch.add(transfer.message.edge, transfer)
-        if self._deadline:
-            mine = transfer.message.ranks[0] == self._rank()
-            ends = ([], [transfer.message]) if mine else ([transfer.message], [])
-            self._deadline.add(transfer.works, lambda: expired(*ends, self._timeout))
         return transfer
 
     def _finished(self, transfer: _Transfer) -> bool:
@@ -441,7 +447,9 @@ class DistChannel:
             if transfer.failure:
                 raise transfer.failure
             if self.ordered:
-                self._order(transfer.works)
+                peer = message.ranks[1 if sending else 0]
+                late = expired(*ends, self._timeout)
+                self._order(transfer.works, lambda why: self._lost(message, peer, why) if why else late)
             for work in () if self._watch or self.ordered else transfer.works:
                 left = start + self._timeout - time.monotonic()
                 work.wait(timedelta(seconds=max(left, 0.001)))
@@ -455,9 +463,10 @@ class DistChannel:
             self.waited += time.monotonic() - start
 
     @staticmethod
-    def _lost(message: Message, peer: int, error: RuntimeError) -> ChannelError:
+    def _lost(message: Message, peer: int, why: RuntimeError | str) -> ChannelError:
         me = message.ranks[0] if peer == message.ranks[1] else message.ranks[1]
-        return ChannelError(f"rank {me} lost rank {peer} at {message.name}: {cause_of(error)}")
+        why = why if isinstance(why, str) else cause_of(why)
+        return ChannelError(f"rank {me} lost rank {peer} at {message.name}: {why}")
 
 
 class LoopbackChannel(DistChannel):
@@ -470,6 +479,9 @@ class LoopbackChannel(DistChannel):
 
     def _add_up(self, numbers: Tensor, group: Any) -> dist.Work:
         return _Done()
+
+    def _order(self, works: Sequence[dist.Work], error: Callable[[str], Exception]) -> None:
+        """Nothing is waited for."""
 
 
 class _Done(dist.Work):

@@ -5,14 +5,14 @@ for its transfers in order, and records any exception; all transfers are posted 
 can be polled.
 
 With NCCL the device's stream waits for messages and the host goes on, so nobody on the host would notice one
-that never comes. A thread does: it polls all transfers, and where none ends for the time of the deadline it
-aborts them, so that the stream goes on and the host can say which one it was.
+that never comes. A thread does: where the stream passes none of them for the time of the deadline, it aborts
+all transfers, so that the stream goes on and the host can say which one it was.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
@@ -79,29 +79,33 @@ IDLE_S = 5.0  # without any transfer, after which the thread of a Deadline ends
 
 
 class Deadline:
-    """Keeps the deadline of transfers for which the device's stream waits. `abort` ends all of them."""
+    """Keeps the deadline of messages for which the device's stream waits. `abort` ends all transfers.
 
-    def __init__(self, timeout: float, abort: Callable[[], None]) -> None:
+    `broken`: whether the connection to another rank has failed.
+    """
+
+    def __init__(self, timeout: float, abort: Callable[[], None], broken: Callable[[], bool]) -> None:
         self._timeout = timeout
         self._abort = abort
+        self._broken = broken
         self._lock = Lock()
-        self._open: list[tuple[Sequence[dist.Work], Callable[[], Exception]]] = []
-        self._moved = 0.0  # when a transfer ended last
+        self._open: list[tuple[Callable[[], bool], Callable[[str], Exception]]] = []
+        self._moved = 0.0  # when the stream had passed one last
         self._thread: Thread | None = None
         self._error: Exception | None = None
 
-    def add(self, works: Sequence[dist.Work], late: Callable[[], Exception]) -> None:
-        """Watch a transfer; `late` makes the error that names it."""
+    def add(self, passed: Callable[[], bool], error: Callable[[str], Exception]) -> None:
+        """Watch a message: `passed` tells whether the stream has it, `error` makes the error that names it."""
         with self._lock:
             if not self._open:
                 self._moved = time.monotonic()
-            self._open.append((works, late))
+            self._open.append((passed, error))
             if self._thread is None:
                 self._thread = Thread(target=self._run, daemon=True, name="deadline of messages")
                 self._thread.start()
 
     def check(self) -> None:
-        """Raise the error of a transfer that did not end in time."""
+        """Raise the error of a message that did not come in time."""
         if self._error is not None:
             raise self._error
 
@@ -109,13 +113,15 @@ class Deadline:
         while self._error is None:
             time.sleep(min(1.0, self._timeout / 20))
             with self._lock:
-                left = [one for one in self._open if not all(work.is_completed() for work in one[0])]
+                left = [one for one in self._open if not one[0]()]
                 now = time.monotonic()
                 if len(left) < len(self._open):
                     self._moved = now
                 self._open = left
                 if left and now - self._moved > self._timeout:
-                    self._error = left[0][1]()
+                    self._error = left[0][1]("")
+                elif left and self._broken():
+                    self._error = left[0][1]("the connection has failed")
                 elif not left and now - self._moved > IDLE_S:
                     self._thread = None
                     return
