@@ -270,6 +270,11 @@ def make_plan(
         if settings.partition == "flops":
             cuts = lighter_cuts(layers, cuts, example.of(full))
     refuse_cuts(network, layers, cuts)
+    if settings.cuda_graphs and (drawing := [layer.name for layer in layers if layer.draws]):
+        raise ConfigError(
+            f"layer {drawing[0]} draws random numbers, and cuda_graphs=true would repeat them: set "
+            f"cuda_graphs=false, or its dropout to 0"
+        )
     refuse_changing([*trained.values(), *evaluated.values()], cuts, example.of(full))
     joined = seams(layers, cuts, example.of(full))
     links = Links(list(joined.routes), shared_weights(network, cuts))

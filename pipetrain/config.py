@@ -169,6 +169,7 @@ class Settings:
     precision: Annotated[str, _one_of("fp32", "bf16")]
     memory_format: Annotated[str, _one_of("auto", "contiguous", "channels_last")]
     compile: Annotated[bool, BOOL]
+    cuda_graphs: Annotated[bool, BOOL]
     threads: Annotated[int | None, _whole(1, MOST_THREADS)]
     workers: Annotated[int, _whole(0, MOST_THREADS), "data.workers"]
     drop_last: Annotated[bool, BOOL, "data.drop_last"]
@@ -222,6 +223,8 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
             "batchnorm=batch looks at each BatchNorm, which torch.compile joins with others: choose "
             "batchnorm=microbatch with compile=true, or compile=false"
         )
+    if settings.cuda_graphs:
+        _refuse_graphs(settings)
     if settings.build == "stages" and settings.partition == PROFILE and settings.profile is None:
         raise ConfigError(
             f"partition={PROFILE} measures the whole model in each process, which build=stages does not "
@@ -233,6 +236,24 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
             f"{settings.weights} with others: leave one of them out"
         )
     return settings
+
+
+def _refuse_graphs(settings: Settings) -> None:
+    """Refuse options that look at numbers, or run other passes than were captured. Raises ConfigError."""
+    if settings.device == "cpu" or not torch.cuda.is_available():
+        raise ConfigError("cuda_graphs=true needs a GPU: set cuda_graphs=false")
+    for option, other, way in (
+        ("compile", settings.compile, "false"),
+        ("on_nan", settings.on_nan == "skip", "stop"),
+        ("batchnorm", settings.batchnorm == "batch", "microbatch"),
+        ("recompute", settings.recompute not in ("auto", "never"), "never"),
+        ("memory_limit", settings.memory_limit is not None, "null"),
+    ):
+        if other:
+            raise ConfigError(
+                f"cuda_graphs=true captures each pass once, and {option}={getattr(settings, option)} would "
+                f"have others: set {option}={way}, or cuda_graphs=false"
+            )
 
 
 def whole_number(cfg: DictConfig, key: str, low: int, optional: bool = False) -> int | None:

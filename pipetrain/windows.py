@@ -109,6 +109,11 @@ def prove(settings: Settings, schedule: Schedule, batches: int, links: Links | N
             f"schedule {settings.schedule} splits backwards, and torch.compile runs them whole: set "
             f"compile=false, or choose a schedule without I and W"
         )
+    if settings.cuda_graphs and splits(program):
+        raise ConfigError(
+            f"schedule {settings.schedule} splits backwards, and cuda_graphs=true captures whole ones: set "
+            f"cuda_graphs=false, or choose a schedule without I and W"
+        )
     placement(program)  # one rank a stage: the engine has no replicas yet
     check(program, batches, settings.microbatches, routes, _norms(settings), ties)
     try:

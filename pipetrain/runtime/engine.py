@@ -24,7 +24,7 @@ from pipetrain.runtime.clock import Clock, Stopwatch
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.order import Order
-from pipetrain.runtime.rehearsal import Rehearsal, Repeated, put_back
+from pipetrain.runtime.rehearsal import Rehearsal, Repeated, attributes_put_back, put_back
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op, Tie
 from pipetrain.schedule.policy import Bounds, Wait
@@ -261,6 +261,10 @@ class Engine:
             for size in new:
                 for _ in range(2):  # in the second one the optimizer has its state
                     norms |= self._play(order.short(), Repeated(size, inputs, target), microbatches, training)
+        if rehearsal.graphs and training and not rehearsal.done:
+            with attributes_put_back(self._stages.values()):
+                for index, stage in self._stages.items():
+                    stage.capture(self.bounds[index].activations, self.bounds[index].versions)
         if norms:  # which connects the ranks
             nothing = torch.zeros((), dtype=torch.float64)
             self._channel.tell_norms(dict.fromkeys(self._stages, nothing), len(self._placement))

@@ -33,11 +33,12 @@ class Rehearsal:
     """What an engine needs to rehearse, and what it has rehearsed.
 
     `loopback`: makes a channel of training (True) or of evaluation; `meet` returns when all ranks have called
-    it.
+    it. `graphs`: whether the passes of the first size are captured as CUDA graphs.
     """
 
     loopback: Callable[[bool], Channel]
     meet: Callable[[], None]
+    graphs: bool = False
     done: set[tuple[bool, int]] = field(default_factory=set)
     """(training or evaluation, samples of a microbatch)"""
 
@@ -76,9 +77,17 @@ class Repeated:
 @contextmanager
 def put_back(stages: Iterable[Stage]) -> Iterator[None]:
     """Put back, to the last bit, what running the stages changes: all that they hold, and random numbers."""
+    with attributes_put_back(stages), ExitStack() as ending:
+        for stage in stages:
+            ending.enter_context(stage.rehearsing())
+        yield
+
+
+@contextmanager
+def attributes_put_back(stages: Iterable[Stage]) -> Iterator[None]:
+    """Put back random numbers, and the attributes of layers."""
     with ExitStack() as ending:
         ending.enter_context(Beginning().again())
         for stage in stages:
             ending.enter_context(standing_in(stage.module, {}))
-            ending.enter_context(stage.rehearsing())
         yield

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -44,6 +44,7 @@ from pipetrain.runtime.finite import (
     smallest_of_first_layer,
     witness,
 )
+from pipetrain.runtime.graphs import Graphs, Pass, Recorded, refused
 from pipetrain.runtime.recompute import Again
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.statistics import BatchStatistics
@@ -122,6 +123,7 @@ class Saving(NamedTuple):
 
 
 WHOLE = Saving()
+_RECORDED = -1  # the microbatch of a pass that is captured
 
 _Counted = tuple[Tensor, float, int, Mapping[str, Tensor]]
 """A microbatch's mean loss, what it counts for, its samples, and the sums of its metrics."""
@@ -141,6 +143,7 @@ class _Saved:
     deferred: Deferred | None = None  # the weight gradients to be made in W
     again: Again | None = None  # between the forward and its recomputation
     counted: _Counted | None = None  # at the last stage
+    replayed: Pass | None = None  # where the forward was a CUDA graph
 
 
 class Stage:
@@ -192,6 +195,8 @@ class Stage:
         self._layers = compiled(module) if compile else module
         self._device = next((p.device.type for p in module.parameters()), "cpu")
         self.weights = Weights(module, optimizer, rate, ema, self._names)
+        self._graphs: Graphs | None = None
+        self._example: tuple[tuple[Tensor, ...], Target | None] | None = None  # of a rehearsal
         self._trained = Counter()
         self._reruns: bool | None = None  # whether a backward runs forwards that change buffers
         self._evaluated = Counter()
@@ -248,6 +253,13 @@ class Stage:
         instead. Raises TrainingStopped if outputs or loss are not finite.
         """
         x = tuple(self._numerics.arrange(t.detach()) for t in x)
+        if self._graphs is not None and (target is None or target.weight):
+            value = None if target is None else target.value
+            replayed = self._graphs.forward(self.weights.storage(version), x, value)
+            if replayed is not None:
+                return self._replayed(mb, version, replayed, target)
+        if self._watch.ignores:
+            self._example = x, target
         requires = requires_grad(self._entry, x) if self.index else [False] * len(x)
         x = tuple(t.requires_grad_(require) for t, require in zip(x, requires, strict=True))
         if self._skips:
@@ -283,6 +295,46 @@ class Stage:
             saved.again.end(outputs if self._proves else ())
             self._proves = False
         return () if self._task is not None else self._handed_on(outputs)
+
+    def _replayed(self, mb: int, version: int, replayed: Pass, target: Target | None) -> tuple[Tensor, ...]:
+        """Open a microbatch whose forward was a CUDA graph."""
+        saved = self._saved[mb] = _Saved((), version, WHOLE, replayed=replayed)
+        counted = replayed.counted
+        if target is not None and counted is not None:
+            saved.share = target.share
+            saved.counted = counted[0], target.weight, target.samples, counted[3]
+        return replayed.made.outputs
+
+    def capture(self, slots: int, versions: int) -> None:
+        """Capture the passes of microbatches like those of the rehearsal, as CUDA graphs: see graphs.py.
+
+        Raises ConfigError for layers that cannot be captured.
+        """
+        assert self._example is not None, "only after a rehearsal"
+        (x, target), self._example = self._example, None
+        graphs = Graphs(slots)
+        forward = partial(self._recording_forward, target)
+        value = None if target is None else target.value
+        for storage, leaves in self.weights.fix(versions).items():
+            with self.weights.only(leaves):
+                try:
+                    graphs.capture(storage, x, value, forward, self._recording_backward)
+                except Exception as error:
+                    raise refused(self.index, error) from error
+        self._graphs = graphs
+
+    def _recording_forward(self, like: Target | None, x: tuple[Tensor, ...], value: Value | None) -> Recorded:
+        target = None if like is None or value is None else replace(like, value=value)
+        outputs = self.forward(_RECORDED, x, 0, target)
+        saved = self._saved[_RECORDED]
+        needs = needs_grad(self._exit, saved.outputs)
+        needed = [t for t, need in zip(saved.outputs, needs, strict=True) if need]
+        return Recorded(outputs, needed, saved.counted, saved)
+
+    def _recording_backward(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        back = self.backward(_RECORDED, grads, 0)
+        self._batch, self._batch_counted = [], []
+        return back
 
     def recompute(self, mb: int, version: int) -> None:
         """Run a forward again, with the weights, buffers and random numbers of the first time.
@@ -324,6 +376,9 @@ class Stage:
         needs one (none at the first). Raises TrainingStopped if they are not finite.
         """
         saved = self._take(mb, version)
+        if saved.replayed is not None:
+            assert self._graphs is not None
+            return self._graphs.backward(saved.replayed, grads, saved.share if self._task else None)
         self.weights.accumulate_on(version)
         self._differentiate(saved, grads, torch.autograd.backward)
         back = self._input_gradients(mb, saved)
@@ -647,7 +702,7 @@ class Stage:
         self, saved: _Saved, grads: tuple[Tensor, ...], run: Callable[[list[Tensor], list[Tensor]], None]
     ) -> None:
         if self._task is not None:
-            grads = (torch.full_like(saved.outputs[0], saved.share),)
+            grads = grads or (torch.full_like(saved.outputs[0], saved.share),)
         needs = needs_grad(self._exit, saved.outputs)
         outputs = [t for t, need in zip(saved.outputs, needs, strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]

@@ -110,7 +110,7 @@ def make_engine(
         plain,
         plan.settings.seed,
         max(plan.links.bounds.values(), default=0),
-        Rehearsal(loopback, mesh.meet) if rehearses(mesh.device) else None,
+        Rehearsal(loopback, mesh.meet, plan.settings.cuda_graphs) if rehearses(mesh.device) else None,
     )
 
 

@@ -243,9 +243,9 @@ class Trainer:
     def _meter(self, last: bool) -> Meter | None:
         """Return what measures the memory of the next window: once, and if it can, after an update.
 
-        Then the optimizer has its state. `last`: there is no window after it.
+        Then the optimizer has its state. `last`: there is no window after it. CUDA graphs do not tell.
         """
-        if self._metered or not (self._position.update or last):
+        if self._metered or self._run.settings.cuda_graphs or not (self._position.update or last):
             return None
         self._metered = True
         return Meter(self.stages, self._mesh.device)

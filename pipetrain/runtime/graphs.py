@@ -1,0 +1,124 @@
+"""CUDA graphs of a stage's passes: one launch in place of hundreds.
+
+A program is static and its bounds are proven, so a stage needs the memory of so many microbatches in flight,
+the slots, and of so many weight versions. For each slot and each version's storage, the forward and the
+backward of a microbatch are captured once, and replayed from then on: inputs, targets and gradients are
+copied to where the graphs expect them. A slot has a memory pool of its own, as its forward and backward
+always alternate; two slots that shared one would overwrite what the other holds between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipetrain.boundary import Example, Value, as_tuple
+from pipetrain.errors import ConfigError, one_line
+
+Tensors = tuple[Tensor, ...]
+Counted = tuple[Tensor, float, int, Mapping[str, Tensor]]
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What a forward that is captured has made."""
+
+    outputs: Tensors
+    needed: Sequence[Tensor]  # the outputs of which a gradient comes back
+    counted: Counted | None  # at the last stage
+    keeps: Any  # what must live as long as the graph
+
+
+Forward = Callable[[Tensors, Value | None], Recorded]
+Backward = Callable[[Tensors], Tensors]  # (gradients of the outputs) -> of the inputs
+
+
+@dataclass(slots=True)
+class Pass:
+    """A microbatch's forward and backward, captured over one slot's memory and one version's storage."""
+
+    slot: int
+    inputs: Tensors
+    target: Tensors
+    made: Recorded
+    grads: Tensors
+    back: Tensors
+    forward: Any  # torch.cuda.CUDAGraph
+    backward: Any
+    share: float | None = None  # that the gradient of the loss is filled with
+
+    @property
+    def counted(self) -> Counted | None:
+        """What the last stage counts, copied: the next replay overwrites it."""
+        if self.made.counted is None:
+            return None
+        loss, weight, samples, sums = self.made.counted
+        return loss.clone(), weight, samples, {name: some.clone() for name, some in sums.items()}
+
+
+class Graphs:
+    """The captured passes of a stage: by slot, and by the storage of a weight version."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = list(range(slots))
+        self._pools = [torch.cuda.graph_pool_handle() for _ in range(slots)]
+        self._passes: dict[tuple[int, int], Pass] = {}
+
+    def capture(
+        self, storage: int, inputs: Tensors, target: Value | None, forward: Forward, backward: Backward
+    ) -> None:
+        """Capture the passes of all slots over one storage. `inputs`, `target`: such as will come."""
+        for slot, pool in enumerate(self._pools):
+            mine = tuple(t.clone() for t in inputs)
+            aims = tuple(t.clone() for t in as_tuple(target)) if target is not None else ()
+            value = None if target is None else Example.in_batch(target).value(aims)
+            first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with _capturing(first, pool):
+                made = forward(mine, value)
+            grads = tuple(torch.empty_like(t, requires_grad=False) for t in made.needed)
+            with _capturing(second, pool):
+                back = backward(grads)
+            self._passes[slot, storage] = Pass(slot, mine, aims, made, grads, back, first, second)
+
+    def forward(self, storage: int, inputs: Tensors, target: Value | None) -> Pass | None:
+        """Replay a forward; None if these tensors are others than were captured."""
+        aims = as_tuple(target) if target is not None else ()
+        one = self._passes.get((self._free[-1], storage)) if self._free else None
+        if one is None or _kinds(inputs) != _kinds(one.inputs) or _kinds(aims) != _kinds(one.target):
+            return None
+        self._free.pop()
+        torch._foreach_copy_([*one.inputs, *one.target], [*inputs, *aims])
+        one.forward.replay()
+        return one
+
+    def backward(self, one: Pass, grads: Tensors, share: float | None) -> Tensors:
+        """Replay a backward; return gradients of the inputs, for good. `share`: at the last stage."""
+        if share is None:
+            torch._foreach_copy_(list(one.grads), list(grads))
+        elif share != one.share:
+            one.share = share
+            one.grads[0].fill_(share)
+        one.backward.replay()
+        self._free.append(one.slot)
+        return tuple(t.clone() for t in one.back)  # the slot's next forward may overwrite it
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(t.shape, t.dtype) for t in tensors]
+
+
+def _capturing(graph: Any, pool: Any) -> Any:
+    # thread_local: other threads look at events meanwhile.
+    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+
+
+def refused(stage: int, error: Exception) -> ConfigError:
+    """Return the error for a stage whose passes cannot be captured."""
+    return ConfigError(
+        f"cuda_graphs=true: the passes of stage {stage} cannot be captured, as layers or loss do what a "
+        f"graph cannot, such as to look at a number: {one_line(error)}; set cuda_graphs=false"
+    )

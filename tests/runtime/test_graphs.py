@@ -1,0 +1,70 @@
+"""What CUDA graphs need of weights, on a CPU. That they equal single launches is a row of gpu_check."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from pipetrain.errors import ConfigError
+from pipetrain.training import trainer
+from tests.support.cases import Case, config, prepared, run_in_threads
+
+TWO = ("microbatches=3", "epochs=2", "window=2")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("options", [(), ("clip_grad_norm=0.1", "optim=adamw", "ema=0.9")])
+def test_gradients_and_versions_at_fixed_addresses_train_alike(schedule, options):
+    case = Case(schedule, 2, (*TWO, *options))
+    plain, _ = run_in_threads(case)
+    fixed: dict[int, set[int]] = {}
+    train = trainer.Runner.train
+
+    def fix(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for index, stage in self.stages.items():
+            if index not in fixed:  # after the first window all weights have had a gradient
+                fixed[index] = set()
+            elif not fixed[index]:
+                fixed[index] = set(stage.weights.fix(self.engine.bounds[index].versions))
+            if fixed[index]:
+                assert stage.weights.storage(stage.weights.newest) in fixed[index]
+        return train(self, *args, **kwargs)
+
+    with patch.object(trainer.Runner, "train", fix):
+        state, _ = run_in_threads(case)
+    assert all(fixed.values())
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, state[name]), name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "cuda_graphs=true needs a GPU"),
+        (("compile=true",), "compile=True would have others: set compile=false"),
+        (("on_nan=skip",), "on_nan=skip would have others: set on_nan=stop"),
+        (("recompute=always",), "recompute=always would have others: set recompute=never"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(words, said, monkeypatch):
+    if words:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=said):
+        prepared(config(["data=digits", "model=mlp", "cuda_graphs=true", *words]), "1f1b", 2, 44)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "model", "said"),
+    [
+        ("zb_h1", "with_norm", "schedule zb_h1 splits backwards, and cuda_graphs=true captures whole ones"),
+        ("1f1b", "dropping", "layer .* draws random numbers, and cuda_graphs=true would repeat them"),
+    ],
+)
+def test_so_are_schedules_and_layers(schedule, model, said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = [f"schedule={schedule}", "data=digits", f"model._target_=tests.support.models.{model}"]
+    with pytest.raises(ConfigError, match=said):
+        prepared(config([*words, "cuda_graphs=true", "batch_size=12", "microbatches=3"]), schedule, 2, 44)
