@@ -198,6 +198,7 @@ class DistChannel:
         self._place = torch.device("cpu") if staged else device  # of what is sent
         self.ordered = device.type == "cuda" and not staged
         self._polls = False
+        self._stream: Any = None
         self._deadline = Deadline(timeout, self._abort, self._broken) if self.ordered else None
         self.waited = self.coded = 0.0
         self.carried = 0
@@ -210,6 +211,7 @@ class DistChannel:
         if watched and not self.ordered:
             self._watch = Watch(self._groups)
         self._polls = watched and self.ordered
+        self._stream = torch.cuda.current_stream() if self.ordered else None  # looked up once: it takes long
         for message in messages:
             self._to_post[message.edge].append(message)
         for edge in self._to_post:
@@ -346,7 +348,7 @@ class DistChannel:
             work.wait()
         if self._deadline:
             passed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            passed.record()
+            passed.record(self._stream)
             self._deadline.add(passed.query, error)
 
     def _backends(self) -> list[Any]:

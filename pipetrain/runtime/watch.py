@@ -6,16 +6,18 @@ can be polled.
 
 With NCCL the device's stream waits for messages and the host goes on, so nobody on the host would notice one
 that never comes. A thread does: where the stream passes none of them for the time of the deadline, it aborts
-all transfers, so that the stream goes on and the host can say which one it was.
+all transfers, so that the stream goes on and the host can say which one it was. If it cannot, the thread says
+it and ends the process.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Hashable, Iterable
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Condition, Lock, Thread
+from threading import Condition, Event, Lock, Thread
 from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -76,6 +78,7 @@ class Watch(Generic[E_]):
 
 
 IDLE_S = 5.0  # without any transfer, after which the thread of a Deadline ends
+RAISED_S = 30.0  # within which the host must raise an error: one that cannot, waits for the device for good
 
 
 class Deadline:
@@ -93,6 +96,7 @@ class Deadline:
         self._moved = 0.0  # when the stream had passed one last
         self._thread: Thread | None = None
         self._error: Exception | None = None
+        self._raised = Event()
 
     def add(self, passed: Callable[[], bool], error: Callable[[str], Exception]) -> None:
         """Watch a message: `passed` tells whether the stream has it, `error` makes the error of it."""
@@ -107,6 +111,7 @@ class Deadline:
     def check(self) -> None:
         """Raise the error of a message that did not come in time."""
         if self._error is not None:
+            self._raised.set()
             raise self._error
 
     def _run(self) -> None:
@@ -125,4 +130,7 @@ class Deadline:
                 elif not left and now - self._moved > IDLE_S:
                     self._thread = None
                     return
-        self._abort()
+        Thread(target=self._abort, daemon=True, name="end of transfers").start()
+        if not self._raised.wait(RAISED_S):
+            os.write(2, f"pipetrain: {self._error}\n".encode())
+            os._exit(1)
