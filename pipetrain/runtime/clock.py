@@ -47,10 +47,6 @@ class Clock:
         event.record(self._stream)  # looking up the stream takes longer than to record
         return event
 
-    def passed(self, mark: Mark) -> bool:
-        """Return whether the device has passed a moment."""
-        return not self._cuda or bool(mark.query())
-
     def durations(self, spans: Iterable[tuple[int, Mark, Mark]]) -> Iterator[tuple[int, float]]:
         """Convert (key, start, end) into (key, seconds); waits for the device once."""
         if self._cuda:

@@ -42,6 +42,9 @@ Every rank calls it with the same numbers of batches, in order."""
 Observer = Callable[[Row], None]  # called with the measured spans of a window, after its end
 
 
+UNREAD = 256  # windows whose times need not have been read
+
+
 class Feed(Protocol):
     """The microbatches of one window, numbered from 0."""
 
@@ -221,8 +224,8 @@ class Engine:
         return stats
 
     def _read(self, wait: bool) -> None:
-        """Read the times of the windows that the device has finished; with `wait`, of all."""
-        while self._unread and (wait or self._clock.passed(self._unread[0].row.ended)):
+        """Read the times of all windows, for which the host waits, or of those that are too many."""
+        while self._unread and (wait or len(self._unread) > UNREAD):
             ran = self._unread.popleft()
             row = self._clock.resolve(ran.row)
             self._channel.check()  # where the device went on because a message was given up

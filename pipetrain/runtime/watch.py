@@ -78,7 +78,7 @@ class Watch(Generic[E_]):
 
 
 IDLE_S = 5.0  # without any transfer, after which the thread of a Deadline ends
-RAISED_S = 30.0  # within which the host must raise an error: one that cannot, waits for the device for good
+RAISED_S = 5.0  # within which the host must raise an error: one that cannot, waits for the device for good
 
 
 class Deadline:

@@ -84,7 +84,8 @@ def torchrun(setting: Setting, folder: Path, words: Sequence[str]) -> AbstractCo
     """Start two ranks of a module or a script by torchrun, over NCCL though they share a GPU."""
     command = ["-m", TORCHRUN, "--standalone", "--nproc_per_node=2", OVER_NCCL, *words]
     limit = max(1.0, min(setting.left, RUN_S * setting.patience))
-    return running(folder, command, {"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'scripts'}"}, limit)
+    places = [str(CHECKOUT), str(CHECKOUT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return running(folder, command, {"PYTHONPATH": os.pathsep.join(places)}, limit)
 
 
 def killed(setting: Setting, folder: Path, words: Sequence[str]) -> Iterator[Row]:
