@@ -337,7 +337,7 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage_of(tensor) not in self._known:
                 self._look_at(tensor)
         result = func(*args, **(kwargs or {}))
-        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        self.draws = self.draws or _draws(func, args, kwargs or {})
         if formula := flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket)):
             flops = formula(*args, **(kwargs or {}), out_val=result)
             self.flops += flops
@@ -365,6 +365,15 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"uses a tensor {list(tensor.shape)} that a layer before it has made and not returned: hand "
                 f"it on from layer to layer, as one of a tuple"
             )
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation draws random numbers; attention without dropout is only marked so."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = (argument.name for argument in func._schema.arguments)
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(named.get("dropout_p", 1.0))
 
 
 def _registered(module: nn.Module) -> set[str]:

@@ -36,14 +36,20 @@ def numbers_of(tensor: Tensor) -> Tensor:
 def witness(tensors: Sequence[Tensor]) -> Tensor:
     """Return one number per tensor, finite exactly if all of the tensor's numbers are.
 
-    The tensors are dense, real, detached, and on one device. On a CPU the 2-norm takes a twentieth of the
-    time of the largest absolute value, which is used where finite numbers overflow in the norm.
+    The tensors are dense, real, detached, and in host memory. The 2-norm takes a twentieth of the time of the
+    largest absolute value, which is used where finite numbers overflow in the norm.
     """
-    if not tensors[0].is_cuda:
-        norms = torch.stack(torch._foreach_norm(list(tensors), 2))
-        if all(map(math.isfinite, norms.tolist())):
-            return norms
+    norms = torch.stack(torch._foreach_norm(list(tensors), 2))
+    if all(map(math.isfinite, norms.tolist())):
+        return norms
     return torch.stack(torch._foreach_norm(list(tensors), math.inf))
+
+
+def not_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return 1 if a number of tensors on a GPU is not finite, else 0, as torch.amp.GradScaler finds it."""
+    found = torch.zeros((), device=tensors[0].device)
+    torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found, torch.ones_like(found))
+    return found
 
 
 def in_host_memory_finite(tensor: Tensor) -> bool:
@@ -108,19 +114,23 @@ def blame(template: str, origin: Callable[[], str], numbers: list[float]) -> str
     return template.format(numbers[0]) + (f" (first in {where})" if where else "")
 
 
-def blame_losses(mbs: list[int], numbers: list[float]) -> str:
-    """Describe the first loss that is not finite."""
-    pairs = zip(mbs, numbers, strict=True)
-    mb, number = next((mb, number) for mb, number in pairs if not math.isfinite(number))
-    return f"the loss of microbatch {mb} is {number}"
+def blame_batch(lossy: list[int], mbs: list[int], numbers: list[float]) -> str:
+    """Describe the first loss, of those of microbatches `lossy`, that is not finite, or else the gradient."""
+    for mb, number in zip(lossy, numbers, strict=False):
+        if not math.isfinite(number):
+            return f"the loss of microbatch {mb} is {number}"
+    return f"the gradient of {_span(mbs)} is not finite"
+
+
+def _span(mbs: list[int]) -> str:
+    return f"microbatch {mbs[0]}" if len(mbs) == 1 else f"microbatches {min(mbs)} to {max(mbs)}"
 
 
 def blame_weights(names: list[str], mbs: list[int], numbers: list[float]) -> str:
     """Describe the weights with non-finite gradients: the last one, where the backward began, and a count."""
     bad = [name for name, number in zip(names, numbers, strict=True) if not math.isfinite(number)]
-    of = f"microbatch {mbs[0]}" if len(mbs) == 1 else f"microbatches {min(mbs)} to {max(mbs)}"
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-    return f"the gradient of {bad[-1]}{more}, {of}, is not finite"
+    return f"the gradient of {bad[-1]}{more}, {_span(mbs)}, is not finite"
 
 
 def smallest_of_first_layer(module: nn.Module) -> str:

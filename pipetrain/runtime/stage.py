@@ -36,10 +36,11 @@ from pipetrain.runtime.finite import (
     all_finite,
     backward_origin,
     blame,
-    blame_losses,
+    blame_batch,
     blame_weights,
     forward_origin,
     in_host_memory_finite,
+    not_finite,
     numbers_of,
     smallest_of_first_layer,
     witness,
@@ -415,18 +416,10 @@ class Stage:
         """Give the batch's gradient to the optimizer. Raises TrainingStopped if it is not finite."""
         self.weights.reduce()
         gradients, mbs, self._batch = self.weights.gradients(), self._batch, []
-        norms = witness([numbers_of(gradient) for gradient in gradients.values()]) if gradients else None
         counted, self._batch_counted = self._batch_counted, []
         losses = _weighted(counted) if self._task is not None else None
         self._reduced = mbs
-        if self._skips:
-            self._skip = norms is not None and not (self._watch.ignores or _all_finite_on_host(norms))
-        elif losses is not None:
-            self._watch.add(partial(blame_losses, mbs), self.weights.updates, losses)
-        if norms is not None and not self._skips:
-            self._watch.add(partial(blame_weights, list(gradients), mbs), self.weights.updates, norms)
-            # NaN, which is all that is not finite times 0, becomes 1.
-            self._unless = (norms.sum() * 0).float().nan_to_num(nan=1.0) if norms.is_cuda else None
+        self._look_at(losses, gradients, mbs)
         if losses is not None:
             self._losses.append(losses.sum())
             numbers = losses.tolist() if self._skips else [0.0] * len(mbs)
@@ -434,6 +427,28 @@ class Stage:
                 if math.isfinite(number):
                     self._trained.add(*one)
             self._trained.add_up()
+
+    def _look_at(self, losses: Tensor | None, gradients: Mapping[str, Tensor], mbs: list[int]) -> None:
+        """See whether losses [n] and gradients are finite; on a GPU, when that has come to the host."""
+        numbers, update = [numbers_of(gradient) for gradient in gradients.values()], self.weights.updates
+        if numbers and numbers[0].is_cuda:
+            found = not_finite(numbers)
+            if self._skips:
+                self._skip = not self._watch.ignores and found.item() != 0.0
+                return
+            self._unless = found
+            both = [*([] if losses is None else [losses]), found.atanh().reshape(1)]  # of 1, infinite
+            lossy = [] if losses is None else mbs
+            self._watch.add(partial(blame_batch, lossy, mbs), update, torch.cat(both))
+            return
+        norms = witness(numbers) if numbers else None
+        if self._skips:
+            self._skip = norms is not None and not (self._watch.ignores or _all_finite_on_host(norms))
+            return
+        if losses is not None:
+            self._watch.add(partial(blame_batch, mbs, mbs), update, losses)
+        if norms is not None:
+            self._watch.add(partial(blame_weights, list(gradients), mbs), update, norms)
 
     @property
     def ties(self) -> list[Tie]:
