@@ -57,8 +57,9 @@ class Counter:
         added, self._added = self._added, []
         losses = [(loss, weight) for loss, weight, _, _ in added if weight]  # others have no mean loss
         if losses:
-            terms = torch._foreach_mul([loss for loss, _ in losses], [weight for _, weight in losses])
-            self._loss = _plus(self._loss, torch.stack(terms))
+            terms = torch.stack([loss for loss, _ in losses]).double()  # before they are multiplied
+            torch._foreach_mul_(list(terms), [weight for _, weight in losses])
+            self._loss = _plus(self._loss, terms)
         for name in {name: None for *_, sums in added for name in sums}:
             some = [sums[name] for *_, sums in added if name in sums]
             self._sums[name] = _plus(self._sums.get(name), torch.stack(some)) if some[0].numel() else some[0]
