@@ -212,8 +212,9 @@ class DistChannel:
         self._polls = watched and self.ordered
         for message in messages:
             self._to_post[message.edge].append(message)
-        for edge in self._to_post:
-            self._post(edge, self._ahead(edge))
+        for edge, waiting in self._to_post.items():
+            if waiting:  # there may be edges of other plans, without a bound
+                self._post(edge, self._ahead(edge))
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         unfinished = self._sent[message.edge]
