@@ -77,9 +77,10 @@ def _all_finite_on_host(numbers: Tensor) -> bool:
 
 def _weighted(counted: Sequence[tuple[float, _Counted]]) -> Tensor:
     """Return the losses of microbatches, each times its share of the batch's loss [n]."""
-    return torch.stack(
-        torch._foreach_mul([loss for _, (loss, *_) in counted], [share for share, _ in counted])
-    )
+    losses, shares = [loss for _, (loss, *_) in counted], [share for share, _ in counted]
+    if shares == [1.0]:
+        return losses[0].unsqueeze(0)
+    return torch.stack(torch._foreach_mul(losses, shares))
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
@@ -373,7 +374,7 @@ class Stage:
             # NaN, which is all that is not finite times 0, becomes 1.
             self._unless = (norms.sum() * 0).float().nan_to_num(nan=1.0) if norms.is_cuda else None
         if losses is not None:
-            self._losses.append(losses.sum())
+            self._losses.append(losses.sum() if len(losses) > 1 else losses[0])
             numbers = losses.tolist() if self._skips else [0.0] * len(mbs)
             for (_, one), number in zip(counted, numbers, strict=True):
                 if math.isfinite(number):

@@ -95,7 +95,7 @@ class Deadline:
         self._error: Exception | None = None
 
     def add(self, passed: Callable[[], bool], error: Callable[[str], Exception]) -> None:
-        """Watch a message: `passed` tells whether the stream has it, `error` makes the error that names it."""
+        """Watch a message. `passed`: whether the stream has it; `error` makes the error that names it."""
         with self._lock:
             if not self._open:
                 self._moved = time.monotonic()

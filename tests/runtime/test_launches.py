@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from threading import Barrier, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +32,13 @@ from pipetrain.runtime.mesh import World
 from tests.support.cases import SCHEDULES
 from tests.support.deadlines import DEADLINE_S
 
-MOST = 8  # kernels a microbatch, see DESIGN.md, law 12
+MOST = 8  # kernels a microbatch
+FURTHER_STAGE = (
+    3  # kernels a batch of a second stage on a rank: two check its gradients, one is its optimizer's
+)
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 CUT = ("batch_size=8", "memory_format=contiguous")
+IN_FOUR = "microbatches=4"
 TEXT = ("model=gpt", "data=text", "task=language_modelling", "optim=adamw", "data.block=8")
 TASKS = {
     "vgg16": Task(("model=vgg16", "+model.width=4", *CUT)),
@@ -98,6 +101,16 @@ class Second:
     batches: int
     job: Job
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers the host read."""
+        return sum(kernels[NUMBER] for kernels in self.launches)
+
+    def beside(self, own: list[int]) -> list[float]:
+        """Return the kernels that each rank launched for a microbatch beside those of a plain loop."""
+        each = zip(self.launches, own, strict=True)
+        return [(kernels.total() / self.batches - plain) / self.job.microbatches for kernels, plain in each]
+
 
 def second_window(task: Task, schedule: str, ranks: int) -> Second:
     """Train two windows with a thread a rank, and count in the second one."""
@@ -138,8 +151,10 @@ def plain_loop(job: Job) -> list[int]:
     """Train a batch, each rank's stages in turn; return the kernels of each rank, from its second batch."""
     plan, ranks = job.plan, max(job.plan.placement) + 1
     stages = [job.stage(index).train() for index in range(plan.stages)]
-    mine = [[p for s, stage in enumerate(stages) if plan.placement[s] == rank for p in stage.parameters()]
-            for rank in range(ranks)]
+    mine = [
+        [p for s, stage in enumerate(stages) if plan.placement[s] == rank for p in stage.parameters()]
+        for rank in range(ranks)
+    ]
     optimizers = [job.optimizer(parameters) for parameters in mine]
     pairs = list(zip(job.samples.chunk(job.microbatches), job.targets.chunk(job.microbatches), strict=True))
     for _ in range(2):
@@ -160,3 +175,41 @@ def plain_loop(job: Job) -> list[int]:
                 optimizer.step()
                 optimizer.zero_grad()
     return [launches.kernels.total() for launches in counted]
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_microbatch_costs_few_kernels_beside_the_model_s_and_no_number_is_read(schedule, ranks, name):
+    second = second_window(TASKS[name].extended(IN_FOUR), schedule, ranks)
+    own = plain_loop(second.job)
+    assert sum(own) > 100  # the model was counted
+    assert max(second.beside(own)) <= MOST, second.launches
+    assert second.numbers == 0
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "pipedream_2bw"])
+def test_so_it_is_where_a_batch_is_one_microbatch(schedule):
+    """Then what is done once a batch counts in full. pipedream_2bw needs more of them."""
+    second = second_window(TASKS["vgg16"].extended("microbatches=1"), schedule, 2)
+    further = len(second.job.plan.placement) // 2 - 1
+    assert max(second.beside(plain_loop(second.job))) <= MOST + FURTHER_STAGE * further, second.launches
+    assert second.numbers == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("on_nan=skip",),
+        ("clip_grad_norm=0.1", "clip_grad_norm_over=model"),
+        ("clip_grad_norm=0.1", "clip_grad_norm_over=stage"),
+        ("ema=0.9",),
+        ("recompute=always",),
+        ("batchnorm=batch",),
+    ],
+    ids=" ".join,
+)
+def test_no_option_reads_a_number(option, schedule):
+    """What is read by .tolist() cannot be counted on a CPU: on_nan=skip does, once a batch."""
+    assert second_window(TASKS["vgg16"].extended(IN_FOUR, *option), schedule, 2).numbers == 0
