@@ -7,7 +7,7 @@ epoch ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -57,11 +57,10 @@ class Counter:
         added, self._added = self._added, []
         losses = [(loss, weight) for loss, weight, _, _ in added if weight]  # others have no mean loss
         if losses:
-            terms = torch._foreach_mul([loss for loss, _ in losses], [weight for _, weight in losses])
-            self._loss = _plus(self._loss, torch.stack(terms))
+            self._loss = _plus(self._loss, [loss for loss, _ in losses], [weight for _, weight in losses])
         for name in {name: None for *_, sums in added for name in sums}:
             some = [sums[name] for *_, sums in added if name in sums]
-            self._sums[name] = _plus(self._sums.get(name), torch.stack(some)) if some[0].numel() else some[0]
+            self._sums[name] = _plus(self._sums.get(name), some) if some[0].numel() else some[0]
         self._weight += sum(weight for _, weight, _, _ in added)
         self._samples += sum(samples for _, _, samples, _ in added)
 
@@ -86,7 +85,14 @@ class Counter:
         self._weight, self._samples = tally.weight, tally.samples
 
 
-def _plus(before: Tensor | None, terms: Tensor) -> Tensor:
-    """Add up terms [n, ...] in float64."""
-    total = terms.detach().sum(0, dtype=torch.float64)
-    return total if before is None else before + total
+def _plus(before: Tensor | None, terms: Sequence[Tensor], times: Sequence[float] = ()) -> Tensor:
+    """Add terms [...], each `times` a number, to a sum in float64. One term alone is one kernel."""
+    if before is None:
+        before = torch.zeros_like(terms[0], dtype=torch.float64)
+    if len(terms) == 1:
+        return before.add(terms[0], alpha=times[0] if times else 1)
+    stacked = torch.stack(list(terms))
+    if times:
+        stacked = stacked.double()
+        torch._foreach_mul_(list(stacked), list(times))
+    return before + stacked.sum(0, dtype=torch.float64)

@@ -214,8 +214,9 @@ class DistChannel:
         self._stream = torch.cuda.current_stream() if self.ordered else None  # looked up once: it takes long
         for message in messages:
             self._to_post[message.edge].append(message)
-        for edge in self._to_post:
-            self._post(edge, self._ahead(edge))
+        for edge, waiting in self._to_post.items():
+            if waiting:  # there may be edges of other plans, without a bound
+                self._post(edge, self._ahead(edge))
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         unfinished = self._sent[message.edge]
@@ -342,7 +343,7 @@ class DistChannel:
         return dist.get_rank()
 
     def _order(self, works: Sequence[dist.Work], error: Callable[[str], Exception]) -> None:
-        """Let the stream wait; `error` makes the error. Raises one that an earlier message has made."""
+        """Let the stream wait; `error` makes the error. Raises that of a message that did not come in time."""
         self.check()
         for work in works:
             work.wait()

@@ -79,9 +79,10 @@ def _all_finite_on_host(numbers: Tensor) -> bool:
 
 def _weighted(counted: Sequence[tuple[float, _Counted]]) -> Tensor:
     """Return the losses of microbatches, each times its share of the batch's loss [n]."""
-    return torch.stack(
-        torch._foreach_mul([loss for _, (loss, *_) in counted], [share for share, _ in counted])
-    )
+    losses, shares = [loss for _, (loss, *_) in counted], [share for share, _ in counted]
+    if shares == [1.0]:
+        return losses[0].unsqueeze(0)
+    return torch.stack(torch._foreach_mul(losses, shares))
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
@@ -421,7 +422,7 @@ class Stage:
         self._reduced = mbs
         self._look_at(losses, gradients, mbs)
         if losses is not None:
-            self._losses.append(losses.sum())
+            self._losses.append(losses.sum() if len(losses) > 1 else losses[0])
             numbers = losses.tolist() if self._skips else [0.0] * len(mbs)
             for (_, one), number in zip(counted, numbers, strict=True):
                 if math.isfinite(number):

@@ -99,7 +99,7 @@ class Deadline:
         self._raised = Event()
 
     def add(self, passed: Callable[[], bool], error: Callable[[str], Exception]) -> None:
-        """Watch a message: `passed` tells whether the stream has it, `error` makes the error of it."""
+        """Watch a message. `passed`: whether the stream has it; `error` makes the error that names it."""
         with self._lock:
             if not self._open:
                 self._moved = time.monotonic()

@@ -99,12 +99,13 @@ def test_without_a_gpu_it_says_so(arguments, status, said, monkeypatch, capsys):
     assert said in capsys.readouterr().out
 
 
-def test_a_feed_has_samples_like_those_of_the_window():
-    job = prepare(TASK, "1f1b", 2)
-    feed = BatchFeed(job, torch.device("cpu"))
-    for size in (1, 3):  # of 2 in a microbatch
-        (inputs,), target = feed.like(size)
-        assert inputs.shape == (size, 3, 32, 32)
-        assert target.value.shape == (size,)
-        assert torch.equal(inputs[0], feed.input(0)[0][0])
-        assert (target.weight, target.share) == (size, 0.25)
+def test_a_feed_shows_its_first_microbatch():
+    """To the rehearsal, which makes others of it."""
+    feed = BatchFeed(prepare(TASK, "1f1b", 2), torch.device("cpu"))
+    inputs, target = feed.first()
+    assert inputs is not None
+    assert target is not None
+    assert inputs[0].shape == (2, 3, 32, 32)
+    assert target.value.shape == (2,)
+    assert torch.equal(inputs[0], feed.input(0)[0])
+    assert (target.weight, target.share) == (2.0, 0.25)

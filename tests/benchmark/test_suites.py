@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmark import cli, contestants, memory, models, sleep
 from benchmark.contestants import Ours
@@ -24,7 +25,7 @@ class NoMesh:
     """Enough of a mesh to build a contestant that never runs."""
 
     world = World(0, 4, 0, 4)
-    device = "cpu"
+    device = torch.device("cpu")
 
     def channel(self, buffer_size, channels_last=False):
         return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pipetrain.boundary import TensorSpec
-from pipetrain.runtime.channel import DistChannel, Message, cause_of, expired
+from pipetrain.runtime.channel import DistChannel, LoopbackChannel, Message, cause_of, expired
 
 SPECS = (TensorSpec((2,), torch.float32),)
 
@@ -76,4 +78,13 @@ def test_a_deadline_says_who_waits_for_what():
 def test_a_rank_without_edges_drains_at_once():
     channel = DistChannel({}, 2, 30, torch.device("cpu"))
     channel.expect([])
+    channel.drain()
+
+
+def test_an_edge_of_another_plan_has_no_bound_and_is_left_alone():
+    """The contestants of a benchmark share a mesh, and so its edges."""
+    groups: Any = dict.fromkeys([(0, 1), (0, 3)])
+    channel = LoopbackChannel(groups, {(0, 1): 1}, 1.0, torch.device("cpu"))
+    channel.expect([up(0), up(1)])
+    assert [channel.recv(up(mb))[0].shape for mb in range(2)] == [(2,), (2,)]
     channel.drain()

@@ -48,14 +48,8 @@ class Device:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host, self.stream = 50.0, 50.0
-        self.synchronised = 0
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
-        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(time, "perf_counter", lambda: self.host)
-
-    def synchronize(self) -> None:
-        self.synchronised += 1
-        self.host = max(self.host, self.stream)
 
     def compute(self, seconds: float) -> None:
         self.stream = max(self.host, self.stream) + seconds
@@ -71,6 +65,9 @@ class Event:
 
     def synchronize(self) -> None:
         self.device.host = max(self.device.host, self.at - 1000.0)
+
+    def query(self) -> bool:
+        return self.device.host >= self.at - 1000.0
 
     def elapsed_time(self, other: Event) -> float:
         return 1000 * (other.at - self.at)
@@ -90,12 +87,51 @@ def test_events_are_told_in_the_host_s_seconds_and_only_read_at_the_end(device):
     began = clock.begin()
     start = clock.mark()
     device.compute(2.0)
-    end = clock.mark()
+    end, ended = clock.mark(), clock.mark()
     assert device.host == pytest.approx(50.001)  # the host did not wait
-    row = clock.resolve(Row(began, 50.001, [Span(FORWARD, start, end), Span(None, 50.001, 50.001)]))
-    assert device.synchronised == 1
+    assert not clock.passed(ended)
+    row = clock.resolve(Row(began, ended, [Span(FORWARD, start, end), Span(None, 50.001, 50.001)]))
+    assert device.host == pytest.approx(52.0)
+    assert clock.passed(ended)
     assert times(row) == [pytest.approx([50.0, 52.0, 0.0]), pytest.approx([52.0, 52.0, 0.0])]
     assert (row.began, row.ended) == pytest.approx((50.0, 52.0))
+
+
+def test_windows_follow_each_other_without_a_wait_and_are_read_later(device):
+    """The second one begins on the stream, two seconds after the host has begun it."""
+    clock = Clock(GPU)
+    unread = []
+    for seconds in (2.0, 1.0):
+        began, start = clock.begin(), clock.mark()
+        device.compute(seconds)
+        unread.append(Row(began, clock.mark(), [Span(FORWARD, start, clock.mark())]))
+    assert device.host == pytest.approx(50.002)
+    rows = [clock.resolve(row) for row in unread]
+    assert [(row.began, row.ended) for row in rows] == [
+        pytest.approx((50.0, 52.0)),
+        pytest.approx((52.0, 53.0)),
+    ]
+
+
+def test_a_message_for_which_the_stream_waits_is_marked_on_it(device):
+    """All of such a span is a wait; the host's own time between launches counts nowhere."""
+    channel = Channel()
+    channel.ordered = True
+    watch = Stopwatch(clock := Clock(GPU), channel)
+    for action, seconds in ((FORWARD, 2.0), (RECEIVE, 3.0), (BACKWARD, 1.0)):
+        watch.start(action)
+        device.compute(seconds)
+        channel.carried += 100
+        watch.stop()
+    watch.start(None)
+    unread = watch.row()
+    assert device.host == pytest.approx(50.003)
+    row = clock.resolve(unread)
+    assert times(row)[:3] == [
+        pytest.approx(moments) for moments in ([50.0, 52.0, 0.0], [52.0, 55.0, 3.0], [55.0, 56.0, 0.0])
+    ]
+    assert [span.nbytes for span in row.spans[:3]] == [0, 100, 0]
+    assert row.waited == pytest.approx(3.0)
 
 
 def test_a_wait_counts_from_when_the_device_has_nothing_left_to_do(device):
@@ -114,7 +150,7 @@ def test_a_wait_counts_from_when_the_device_has_nothing_left_to_do(device):
     row = clock.resolve(
         Row(
             began,
-            sent + 0.5,
+            clock.mark(),
             [
                 Span(FORWARD, marks[0], marks[1]),
                 Span(RECEIVE, waiting, 53.0, 53.0 - waiting),

@@ -521,6 +521,7 @@ def test_smoothing_is_for_training_alone():
     x = randn(3, 3)
     smooth.forward(0, (x,), 0, Target(LABELS, 3.0, 1.0))
     smooth.backward(0, (), 0)
+    smooth.reduce()
     smooth.predict((x,), Target(LABELS, 3.0, 1.0))
     (output,) = smooth.module(x)
     trained, evaluated = smooth.take_tallies()
@@ -562,6 +563,7 @@ def test_inputs_outputs_and_targets_may_be_tuples():
     wanted = torch.autograd.grad(0.25 * loss, plain)
     assert final.forward(0, inputs, 0, Target(targets, 3.0, 0.25)) == ()
     torch.testing.assert_close(final.backward(0, (), 0), wanted, rtol=1e-14, atol=1e-14)
+    final.reduce()
     assert final.predict(inputs, Target(targets, 3.0, 1.0)) == ()
     right = right_names(final.module(*inputs), targets).item()
     for tally in final.take_tallies():

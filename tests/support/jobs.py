@@ -125,7 +125,7 @@ def tell_no_norms(world: World, store: SealedStore) -> str:
         return ""
     channel = mesh.channel(1)
     channel._timeout = 1.0
-    channel.tell_norms({1: 4.0}, 2)
+    channel.tell_norms({1: torch.tensor(4.0)}, 2)
     try:
         return _complaint(channel.hear_norms)
     finally:
@@ -141,7 +141,7 @@ def die_before_norms(world: World, store: SealedStore) -> str:
         return ""
     store.set("connected", "1")
     channel = mesh.channel(1)
-    channel.tell_norms({1: 4.0}, 2)
+    channel.tell_norms({1: torch.tensor(4.0)}, 2)
     return _complaint(channel.hear_norms)
 
 

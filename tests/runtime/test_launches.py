@@ -1,0 +1,215 @@
+"""What the engine launches beside the model's own: within a window, on each rank, counted on a CPU.
+
+Beside it stands a plain loop over the same microbatches and the same cut, with an optimizer a rank. What a
+launch costs the host is what limits the speed of small microbatches on a GPU; a number that the host reads
+makes it wait for all that it has launched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Barrier, Thread
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmark import contestants
+from benchmark.contestants import Ours
+from benchmark.tasks import Job, Task, prepare
+from pipetrain.models import vision
+from pipetrain.runtime.channel import Message
+from pipetrain.runtime.local import LocalChannel, Wire
+from pipetrain.runtime.mesh import World
+from tests.support.cases import SCHEDULES
+from tests.support.deadlines import DEADLINE_S
+
+MOST = 8  # kernels a microbatch
+FURTHER_STAGE = (
+    3  # kernels a batch of a second stage on a rank: two check its gradients, one is its optimizer's
+)
+NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+CUT = ("batch_size=8", "memory_format=contiguous")
+IN_FOUR = "microbatches=4"
+TEXT = ("model=gpt", "data=text", "task=language_modelling", "optim=adamw", "data.block=8")
+TASKS = {
+    "vgg16": Task(("model=vgg16", "+model.width=4", *CUT)),
+    "resnet18": Task(("model._target_=tests.runtime.test_launches.narrow_resnet18", *CUT), (3, 8, 8)),
+    "gpt": Task((*TEXT, "model.depth=4", "model.width=16", "model.heads=2", *CUT), None),
+}
+NUMBER = "_local_scalar_dense"  # what .item(), float() and a truth value call
+
+
+def narrow_resnet18(num_classes: int = 10) -> nn.Sequential:
+    """ResNet18 with a sixteenth of its channels."""
+    model, channels = nn.Sequential(vision._convolution(3, 4), nn.ReLU()), 4
+    for group in range(4):
+        for stride in (1 + (group > 0), 1):
+            width = 4 * 2**group
+            model.append(vision.Residual(vision._basic(channels, width, stride), channels, width, stride))
+            channels = width
+    return model.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)])
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels of a thread, by the name of their operation, while `counts`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+        self.counts = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        if self.counts and not (func.is_view or func.namespace == "profiler" or name in NO_KERNEL):
+            # One for each gradient, whether a split backward makes them together or not.
+            self.kernels[name] += sum(args[-1]) if name == "convolution_backward" else 1
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.counts = False
+        yield
+        self.counts = True
+
+
+class Uncounted(LocalChannel):
+    """Its copy of what it receives stands for the transfer itself."""
+
+    def __init__(self, wire: Wire, bounds: Any, launches: Launches) -> None:
+        super().__init__(wire, bounds, DEADLINE_S)
+        self._launches = launches
+
+    def recv(self, message: Message) -> tuple[Tensor, ...]:
+        with self._launches.paused():
+            return super().recv(message)
+
+
+@dataclass(frozen=True)
+class Second:
+    """The second window of a run: what each rank launched in it, and of how many batches it was."""
+
+    launches: list[Counter[str]]
+    batches: int
+    job: Job
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the host read."""
+        return sum(kernels[NUMBER] for kernels in self.launches)
+
+    def beside(self, own: list[int]) -> list[float]:
+        """Return the kernels that each rank launched for a microbatch beside those of a plain loop."""
+        each = zip(self.launches, own, strict=True)
+        return [(kernels.total() / self.batches - plain) / self.job.microbatches for kernels, plain in each]
+
+
+def second_window(task: Task, schedule: str, ranks: int) -> Second:
+    """Train two windows with a thread a rank, and count in the second one."""
+    wire, meeting = Wire(), Barrier(ranks)
+    counted = [Launches() for _ in range(ranks)]
+    errors: list[BaseException] = []
+    jobs = [prepare(task, schedule, ranks, 2) for _ in counted]
+    ours = []
+    with patch.object(contestants, "fitted", lambda mesh, plan: mesh):
+        for rank, (job, launches) in enumerate(zip(jobs, counted, strict=True)):
+            mesh: Any = SimpleNamespace(world=World(rank, ranks), device=torch.device("cpu"))
+            channel = Uncounted(wire, job.plan.links.bounds, launches)
+            ours.append(Ours(schedule, job, mesh, channel=channel))
+
+    def work(rank: int) -> None:
+        try:
+            ours[rank].run()
+            meeting.wait(DEADLINE_S)
+            with counted[rank]:
+                ours[rank].run()
+        except BaseException as error:
+            errors.append(error)
+            meeting.abort()
+
+    threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    # Torch notes for all threads together that one has a mode.
+    _python_dispatch._is_in_torch_dispatch_mode = False
+    if errors:
+        raise errors[0]
+    return Second([launches.kernels for launches in counted], ours[0].batches, jobs[0])
+
+
+def plain_loop(job: Job) -> list[int]:
+    """Train a batch, each rank's stages in turn; return the kernels of each rank, from its second batch."""
+    plan, ranks = job.plan, max(job.plan.placement) + 1
+    stages = [job.stage(index).train() for index in range(plan.stages)]
+    mine = [
+        [p for s, stage in enumerate(stages) if plan.placement[s] == rank for p in stage.parameters()]
+        for rank in range(ranks)
+    ]
+    optimizers = [job.optimizer(parameters) for parameters in mine]
+    pairs = list(zip(job.samples.chunk(job.microbatches), job.targets.chunk(job.microbatches), strict=True))
+    for _ in range(2):
+        counted = [Launches() for _ in range(ranks)]
+        for x, target in pairs:
+            entered, left = [], []
+            for stage, rank in zip(stages, plan.placement, strict=True):
+                with counted[rank]:
+                    entered.append(x.detach().requires_grad_(bool(entered)))
+                    left.append(x := stage(entered[-1]))
+                    if len(left) == len(stages):
+                        (job.task.loss(x, target) * (1 / len(pairs))).backward()
+            for index in reversed(range(len(stages) - 1)):
+                with counted[plan.placement[index]]:
+                    left[index].backward(entered[index + 1].grad)
+        for launches, optimizer in zip(counted, optimizers, strict=True):
+            with launches:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [launches.kernels.total() for launches in counted]
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_microbatch_costs_few_kernels_beside_the_model_s_and_no_number_is_read(schedule, ranks, name):
+    second = second_window(TASKS[name].extended(IN_FOUR), schedule, ranks)
+    own = plain_loop(second.job)
+    assert sum(own) > 100  # the model was counted
+    assert max(second.beside(own)) <= MOST, second.launches
+    assert second.numbers == 0
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "pipedream_2bw"])
+def test_so_it_is_where_a_batch_is_one_microbatch(schedule):
+    """Then what is done once a batch counts in full. pipedream_2bw needs more of them."""
+    second = second_window(TASKS["vgg16"].extended("microbatches=1"), schedule, 2)
+    further = len(second.job.plan.placement) // 2 - 1
+    assert max(second.beside(plain_loop(second.job))) <= MOST + FURTHER_STAGE * further, second.launches
+    assert second.numbers == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("on_nan=skip",),
+        ("clip_grad_norm=0.1", "clip_grad_norm_over=model"),
+        ("clip_grad_norm=0.1", "clip_grad_norm_over=stage"),
+        ("ema=0.9",),
+        ("recompute=always",),
+        ("batchnorm=batch",),
+    ],
+    ids=" ".join,
+)
+def test_no_option_reads_a_number(option, schedule):
+    """What is read by .tolist() cannot be counted on a CPU: on_nan=skip does, once a batch."""
+    assert second_window(TASKS["vgg16"].extended(IN_FOUR, *option), schedule, 2).numbers == 0
