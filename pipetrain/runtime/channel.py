@@ -343,7 +343,7 @@ class DistChannel:
         return dist.get_rank()
 
     def _order(self, works: Sequence[dist.Work], error: Callable[[str], Exception]) -> None:
-        """Let the stream wait; `error` makes the error. Raises that of a message that did not come in time."""
+        """Let the stream wait; `error` makes the error. Raises that of one that was late."""
         self.check()
         for work in works:
             work.wait()

@@ -49,6 +49,7 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host, self.stream = 50.0, 50.0
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream")
         monkeypatch.setattr(time, "perf_counter", lambda: self.host)
 
     def compute(self, seconds: float) -> None:
@@ -60,7 +61,8 @@ class Event:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def record(self) -> None:
+    def record(self, stream: str) -> None:
+        assert stream == "the stream"
         self.at = 1000.0 + max(self.device.host, self.device.stream)
 
     def synchronize(self) -> None:
