@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ Blame = Callable[[list[float]], str]  # (numbers) -> a description of them and o
 Tensors = tuple[Tensor, ...]
 Loss = Callable[[Tensors], Tensor]  # (outputs of the last layer) -> a scalar
 LOSS = "the loss"
+AT_ONCE = 8  # updates whose numbers go to the host together
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
@@ -62,45 +64,60 @@ def in_host_memory_finite(tensor: Tensor) -> bool:
 
 
 class FiniteWatch:
-    """Stops the training at non-finite numbers. `stage` is named in the error."""
+    """Stops the training at non-finite numbers. `stage` is named in the error.
+
+    Numbers on a GPU go to the host several at a time: each copy costs as much as some kernels.
+    """
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
         self.ignores = False
         """Whether numbers may be as they are: in a rehearsal they are made up."""
-        # Description, update, the numbers on the host, and the torch.cuda.Event of their arrival or None.
-        self._coming: deque[tuple[Blame, int, Tensor, Any]] = deque()
+        self._gathered: list[tuple[Blame, int, Tensor]] = []  # description, update, numbers on a GPU
+        # What was gathered, with the numbers on the host, and the torch.cuda.Event of their arrival or None.
+        self._coming: deque[tuple[list[tuple[Blame, int, int]], Tensor, Any]] = deque()
 
     def add(self, blame: Blame, update: int, numbers: Tensor) -> None:
-        """Watch numbers that are used for `update`. Raises TrainingStopped."""
-        if self.ignores:
-            return
-        numbers, arrived = numbers.detach(), None
+        """Watch numbers [n] that are used for `update`. Raises TrainingStopped."""
         if numbers.is_cuda:
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            numbers = host.copy_(numbers, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        self._coming.append((blame, update, numbers, arrived))
+            self._gathered.append((blame, update, numbers.detach()))
+            if len(self._gathered) >= AT_ONCE:
+                self._copy()
+        else:
+            self._coming.append(([(blame, update, numbers.numel())], numbers.detach(), None))
         self.check(update)
+
+    def _copy(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        numbers = torch.cat([numbers for *_, numbers in gathered])
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        made = [(blame, update, numbers.numel()) for blame, update, numbers in gathered]
+        self._coming.append((made, host, arrived))
 
     def check(self, update: int, wait: bool = False) -> None:
         """Check the numbers that have arrived (with `wait`, all of them). Raises TrainingStopped."""
+        if wait and self._gathered:
+            self._copy()
         while self._coming:
-            blame, made_for, numbers, arrived = self._coming[0]
+            made, numbers, arrived = self._coming[0]
             if arrived is not None and wait:
                 arrived.synchronize()
             elif arrived is not None and not arrived.query():
                 return
             self._coming.popleft()
-            values = numbers.flatten().tolist()
-            if not all(map(math.isfinite, values)):
-                late = update - made_for
-                when = f"{late} updates later" if late else "before the update"
-                raise TrainingStopped(
-                    f"{blame(values)} at stage {self._stage}, update {made_for}: stopped {when}; "
-                    f"try a lower optim.lr, or a warmup"
-                )
+            left = iter(numbers.flatten().tolist())
+            for blame, made_for, count in made:
+                values = list(islice(left, count))
+                if not self.ignores and not all(map(math.isfinite, values)):
+                    late = update - made_for
+                    when = f"{late} updates later" if late else "before the update"
+                    raise TrainingStopped(
+                        f"{blame(values)} at stage {self._stage}, update {made_for}: stopped {when}; "
+                        f"try a lower optim.lr, or a warmup"
+                    )
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

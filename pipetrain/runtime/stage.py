@@ -586,6 +586,7 @@ class Stage:
         try:
             with self.weights.rehearsing():
                 yield
+            self._watch.check(self.weights.updates, wait=True)
         finally:
             self._watch.ignores = False
             for name, value in before.items():

@@ -425,6 +425,9 @@ class Weights:
 
     def _step(self, optimizer: Optimizer) -> None:
         """Step; weights with their first gradient separately, as torch's fused SGD takes no mixture."""
+        if not self._unmoved:
+            optimizer.step()
+            return
         given = {name: p.grad for name, p in self._live.items() if p.grad is not None}
         first = self._unmoved & given.keys()
         self._unmoved -= first

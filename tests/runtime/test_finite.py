@@ -60,7 +60,7 @@ class Event:
 def test_on_a_gpu_it_stops_when_the_loss_has_arrived():
     watch, events = FiniteWatch(1), [Event(), Event()]
     losses = [torch.tensor(1.0), torch.tensor(float("nan"))]
-    watch._coming = deque((blame(mb), mb, losses[mb], events[mb]) for mb in range(2))  # type: ignore[misc]
+    watch._coming = deque(([(blame(mb), mb, 1)], losses[mb], events[mb]) for mb in range(2))  # type: ignore[misc]
     watch.check(2)  # nothing has arrived
     events[1].happened = True
     watch.check(2)  # in order: the first has not
