@@ -140,6 +140,7 @@ def test_the_first_message_that_does_not_come_is_named_and_all_is_ended_once(clo
     stream = Stream()
     stream.add("a", "b", "c")
     stream.passed = {"a", "c"}
+    clock.go_by()
     clock.go_by(stream.TIMEOUT_S - 1)
     stream.deadline.check()
     clock.now += 2
