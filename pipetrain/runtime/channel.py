@@ -343,7 +343,7 @@ class DistChannel:
         return dist.get_rank()
 
     def _order(self, works: Sequence[dist.Work], error: Callable[[str], Exception]) -> None:
-        """Let the stream wait; `error` makes the error. Raises that of one that was late."""
+        """Let the stream wait; `error` makes the error. Raises that of one that did not come in time."""
         self.check()
         for work in works:
             work.wait()
@@ -473,7 +473,20 @@ class DistChannel:
 
 
 class LoopbackChannel(DistChannel):
-    """A channel to nobody: what is sent on it is dropped, and what is received is made up."""
+    """A channel to nobody: what is sent on it is dropped, and what is received is made up.
+
+    A gradient has not arrived until it is waited for, so that a policy goes on with forwards, as where other
+    ranks lag, and updates keep the versions of open microbatches.
+    """
+
+    _late: Sequence[Message] = ()  # gradients that were waited for last
+
+    def arrived(self, message: Message) -> bool:
+        return message.src < message.dst or message in self._late
+
+    def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        super().wait(receives, sends)
+        self._late = receives
 
     def _start(self, post: Any, tensor: Tensor, peer: int, message: Message) -> dist.Work:
         if post is dist.irecv:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
+from pipetrain.runtime.channel import ChannelError
+from pipetrain.runtime.engine import Engine
+from pipetrain.runtime.local import LocalChannel
+from pipetrain.schedule.actions import COMPUTE, RECEIVES, UPDATE, Action, Op
 from pipetrain.training import assembly
-from tests.support.cases import SCHEDULES, Case, run_in_threads
+from tests.support.cases import SCHEDULES, Case, LocalMesh, run_in_threads
+from tests.support.deadlines import DEADLINE_S
 
 UNEVEN = ("microbatches=3", "epochs=2", "window=2")  # microbatches of 4, 3 and 2 samples
 
@@ -54,3 +61,143 @@ def test_training_after_a_rehearsal_is_equal_to_the_last_bit(schedule):
 )
 def test_so_it_is_with_options(overrides):
     assert_no_trace(Case("1f1b", 2, (*UNEVEN, *overrides)))
+
+
+# A device on which what is cold waits
+
+
+class Spinning(LocalChannel):
+    """A channel whose posted receives run on the device until their messages are there."""
+
+    def spinning(self) -> list[Any]:
+        """Return the edges with a posted receive whose message is not there."""
+        wire = self._wire
+        return [e for e in self._expected if wire.posted[e] - wire.taken[e] > len(wire.queues[e])]
+
+    def load(self, kind: Hashable, timeout: float) -> bool:
+        """Wait until no receive runs, as a driver does that loads something; return whether it had to."""
+        with self._wire.changed:
+            waits = bool(self.spinning())
+            if not self._wire.changed.wait_for(lambda: not self.spinning(), timeout):
+                raise ChannelError(f"{kind} is loaded, which waits for messages on {self.spinning()}")
+        return waits
+
+
+class ColdEngine(Engine):
+    """An engine on a device that loads something at the first use of each kind of action."""
+
+    PATIENCE_S = 10.0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._warm: set[Hashable] = set()
+        self.waited_for: list[Hashable] = []
+        """The kinds of actions that were cold while a receive was posted."""
+
+    def _run(self, window: Any, methods: Mapping[Op, Any], *rest: Any) -> Any:
+        training = methods is self._train
+
+        def loading(action: Action, window: Any) -> None:
+            kinds = [
+                (training, action.stage, action.op, action.peer, *kind)
+                for kind in self._kinds(action, window)
+            ]
+            if action.op in RECEIVES:  # its message is decoded when it is there
+                methods[action.op](action, window)
+                self._use(*kinds)
+            else:
+                self._use(*kinds)
+                methods[action.op](action, window)
+
+        return super()._run(window, dict.fromkeys(methods, loading), *rest)
+
+    def _hear(self, action: Action, window: Any, watch: Any) -> None:
+        heard = len(window.norms), len(window.tied)
+        super()._hear(action, window, watch)
+        if heard != (len(window.norms), len(window.tied)):
+            self._use(("heard", action.op))
+
+    def _kinds(self, action: Action, window: Any) -> list[tuple[Hashable, ...]]:
+        """Return what changes the kernels of an action, beside its stage and operation."""
+        stage, order = self._stages[action.stage], window.order
+        if action.op is Op.STEP:
+            optimizer = stage.weights.optimizer
+            begun = bool(optimizer and optimizer.state), bool(stage.weights._average)
+            return [("keeps", order.needed(action.stage, action.version - 1)), ("begun", *begun)]
+        if action.op in UPDATE:
+            return [()]
+        first = action.op in COMPUTE and stage._reruns is None
+        return [(window.feed.size(action.mb), order.saving(action.stage, action.mb), first)]
+
+    def _use(self, *kinds: Hashable) -> None:
+        for kind in set(kinds) - self._warm:
+            channel: Any = self._plain
+            if channel.load(kind, self.PATIENCE_S):
+                self.waited_for.append(kind)
+            self._warm.add(kind)
+
+
+@contextmanager
+def loading() -> Iterator[list[ColdEngine]]:
+    """Let each rank have a device that loads; the engines are those that were made meanwhile."""
+    engines: list[ColdEngine] = []
+
+    def make(*arguments: Any) -> ColdEngine:
+        engines.append(ColdEngine(*arguments))
+        return engines[-1]
+
+    def channel(mesh: Any, bounds: Any, channels_last: bool = False) -> Spinning:
+        return Spinning(mesh._wire, bounds, DEADLINE_S)
+
+    with patch.object(LocalMesh, "channel", channel), patch.object(assembly, "Engine", make):
+        yield engines
+
+
+TINY = ("model._target_=tests.runtime.test_rehearsal.lines", "epochs=1", "dtype=float32")
+
+
+def lines() -> nn.Sequential:
+    """Twelve layers."""
+    first = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4))
+    return nn.Sequential(first, *(nn.Linear(4, 4) for _ in range(10)), nn.Linear(4, 10))
+
+
+def assert_nothing_is_cold(case: Case) -> None:
+    with loading() as engines, rehearsed():
+        run_in_threads(case)
+    assert len(engines) == case.ranks
+    assert all(engine._warm for engine in engines)
+    assert [engine.waited_for for engine in engines] == [[]] * case.ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nothing_is_cold_while_a_receive_is_posted(schedule, ranks):
+    """Receives are posted ahead, as over gloo. Microbatches of 3 and 2 samples, evaluation of 6 and 5."""
+    assert_nothing_is_cold(Case(schedule, ranks, (*TINY, "microbatches=4")))
+
+
+ANY_ORDER = [
+    (),
+    ("codec.forward=int8", "codec.backward=topk_int8"),
+    ("recompute=always",),
+    ("window=2", "on_nan=skip"),
+]
+FIXED_ORDER = [
+    ("clip_grad_norm=0.1", "clip_grad_norm_over=model", "ema=0.9", "optim=adamw"),
+    ("model._target_=tests.support.models.tied",),
+]
+OTHERS = [(name, words) for name in ("1f1b", "pipedream", "zbv") for words in ANY_ORDER + FIXED_ORDER]
+OTHERS += [("fbp", words) for words in ANY_ORDER]
+
+
+@pytest.mark.parametrize(("schedule", "overrides"), OTHERS, ids=str)
+def test_so_it_is_with_other_options_and_pieces(schedule, overrides):
+    """A batch in as many pieces as the schedule's file says."""
+    assert_nothing_is_cold(Case(schedule, 2, (*TINY, *overrides)))
+
+
+def test_without_a_rehearsal_a_forward_waits_for_what_waits_for_it():
+    with loading(), patch.object(ColdEngine, "PATIENCE_S", 0.5), pytest.raises(ChannelError) as stop:
+        run_in_threads(Case("1f1b", 2, (*TINY, "microbatches=4")))
+    assert "is loaded, which waits for messages on" in str(stop.value)

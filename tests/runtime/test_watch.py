@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event
@@ -7,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipetrain.runtime.watch import Watch
+from pipetrain.runtime import watch as watching
+from pipetrain.runtime.watch import IDLE_S, Deadline, Watch
 
 
 class Work:
@@ -71,3 +73,144 @@ def test_what_the_question_raises_is_raised():
     with pytest.raises(ZeroDivisionError):
         watch.wait(lambda: bool(1 / 0), 1)
     watch.close()
+
+
+# A deadline
+
+
+class Time:
+    """Stands in for the module `time`: its seconds go by as the test says, and are counted in looks."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._looks = 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.001)
+        self._looks += 1
+
+    def go_by(self, seconds: float = 0.0) -> None:
+        """Let seconds go by, and the thread look at what there is then."""
+        self.now += seconds
+        seen = self._looks
+        end = time.monotonic() + 20
+        while self._looks < seen + 2:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
+class Stream:
+    """A device's stream that has passed some messages, and the deadline of all of them."""
+
+    TIMEOUT_S = 60.0
+
+    def __init__(self) -> None:
+        self.passed: set[str] = set()
+        self.broken, self.aborted, self.aborts = False, Event(), 0
+        self.deadline = Deadline(self.TIMEOUT_S, self._abort, lambda: self.broken)
+
+    def _abort(self) -> None:
+        self.aborts += 1
+        self.aborted.set()
+
+    def add(self, *names: str) -> None:
+        for name in names:
+            self.deadline.add(
+                lambda name=name: name in self.passed, lambda why, name=name: OSError(name, why)
+            )
+
+    def error(self) -> tuple[str, str]:
+        """Wait for the end of all transfers; return the message that is named, and why."""
+        assert self.aborted.wait(20)
+        with pytest.raises(OSError) as raised:  # noqa: PT011
+            self.deadline.check()
+        return raised.value.args
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Time:
+    monkeypatch.setattr(watching, "time", clock := Time())
+    return clock
+
+
+def test_the_first_message_that_does_not_come_is_named_and_all_is_ended_once(clock):
+    stream = Stream()
+    stream.add("a", "b", "c")
+    stream.passed = {"a", "c"}
+    clock.go_by()
+    clock.go_by(stream.TIMEOUT_S - 1)
+    stream.deadline.check()
+    clock.now += 2
+    assert stream.error() == ("b", "")
+    stream.passed.add("b")  # what was aborted counts as passed
+    stream.add("e")
+    assert stream.error() == ("b", "")
+    assert stream.aborts == 1
+
+
+def test_a_stream_that_goes_on_has_time_for_each_message(clock):
+    """Its host may have run far ahead: all of them together take longer."""
+    stream = Stream()
+    names = "abcdef"
+    stream.add(*names)
+    for name in names:
+        clock.go_by(stream.TIMEOUT_S - 1)
+        stream.passed.add(name)
+        clock.go_by()
+    stream.deadline.check()
+    assert not stream.aborts
+
+
+def test_time_without_messages_does_not_count(clock):
+    """Such as an evaluation on the host between two windows."""
+    stream = Stream()
+    stream.add("a")
+    stream.passed.add("a")
+    clock.go_by()
+    clock.now += 10 * stream.TIMEOUT_S
+    stream.add("b")
+    clock.go_by()
+    stream.deadline.check()
+    assert not stream.aborts
+
+
+def test_a_broken_connection_is_said_at_once_if_a_message_waits_for_it(clock):
+    stream = Stream()
+    stream.add("a", "b")
+    stream.passed.add("a")
+    clock.go_by()
+    stream.broken = True
+    assert stream.error() == ("b", "the connection has failed")
+    assert stream.aborts == 1
+
+
+def test_a_connection_that_nobody_waits_for_may_break(clock):
+    """As at the end, when another rank has left."""
+    stream = Stream()
+    stream.add("a")
+    stream.passed.add("a")
+    clock.go_by()
+    stream.broken = True
+    clock.go_by(1.0)
+    stream.deadline.check()
+    assert not stream.aborts
+
+
+def test_the_thread_ends_without_messages_and_another_one_begins_with_the_next(clock):
+    stream = Stream()
+    stream.add("a")
+    thread = stream.deadline._thread
+    stream.passed.add("a")
+    clock.go_by()
+    assert thread.is_alive()
+    clock.now += IDLE_S + 1
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not stream.aborts
+    stream.add("b")
+    assert stream.deadline._thread.is_alive()
+    clock.now += stream.TIMEOUT_S + 1
+    assert stream.error() == ("b", "")
