@@ -490,6 +490,8 @@ class Pipeline:
             raise ConfigError("there is no moving average of the weights: give Pipeline ema=0.999, and train")
         self._refuse_stopped()
         with self._together():
+            if self._runner is not None:
+                self._runner.engine.settle()
             self._mesh.tell("the state_dict")
         if self._model is not None:  # nothing has been trained
             return direct.initial(self._model, self._initial) if not self.rank else {}
@@ -501,6 +503,8 @@ class Pipeline:
         `load` goes on from it, and `python -m pipetrain.export` makes plain weights of it. All ranks must
         call it. Raises TrainingStopped if a rank cannot write.
         """
+        with self._together():
+            self._begun.engine.settle()
         return direct.save(Path(folder), self._begun, self._mesh, self._conditions, self.updates)
 
     def load(self, folder: str | Path) -> None:

@@ -47,6 +47,11 @@ class Clock:
         event.record(self._stream)  # looking up the stream takes longer than to record
         return event
 
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+
     def durations(self, spans: Iterable[tuple[int, Mark, Mark]]) -> Iterator[tuple[int, float]]:
         """Convert (key, start, end) into (key, seconds); waits for the device once."""
         if self._cuda:

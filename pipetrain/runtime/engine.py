@@ -211,7 +211,7 @@ class Engine:
     @property
     def stats(self) -> dict[int, StageStats]:
         """The statistics of each stage's training since `take_stats`. On a GPU this waits for the device."""
-        self._read(wait=True)
+        self.settle()
         return self._stats
 
     @stats.setter
@@ -228,7 +228,6 @@ class Engine:
         while self._unread and (wait or len(self._unread) > UNREAD):
             ran = self._unread.popleft()
             row = self._clock.resolve(ran.row)
-            self._channel.check()  # where the device went on because a message was given up
             for index, stats in stage_stats(row, ran.microbatches).items():
                 stats.skipped = ran.skipped[index]
                 stats.raw_bytes = ran.raw_bytes[index]
@@ -248,6 +247,14 @@ class Engine:
         joints = self._evaluated_joints
         window = _Window(order, feed, 1, self._evaluated, joints, self._plain, EVALUATION, ends)
         self._run(window, self._evaluate, Op.F, progress)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until the device has done all. Raises ChannelError for a message that never came."""
+        self._read(wait=True)
+        self._clock.settle()
+        self._channel.check()
+        self._plain.check()
 
     def _rehearse(self, order: Order, feed: Feed, microbatches: int, training: bool) -> None:
         """Play a few batches with made-up messages for each new size of microbatches, and put all back."""
@@ -260,11 +267,11 @@ class Engine:
         inputs, target = feed.first()
         new = sorted(size for _, size in found - rehearsal.done)
         norms = False
-        with put_back(self._stages.values()):
+        with put_back(self._stages.values(), training):
             for size in new:
                 for _ in range(2):  # in the second one the optimizer has its state
                     norms |= self._play(order.short(), Repeated(size, inputs, target), microbatches, training)
-        if rehearsal.graphs and training and not rehearsal.done:
+        if rehearsal.graphs and training and not any(trained for trained, _ in rehearsal.done):
             with attributes_put_back(self._stages.values()):
                 for index, stage in self._stages.items():
                     stage.capture(self.bounds[index].activations, self.bounds[index].versions)

@@ -406,6 +406,11 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy the process groups, after a successful run; one that the program made itself stays."""
+        if (
+            self.backend == "nccl" and self.world.size > 1
+        ):  # a rank that goes breaks what others still receive
+            torch.cuda.synchronize()
+            self.agree("the end", None)
         for group in self._made():
             dist.destroy_process_group(group)
 

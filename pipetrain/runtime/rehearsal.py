@@ -75,11 +75,11 @@ class Repeated:
 
 
 @contextmanager
-def put_back(stages: Iterable[Stage]) -> Iterator[None]:
+def put_back(stages: Iterable[Stage], training: bool) -> Iterator[None]:
     """Put back, to the last bit, what running the stages changes: all that they hold, and random numbers."""
     with attributes_put_back(stages), ExitStack() as ending:
         for stage in stages:
-            ending.enter_context(stage.rehearsing())
+            ending.enter_context(stage.rehearsing(training))
         yield
 
 

@@ -154,7 +154,8 @@ class Stage:
     `entry` and `exit` describe what enters and leaves, for any microbatch size, and which of these tensors
     need a gradient; by default every one but the data that can have a gradient does.
     `copy_input`: a layer modifies what enters; `copy_output`: a layer keeps what leaves. `compile`: use
-    torch.compile. `selective`: a forward that is to be run again keeps dear results, see recompute.py.
+    torch.compile; `cuda_graphs`: `capture` will be called. `selective`: a forward that is to be run again
+    keeps dear results, see recompute.py.
     `batch_statistics`: those of a BatchNorm that run are of batches, see statistics.py.
     `skip_not_finite`: a non-finite gradient skips the update, with its changes of the buffers, instead of
     stopping the training. `ema`: evaluate a moving average of the weights, see Weights.
@@ -178,6 +179,7 @@ class Stage:
         copy_output: bool = False,
         numerics: Numerics | None = None,
         compile: bool = False,
+        cuda_graphs: bool = False,
         selective: bool = False,
         batch_statistics: bool = False,
         skip_not_finite: bool = False,
@@ -197,6 +199,7 @@ class Stage:
         self._layers = compiled(module) if compile else module
         self._device = next((p.device.type for p in module.parameters()), "cpu")
         self.weights = Weights(module, optimizer, rate, ema, self._names)
+        self._captures = cuda_graphs
         self._graphs: Graphs | None = None
         self._example: tuple[tuple[Tensor, ...], Target | None] | None = None  # of a rehearsal
         self._trained = Counter()
@@ -260,7 +263,7 @@ class Stage:
             replayed = self._graphs.forward(self.weights.storage(version), x, value)
             if replayed is not None:
                 return self._replayed(mb, version, replayed, target)
-        if self._watch.ignores:
+        if self._watch.ignores and self._captures:
             self._example = x, target
         requires = requires_grad(self._entry, x) if self.index else [False] * len(x)
         x = tuple(t.requires_grad_(require) for t, require in zip(x, requires, strict=True))
@@ -573,8 +576,8 @@ class Stage:
         return self._trained.peek()
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Put back, at the end, what windows change: weights, buffers, the optimizer's state and the tallies.
+    def rehearsing(self, training: bool) -> Iterator[None]:
+        """Put back, at the end, what windows change: tallies, and in training weights, buffers and optimizer.
 
         Attributes of layers are left to the caller.
         """
@@ -584,7 +587,7 @@ class Stage:
         self._trained, self._evaluated, self._losses = Counter(), Counter(), []
         self._watch.ignores = True
         try:
-            with self.weights.rehearsing():
+            with self.weights.rehearsing() if training else nullcontext():
                 yield
             self._watch.check(self.weights.updates, wait=True)
         finally:

@@ -65,6 +65,7 @@ def make_stages(
             copy_output=plan.copies_output(index),
             numerics=plan.numerics,
             compile=settings.compile,
+            cuda_graphs=settings.cuda_graphs,
             selective=plan.recompute[index] is Mode.SELECTIVE,
             batch_statistics=settings.batchnorm == "batch",
             skip_not_finite=settings.on_nan == "skip",

@@ -224,7 +224,7 @@ class Trainer:
                 inputs,
                 targets,
                 tick,
-                partial(self._observe, tracer.observer(epoch, chosen) if tracer else None),
+                self._observer(tracer.observer(epoch, chosen) if tracer else None),
                 self._ends(length, *batch_s),
             )
             if meter:
@@ -249,6 +249,10 @@ class Trainer:
             return None
         self._metered = True
         return Meter(self.stages, self._mesh.device)
+
+    def _observer(self, traced: Observer | None) -> Observer | None:
+        """Return what looks at a window, for which the host waits for the device; None if nothing does."""
+        return partial(self._observe, traced) if traced or self._run.plan.policy else None
 
     def _observe(self, traced: Observer | None, row: Row) -> None:
         if traced:
