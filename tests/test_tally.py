@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from pipetrain.tally import Counter, Tally
@@ -51,3 +52,16 @@ def test_what_is_counted_is_not_the_metric_s_own_tensor():
 def test_of_nothing_there_is_no_mean():
     """As of an epoch in which every loss was skipped."""
     assert math.isnan(Tally().mean_loss)
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_a_loss_is_weighted_in_float64(together):
+    """However many are added up at once."""
+    losses, weights = torch.tensor([0.1, 0.2, 0.7]), [3.0, 7.0, 11.0]
+    counter = Counter()
+    for number, (loss, weight) in enumerate(zip(losses, weights, strict=True), start=1):
+        counter.add(loss, weight, 1, {})
+        if number % together == 0:
+            counter.add_up()
+    wanted = sum(float(loss) * weight for loss, weight in zip(losses, weights, strict=True))
+    assert counter.take().loss == pytest.approx(wanted, rel=1e-15)
