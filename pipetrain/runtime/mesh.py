@@ -180,8 +180,8 @@ class Mesh:
         self._owned = world.size > 1 and not dist.is_initialized()
         if world.size > 1:
             choose_interface(world)
-            # NCCL's own watch would end the process without a word of which message it was: see Deadline.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            if self.backend == "nccl":  # its own watch would not say which message it was: see Deadline
+                os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             try:
                 self._connect(store)
             except RuntimeError as error:
