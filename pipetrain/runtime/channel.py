@@ -8,8 +8,9 @@ and the plan the sizes, so there are no headers. Every wait has a deadline; its 
 Over gloo the host waits. Over NCCL the device's stream does, while the host goes on: the bounds then hold in
 the order of the stream, and a thread keeps the deadline. A posted NCCL receive is a kernel that runs until
 its message is there, and what is loaded waits for its end, as large kernels seem to for the multiprocessors
-that it holds: VGG16 with microbatches of 128 hung although all was loaded. So there a receive is posted only where the stream waits for it, and the sender leaves as many sends
-more unfinished: the messages under way are as many as before.
+that it holds: VGG16 with microbatches of 128 hung although all was loaded. So there a receive is posted only
+where the stream waits for it, and the sender leaves as many sends more unfinished: the messages under way are
+as many as before.
 """
 
 from __future__ import annotations
