@@ -60,6 +60,9 @@ def terminate(error: object) -> NoReturn:
         os._exit(TERMINATED)
 
 
+ACT_S = 5.0  # that what a signal started may take to its end
+
+
 @contextmanager
 def hearing(act: Callable[[int], None]) -> Iterator[None]:
     """Call `act` with the number of each signal that has a handler, in a thread, while the block runs.
@@ -70,7 +73,8 @@ def hearing(act: Callable[[int], None]) -> Iterator[None]:
     heard, told = os.pipe()
     os.set_blocking(told, False)
     before = signal.set_wakeup_fd(told)
-    Thread(target=_hear, args=(heard, act), daemon=True).start()
+    thread = Thread(target=_hear, args=(heard, act), daemon=True)
+    thread.start()
     _told.append(told)
     try:
         yield
@@ -78,6 +82,7 @@ def hearing(act: Callable[[int], None]) -> Iterator[None]:
         _told.remove(told)
         signal.set_wakeup_fd(before)
         os.close(told)
+        thread.join(ACT_S)  # one that comes out of C++ while Python ends would abort the process
 
 
 _told: list[int] = []

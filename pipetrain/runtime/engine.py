@@ -307,10 +307,10 @@ class Engine:
     ) -> Row:
         watch = Stopwatch(self._clock, window.channel)
         receives = [self._message(action, window) for action in window.order.receives()]
-        window.channel.expect(receives, window.order.decided)
         profiled = torch.autograd.profiler._is_profiler_enabled  # naming an action takes 10 us
         action: Action | Wait | None = None
         try:
+            window.channel.expect(receives, window.order.decided)
             for action in self._actions(window):
                 if isinstance(action, Wait):
                     watch.start(None)
