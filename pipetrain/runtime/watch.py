@@ -118,14 +118,18 @@ class Deadline:
         while self._error is None:
             time.sleep(min(1.0, self._timeout / 20))
             with self._lock:
-                left = [one for one in self._open if not one[0]()]
+                try:
+                    left, broken = [one for one in self._open if not one[0]()], self._broken()
+                except Exception as error:  # of the device, which ends all that was launched
+                    self._error = error
+                    break
                 now = time.monotonic()
                 if len(left) < len(self._open):
                     self._moved = now
                 self._open = left
                 if left and now - self._moved > self._timeout:
                     self._error = left[0][1]("")
-                elif left and self._broken():
+                elif left and broken:
                     self._error = left[0][1]("the connection has failed")
                 elif not left and now - self._moved > IDLE_S:
                     self._thread = None
