@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event
@@ -111,6 +112,15 @@ class Stream:
         self.passed: set[str] = set()
         self.broken, self.aborted, self.aborts = False, Event(), 0
         self.deadline = Deadline(self.TIMEOUT_S, self._abort, lambda: self.broken)
+        STREAMS.append(self)
+
+    def end(self) -> None:
+        """End the thread, which would go by the next test's clock, and in the end, end this process."""
+        self.deadline._raised.set()
+        self.deadline._error = self.deadline._error or OSError("the test is over")
+        if thread := self.deadline._thread:
+            thread.join(20)
+            assert not thread.is_alive()
 
     def _abort(self) -> None:
         self.aborts += 1
@@ -130,10 +140,15 @@ class Stream:
         return raised.value.args
 
 
+STREAMS: list[Stream] = []
+
+
 @pytest.fixture
-def clock(monkeypatch) -> Time:
+def clock(monkeypatch) -> Iterator[Time]:
     monkeypatch.setattr(watching, "time", clock := Time())
-    return clock
+    yield clock
+    while STREAMS:
+        STREAMS.pop().end()
 
 
 def test_the_first_message_that_does_not_come_is_named_and_all_is_ended_once(clock):
@@ -214,3 +229,24 @@ def test_the_thread_ends_without_messages_and_another_one_begins_with_the_next(c
     assert stream.deadline._thread.is_alive()
     clock.now += stream.TIMEOUT_S + 1
     assert stream.error() == ("b", "")
+
+
+def test_a_host_that_does_not_come_to_raise_the_error_is_ended_with_a_sentence(clock, monkeypatch, capfd):
+    ended: list[int] = []
+    monkeypatch.setattr(watching.os, "_exit", ended.append)
+    monkeypatch.setattr(watching, "RAISED_S", 0.05)
+    stream = Stream()
+    stream.add("a")
+    stream.broken = True
+    thread = stream.deadline._thread
+    thread.join(20)
+    assert ended == [1]
+    assert capfd.readouterr().err == "pipetrain: [Errno a] the connection has failed\n"
+
+
+def test_polling_that_fails_is_an_error_too(clock):
+    stream = Stream()
+    stream.deadline.add(lambda: bool(1 / 0), lambda why: OSError(why))
+    assert stream.aborted.wait(20)
+    with pytest.raises(ZeroDivisionError):
+        stream.deadline.check()
