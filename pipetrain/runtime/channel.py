@@ -292,6 +292,10 @@ class DistChannel:
         if self._deadline:
             self._deadline.check()
 
+    def let_go(self) -> None:
+        """Refer to no process group any longer."""
+        self._groups, self._ties, self._norms = {}, {}, None
+
     def tell_norms(self, squares: Mapping[int, Tensor], stages: int) -> None:
         # Each stage has a place of its own, so that the sum is the same on every rank, to the last bit.
         numbers = torch.zeros(stages, dtype=torch.float64, device=self._place)

@@ -173,6 +173,7 @@ class Mesh:
         self._seal = store.seal if store else None
         self._groups: dict[Edge, dist.ProcessGroup] = {}
         self._opened: set[Edge] = set()  # of all ranks
+        self._channels: list[DistChannel] = []
         self._norms: dist.ProcessGroup | None = None
         self._ties: dict[Tie, dist.ProcessGroup] = {}
         if device.type == "cuda":
@@ -247,7 +248,7 @@ class Mesh:
             dist.all_reduce(torch.zeros(1, device="cpu" if self.staged else self.device), group=group)
 
     def channel(self, buffer_size: int | Mapping[Edge, int], channels_last: bool = False) -> DistChannel:
-        return DistChannel(
+        made = DistChannel(
             self._groups,
             buffer_size,
             self._timeout,
@@ -257,6 +258,8 @@ class Mesh:
             self._norms,
             self._ties,
         )
+        self._channels.append(made)
+        return made
 
     def loopback(
         self,
@@ -411,7 +414,7 @@ class Mesh:
         ):  # a rank that goes breaks what others still receive
             torch.cuda.synchronize()
             self.agree("the end", None)
-        for group in self._made():
+        for group in self._let_go():
             dist.destroy_process_group(group)
 
     def abandon(self) -> None:
@@ -419,13 +422,22 @@ class Mesh:
 
         The connections close when no message refers to them any longer.
         """
+        with suppress(Exception):  # the error that was the cause counts
+            for group in self._let_go():
+                dist.destroy_process_group(group)
+
+    def _let_go(self) -> list[Any]:
+        """Return the groups to destroy, which nothing here refers to any longer.
+
+        One that lived on would end with Python, and its threads could abort the process then.
+        """
         groups = self._made()
         self._groups.clear()
         self._ties.clear()
         self._all = self._norms = None
-        with suppress(Exception):  # the error that was the cause counts
-            for group in groups:
-                dist.destroy_process_group(group)
+        for channel in self._channels:
+            channel.let_go()
+        return groups
 
     def _made(self) -> list[Any]:
         """Return the groups to destroy; all others go with the default group, if that is ours."""
