@@ -409,10 +409,8 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy the process groups, after a successful run; one that the program made itself stays."""
-        if (
-            self.backend == "nccl" and self.world.size > 1
-        ):  # a rank that goes breaks what others still receive
-            torch.cuda.synchronize()
+        if self.backend == "nccl" and self.world.size > 1:
+            torch.cuda.synchronize()  # a rank that goes breaks what others still receive
             self.agree("the end", None)
         for group in self._let_go():
             dist.destroy_process_group(group)
