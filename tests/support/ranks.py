@@ -1,0 +1,102 @@
+"""Ranks that stay: they run one function after another, with what torchrun would give them.
+
+A test of two ranks takes seconds where it starts them, and tenths here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipetrain import pipeline
+from tests.support.deadlines import DEADLINE_S
+
+
+class Ranks:
+    """Processes that run the functions of a test module on each rank. They end with their parent."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Return what the function returns on each rank.
+
+        Where it raises, or does not end, these ranks are given up, and the next call starts others.
+        """
+        if not self._processes:
+            self._start()
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, arguments))
+            return self._collected()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "benchmark.contestants", "tests.support.jobs"])
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, self.size, self._store.port))
+            process.daemon = True
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+    def _collected(self) -> list[Any]:
+        results: dict[int, Any] = {}
+        end = monotonic() + DEADLINE_S
+        while waiting := {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}:
+            ready = wait(list(waiting), max(0.0, end - monotonic()))
+            assert ready, f"ranks {sorted(waiting.values())} were still running after {DEADLINE_S:g} s"
+            for pipe in waiting.keys() & ready:
+                result, error = pipe.recv()
+                assert not error, f"rank {waiting[pipe]} failed:\n{error}"
+                results[waiting[pipe]] = result
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result, error = function(*arguments), ""
+        except BaseException:
+            result, error = None, traceback.format_exc()
+        left = pipeline._open and pipeline._open()
+        if left and not error:
+            left.close()
+        pipe.send((result, error))
