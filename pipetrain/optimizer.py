@@ -173,7 +173,16 @@ def _samples(factory: OptimizerFactory, model: nn.Module) -> list[_Sample]:
 
 
 def _built(factory: OptimizerFactory, samples: Sequence[_Sample]) -> Optimizer:
-    return optimizer_over(factory, [(name, weight) for name, weight, _ in samples])
+    """Return an optimizer over the samples. Raises ConfigError if it has other parameters."""
+    optimizer = optimizer_over(factory, [(name, weight) for name, weight, _ in samples])
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held != {id(weight) for _, weight, _ in samples}:
+        raise ConfigError(
+            f"the optimizer holds other parameters than those that its function was given, and each stage "
+            f"gives its own: let the function pass on its argument, all of it, as in lambda p: "
+            f"{type(optimizer).__name__}(p, ...), and freeze the others by requires_grad_(False)"
+        )
+    return optimizer
 
 
 def _stepped(optimizer: Optimizer, samples: Sequence[_Sample]) -> Memory:
