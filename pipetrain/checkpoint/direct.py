@@ -144,7 +144,8 @@ def save(folder: Path, runner: Runner, mesh: Mesh, conditions: Mapping[str, Any]
         parts = {name: Part(*part) for one in written for name, part in one.items()}
         progress = Progress(stages={stage: StageStats() for stage in range(plan.stages)}).to_json()
         cuts: Any = plan.pipeline
-        manifest = Manifest(run, Position(0, 0, updates), conditions, cuts, {}, progress, parts)
+        config = {"seed": runner.engine.seed}
+        manifest = Manifest(run, Position(0, 0, updates), conditions, cuts, config, progress, parts)
         published = _agreed(
             mesh, "the checkpoint", "save", lambda: "" if mesh.world.rank else str(publish(partial, manifest))
         )
@@ -192,11 +193,12 @@ def load_random(source: Source, mesh: Mesh) -> None:
 
 
 def load_source(source: Source, runner: Runner, mesh: Mesh, optimizer: OptimizerFactory) -> None:
-    """Load a checkpoint's weights and optimizer state; of the same pipeline, its codecs' residuals too.
+    """Load a checkpoint's weights, optimizer state and seed; of the same pipeline, its codecs' residuals too.
 
     Raises DamagedCheckpoint.
     """
     tensors = Tensors(source.folder, list(source.manifest.parts))
+    runner.engine.seed = source.manifest.config.get("seed", runner.engine.seed)
     for stage in runner.stages.values():
         load(stage, tensors, source.manifest.position.update, optimizer)
     if source.manifest.pipeline == runner.plan.pipeline:

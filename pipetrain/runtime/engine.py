@@ -126,7 +126,7 @@ class Engine:
     `placement[stage]` is a stage's rank; `boundaries[size][stage]` describes what enters a stage for a
     microbatch of `size` samples, and `joints` from where; `evaluated` and `evaluated_joints` likewise in an
     evaluation. `bounds[stage]` is asserted while the program runs. `plain` is the channel of evaluations,
-    whose messages are not encoded. `seed`: of random numbers such as dropout's. `rehearsal`: None for none.
+    whose messages are not encoded. `rehearsal`: None for none.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class Engine:
         self._evaluated_joints = evaluated_joints
         self.bounds = bounds
         self._clock = clock
-        self._seed = seed
+        self.seed = seed
+        """Of random numbers such as dropout's."""
         self.bound = bound
         """The most receives that are posted ahead on an edge."""
         self._rehearsal = rehearsal
@@ -432,12 +433,12 @@ class Engine:
 
     def _seeds(self, action: Action, window: _Window) -> Seeds:
         batch, microbatch = divmod(action.mb, window.microbatches)
-        return Seeds(self._seed, window.first + batch, microbatch)
+        return Seeds(self.seed, window.first + batch, microbatch)
 
     def _predict(self, action: Action, window: _Window) -> None:
         stage = self._stages[action.stage]
         target = window.feed.target(action.mb) if self._is_last(action.stage) else None
-        with drawing(Seeds(self._seed, EVALUATION, action.mb)):
+        with drawing(Seeds(self.seed, EVALUATION, action.mb)):
             outputs = stage.predict(self._inputs(action, window), target)
         self._hand_on(action, outputs, window)
 
