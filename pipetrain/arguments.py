@@ -29,6 +29,7 @@ from pipetrain.schedule.actions import UPDATE, Action, Op, Program, Schedule, Sc
 from pipetrain.schedule.lower import ADDED
 from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
+from pipetrain.training.loading import NamedTargets
 
 _OTHERS = {  # keys of the configuration that the arguments and methods of Pipeline stand for
     "model", "data", "task", "loss", "metrics", "optim", "schedule", "lr_schedule", "experiment", "defaults",
@@ -37,7 +38,7 @@ _OTHERS = {  # keys of the configuration that the arguments and methods of Pipel
 }  # fmt: skip
 _ARGUMENTS = (  # beside the keys of the configuration
     "model", "loss", "optimizer", "schedule", "task", "metrics", "weight", "param_groups", "lr_schedule",
-    "sample", "codec_forward", "codec_backward", "weights",
+    "sample", "targets", "codec_forward", "codec_backward", "weights",
 )  # fmt: skip
 
 
@@ -61,6 +62,20 @@ def read_task(
     if not callable(loss):
         raise ConfigError("Pipeline needs loss=, a function (outputs, targets) -> mean, or a Task")
     return Task(loss, metrics, weight)
+
+
+def read_targets(targets: str | Sequence[str] | None) -> NamedTargets | None:
+    """Return the names of the targets where batches are dicts. Raises ConfigError."""
+    if targets is None:
+        return None
+    if isinstance(targets, str) and targets:
+        return NamedTargets(targets)
+    names = tuple(targets) if isinstance(targets, list | tuple) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"targets={targets!r} must be the name of the targets in a batch, as in targets='label', or names"
+        )
+    return NamedTargets(names)
 
 
 def read_rate(lr_schedule: Rate | None) -> Rate:

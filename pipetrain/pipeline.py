@@ -32,6 +32,7 @@ from pipetrain.arguments import (
     read_model,
     read_rate,
     read_schedule,
+    read_targets,
     read_task,
     small_parameters,
 )
@@ -123,8 +124,10 @@ class Pipeline:
     - `lr_schedule`: a function of the update number (0, 1, ...) -> fraction of the optimizer's rate.
     - `weights`: a file (.safetensors, or of torch.save) or a folder (of Hugging Face's safetensors, or with
       our checkpoints) with the weights to begin with. Each rank reads those of its own stages.
-    - `sample`: a batch (inputs, targets) for which the plan is made and proven at once. Without it, that is
-      done with the first batch.
+    - `sample`: a batch for which the plan is made and proven at once. Without it, that is done with the
+      first batch.
+    - `targets`: where batches are dicts, the name of the targets in them, or names, which make a tuple. The
+      rest are the model's inputs, by their names, or if one is left, that tensor.
     - `dtype`: of weights and floating-point data; None: the model's.
     - `options`: any other key of the configuration, with its default there: partition, buffer_size, timeout,
       device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout, None:
@@ -149,7 +152,8 @@ class Pipeline:
         param_groups: Mapping[str, Mapping[str, Any]] | None = None,
         lr_schedule: Rate | None = None,
         weights: str | Path | None = None,
-        sample: tuple[Any, Any] | None = None,
+        sample: Any = None,
+        targets: str | Sequence[str] | None = None,
         dtype: torch.dtype | str | None = None,
         **options: Any,
     ) -> None:
@@ -158,6 +162,7 @@ class Pipeline:
         if optimizer is None:
             raise ConfigError("Pipeline needs optimizer=, such as lambda p: torch.optim.SGD(p, 0.01)")
         self._task = read_task(loss, task, metrics, weight)
+        self._named = read_targets(targets)
         world = World.current()
         model, record = read_model(model, options.get("seed"))
         cfg, name = configuration(model, schedule, microbatches, window, dtype, options)
@@ -212,7 +217,7 @@ class Pipeline:
         _open = weakref.ref(self)
         if sample is not None:
             try:
-                self._begin(Reader([sample], "sample= as batch") if not self.rank else None)
+                self._begin(self._reader([sample], "sample= as batch"))
             except Exception:  # on all ranks; nobody has this Pipeline to close it
                 self.close()
                 raise
@@ -238,7 +243,8 @@ class Pipeline:
     def train(self, loader: Batches, window: int | None = None) -> Iterator[float]:
         """Train one pass over a loader; yield the mean loss of each update, on every rank.
 
-        `loader` yields (inputs, targets), tensors [n, ...] or tuples of them; only that of rank 0 is read.
+        `loader` yields (inputs, targets), tensors [n, ...] or tuples or dicts of them; or dicts, where
+        `targets` names those. Only that of rank 0 is read.
         `window`: batches between two drains; by default that of the schedule: one batch where a schedule
         flushes, the whole pass where it does not. The losses of a window come at its end. Raises ConfigError
         for a loader without batches, and TrainingStopped for a batch that cannot be trained on, and if
@@ -263,9 +269,10 @@ class Pipeline:
             samples_per_s=samples / (time.perf_counter() - began),
         )
 
-    def step(self, inputs: Value | None = None, targets: Value | None = None) -> float:
+    def step(self, inputs: Any = None, targets: Any = None) -> float:
         """Train on one batch; return its mean loss on every rank. Only the tensors of rank 0 are read.
 
+        `inputs` alone is a batch as a loader gives it: a pair, or a dict where `targets` names those.
         Raises ConfigError for a schedule that does not flush, which needs several batches at once, and
         TrainingStopped as `train` does.
         """
@@ -274,7 +281,8 @@ class Pipeline:
                 f"schedule {self._settings.schedule} is asynchronous, and a step of one batch would drain "
                 f"it: use `for loss in pipe.train(loader)`, or a schedule that flushes, such as 1f1b"
             )
-        reader, sizes = next(self._windows([(inputs, targets)], 1, "the training"))
+        batch = inputs if targets is None else (inputs, targets)
+        reader, sizes = next(self._windows([batch], 1, "the training"))
         (loss,) = self._train(sizes, reader)
         return loss
 
@@ -313,7 +321,7 @@ class Pipeline:
         `what`: the training or the evaluation, so that a rank that is at the other one is found.
         """
         self._refuse_stopped()
-        reader = None if self.rank else Reader(loader, "batch", self._form)
+        reader = self._reader(loader, "batch")
         if self._runner is None:
             self._begin(reader)
         empty = True
@@ -323,6 +331,9 @@ class Pipeline:
             empty = False
         if empty:
             raise ConfigError("the loader has no batch: give one that has, and that can be read again")
+
+    def _reader(self, loader: Batches, what: str) -> Reader | None:
+        return None if self.rank else Reader(loader, what, self._form, self._named)
 
     def _on_first(self, what: str, reader: Reader | None, read: Callable[[Reader], Any]) -> Any:
         """Return on every rank what `read` returns on rank 0; raise its error there, and tell the others."""

@@ -21,20 +21,52 @@ from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.runtime.mesh import Mesh
 
 Batches = Iterable[Any]
-"""Yields (inputs, targets): each a tensor [n, ...], or a tuple, list or dict of them."""
+"""Yields (inputs, targets): each a tensor [n, ...], or a tuple, list or dict of them; or see NamedTargets."""
 
 
 class BadBatch(TrainingStopped):
     """A batch that cannot be trained on; the message says which, and why."""
 
 
-def pair(batch: Any, what: str) -> tuple[Value, Value]:
-    """Return a batch's inputs and targets, tensors of one length. Raises BadBatch."""
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        kind = (
-            f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+@dataclass(frozen=True, slots=True)
+class NamedTargets:
+    """The targets among the tensors of a batch that is a dict; several are a tuple.
+
+    The rest are the inputs: a dict, or if there is one alone, that tensor.
+    """
+
+    names: str | tuple[str, ...]
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        return (self.names,) if isinstance(self.names, str) else self.names
+
+    def pair(self, batch: Any, what: str) -> tuple[Any, Any]:
+        """Return a batch's inputs and targets. Raises BadBatch."""
+        if not isinstance(batch, Mapping):
+            raise BadBatch(
+                f"{what} must be a dict with {_listed(self.listed)}, as targets= says; it is a {_kind(batch)}"
+            )
+        if missing := [name for name in self.listed if name not in batch]:
+            raise BadBatch(f"{what} has no {missing[0]}: targets= can name {_listed(batch)}")
+        inputs = {name: batch[name] for name in batch if name not in self.listed}
+        if not inputs:
+            raise BadBatch(
+                f"{what} has nothing but the targets {_listed(self.listed)}: add the model's inputs"
+            )
+        targets = tuple(batch[name] for name in self.listed)
+        return (
+            next(iter(inputs.values())) if len(inputs) == 1 else inputs,
+            targets[0] if isinstance(self.names, str) else targets,
         )
-        raise BadBatch(f"{what} must be a pair (inputs, targets); it is a {kind}")
+
+
+def pair(batch: Any, what: str, named: NamedTargets | None = None) -> tuple[Value, Value]:
+    """Return a batch's inputs and targets, tensors of one length. Raises BadBatch."""
+    if named is not None:
+        batch = named.pair(batch, what)
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise BadBatch(f"{what} must be a pair (inputs, targets); it is a {_kind(batch)}{_way_out(batch)}")
     inputs, targets = (
         _value(part, f"{name} of {what}") for part, name in zip(batch, ("inputs", "targets"), strict=True)
     )
@@ -49,6 +81,25 @@ def pair(batch: Any, what: str) -> tuple[Value, Value]:
     return inputs, targets
 
 
+def _kind(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"{type(batch).__name__} of {_listed(batch)}"
+    return f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+
+
+def _way_out(batch: Any) -> str:
+    """Return what can be done about a batch that is no pair."""
+    if isinstance(batch, Mapping):
+        return ": say which are the targets, as in Pipeline(..., targets='label')"
+    if isinstance(batch, tuple | list):
+        return ": let the loader give ((FIRST, SECOND), TARGETS), or a dict, and Pipeline(..., targets=NAME)"
+    return ""
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(map(str, names))
+
+
 def _value(part: Any, what: str) -> Value:
     if isinstance(part, list):
         part = tuple(part)
@@ -56,10 +107,20 @@ def _value(part: Any, what: str) -> Value:
         return part.cpu()
     if isinstance(part, tuple) and part and all(isinstance(t, Tensor) and t.dim() for t in part):
         return tuple(t.cpu() for t in part)
-    if isinstance(part, Mapping) and part and all(isinstance(t, Tensor) and t.dim() for t in part.values()):
-        return {str(name): t.cpu() for name, t in part.items()}
+    if isinstance(part, Mapping) and part:
+        return {str(name): _named(t, name, what) for name, t in part.items()}
     raise BadBatch(
         f"the {what} must be a tensor [n, ...], or a tuple or a dict of them; got {type(part).__name__}"
+    )
+
+
+def _named(tensor: Any, name: Any, what: str) -> Tensor:
+    if isinstance(tensor, Tensor) and tensor.dim():
+        return tensor.cpu()
+    kind = "a number" if isinstance(tensor, Tensor) else type(tensor).__name__
+    raise BadBatch(
+        f"{name} of the {what} must be a tensor [n, ...]; got {kind}: leave it out, or make it one (data of "
+        f"Hugging Face's by set_format('torch'))"
     )
 
 
@@ -103,11 +164,15 @@ class Form:
 class Reader:
     """Rank 0's pass over a loader: the sizes of the next window, then its batches.
 
-    `form`: what every sample looks like; None: as those of the first batch.
+    `form`: what every sample looks like; None: as those of the first batch. `named`: the targets where
+    batches are dicts.
     """
 
-    def __init__(self, loader: Batches, what: str, form: Form | None = None) -> None:
+    def __init__(
+        self, loader: Batches, what: str, form: Form | None = None, named: NamedTargets | None = None
+    ) -> None:
         self.form = form
+        self._named = named
         self._loader = loader
         self._what = what
         self._batches: Iterator[Any] | None = None
@@ -161,7 +226,7 @@ class Reader:
         if batch is _END:
             return False
         what = f"{self._what} {self._read}"
-        inputs, targets = pair(batch, what)
+        inputs, targets = pair(batch, what, self._named)
         if self.form is None:
             self.form = Form(Example.in_batch(inputs), Example.in_batch(targets))
         self.form.refuse_other(inputs, targets, what)

@@ -72,7 +72,7 @@ def test_an_iterable_without_length_is_read_by_windows_and_refused_as_a_whole_pa
     ("batch", "sentence"),
     [
         (torch.ones(4), "batch 7 must be a pair (inputs, targets); it is a Tensor of 4"),
-        ({"x": 1}, "batch 7 must be a pair (inputs, targets); it is a dict of 1"),
+        ({"x": 1}, "batch 7 must be a pair (inputs, targets); it is a dict of x: say which are the targets"),
         (None, "batch 7 must be a pair (inputs, targets); it is a NoneType"),
         (
             (torch.ones(4), 3),

@@ -1,0 +1,157 @@
+"""Batches that are dicts, with their targets among them by name."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from pipetrain import Pipeline
+
+
+class Two(nn.Module):
+    """Takes two inputs by name, and gives scores and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(3, 8), nn.Linear(8, 5)
+
+    def forward(self, image: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.first(image)) + self.second(place)
+        return self.last(torch.tanh(h)), h.sum(1)
+
+
+def both(outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> Tensor:
+    scores, number = outputs
+    label, wanted = targets
+    return functional.cross_entropy(scores, label) + functional.mse_loss(number, wanted)
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def samples(n: int) -> list[dict[str, Any]]:
+    torch.manual_seed(1)
+    return [
+        {
+            "image": torch.randn(6).double(),
+            "label": i % 5,
+            "place": torch.randn(3).double(),
+            "size": 0.1 * torch.randn(1).double().squeeze(),
+        }
+        for i in range(n)
+    ]
+
+
+def batches(*names: str) -> list[Any]:
+    """Two dicts of 8 samples, as a DataLoader gives them."""
+    chosen = [{name: sample[name] for name in names} for sample in samples(16)]
+    return list(DataLoader(chosen, batch_size=8))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def expected(model: nn.Module, loss_of: Any) -> list[float]:
+    optimizer, losses = sgd(model.parameters()), []
+    for batch in loss_of:
+        optimizer.zero_grad()
+        loss = batch(model)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def one_name() -> tuple[list[float], list[float], dict[str, float]]:
+    """Train on what a loader gives, and on a batch that is another kind of mapping."""
+    torch.manual_seed(0)
+    pipe = Pipeline(plain().double(), functional.cross_entropy, sgd, microbatches=2, targets="label")
+    loader = batches("image", "label")
+    losses = list(pipe.train(loader if not pipe.rank else None))
+    stepped = [pipe.step(UserDict(batch) if not pipe.rank else None) for batch in loader]
+    return losses, stepped, pipe.evaluate(loader)
+
+
+def test_one_target_by_name(ranks):
+    torch.manual_seed(0)
+    model, loader = plain().double(), batches("image", "label")
+    wanted = expected(
+        model, [lambda m, b=b: functional.cross_entropy(m(b["image"]), b["label"]) for b in loader * 2]
+    )
+    with torch.no_grad():
+        left = [functional.cross_entropy(model(b["image"]), b["label"]).item() for b in loader]
+    for losses, stepped, evaluated in ranks(one_name):
+        assert [*losses, *stepped] == pytest.approx(wanted, abs=1e-12)
+        assert evaluated["loss"] == pytest.approx(sum(left) / 2, abs=1e-12)
+
+
+def several_names() -> list[float]:
+    torch.manual_seed(0)
+    model, loader = Two().double(), batches("place", "label", "image", "size")
+    options = {"targets": ["label", "size"], "sample": loader[0]}
+    with Pipeline(model, both, sgd, microbatches=4, **options) as pipe:
+        return list(pipe.train(loader))
+
+
+def test_several_targets_by_name_are_a_tuple_and_the_inputs_keywords(ranks):
+    torch.manual_seed(0)
+    wanted = expected(
+        Two().double(),
+        [
+            lambda m, b=b: both(m(image=b["image"], place=b["place"]), (b["label"], b["size"]))
+            for b in batches("place", "label", "image", "size")
+        ],
+    )
+    assert all(losses == pytest.approx(wanted, abs=1e-12) for losses in ranks(several_names))
+
+
+X, Y = torch.randn(4, 6), torch.arange(4)
+
+
+REFUSED: list[tuple[Any, Any, str]] = [
+    (
+        {"x": X, "y": Y},
+        None,
+        "it is a dict of x, y: say which are the targets, as in Pipeline(..., targets='label')",
+    ),
+    (
+        (X, X, Y),
+        None,
+        "it is a tuple of 3: let the loader give ((FIRST, SECOND), TARGETS), or a dict, and",
+    ),
+    ({"x": X, "y": Y}, "z", "BadBatch: batch 0 has no z: targets= can name x, y"),
+    ({"y": Y}, "y", "batch 0 has nothing but the targets y: add the model's inputs"),
+    ((X, Y), "y", "batch 0 must be a dict with y, as targets= says; it is a tuple of 2"),
+    (
+        {"x": X, "text": ["a"] * 4, "y": Y},
+        "y",
+        "text of the inputs of batch 0 must be a tensor [n, ...]; got list: leave it out, or make it one",
+    ),
+    ({"x": X, "y": Y}, 3, "ConfigError: targets=3 must be the name of the targets in a batch"),
+]
+
+
+def refused(case: int) -> str:
+    batch, targets, _ = REFUSED[case]
+    try:
+        with Pipeline(plain(), functional.cross_entropy, sgd, microbatches=2, targets=targets) as pipe:
+            pipe.step(batch)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_what_is_no_batch_is_refused_with_a_way_out(ranks, case):
+    first, second = ranks(refused, case)
+    says = REFUSED[case][2]
+    assert says in first
+    assert says.removeprefix("BadBatch: ") in second  # rank 0 alone reads, and tells
