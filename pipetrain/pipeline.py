@@ -521,7 +521,8 @@ class Pipeline:
     def load(self, folder: str | Path) -> None:
         """Go on from the newest checkpoint under a folder, or this one; of any cuts and schedule.
 
-        Random numbers go on too: dropout draws by the seed of the training that was saved. All ranks must call it. Raises ConfigError, also for a checkpoint of another model.
+        Random numbers go on too: dropout draws by the seed of the training that was saved. All ranks must
+        call it. Raises ConfigError, also for a checkpoint of another model.
         """
         self._refuse_stopped()
         source = direct.find(Path(folder), self._mesh, self._conditions)
