@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
-from pipetrain.boundary import Example, Value, as_tuple
+from pipetrain.boundary import Example, Value, as_tuple, on_each
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.runtime.mesh import Mesh
 
 Batches = Iterable[Any]
 """Yields (inputs, targets): each a tensor [n, ...], or a tuple, list or dict of them; or see NamedTargets."""
+
+_TORCHS_SAMPLERS = {"torch.utils.data.sampler", "torch.utils.data.distributed"}
 
 
 class BadBatch(TrainingStopped):
@@ -125,11 +127,17 @@ def _named(tensor: Any, name: Any, what: str) -> Tensor:
 
 
 def known_sizes(loader: Batches) -> list[int] | None:
-    """Return the samples of each batch if they are known without reading it, else None."""
+    """Return the samples of each batch if they are known without reading it, else None.
+
+    Only torch's own samplers and its default_collate tell: others may give other numbers of samples.
+    """
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         return None
+    sampler = loader.batch_sampler.sampler
+    if loader.collate_fn is not default_collate or type(sampler).__module__ not in _TORCHS_SAMPLERS:
+        return None
     try:
-        samples = len(loader.batch_sampler.sampler)  # type: ignore[arg-type]
+        samples = len(sampler)  # type: ignore[arg-type]
     except TypeError:
         return None
     size = loader.batch_sampler.batch_size
@@ -219,9 +227,12 @@ class Reader:
         return inputs, targets
 
     def _read_one(self) -> bool:
-        """Read one more batch; return False at the end."""
+        """Read one more batch; return False at the end. The loader may fill the buffer of the last one."""
         if self._batches is None:
             self._batches = iter(self._loader)
+        if self._held:
+            inputs, targets = self._held.pop()
+            self._held.append((on_each(inputs, _copy), on_each(targets, _copy)))
         batch = next(self._batches, _END)
         if batch is _END:
             return False
@@ -243,6 +254,10 @@ def _has_length(loader: Any) -> bool:
         return len(loader) >= 0
     except TypeError:  # a DataLoader has none for an IterableDataset without one
         return False
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, pin_memory=tensor.is_pinned()).copy_(tensor)
 
 
 def _samples(value: Value) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipetrain import ConfigError, Metric, Pipeline, ScheduleError, TrainingStopped
 from pipetrain.errors import ChannelError
@@ -67,14 +67,16 @@ def raising() -> Iterator[Any]:
     raise OSError("the disk is gone")
 
 
-class Lying(Sampler[int]):
-    """Says that it has more samples than it yields."""
+class Ending(Dataset[tuple[Tensor, Tensor]]):
+    """Says that it has more samples than it gives."""
 
     def __len__(self) -> int:
         return 24
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(16))
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 16:
+            raise StopIteration
+        return torch.ones(4), torch.tensor(0)
 
 
 class Loud(Metric):
@@ -245,7 +247,7 @@ APART: dict[str, tuple[Program, str, str]] = {
     ),
     "raises": (lambda rank: train(raising()), "the disk is gone", "rank 0 stopped: the disk is gone"),
     "ends early": (
-        lambda rank: train(DataLoader(samples(), 8, sampler=Lying()), schedule="pipedream"),  # type: ignore[arg-type]
+        lambda rank: train(DataLoader(Ending(), 8), schedule="pipedream"),
         "the loader ended after 2 batches, and its sampler said 3",
         "rank 1 (lost rank 0|could not)",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, default_collate
 
 from pipetrain import ConfigError
 from pipetrain.boundary import Example, TensorSpec
@@ -23,7 +23,10 @@ def batches(count: int, size: int = 4) -> list:
         (DataLoader(DATA, batch_size=8), [8, 8, 6]),
         (DataLoader(DATA, batch_size=8, shuffle=True, drop_last=True), [8, 8]),
         (DataLoader(DATA, batch_size=11), [11, 11]),
+        (DataLoader(DATA, batch_size=8, sampler=SubsetRandomSampler(range(9))), [8, 1]),
         (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), None),
+        (DataLoader(DATA, batch_size=8, sampler=range(22)), None),
+        (DataLoader(DATA, batch_size=8, collate_fn=lambda samples: default_collate(samples)), None),
         (DataLoader(DATA, batch_size=None), None),
         (batches(3), None),
     ],
@@ -49,15 +52,25 @@ def test_windows_cover_the_pass_in_order(loader, window):
     assert windows == {1: [[8], [8], [6]], 2: [[8, 8], [6]], 3: [[8, 8, 6]], None: [[8, 8, 6]]}[window]
 
 
+class Noting(Dataset):
+    def __init__(self) -> None:
+        self.read = []
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, index: int) -> tuple:
+        self.read.append(index)
+        return DATA[index]
+
+
 def test_a_window_of_one_batch_is_read_before_it_begins_and_a_longer_one_as_it_runs():
-    read = []
-    loader = DataLoader(
-        DATA, batch_size=8, collate_fn=lambda samples: read.append(1) or (torch.ones(8, 1),) * 2
-    )
+    data = Noting()
+    loader = DataLoader(data, batch_size=8)
     Reader(loader, "batch").window(1)
-    assert len(read) == 1
+    assert len(data.read) == 8
     Reader(loader, "batch").window(2)
-    assert len(read) == 1
+    assert len(data.read) == 8
 
 
 def test_an_iterable_without_length_is_read_by_windows_and_refused_as_a_whole_pass():
