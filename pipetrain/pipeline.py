@@ -10,7 +10,6 @@ is one process. What runs the windows is Runner, as for the command line.
 
 from __future__ import annotations
 
-import itertools
 import time
 import traceback
 import weakref
@@ -120,7 +119,8 @@ class Pipeline:
     - `schedule`: a name of `schedules()`, a function (ranks, batches, microbatches) -> program, or the path
       of a program's file.
     - `microbatches`: pieces that a batch is cut into; `window`: batches between two drains of the pipeline.
-      None: as the schedule's file says.
+      None: as the file of the schedule's name says; for one of your own 1 microbatch, and a window of one
+      batch, or of the whole pass where the schedule is asynchronous.
     - `lr_schedule`: a function of the update number (0, 1, ...) -> fraction of the optimizer's rate.
     - `weights`: a file (.safetensors, or of torch.save) or a folder (of Hugging Face's safetensors, or with
       our checkpoints) with the weights to begin with. Each rank reads those of its own stages.
@@ -175,6 +175,9 @@ class Pipeline:
         self._settings = settle_clipping(self._settings, self._schedule, batches)
         window_of = prove(self._settings, self._schedule, batches)
         self._asynchronous = any(bounds.staleness for bounds in window_of.bounds)
+        if window is None and not (isinstance(schedule, str) and schedule in schedules()):
+            whole_pass = self._asynchronous and self._least == 1
+            self._settings = replace(self._settings, window=None if whole_pass else self._least)
         where = placement(window_of.program)
         if where[0]:
             raise ConfigError(
@@ -373,14 +376,12 @@ class Pipeline:
         return losses
 
     def _evaluate(self, sizes: Sequence[int], reader: Reader | None) -> None:
-        """Evaluate batches of these `sizes`, in microbatches as large as those of training at most."""
-        full = self._settings.batch_size // self._settings.microbatches
-        cut = [pieces(size, -(-size // full)) for size in sizes]
-        flat = list(itertools.chain.from_iterable(cut))
-        source = self._source_of(cut, reader)
-        program = lower(forward_only(self.plan.placement, len(flat)), self.plan.routes)
-        order = Listed(program[self.rank], len(flat))
-        self._begun.evaluate(order, flat, source.inputs, source.targets, self._tick("evaluation", len(flat)))
+        """Evaluate batches of these `sizes`, each as one microbatch: a model may look at the whole batch."""
+        source = self._source_of([[size] for size in sizes], reader)
+        tick = self._tick("evaluation", len(sizes))
+        program = lower(forward_only(self.plan.placement, len(sizes)), self.plan.routes)
+        order = Listed(program[self.rank], len(sizes))
+        self._begun.evaluate(order, sizes, source.inputs, source.targets, tick)
         source.close()
 
     def _source_of(self, cut: Sequence[Sequence[int]], reader: Reader | None) -> WindowSource:

@@ -1,0 +1,200 @@
+"""Batches as loaders give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
+
+from pipetrain import Pipeline
+from pipetrain.schedule.asynchronous import AsynchronousV
+from pipetrain.schedule.programs import pipedream
+
+pytestmark = pytest.mark.processes
+CUT = 2  # the first layer of stage 1
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def pipe_of(schedule: Any = "1f1b", model: nn.Module | None = None, **options: Any) -> Pipeline:
+    options = {"partition": [CUT], "device": "cpu", **options}
+    return Pipeline(model or mlp(), functional.cross_entropy, sgd, schedule, **options)
+
+
+def plain(batches: Iterable[tuple[Tensor, Tensor]], stashing: bool = False) -> list[float]:
+    """Return the losses of one process; with `stashing`, stage 0 reads weights of one update before."""
+    model, losses = mlp(), []
+    optimizer = sgd(model.parameters())
+    late = dict(model.named_parameters())
+    before = {name: p.detach().clone().requires_grad_() for name, p in late.items() if int(name[0]) < CUT}
+    for x, y in batches:
+        read = late | (before if stashing else {})
+        loss = functional.cross_entropy(functional_call(model, read, (x,)), y)
+        losses.append(loss.item())
+        grads = torch.autograd.grad(loss, [read[name] for name in late])
+        before = {name: p.detach().clone().requires_grad_() for name, p in late.items() if name in before}
+        for parameter, grad in zip(late.values(), grads, strict=True):
+            parameter.grad = grad
+        optimizer.step()
+    return losses
+
+
+def batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator).double(), torch.randint(5, (size,), generator=generator)
+
+
+# Rows of a loader
+
+
+class OneBuffer:
+    """Yields one tensor, filled again for each batch."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+        self.x, self.y = batch(8, 0)
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for seed in range(self.batches):
+            for mine, new in zip((self.x, self.y), batch(8, seed), strict=True):
+                mine.copy_(new)
+            yield self.x, self.y
+
+
+def evaluate_one_buffer() -> float:
+    return pipe_of().evaluate(OneBuffer(3))["loss"]
+
+
+def train_one_buffer(schedule: str, window: int | None) -> list[float]:
+    return list(pipe_of(schedule, microbatches=1).train(OneBuffer(5), window))
+
+
+def test_a_loader_may_fill_one_buffer_again(ranks):
+    with torch.no_grad():
+        model = mlp()
+        losses = [functional.cross_entropy(model(x), y).item() for x, y in OneBuffer(3)]
+    assert ranks(evaluate_one_buffer) == pytest.approx([sum(losses) / 3] * 2, rel=1e-12)
+    for schedule, window in (("1f1b", 1), ("1f1b", 2), ("pipedream", None)):
+        wanted = plain(OneBuffer(5), schedule == "pipedream")
+        for losses in ranks(train_one_buffer, schedule, window):
+            assert losses == pytest.approx(wanted, rel=1e-12)
+
+
+# Batches of an evaluation
+
+
+class Centred(nn.Module):
+    """Looks at the whole batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def centred() -> nn.Sequential:
+    model = mlp()
+    model.insert(4, Centred())
+    return model
+
+
+SIZES = [8, 3, 1, 20, 2]
+
+
+def evaluate_centred() -> float:
+    pipe = pipe_of("gpipe", centred(), microbatches=4)
+    return pipe.evaluate([batch(size, size) for size in SIZES])["loss"]
+
+
+def test_an_evaluation_gives_the_model_the_loaders_batches(ranks):
+    with torch.no_grad():
+        model = centred()
+        total = sum(len(y) * functional.cross_entropy(model(x), y) for x, y in (batch(n, n) for n in SIZES))
+    assert ranks(evaluate_centred) == pytest.approx([float(total) / sum(SIZES)] * 2, rel=1e-12)
+
+
+# Batches that a sampler does not tell
+
+
+class Pairs(Sampler[int]):
+    """Says that it has fewer samples than it yields."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
+
+
+class Varying(Sampler[list[int]]):
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2], [3], [4, 5, 6, 7], [8, 9]])
+
+
+DATA: Dataset[Any] = TensorDataset(*batch(24, 0))
+
+
+def without_some(samples: list[Any]) -> Any:
+    return default_collate([(x, y) for x, y in samples if y != 2])
+
+
+def doubled(samples: list[Any]) -> Any:
+    return default_collate([*samples, *samples])
+
+
+LOADERS: dict[str, dict[str, Any]] = {
+    "fewer samples": {"batch_size": 8, "collate_fn": without_some},
+    "more samples": {"batch_size": 5, "collate_fn": doubled},
+    "a sampler": {"batch_size": 4, "sampler": Pairs()},
+    "a batch sampler": {"batch_sampler": Varying()},
+}
+
+
+def train_loader(name: str, schedule: str) -> list[float]:
+    return list(pipe_of(schedule, microbatches=1).train(DataLoader(DATA, **LOADERS[name])))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_every_schedule_takes_the_batches_that_come(ranks, name):
+    batches = list(DataLoader(DATA, **LOADERS[name]))
+    for schedule in ("1f1b", "pipedream"):
+        wanted = plain(batches, schedule == "pipedream")
+        for losses in ranks(train_loader, name, schedule):
+            assert losses == pytest.approx(wanted, rel=1e-12)
+
+
+# Windows of schedules that a program gives
+
+
+def train_schedules(*schedules: Any) -> list[list[float]]:
+    losses = []
+    for schedule in schedules:
+        with pipe_of(schedule, microbatches=1, partition="even") as pipe:
+            losses.append(list(pipe.train([batch(8, seed) for seed in range(6)])))
+    return losses
+
+
+def test_the_window_follows_from_the_program_of_a_schedule(ranks):
+    flushed, named, given, made, one = ranks(
+        train_schedules, "1f1b", "pipedream", pipedream, "v_async", AsynchronousV()
+    )[0]
+    assert flushed == pytest.approx(plain([batch(8, seed) for seed in range(6)]), rel=1e-12)
+    assert named == given != flushed
+    assert made == one != flushed
