@@ -189,11 +189,15 @@ class Eventful:
 
 @pytest.fixture(scope="module")
 def eventful(tmp_path_factory) -> Eventful:
-    """A run whose rank 1 is slow: somebody starts another in its folder, asks it to save, fills its disk."""
+    """A run whose rank 1 is slow: somebody starts another in its folder, asks it to save, fills its disk.
+
+    It does not end before the other has: see `hold` in tests.support.models.
+    """
     folder = tmp_path_factory.mktemp("eventful")
-    run = folder / "run"
+    run, hold = folder / "run", folder / "hold"
+    hold.touch()
     words = [*FAULTY, "+model.kind=sleep", "+model.rank=1", f"+model.at={SLEEP_MS}", "run_dir=run"]
-    words += [f"epochs={SLOW_EPOCHS}", "checkpoint.every=null"]
+    words += [f"epochs={SLOW_EPOCHS}", "checkpoint.every=null", f"timeout={DEADLINE_S:g}"]
     with started(folder, words) as process, ExitStack() as stack:
         await_line(process, "records in")
         config = (run / "config.yaml").read_text()
@@ -209,6 +213,7 @@ def eventful(tmp_path_factory) -> Eventful:
             whole = checkpoints(run)
         intruder = ended(second)
         alone = process.poll() is None
+        hold.unlink()
         configs = config, (run / "config.yaml").read_text()
         out = ended(process)
         return Eventful(

@@ -15,6 +15,7 @@ as many as before.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import deque
@@ -145,6 +146,11 @@ def not_heard(what: str, timeout: float) -> str:
 def bounds_of(buffer_size: int | Mapping[Edge, int]) -> Callable[[Edge], int]:
     """Return the bound of an edge as a function."""
     return buffer_size.__getitem__ if isinstance(buffer_size, Mapping) else lambda edge: buffer_size
+
+
+def _at_least(seconds: float) -> timedelta:
+    """Return so much time or up to 1 ms more: gloo waits for whole milliseconds, and would end too early."""
+    return timedelta(milliseconds=max(0, math.floor(1000 * seconds)) + 1)
 
 
 def expired(receives: Sequence[Message], sends: Sequence[Message], timeout: float) -> ChannelError:
@@ -328,7 +334,7 @@ class DistChannel:
             self._order([work], lambda why: ChannelError(f"rank {rank} at {what}: {why}") if why else late)
             return
         try:
-            work.wait(timedelta(seconds=self._timeout))
+            work.wait(_at_least(self._timeout))
         except RuntimeError as error:
             rank, cause = self._rank(), str(error).strip().splitlines()[0]
             if time.monotonic() - start >= self._timeout:
@@ -459,8 +465,7 @@ class DistChannel:
                 late = expired(*ends, self._timeout)
                 self._order(transfer.works, lambda why: self._lost(message, peer, why) if why else late)
             for work in () if self._watch or self.ordered else transfer.works:
-                left = start + self._timeout - time.monotonic()
-                work.wait(timedelta(seconds=max(left, 0.001)))
+                work.wait(_at_least(start + self._timeout - time.monotonic()))
         except ChannelError:
             raise
         except RuntimeError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
+import pytest
 import torch
 
 from pipetrain.boundary import TensorSpec
+from pipetrain.runtime import channel as module
 from pipetrain.runtime.channel import DistChannel, LoopbackChannel, Message, cause_of, expired
 
 SPECS = (TensorSpec((2,), torch.float32),)
@@ -73,6 +76,32 @@ def test_a_deadline_says_who_waits_for_what():
 
 
 # The distributed channel, without a wire (over one: test_worlds.py)
+
+
+class Never:
+    """A clock, and a message that nobody takes: it is waited for as gloo waits, for whole milliseconds."""
+
+    def __init__(self) -> None:
+        self.now = 5.0
+
+    def monotonic(self) -> float:
+        self.now += 1e-5
+        return self.now
+
+    def wait(self, limit: timedelta) -> None:
+        self.now += limit // timedelta(milliseconds=1) / 1000
+        raise RuntimeError("Timed out waiting for send operation to complete")
+
+
+def test_a_deadline_that_passes_is_named_though_gloo_counts_in_milliseconds(monkeypatch):
+    never, nobody = Never(), cast(Any, None)
+    monkeypatch.setattr(module, "time", never)
+    monkeypatch.setattr(module.dist, "isend", lambda *message, **group: never)
+    channel = DistChannel({(0, 1): nobody}, 2, 1.0, torch.device("cpu"))
+    channel.send(up(0), [torch.zeros(2)])
+    with pytest.raises(module.ChannelError, match=r"^rank 0 waited 1 s for rank 1 to take the activation"):
+        channel.drain()
+    assert never.now - 5.0 < 1.002
 
 
 def test_a_rank_without_edges_drains_at_once():

@@ -7,6 +7,7 @@ import signal
 import time
 from collections import OrderedDict
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -228,10 +229,11 @@ class Blocked(nn.Module):
 class Fault(nn.Module):
     """Hands on what it is given, until this process's rank has its forward number `at` in training.
 
-    `sleep`: it does so every time, after `at` milliseconds, and says so after SAID of them.
+    `sleep`: it does so every time, after `at` milliseconds, and says so after SAID of them; after HELD of
+    them it waits as long as there is a file `hold`.
     """
 
-    SAID = 12
+    SAID, HELD = 12, 288
 
     def __init__(self, kind: str, rank: int, at: int) -> None:
         super().__init__()
@@ -246,6 +248,8 @@ class Fault(nn.Module):
                 time.sleep(max(self._due, 0) / 1000)
                 if self._due > 0 and self._done == self.SAID:
                     print("slept", self._done, "times", flush=True)
+                while self._due > 0 and self._done == self.HELD and Path("hold").exists():
+                    time.sleep(0.01)
             elif self._done == self._due:
                 self._strike()
         return x
