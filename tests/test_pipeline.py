@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from pipetrain.partition.factory import build
 from pipetrain.partition.materialise import named_tensors
 from pipetrain.schedule.actions import format_program
 from pipetrain.schedule.programs import one_f_one_b
-from tests.support.deadlines import DEADLINE_S
 from tests.support.factories import FACTORIES, all_trained, peak, pipe_of, saved, trained
 from tests.support.programs import (
     GROUPS,
@@ -344,23 +341,3 @@ def test_every_schedule_that_ships_is_listed_with_what_it_is():
     listed = pipeline.schedules()
     assert {"1f1b", "gpipe", "pipedream"} <= listed.keys()
     assert listed["gpipe"].startswith("All forwards of a batch, then all its backwards")
-
-
-@pytest.mark.processes
-def test_torchrun_starts_it_and_a_closed_one_makes_room_for_another(tmp_path):
-    script = tmp_path / "mine.py"
-    script.write_text(
-        "import torch, pipetrain\n"
-        "for schedule in ('1f1b', 'gpipe'):\n"
-        "    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))\n"
-        "    sgd = lambda p: torch.optim.SGD(p, 0.1)\n"
-        "    loss = torch.nn.functional.mse_loss\n"
-        "    with pipetrain.Pipeline(model, loss, sgd, schedule, device='cpu', threads=1) as pipe:\n"
-        "        pipe.step(torch.ones(4, 2), torch.ones(4, 2))\n"
-        "        print(f'rank {pipe.rank} {schedule} {pipe.updates}\\n', end='')\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-    assert said == [f"rank {rank} {schedule} 1" for rank in (0, 1) for schedule in ("1f1b", "gpipe")]

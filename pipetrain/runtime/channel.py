@@ -298,6 +298,11 @@ class DistChannel:
         if self._deadline:
             self._deadline.check()
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether a sum over ranks is under way."""
+        return bool(self._told) or any(self._tied.values())
+
     def let_go(self) -> None:
         """Refer to no process group any longer."""
         self._groups, self._ties, self._norms = {}, {}, None

@@ -7,6 +7,7 @@ ranks carries the collectives (an epoch's figures), and another one the gradient
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import itertools
 import json
@@ -180,6 +181,7 @@ class Mesh:
             torch.cuda.set_device(device)
         self._owned = world.size > 1 and not dist.is_initialized()
         if world.size > 1:
+            atexit.register(self._leave)
             choose_interface(world)
             if self.backend == "nccl":  # its own watch would not say which message it was: see Deadline
                 os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -424,11 +426,19 @@ class Mesh:
             for group in self._let_go():
                 dist.destroy_process_group(group)
 
-    def _let_go(self) -> list[Any]:
-        """Return the groups to destroy, which nothing here refers to any longer.
+    def _leave(self) -> None:
+        """Destroy the groups of a mesh that is open when the program ends.
 
-        One that lived on would end with Python, and its threads could abort the process then.
+        Their threads drop the tensors of past collectives at their own time, with Python's lock, and asking
+        for it while Python ends aborts the process. What still waits for other ranks would wait for them
+        here: those groups stay.
         """
+        if not any(channel.adds_up for channel in self._channels):
+            self.abandon()
+
+    def _let_go(self) -> list[Any]:
+        """Return the groups to destroy, which nothing here refers to any longer."""
+        atexit.unregister(self._leave)
         groups = self._made()
         self._groups.clear()
         self._ties.clear()
