@@ -52,6 +52,7 @@ from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
 from pipetrain.config import Settings, read_settings, share_of_cores
 from pipetrain.data import pieces
+from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.fitting import within_limit
 from pipetrain.optimizer import prove_optimizer
@@ -157,6 +158,7 @@ class Pipeline:
         dtype: torch.dtype | str | None = None,
         **options: Any,
     ) -> None:
+        end_by_sentence()
         _refuse_second()
         keep_freed_memory()
         if optimizer is None:
