@@ -41,7 +41,7 @@ FLOAT = "float"  # in data.sample.dtype: the run's
 def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
     """Read the data set of a config of the group `data`, cut to its `train_limit` and `test_limit`.
 
-    `dtype`: of images. Raises DataMissing if it is not available (with `fallback: null` the message names
+    `dtype`: of images and of Python's floats. Raises DataMissing if it is not available (with `fallback: null` the message names
     solutions), and ConfigError for a limit under 1, a damaged file, or an invalid data set. The caller
     decides on a fallback, because each data set has a recipe of its own.
     """
@@ -66,7 +66,9 @@ def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
 
 def _load(data: DictConfig, dtype: torch.dtype) -> Data:
     if data.get("source") is None:
-        return Data(str(data.name), _split(data, "train"), _split(data, "test"), data.get("classes"))
+        return Data(
+            str(data.name), _split(data, "train", dtype), _split(data, "test", dtype), data.get("classes")
+        )
     made = _make(data, "source")
     if isinstance(made, Data):
         return made
@@ -82,13 +84,13 @@ def _load(data: DictConfig, dtype: torch.dtype) -> Data:
     return Data(made.name, train, test, made.classes)
 
 
-def _split(data: DictConfig, name: str) -> Split:
+def _split(data: DictConfig, name: str, dtype: torch.dtype) -> Split:
     if data.get(name) is None:
         raise ConfigError(
             f"data={data.get('name')} has no {name}: give data.source, a function that returns both splits, "
             f"or data.train and data.test, each with the _target_ of a Dataset"
         )
-    split = as_split(_make(data, name), f"data.{name}", data.get("columns"))
+    split = as_split(_make(data, name), f"data.{name}", data.get("columns"), dtype)
     if not len(split):
         raise ConfigError(f"data.{name} has no sample")
     return split

@@ -33,14 +33,16 @@ Columns = Mapping[str, str | Sequence[str] | Mapping[str, str]]
 Column = str | tuple[str, ...] | dict[str, str]  # a tensor, a tuple, or a dict: name -> column
 
 
-def as_split(made: object, what: str, columns: Columns | None = None) -> Split:
+def as_split(
+    made: object, what: str, columns: Columns | None = None, dtype: torch.dtype = torch.float32
+) -> Split:
     """Return what a user gives as a data set as a `Split`; `what` names it in errors ("data.train").
 
     `made`: a Split; a pair (inputs, targets), each a tensor or a NumPy array [n, ...] or a tuple or dict of
     them; a TensorDataset of two tensors; or anything with a length and items by number, each a pair (inputs,
     targets) of tensors, numbers, NumPy arrays, tuples or dicts of these. `columns`: where items are dicts, as
     those of Hugging Face, the columns that are the inputs and the targets; several make a tuple, a mapping a
-    dict.
+    dict. `dtype`: of what are Python's floats.
     Raises ConfigError, also for a sample that cannot be read or has another shape, when it is read.
     """
     if isinstance(made, TensorDataset):
@@ -56,7 +58,7 @@ def as_split(made: object, what: str, columns: Columns | None = None) -> Split:
             f"{what} is a {type(made).__name__}, which has no length and no samples by number: give a "
             "map-style Dataset, or pass a loader of your own to pipetrain.Pipeline"
         )
-    items = Items(made, what, _checked(columns))
+    items = Items(made, what, _checked(columns), dtype)
     items.prove()
     return items
 
@@ -113,10 +115,13 @@ def _plain(column: Any) -> Column:
 class Items:
     """A map-style Dataset as a split: item i is sample i, which is read whenever it is needed."""
 
-    def __init__(self, dataset: Any, what: str, columns: dict[str, Column] | None) -> None:
+    def __init__(
+        self, dataset: Any, what: str, columns: dict[str, Column] | None, dtype: torch.dtype
+    ) -> None:
         self._dataset = dataset
         self._what = what
         self._columns = columns
+        self._dtype = dtype
         self._length = len(dataset)
         if not self._length:
             raise ConfigError(f"{what} has no sample")
@@ -224,7 +229,7 @@ class Items:
 
     def _value(self, number: int, half: int, part: object) -> Value:
         try:
-            return _value(part)
+            return _value(part, self._dtype)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"{self._what}: the {_HALVES[half]} of sample {number} are a {type(part).__name__}, and must "
@@ -258,17 +263,20 @@ def _text(specs: Sequence[TensorSpec]) -> str:
     return " + ".join(map(str, specs))
 
 
-def _value(part: Any) -> Value:
-    """Return tensors in host memory; a Python number becomes one as `torch.tensor` makes it."""
+def _value(part: Any, dtype: torch.dtype = torch.float32) -> Value:
+    """Return tensors in host memory; Python's floats, which have no dtype, become `dtype`."""
     if isinstance(part, Mapping):
-        return {str(name): _tensor(element) for name, element in part.items()}
+        return {str(name): _tensor(element, dtype) for name, element in part.items()}
     if isinstance(part, tuple):
-        return as_tuple([_tensor(element) for element in part])
-    return _tensor(part)
+        return as_tuple([_tensor(element, dtype) for element in part])
+    return _tensor(part, dtype)
 
 
-def _tensor(part: Any) -> Tensor:
-    return torch.as_tensor(part).detach().cpu()
+def _tensor(part: Any, dtype: torch.dtype) -> Tensor:
+    tensor = torch.as_tensor(part)
+    if tensor.is_floating_point() and not isinstance(part, Tensor | np.ndarray):
+        tensor = torch.as_tensor(part, dtype=torch.promote_types(tensor.dtype, dtype))
+    return tensor.detach().cpu()
 
 
 def _seed(seed: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
+from pipetrain.boundary import as_tuple
 from pipetrain.data.dataset import as_split
 from pipetrain.data.sets import Draw, Split
 from pipetrain.errors import ConfigError
@@ -35,6 +36,15 @@ class Own(Dataset[Any]):
 
 def split_of(item: Callable[[int], Any], length: int = 6, **options: Any) -> Split:
     return as_split(Own(item, length), "data.train", **options)
+
+
+@pytest.mark.parametrize("item", [0.1, (0.1, 0.1), {"x": 0.1}, [0.1, 0.1]])
+def test_pythons_floats_are_exact_in_float64_and_float32_by_default(item):
+    for dtype in (torch.float64, torch.float32):
+        split = split_of(lambda i: (item, 0.1), dtype=dtype)
+        for half in (split.inputs, split.targets):
+            for tensor in as_tuple(half(torch.tensor([0, 1]), None)):
+                assert torch.equal(tensor, torch.full(tensor.shape, 0.1, dtype=dtype))
 
 
 def refusal(made: object, columns: Any = None) -> str:
