@@ -84,7 +84,7 @@ class Plan:
     @property
     def full(self) -> int:
         """The samples of a full microbatch."""
-        return self.settings.batch_size // self.settings.microbatches
+        return self.settings.full
 
     @property
     def policy(self) -> Policy | None:
@@ -203,7 +203,7 @@ def profile_conditions(cfg: DictConfig, settings: Settings) -> Facts:
     options = (f" {key}={value}" for key, value in cfg.optim.items() if key not in no_work)
     return {
         "model": settings.model,
-        "microbatch": settings.batch_size // settings.microbatches,
+        "microbatch": settings.full,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "precision": settings.precision,
         "memory_format": settings.memory_format,
@@ -246,7 +246,7 @@ def make_plan(
     where = placement(next(iter(windows.values())).program)
     modes = modes_of(settings.recompute, len(where))
 
-    full = settings.batch_size // m
+    full = settings.full
     sizes = {full, *(size for batch in set(samples.batches) for size in pieces(batch, m))}
     numerics, trained, evaluated = _estimates(settings, network, example, sizes, set(samples.evaluation))
     layers = trained[full]

@@ -181,6 +181,11 @@ class Settings:
     checkpoint_keep: Annotated[int, COUNT, "checkpoint.keep"]
     resume: Annotated[str | None, SOURCE]
 
+    @property
+    def full(self) -> int:
+        """The samples of a full microbatch; where `microbatches` do not divide a batch, others have 1 less."""
+        return -(-self.batch_size // self.microbatches)
+
     def rate(self, updates: int) -> Rate:
         """Return the learning rate as a fraction of `lr`. Raises ConfigError for a wrong function."""
         return learning_rate(self.lr_schedule, self.warmup, updates)
@@ -206,10 +211,10 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
         codecs=Codecs(make_codec(cfg, "forward"), make_codec(cfg, "backward")),
         **values,
     )
-    if settings.batch_size % settings.microbatches:
+    if settings.batch_size < settings.microbatches:
         raise ConfigError(
-            f"microbatches={settings.microbatches} does not divide batch_size={settings.batch_size}; "
-            f"choose a divisor of it, or another batch_size"
+            f"batch_size={settings.batch_size} cannot be cut into microbatches={settings.microbatches}: choose "
+            f"fewer, or a larger batch_size"
         )
     if settings.precision == "bf16" and settings.dtype != torch.float32:
         raise ConfigError(f"precision=bf16 needs dtype=float32, for its weights; got dtype={cfg.dtype}")

@@ -22,7 +22,7 @@ from pipetrain.boundary import TensorSpec
 from pipetrain.building import build, make_model, make_schedule, make_task
 from pipetrain.cli import compose
 from pipetrain.config import read_settings, whole_number
-from pipetrain.data import declared_example, load_data
+from pipetrain.data import declared_example, load_data, pieces
 from pipetrain.ending import guarded, unread
 from pipetrain.errors import ConfigError
 from pipetrain.fitting import gpu_bytes, says_whether_it_fits, within_limit
@@ -32,7 +32,7 @@ from pipetrain.partition.recompute import Mode
 from pipetrain.partition.sizes import known_state, optimizer_state
 from pipetrain.partition.stages import Prediction
 from pipetrain.prediction import memory, played, sized
-from pipetrain.replay import Replay, read_trace
+from pipetrain.replay import Replay, full_of, read_trace
 from pipetrain.schedule.actions import COMMUNICATION, TOLD, has_norms, splits
 from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.memory import PARTS, Moment, peaks
@@ -68,7 +68,7 @@ def show(cfg: DictConfig) -> None:
     batches = whole_number(cfg, "batches", 1, optional=True) or min(settings.window or epoch, epoch)
     if cfg.batches is not None:
         settings = replace(settings, window=None)
-    samples = Samples([settings.batch_size] * batches, [settings.batch_size // settings.microbatches])
+    samples = Samples([settings.batch_size] * batches, [settings.full])
     model = make_model(cfg, settings.seed, settings.dtype)
     task = make_task(cfg)
     example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
@@ -166,7 +166,7 @@ def _clipped(plan: Plan) -> str:
 
 
 def _partition(plan: Plan) -> str:
-    size, coded = plan.settings.batch_size // plan.settings.microbatches, not plan.settings.codecs.plain
+    size, coded = plan.full, not plan.settings.codecs.plain
     flops = sum(layer.flops for layer in plan.layers)
     rows: list[list[str]] = [
         ["stage", "rank", "layers", "parameters", "work", f"enters, {size} samples", "bytes"]
@@ -278,7 +278,7 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
             f"cost={path} is of {about['schedule']} with {cut} stages on {about['ranks']} ranks, and "
             f"{settings.schedule} has {plan.stages}: trace a run of {settings.schedule}"
         )
-    traced_microbatch = about["batch_size"] // about["microbatches"]
+    traced_microbatch = full_of(about)
     # Key, value in the trace, value here.
     both = [
         ("model", about["model"], settings.model),
@@ -288,7 +288,7 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
         ("precision", about["precision"], settings.precision),
         ("memory_format", about["memory_format"], plan.numerics.memory_format),
         # The size of a microbatch is what counts.
-        ("batch_size", traced_microbatch * settings.microbatches, settings.batch_size),
+        ("batch_size", traced_microbatch * settings.microbatches, settings.full * settings.microbatches),
         ("codec.forward", about.get("codec_forward", "identity"), str(settings.codecs.forward)),
         ("codec.backward", about.get("codec_backward", "identity"), str(settings.codecs.backward)),
     ]
@@ -316,10 +316,9 @@ def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
 def compare(plan: Plan, traced: Replay, path: str) -> str:
     """Return the times of the traced schedule, measured and simulated, and of this plan, as text."""
     settings, about = plan.settings, traced.about
-    size = settings.batch_size // settings.microbatches
     mine = traced.figures(
         plan.window.program,
-        [size] * settings.microbatches * max(plan.windows),
+        pieces(settings.batch_size, settings.microbatches) * max(plan.windows),
         batch_size=settings.batch_size,
         buffer_size=plan.links.bounds,
         ties=plan.ties,

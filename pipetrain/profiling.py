@@ -45,7 +45,7 @@ def measure(
     models: Models | None = None,
 ) -> Profile:
     """Profile a run's model on all ranks; the others `take_part`. Raises ConfigError and ChannelError."""
-    size = draft.settings.batch_size // draft.settings.microbatches
+    size = draft.settings.full
     log.info("pipetrain: profiling %d layers, %d samples at a time", len(draft.layers), size)
     start = time.perf_counter()
     found = take_part(cfg, draft, world, device, store, models)
@@ -126,7 +126,7 @@ def _machine(device: torch.device, ranks: int) -> Facts:
 
 def _layers(draft: Plan, device: torch.device, make: Callable[[], Measured]) -> list[LayerTime] | str:
     settings, cuda = draft.settings, device.type == "cuda"
-    size = settings.batch_size // settings.microbatches
+    size = settings.full
     try:
         with torch.random.fork_rng([device] if cuda else []):
             network, optimizer = make()

@@ -110,7 +110,7 @@ class Replay:
         The cost of a microbatch is proportional to its samples. `repeated`: windows follow each other, so
         that a rank that is done waits for the next one.
         """
-        whole = self.about["batch_size"] / self.about["microbatches"]
+        whole = full_of(self.about)
 
         def cost(action: Action) -> float:
             return self.costs(action) * (1.0 if action.op in UPDATE else samples[action.mb] / whole)
@@ -127,6 +127,11 @@ class Replay:
             bubble=[bubble + seconds / run.makespan for bubble, seconds in bubbles],
             wait=[seconds / run.makespan for seconds in run.waits(repeated)],
         )
+
+
+def full_of(about: Mapping[str, Any]) -> int:
+    """Return the samples of a full microbatch of a traced run."""
+    return -(-int(about["batch_size"]) // int(about["microbatches"]))
 
 
 def typical(times: Iterable[float]) -> float:
@@ -154,7 +159,7 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
     if missing := CONDITIONS - about.keys():
         raise KeyError(", ".join(sorted(missing)))
     own = [_own_time(windows, rank) for rank in range(about["ranks"])]
-    whole = about["batch_size"] // about["microbatches"]
+    whole = full_of(about)
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     for window in windows:
         for span in (span for row in window.timeline.rows for span in row.spans):

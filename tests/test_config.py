@@ -114,7 +114,7 @@ STRATEGY = "must be a strategy's name, a list of layer numbers such as [8], or p
         ("window", 1.0, f"window=1.0 {WHOLE} or null"),
         ("batch_size", "64", f"batch_size=64 {WHOLE}"),
         ("microbatches", None, f"microbatches=None {WHOLE}"),
-        ("microbatches", 3, "microbatches=3 does not divide batch_size=64; choose a divisor"),
+        ("microbatches", 65, "batch_size=64 cannot be cut into microbatches=65: choose fewer"),
         ("seed", -1, "seed=-1 must be a whole number of at least 0 and at most 9223372036854775807"),
         ("data.workers", 100_000, "data.workers=100000 must be a whole number of at least 0 and at most "),
         ("timeout", 0, "timeout=0 must be a number of seconds above 0 and at most 2592000"),
@@ -178,7 +178,7 @@ def test_whatever_a_scalar_says_it_is_read_or_refused_in_one_line(key, value):
     if isinstance(read, str):
         assert "\n" not in read
     else:  # then it may be trusted
-        assert read.batch_size % read.microbatches == 0
+        assert read.batch_size >= read.microbatches
         assert min(read.batch_size, read.microbatches, read.buffer_size, read.epochs, read.ranks) >= 1
         assert 0 < read.timeout < float("inf")
         assert 0 < read.rate(10)(5) <= 1

@@ -43,7 +43,7 @@ SLOW = [*FAULTY, "+model.kind=sleep", "+model.rank=1", "+model.at=500", "batch_s
 WORDS = {
     "stopped": [*SLOW, "trace=true"],
     "in its start": [],
-    "refused": ["microbatches=3"],
+    "refused": ["microbatches=65"],
     "killed": ["epochs=99"],
     "interrupted": ["epochs=99"],
 }
@@ -222,7 +222,7 @@ def test_a_stop_before_there_is_anything_to_save(ends):
 def test_a_refusal_is_one_sentence_and_its_status(ends):
     end = ends["refused"]
     assert end.status == 2
-    sentence = "microbatches=3 does not divide batch_size=64; choose a divisor of it, or another batch_size"
+    sentence = "batch_size=64 cannot be cut into microbatches=65: choose fewer, or a larger batch_size"
     assert lines_of(end.out) == [f"pipetrain: {sentence}"]
     assert not end.run.exists()
 

@@ -262,7 +262,7 @@ def test_ranks_profile_together(profiled):
         ),
         ("codec.forward._target_=builtins.dict", "must be a pipetrain.codec.Codec"),
         ("stages=40", "stages=40 needs 40 processes and there are 1"),
-        ("microbatches=3", "microbatches=3 does not divide batch_size=64"),
+        ("microbatches=65", "batch_size=64 cannot be cut into microbatches=65"),
         ("batchsize=64", "there is no batchsize in the configuration; did you mean batch_size"),
         ("+foo=1", "nothing reads foo"),
         ("partition.profile=none.json", "partition.profile=none.json cannot be read: No such file"),

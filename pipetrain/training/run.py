@@ -117,8 +117,8 @@ def check_early(
     example = example or load_data(cfg.data, settings.dtype).facts.example
     models = models or Models()
     network = models.copy(cfg, settings.seed, settings.dtype, example.cast(settings.dtype))
-    size = settings.batch_size // settings.microbatches
-    plan = draft_plan(cfg, settings, network, example, Samples([settings.batch_size], [size]))
+    samples = Samples([settings.batch_size], [settings.full])
+    plan = draft_plan(cfg, settings, network, example, samples)
     make_optimizer(cfg, network.model, plan.stages)
     return plan
 

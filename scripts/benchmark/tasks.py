@@ -76,7 +76,7 @@ class Job:
     @property
     def size(self) -> int:
         """Samples in a microbatch."""
-        return self.plan.settings.batch_size // self.microbatches
+        return self.plan.full
 
     def stage(self, index: int) -> nn.Sequential:
         """Return the layers of a stage."""

@@ -38,6 +38,10 @@ def test_any_number_of_microbatches(schedule, microbatches):
     _check(Case(schedule, 3, overrides))
 
 
+def test_microbatches_that_do_not_divide_a_batch():
+    _check(Case("pipedream_2bw", 3, (PLAIN, "microbatches=5", "epochs=1")))
+
+
 @pytest.mark.parametrize("virtual", [1, 2, 3, 5])
 def test_virtual_stages(virtual):
     _check(Case("interleaved_1f1b", 2, (NORM, "microbatches=4", f"schedule.virtual={virtual}", "epochs=2")))

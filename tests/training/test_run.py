@@ -202,7 +202,7 @@ def test_check_early_needs_no_data(closed, tmp_path):
     ("overrides", "says"),
     [
         (["batch_size=0"], "batch_size=0"),
-        (["microbatches=3"], "microbatches=3 does not divide batch_size=64"),
+        (["microbatches=65"], "batch_size=64 cannot be cut into microbatches=65"),
         (["stages=40"], "stages=40 needs 40 processes and there are 2"),
         (["partition=[6]"], "partition=[6] leaves a stage without layers"),
         (["optim.momentum=-1"], "optim cannot be built"),
