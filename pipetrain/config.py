@@ -183,7 +183,7 @@ class Settings:
 
     @property
     def full(self) -> int:
-        """The samples of a full microbatch; where `microbatches` do not divide a batch, others have 1 less."""
+        """The samples of a full microbatch; some have 1 less if `microbatches` do not divide a batch."""
         return -(-self.batch_size // self.microbatches)
 
     def rate(self, updates: int) -> Rate:
@@ -213,8 +213,8 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
     )
     if settings.batch_size < settings.microbatches:
         raise ConfigError(
-            f"batch_size={settings.batch_size} cannot be cut into microbatches={settings.microbatches}: choose "
-            f"fewer, or a larger batch_size"
+            f"batch_size={settings.batch_size} cannot be cut into microbatches={settings.microbatches}: "
+            f"choose fewer, or a larger batch_size"
         )
     if settings.precision == "bf16" and settings.dtype != torch.float32:
         raise ConfigError(f"precision=bf16 needs dtype=float32, for its weights; got dtype={cfg.dtype}")
