@@ -41,9 +41,9 @@ FLOAT = "float"  # in data.sample.dtype: the run's
 def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
     """Read the data set of a config of the group `data`, cut to its `train_limit` and `test_limit`.
 
-    `dtype`: of images and of Python's floats. Raises DataMissing if it is not available (with `fallback: null` the message names
-    solutions), and ConfigError for a limit under 1, a damaged file, or an invalid data set. The caller
-    decides on a fallback, because each data set has a recipe of its own.
+    `dtype`: of images and of Python's floats. Raises DataMissing if it is not available (with `fallback:
+    null` the message names solutions), and ConfigError for a limit under 1, a damaged file, or an invalid
+    data set. The caller decides on a fallback, because each data set has a recipe of its own.
     """
     limits = {split: data.get(f"{split}_limit") for split in ("train", "test")}
     for split, limit in limits.items():
