@@ -6,7 +6,6 @@ import difflib
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -266,8 +265,6 @@ def copied(network: Network) -> Network:
     if not isinstance(network, Chain):
         return network
     try:
-        twin = Chain(deepcopy(network.model))
+        return network.twin()
     except Exception:  # a layer may hold anything
         return network
-    twin.values = network.values
-    return twin

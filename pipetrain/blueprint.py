@@ -391,10 +391,7 @@ def _estimates(
     """Choose the memory format, and estimate the layers for each size in it."""
 
     def of(numerics: Numerics, sizes: Collection[int], train: bool) -> Estimates:
-        network.train(train)
-        found = {size: estimate(network, example.of(size), numerics) for size in sorted(sizes)}
-        network.train(True)
-        return found
+        return {size: estimate(network, example.of(size), numerics, train) for size in sorted(sizes)}
 
     numerics = Numerics(
         settings.dtype, settings.precision == "bf16", settings.memory_format == "channels_last"

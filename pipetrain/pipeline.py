@@ -55,6 +55,7 @@ from pipetrain.data import pieces
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.fitting import within_limit
+from pipetrain.given import Given
 from pipetrain.optimizer import prove_optimizer
 from pipetrain.partition.factory import Factory
 from pipetrain.partition.materialise import named_tensors
@@ -171,7 +172,6 @@ class Pipeline:
         self._schedule = read_schedule(cfg, schedule)
         self._settings = replace(read_settings(cfg, name, world.size), model=type(model).__name__)
         prove_model(model, "Pipeline needs", self._settings.dtype)
-        model.train()
         self._least = self._schedule.batches if isinstance(self._schedule, FixedProgram) else 1
         batches = self._least if self._least > 1 else 4  # several tell whether weights are read late
         self._settings = settle_clipping(self._settings, self._schedule, batches)
@@ -209,6 +209,7 @@ class Pipeline:
         self._model: nn.Module | None = model
         self._mesh = mesh
         self._form: Form | None = None
+        self._given: Given | None = None  # from the first batch on
         self._runner: Runner | None = None  # from the first batch on
         self._source: Source | None = None  # what was loaded before it
         self._stopped = ""  # the error that ended it
@@ -330,8 +331,9 @@ class Pipeline:
         if self._runner is None:
             self._begin(reader)
         empty = True
+        read = partial(self._next, training=what == "the training", window=window)
         what = f"the next window of {what}"
-        while sizes := self._on_first(what, reader, lambda reader: reader.window(window)):
+        while sizes := self._on_first(what, reader, read):
             yield reader, sizes
             empty = False
         if empty:
@@ -339,6 +341,12 @@ class Pipeline:
 
     def _reader(self, loader: Batches, what: str) -> Reader | None:
         return None if self.rank else Reader(loader, what, self._form, self._named)
+
+    def _next(self, reader: Reader, training: bool, window: int | None) -> list[int]:
+        """Return the samples of each batch of the next window, if the model is still what was cut."""
+        if self._given is not None:
+            self._given.prove(training)
+        return reader.window(window)
 
     def _on_first(self, what: str, reader: Reader | None, read: Callable[[Reader], Any]) -> Any:
         """Return on every rank what `read` returns on rank 0; raise its error there, and tell the others."""
@@ -452,6 +460,7 @@ class Pipeline:
             self._mesh.open(plan.edges, plan.ties)
         self._on_first("the task", reader, partial(self._prove_task, plan))
         plan = _OpenPlan.of(plan, settings)
+        self._given = Given(model, not isinstance(network, Chain))
         self._settings, self._form = settings, form
         with self._together():
             self._owners = direct.owners(network, plan)
@@ -474,15 +483,17 @@ class Pipeline:
                         "partition=profile measures the whole model in each process, which does not hold it: "
                         "choose partition=flops, or give partition.profile=, a file measured where it fits"
                     )
-                if copied(network) is network and isinstance(network, Chain):
+                try:
+                    twin = network.twin()
+                except Exception as error:  # a layer may hold anything
                     raise ConfigError(
                         "partition=profile measures a copy of the model, which copy.deepcopy cannot make: "
                         "choose another partition"
-                    )
+                    ) from error
                 by_flops = replace(settings, partition="flops", memory_limit=None)
                 draft = make(by_flops, model=copied(network))
                 with self._together():
-                    found = measure_together(self._mesh, draft, lambda: (copied(network), self._optimizer))
+                    found = measure_together(self._mesh, draft, lambda: (twin, self._optimizer))
                 profile = make_profile(conditions, self._mesh.device, found)
         plan = make(settings, model=copied(network), profile=profile)
         return within_limit(sized(plan, self._task, optimizer_state(self._optimizer)))

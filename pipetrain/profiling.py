@@ -23,7 +23,7 @@ from pipetrain.optimizer import make_optimizer
 from pipetrain.partition.balance import STRATEGIES
 from pipetrain.partition.estimate import made_up
 from pipetrain.partition.measure import measure_layers
-from pipetrain.partition.network import Network
+from pipetrain.partition.network import Chain, Network
 from pipetrain.partition.profile import Facts, LayerTime, Profile, average
 from pipetrain.partition.stages import Prediction
 from pipetrain.runtime.mesh import Mesh, World, choose_device
@@ -86,6 +86,8 @@ def take_part(
 
 def _copied(cfg: DictConfig, settings: Settings, example: Example, models: Models) -> Measured:
     network = models.copy(cfg, settings.seed, settings.dtype, example)
+    if not isinstance(network, Chain):  # it is not a copy
+        network = network.twin()
     return network, make_optimizer(cfg, network.model)
 
 

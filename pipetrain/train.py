@@ -40,6 +40,7 @@ from pipetrain.ending import FAILED, guarded, hearing, leave, terminate
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.fitting import gpu_bytes
 from pipetrain.launch import START_S, Job, Leader, Part, follow, names_folder
+from pipetrain.modes import warn_of_evaluation
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.plan import describe
 from pipetrain.profiling import measure, take_part, verdict
@@ -206,6 +207,7 @@ def decide(
         )
         update = source.manifest.position.update
         log.info("pipetrain: going on from %s, after update %d", job.resume, update)
+    warn_of_evaluation(run.see_model())
     if profile is not None:
         job = replace(job, profile=profile.to_json())
     if run.plan.prediction is not None:

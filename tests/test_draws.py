@@ -147,7 +147,7 @@ def run(model: nn.Sequential, cuts: list[int], x: Tensor, between: bool = False)
 
 def test_layers_that_draw_are_found():
     assert [layer.draws for layer in estimate(noisy(), ENTRY)] == [n in (1, 3, 4, 7) for n in range(10)]
-    evaluated = estimate(noisy().eval(), ENTRY)
+    evaluated = estimate(noisy(), ENTRY, training=False)
     assert [n for n, layer in enumerate(evaluated) if layer.draws] == [3, 4]  # RReLU as far as can be seen
 
 

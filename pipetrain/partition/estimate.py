@@ -63,17 +63,22 @@ class Layer:
 
 
 def estimate(
-    model: nn.Sequential | Network, entry: Boundary, numerics: Numerics | None = None
+    model: nn.Sequential | Network,
+    entry: Boundary,
+    numerics: Numerics | None = None,
+    training: bool = True,
 ) -> list[Layer]:
     """Estimate every layer of a model for one microbatch, the tensors of `entry`.
 
-    If the model is in training mode, the boundaries tell which gradients are needed. Raises ConfigError with
-    the name of a layer that cannot process what it takes, or trains unregistered weights.
+    `training`: in the modes of its modules, and the boundaries tell which gradients are needed; otherwise in
+    evaluation mode. Raises ConfigError with the name of a layer that cannot process what it takes, or trains
+    unregistered weights.
     """
     network = model if isinstance(model, Network) else Chain(model)
-    trial = _Trial(network.model, numerics or Numerics(), network.values)
+    trial = _Trial(network.model, numerics or Numerics(), network.values, training)
     runs: list[_Run] = []
-    with quiet(), torch.random.fork_rng([]):
+    mode = nullcontext() if training else network.evaluating()
+    with quiet(), torch.random.fork_rng([]), mode:
         torch.default_generator.manual_seed(0)  # so that every rank plans alike
         try:
             with fake_mode() if entry.nbytes > MOST_REAL else nullcontext():
@@ -99,7 +104,7 @@ def estimate(
                 values[Made(index, number)] = t.detach().requires_grad_(t.requires_grad)
             made.append(run.layer.output)
             runs.append(run)
-        return _with_gradients(runs) if network.model.training else [run.layer for run in runs]
+        return _with_gradients(runs) if training else [run.layer for run in runs]
 
 
 def made_up(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
@@ -130,10 +135,10 @@ class _Call:
 
 
 class _Trial:
-    def __init__(self, model: nn.Module, numerics: Numerics, values: Values | None) -> None:
+    def __init__(self, model: nn.Module, numerics: Numerics, values: Values | None, training: bool) -> None:
         self._numerics = numerics
         self._values = values
-        self._train = model.training
+        self._train = training
         self._kept = 0  # bytes of input of the cheap layers so far
         registered = [*model.named_parameters(), *model.named_buffers()]
         self._meta = any(t.is_meta for _, t in registered)

@@ -48,7 +48,7 @@ def measure_layers(
     optimizer: OptimizerFactory,
     numerics: Numerics | None = None,
 ) -> list[LayerTime]:
-    """Measure every layer for the microbatch `x`, in training mode, on the device of both.
+    """Measure every layer for the microbatch `x`, in its own modes, on the device of both.
 
     This changes the model, which must not be trained afterwards, and the random generators. `layers`: its
     estimates. Raises ConfigError with the name of a layer that fails.
@@ -97,7 +97,6 @@ class _Bench:
         device: torch.device,
     ) -> None:
         numerics.arrange_weights(network.model)
-        network.train(True)
         self._network = network
         self._estimated = estimated
         self._last_use = {value: index for index, layer in enumerate(estimated) for value in layer.takes}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from pipetrain import draws
 from pipetrain.boundary import Boundary, Example, Packing, Value, as_tuple, leaves_of, named_layers
 from pipetrain.errors import ConfigError
+from pipetrain.modes import evaluating
 
 INPUT = -1  # in place of a layer: the data
 Tensors = tuple[Tensor, ...]
@@ -66,7 +69,7 @@ class Part(nn.Module, ABC):
     """A slice as one module: `forward(*enters)` returns the tuple of tensors `leaves`.
 
     Before a layer that draws random numbers it calls draws.begin. Parameters and buffers have the names that
-    they have in the model.
+    they have in the model. `training`: whether it runs for training, in which modules have the user's modes.
     """
 
     def __init__(self, slice: Slice, evaluated: Slice | None = None) -> None:
@@ -112,10 +115,13 @@ class Network(ABC):
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
         """Return some layers as one module; `evaluated`: the slice in an evaluation, if it differs."""
 
-    def train(self, mode: bool) -> None:
-        """Put the model, and all layers, in training mode or out of it."""
-        for module in (self.model, *self.modules):
-            module.train(mode)
+    @abstractmethod
+    def twin(self) -> Network:
+        """Return a copy, which may be changed. Raises what deepcopy of the model does."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Put the model, and all layers, into evaluation mode for a while."""
+        return evaluating(self.model, *self.modules)
 
 
 class Stash(nn.Module):
@@ -183,6 +189,11 @@ class Chain(Network):
 
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
         return _ChainPart(self, slice, evaluated)
+
+    def twin(self) -> Chain:
+        made = Chain(deepcopy(self.model))
+        made.values = self.values
+        return made
 
 
 def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:

@@ -28,6 +28,7 @@ from pipetrain.boundary import (
     requires_grad,
 )
 from pipetrain.errors import TrainingStopped
+from pipetrain.modes import evaluating
 from pipetrain.numerics import Numerics
 from pipetrain.partition.network import INPUT, Part
 from pipetrain.rate import Rate
@@ -195,7 +196,7 @@ class Stage:
         self._elsewhere = elsewhere
         self._numerics = numerics or Numerics()
         self._numerics.arrange_weights(module)
-        self.module = module.train()
+        self.module = module
         self._layers = compiled(module) if compile else module
         self._device = next((p.device.type for p in module.parameters()), "cpu")
         self.weights = Weights(module, optimizer, rate, ema, self._names)
@@ -611,12 +612,8 @@ class Stage:
         The last stage updates its tally. Raises TrainingStopped if a number of the training was not finite.
         """
         self._watch.check(self.weights.updates, wait=True)
-        self.module.eval()
-        try:
-            with self.weights.averaged():
-                outputs = self._call(tuple(self._numerics.arrange(t) for t in x))
-        finally:
-            self.module.train()
+        with evaluating(self.module), self.weights.averaged():
+            outputs = self._call(tuple(self._numerics.arrange(t) for t in x))
         if self._task is None:
             return self._handed_on(outputs)
         assert target is not None, f"stage {self.index} is the last and needs the targets"

@@ -6,7 +6,7 @@ A trace leaves out what is no operation of its own, such as a backward that the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -38,27 +38,22 @@ def prove(network: Traced, example: Example, autocast: bool = False) -> None:
     device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     if device.type == "meta" or _work(network, example) > MOST_WORK:
         return
-    modes = [module.training for module in model.modules()]
     cast = torch.autocast(device.type, torch.bfloat16, enabled=autocast)
     with torch.random.fork_rng([]), draws.drawing(None), cast:
         tensors = _inputs(model, example, device)
         args, kwargs = as_arguments(example, tensors)
         for mode in (True, False):
-            network.train(mode)
-            try:
-                whole = _run(model, lambda: leaves_of(model(*args, **kwargs)), mode)
-            except RuntimeError as error:
-                what = "train on" if mode else "evaluate"
-                raise ConfigError(
-                    f"the model cannot {what} {example.of(SAMPLES)} in one process either: "
-                    f"{one_line(error)[:300]}"
-                ) from error
-            layers = _run(model, lambda: _chain(network, tensors), mode)
+            with nullcontext() if mode else network.evaluating():
+                try:
+                    whole = _run(model, lambda: leaves_of(model(*args, **kwargs)), mode)
+                except RuntimeError as error:
+                    what = "train on" if mode else "evaluate"
+                    raise ConfigError(
+                        f"the model cannot {what} {example.of(SAMPLES)} in one process either: "
+                        f"{one_line(error)[:300]}"
+                    ) from error
+                layers = _run(model, lambda: _chain(network, tensors), mode)
             _compare(whole, layers, mode, COARSE if autocast else TOLERANCE)
-    for module, mode in zip(model.modules(), modes, strict=True):
-        module.training = mode
-    for layer in network.modules:
-        layer.train(model.training)
 
 
 def _work(network: Traced, example: Example) -> int:

@@ -1,9 +1,10 @@
-"""Makes a network of layers of any nn.Module, by tracing it once in training and once in evaluation."""
+"""Makes a network of layers of any nn.Module, by tracing it once as it is trained and once in evaluation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.boundary import Example
 from pipetrain.errors import ConfigError
+from pipetrain.modes import evaluating
 from pipetrain.tracing.aligning import align
 from pipetrain.tracing.dataflow import Dataflow
 from pipetrain.tracing.exporting import exported
@@ -29,19 +31,14 @@ def trace(model: nn.Module, example: Example, autocast: bool = False) -> Traced:
     """Return a model as layers and the values between them.
 
     `example`: what a sample's input is; `autocast`: see network_of. The model may be on the meta device. Its
-    tensors are used as they are, and its mode, values and the random generators do not change. Raises
+    tensors are used as they are, and its modes, values and the random generators do not change. Raises
     ConfigError with the place and a way out for a model that cannot be traced or cut.
     """
-    training = [module.training for module in model.modules()]
     listings = []
-    try:
-        for mode in (True, False):
-            model.train(mode)
+    for training in (True, False):
+        with nullcontext() if training else evaluating(model):
             program, device = exported(model, example)
-            listings.append(read(program, model, _order(program, example), mode, device))
-    finally:
-        for module, mode in zip(model.modules(), training, strict=True):
-            module.training = mode
+        listings.append(read(program, model, _order(program, example), training, device))
     listing = align(*listings)
     _refuse_outputs(listing)
     flow = Dataflow(listing)

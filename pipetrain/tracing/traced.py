@@ -7,6 +7,7 @@ that of the traced operations, see emitting.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy, deepcopy
 from typing import Any
 
 from torch import Tensor, nn
@@ -75,6 +76,11 @@ class Traced(Network):
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
         return TracedPart(self, slice, evaluated)
 
+    def twin(self) -> Traced:
+        made = copy(self)
+        made.model, made.modules = deepcopy((self.model, self.modules))  # at once, for they share tensors
+        return made
+
     def pack(self, outputs: Tensors) -> Any:
         """Return the tensors of the last layer as the model returns them."""
         tensors = iter(outputs)
@@ -100,7 +106,6 @@ class TracedPart(Part):
         self.__dict__ |= {"holders": holders, "constants": _Constants(network.constants)}
         self._shared = _Shared(network)
         self._functions: dict[tuple[Slice, bool], Function] = {}
-        self.training = network.model.training
 
     def forward(self, *tensors: Tensor) -> Tensors:
         return self._function(self.slice)(self, *tensors)
@@ -225,7 +230,6 @@ def _hold(
             holder = root
             for part in path.split(".") if path else ():
                 holder = holder._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
-            holder.training = root.training
             holders[path] = holder
         holder, owner = holders[path], model.get_submodule(path)
         if key in owner._parameters:

@@ -178,7 +178,7 @@ def test_batchnorm_over_one_value_a_channel_is_refused_in_training_alone():
     one = spec(1, 3, 8, 8)
     with pytest.raises(ConfigError, match=r"layer 1 \(1\) .* float32\[1, 4, 1, 1\].*more than 1 value"):
         estimate(model, one)
-    assert estimate(model.eval(), one)[1].output == spec(1, 4, 1, 1, needs=None)
+    assert estimate(model, one, training=False)[1].output == spec(1, 4, 1, 1, needs=None)
 
 
 # Layers that read numbers
@@ -355,7 +355,7 @@ class State(nn.Module):
 )
 def test_a_layer_that_hands_on_what_it_keeps_is_seen(how, keeps):
     layer = State(how)
-    (seen,) = estimate(nn.Sequential(layer).eval(), IMAGES)
+    (seen,) = estimate(nn.Sequential(layer), IMAGES, training=False)
     assert seen.keeps_output is keeps
     assert bool((layer.state == 0).all())
     assert not hasattr(layer, "last")  # it is as it was

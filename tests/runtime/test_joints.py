@@ -122,7 +122,7 @@ def test_a_message_of_fewer_tensors_than_planned_is_an_error():
 
 
 def test_an_evaluation_hands_on_and_takes_no_gradient():
-    evaluated = seams(estimate(model().eval(), ENTRY), [2, 5, 7], ENTRY)
+    evaluated = seams(estimate(model(), ENTRY, training=False), [2, 5, 7], ENTRY)
     joints = Joints(evaluated)
     assert joints.routes == JOINTS.routes
     assert values(dict(joints.handed_on(0, numbered(2)))) == {(0, 1): [0, 1], (0, 3): [0, 1]}

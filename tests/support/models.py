@@ -98,6 +98,13 @@ def with_norm() -> nn.Sequential:
     return small(norm=True)
 
 
+def with_kept_statistics() -> nn.Sequential:
+    """The first BatchNorm is in evaluation mode."""
+    model = with_norm()
+    model[1][1].eval()
+    return model
+
+
 def without_norm() -> nn.Sequential:
     return small(norm=False)
 

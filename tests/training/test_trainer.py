@@ -138,6 +138,15 @@ def test_a_run_that_is_evaluated_more_often_trains_the_same():
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def test_modes_are_those_in_which_the_model_was_built():
+    run = make_run(alone("epochs=1", "model._target_=tests.support.models.with_kept_statistics"))
+    trainer = trainer_of(run)
+    trainer.fit()
+    counts = [v for name, v in state_of(trainer, run).items() if name.endswith("num_batches_tracked")]
+    updates = trainer.stages[0].weights.updates
+    assert [int(count) for count in counts] == [0, *[2 * updates] * 3]
+
+
 def test_an_epoch_s_figures_are_of_the_weights_after_its_last_update():
     run = make_run(alone("epochs=1"))
     listener = Listener()

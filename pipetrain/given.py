@@ -1,0 +1,85 @@
+"""The model that a program has given, as it was when it was cut.
+
+A plan says which gradients travel, and a trace holds the numbers of the model. A program that changes these
+later would train another model than it has: that is refused at the next window.
+"""
+
+from __future__ import annotations
+
+import weakref
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+from pipetrain.errors import ConfigError
+from pipetrain.modes import warn_of_evaluation
+
+_WAY_OUT = "to go on so, end this Pipeline by collect() and close(), and make another of the model"
+_OF_TORCH = ("_parameters", "_buffers", "_modules")
+
+
+class Given:
+    """What must not change of a model: what it trains; of one that is `traced`, its plain attributes too."""
+
+    def __init__(self, model: nn.Module, traced: bool) -> None:
+        self._model = weakref.ref(model)  # what a program has dropped it does not change
+        self._trained = _trained(model)
+        self._attributes = _plain_attributes(model) if traced else []
+        self._warned = False
+
+    def prove(self, training: bool) -> None:
+        """Refuse what has changed before a window, of training or of evaluation. Raises ConfigError.
+
+        An evaluation needs no gradients, and puts all modules into evaluation mode.
+        """
+        model = self._model()
+        if model is None:
+            return
+        if training and not self._warned:
+            self._warned = True
+            warn_of_evaluation(model)
+        now = _trained(model) if training else {}
+        for name, trained in self._trained.items():
+            if now.get(name, trained) != trained:
+                raise ConfigError(
+                    f"{name} of the model was {'trained' if trained else 'frozen'} when the model was cut "
+                    f"into stages, and requires_grad={not trained} now, which they do not follow: freeze and "
+                    f"unfreeze before the first batch; {_WAY_OUT}"
+                )
+        for name, held, key, value in self._attributes:
+            if (training or key != "training") and _differs(value, held.get(key, value)):
+                raise ConfigError(
+                    f"{name} of the model was {value!r} when it was traced and has been changed since, which "
+                    f"its trace does not follow: set it before the first batch, or make the model an "
+                    f"nn.Sequential of its layers, which run as they are; {_WAY_OUT}"
+                )
+
+
+def _trained(model: nn.Module) -> dict[str, bool]:
+    return {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _plain_attributes(model: nn.Module) -> list[tuple[str, dict[str, Any], str, Any]]:
+    """Return name, place and a copy of each attribute of numbers, strings and collections of these."""
+    return [
+        (f"{name}.{key}" if name else key, vars(module), key, deepcopy(value))
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in _OF_TORCH and not key.endswith("_hooks") and _is_plain(value)
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (tuple, list, set):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, bool | int | float | complex | str)
+
+
+def _differs(value: Any, now: Any) -> bool:
+    """Return whether a plain value is another one now. What was None may be made when it is first used."""
+    if value is now or (value is None and not _is_plain(now)):
+        return False
+    return type(now) is not type(value) or bool(now != value)
