@@ -280,7 +280,8 @@ def make_plan(
     links = Links(list(joined.routes), shared_weights(network, cuts))
     refuse_ties(settings, schedule, links)
     costs = predictor.costs(cuts, _tied_bytes(network, links), modes) if predictor else None
-    schedule = _tailored(schedule, costs or costs_by_work(layers, cuts, joined.entries), settings)
+    by_work = costs_by_work(layers, cuts, joined.entries, max(where) + 1)
+    schedule = _tailored(schedule, costs or by_work, settings)
     program = lower(forward_only(where, len(samples.evaluation)), links.routes)
     links = _bounded(settings, schedule, windows, links, program)
     # What was proven above had neither ties, nor other routes, nor these costs.

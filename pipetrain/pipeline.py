@@ -52,6 +52,7 @@ from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
 from pipetrain.config import Settings, read_settings, share_of_cores
 from pipetrain.data import pieces
+from pipetrain.describe import describe
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.fitting import within_limit
@@ -62,7 +63,6 @@ from pipetrain.partition.materialise import named_tensors
 from pipetrain.partition.network import Chain, Network, Values, network_of
 from pipetrain.partition.profile import PROFILE, read_profile
 from pipetrain.partition.sizes import optimizer_state
-from pipetrain.plan import describe
 from pipetrain.prediction import sized
 from pipetrain.profiling import make_profile, measure_together
 from pipetrain.rate import Rate

@@ -37,14 +37,22 @@ class StageTimes:
 
 def played(plan: Plan) -> Timeline:
     """Return the longest window, simulated with `plan.costs` in seconds, or else with the estimated work."""
+    ranks = len(plan.window.program)
     return simulate(
         plan.window.program,
         plan.settings.microbatches,
         buffer_size=plan.links.bounds,
-        cost=plan.costs or costs_by_work(plan.layers, plan.cuts, plan.seams.entries),
+        cost=plan.costs or costs_by_work(plan.layers, plan.cuts, plan.seams.entries, ranks),
         routes=plan.routes,
         ties=plan.ties,
     )
+
+
+def unit_of_time(plan: Plan) -> str:
+    """Return the unit of the times of a plan that is `played`."""
+    ranks = len(plan.window.program)
+    part = f"1/{ranks} of the model" if ranks > 1 else "the model"
+    return "s" if plan.costs else f"forwards of {part}"
 
 
 def predict(plan: Plan, run: Timeline) -> list[StageTimes]:

@@ -36,13 +36,13 @@ from pipetrain.checkpoint.source import AUTO, Source, find_source, read_source, 
 from pipetrain.cli import compose, contained, quoted
 from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
+from pipetrain.describe import describe
 from pipetrain.ending import FAILED, guarded, hearing, leave, terminate
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.fitting import gpu_bytes
 from pipetrain.launch import START_S, Job, Leader, Part, follow, names_folder
 from pipetrain.modes import warn_of_evaluation
 from pipetrain.partition.profile import PROFILE, Profile
-from pipetrain.plan import describe
 from pipetrain.profiling import measure, take_part, verdict
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu

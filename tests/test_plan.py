@@ -13,13 +13,15 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
+from pipetrain import describe as printing
 from pipetrain import plan as command
 from pipetrain.blueprint import Plan, Samples, make_plan
 from pipetrain.boundary import Example, TensorSpec
 from pipetrain.building import make_model, make_schedule
 from pipetrain.config import read_settings
+from pipetrain.describe import describe
 from pipetrain.errors import ConfigError
-from pipetrain.plan import describe
+from pipetrain.prediction import played
 from pipetrain.replay import read_trace
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.chrome import write
@@ -70,10 +72,10 @@ def test_vgg16_by_pipedream_on_four_stages():
     shares = [float(re.split(r"  +", row)[4].removesuffix("%")) for row in rows]
     assert sum(shares) == pytest.approx(100, abs=0.3)
     timeline = [line for line in text.splitlines() if line.startswith("rank ")]
-    assert [line.split()[2] for line in timeline] == ["F0", ".", ".", "."]
+    assert [line.split()[2] for line in timeline[:4]] == ["F0--", ".", ".", "."]
     # S = 4, m = 8: at stage s, S-s activations, ceil((S-1-s)/m)+1 versions, ceil((S-1-s)/m) updates late.
     assert figures(text) == {
-        "bubble": (f"{3 / (16 * 8 + 3):.4f}",) * 2,
+        "bubble": (f"{3 / (16 * 8 + 3):.2%}",) * 2,
         "activations": ("4 3 2 1",) * 2,
         "versions": ("2 2 2 1",) * 2,
         "staleness": ("1 1 1 0",) * 2,
@@ -84,7 +86,7 @@ def test_a_bubble_that_no_formula_gives_is_left_out(run):
     """Microbatches that are no multiple of the ranks, as by default with three of them."""
     status, out, err = run("schedule=interleaved_1f1b", "stages=3")
     assert (status, err) == (0, "")
-    assert re.fullmatch(r"0\.\d{4}", figures(out)["bubble"][0])
+    assert re.fullmatch(r"\d+\.\d\d%", figures(out)["bubble"][0])
     assert figures(out)["bubble"][1] == "-"
     assert figures(out)["activations"][0] == figures(out)["activations"][1]
 
@@ -98,7 +100,7 @@ def test_simulated_and_formula_agree_for_every_schedule(schedule):
         assert [shown[name][1] for name in ("activations", "versions", "staleness")] == ["8 1", "3 1", "2 0"]
         assert "the order is decided while it runs" in describe(made)
     elif made.tailored or theory(schedule, 2, 3, 4, made.stages // 2) is None:
-        assert ("as do these figures and the order" in describe(made)) == made.tailored
+        assert ("as do these details and the order" in describe(made)) == made.tailored
         assert {formula for _, formula in shown.values()} == {"-"}
     else:
         assert all(simulated == formula for simulated, formula in shown.values()), shown
@@ -107,17 +109,17 @@ def test_simulated_and_formula_agree_for_every_schedule(schedule):
 @pytest.mark.parametrize(
     ("schedule", "over", "by", "bubble"),
     [
-        ("1f1b", "auto", "the model: each update waits for the norms of all stages", "0.4286"),
-        ("pipedream", "auto", "each stage", "0.0448"),
-        ("pipedream", "model", "the model: each update waits for the norms of all stages", "0.3402"),
-        ("fbp", "auto", "each stage", "0.0448"),
-        ("zb_h2", "stage", "each stage", "0.2033"),
-        ("zb_h2", "auto", "the model: each update waits for the norms of all stages", "0.2500"),
+        ("1f1b", "auto", "the model: each update waits for the norms of all stages", "42.86%"),
+        ("pipedream", "auto", "each stage", "4.48%"),
+        ("pipedream", "model", "the model: each update waits for the norms of all stages", "34.02%"),
+        ("fbp", "auto", "each stage", "4.48%"),
+        ("zb_h2", "stage", "each stage", "20.33%"),
+        ("zb_h2", "auto", "the model: each update waits for the norms of all stages", "25.00%"),
     ],
 )
 def test_what_clipping_costs_is_seen(schedule, over, by, bubble):
     words = ("clip_grad_norm=0.5", f"clip_grad_norm_over={over}")
-    text = command.describe(planned(schedule, 4, 4, 16, "model=mlp", *words))
+    text = describe(planned(schedule, 4, 4, 16, "model=mlp", *words))
     assert f"\nclip_grad_norm 0.5 by the norm of {by}\n" in text
     assert figures(text)["bubble"][0] == bubble
     if schedule == "zb_h2":
@@ -160,7 +162,7 @@ def test_a_profile_s_prediction_stands_beside_the_partition():
     assert [row[-6:-1] for row in rows[1:]] == [["4000.00", "8000.00", "0.00", "0.00", "48000.00"]] * 2
     # 1F1B on paper, with B twice F: (m + S - 1) of what one microbatch takes, S - 1 of them idle.
     assert "messages free, as none were measured; the schedule at these times: 60000.00 ms" in text
-    assert "bubble 0.2000" in text
+    assert "bubble 20.0%" in text
     shown = dict(re.findall(r"^(profile|even|params|flops) +(\[\d\] +[\d.]+)$", text, re.MULTILINE))
     assert re.split(" +", shown["profile"]) == ["[4]", "48000.00"]
     assert re.split(" +", shown["even"]) == ["[3]", "60000.00"]
@@ -198,7 +200,7 @@ def run(monkeypatch, tmp_path, capsys):
     ],
 )
 def test_on_a_gpu_it_says_whether_each_rank_fits(run, monkeypatch, room, says):
-    monkeypatch.setattr(command, "gpu_bytes", lambda device: room)
+    monkeypatch.setattr(printing, "gpu_bytes", lambda device: room)
     status, out, _ = run("model=mlp", "schedule=zbv")
     assert status == 0
     assert re.search(rf"^{says}" if says else "MiB held", out, re.MULTILINE)
@@ -223,7 +225,7 @@ def test_batches_are_played_through_instead_of_the_window(run, tmp_path):
     ):
         status, out, err = run("model=mlp", *words)
         assert (status, err) == (0, "")
-        assert f"window of {batches} batches" in out
+        assert f"window of {batches} batch" in out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -302,6 +304,93 @@ def test_it_draws_a_png_and_leaves_no_folder(run, tmp_path):
     assert width > 200
 
 
+def test_a_long_window_is_drawn_in_short_unless_all_of_it_is_asked_for(run, tmp_path):
+    words = ["model=mlp", "schedule=pipedream", "stages=3", "microbatches=8"]
+    status, short, _ = run(*words, "out=short.svg")
+    assert status == 0
+    assert short.count("rank 0  ") == 2 * 3  # two lines of the beginning and one of the end, with memory
+    assert "mlp, pipedream, 3 ranks, makespan" in short
+    assert "forwards of 1/3 of the model, bubble" in short
+    assert len(re.findall("bubble", short.partition("details of")[0])) == 1
+    status, whole, _ = run(*words, "span=all")
+    assert status == 0
+    assert whole.count("rank 0  ") > 2 * 20
+    svg = (tmp_path / "short.svg").read_text()
+    assert float(re.search(r'width="([\d.]+)pt"', svg)[1]) < 1300
+    assert "<!-- mlp, pipedream  ·  3 ranks  ·  makespan" in svg
+
+
+# Several schedules
+
+
+def rows_of(table: str) -> dict[str, list[str]]:
+    lines = [re.split(r"  +", line) for line in table.split("\n\n")[1].splitlines()]
+    return {name: rest for name, *rest in lines}
+
+
+def test_schedules_are_compared_in_one_unit_of_time(run, tmp_path):
+    """A batch of m takes m + S - 1 by 1f1b, a third of the bubble less by zb_h1, hardly any more by zbv."""
+    status, out, err = run("compare=[1f1b,zb_h1,zbv]", "stages=8", "microbatches=32")
+    assert (status, err) == (0, "")
+    assert out.startswith("8 ranks, 32 microbatches a batch; all stages equal, messages free\n")
+    rows = rows_of(out)
+    assert rows.pop("schedule") == ["batch", "bubble", "activations", "versions", "staleness"]
+    assert {name: row[:2] for name, row in rows.items()} == {
+        "1f1b": ["39", "17.9%"],
+        "zb_h1": [f"{32 + 7 / 3:.4g}", "6.8%"],
+        "zbv": [f"{32 + 7 / 6 / 16:.4g}", "0.2%"],
+    }
+    assert rows["1f1b"][2:] == ["8 7 6 5 4 3 2 1", "1 1 1 1 1 1 1 1", "0 0 0 0 0 0 0 0"]
+    assert rows["zbv"][2] == "8 8 8 8 8 8 8 8"  # of two half stages each
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_with_a_model_its_own_costs_stand_beside_equal_ones(run):
+    status, out, _ = run("compare=[zbv,1f1b]", "stages=2", "microbatches=4", "model=mlp")
+    assert status == 0
+    rows = rows_of(out)
+    assert rows["schedule"][:4] == ["batch", "bubble", "mlp batch", "mlp bubble"]
+    plan = planned("zbv", 2, 4, 16, "model=mlp")
+    took = played(plan).makespan / 16 / 3
+    assert rows["zbv"][2:4] == [f"{took:.4g}", f"{1 - 4 / took:.1%}"]
+    assert float(rows["1f1b"][0]) == 5
+
+
+def test_what_cannot_be_compared_is_said_below_the_others(run):
+    status, out, _ = run("compare=all", "stages=4", "microbatches=2")
+    assert status == 0
+    assert set(rows_of(out)) == {"schedule", *SCHEDULES} - {"pipedream_2bw"}
+    assert out.endswith(
+        "\nwithout pipedream_2bw: schedule pipedream_2bw needs microbatches >= stages; got microbatches=2, "
+        "stages=4\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["compare=[1f1b,foo]"], "compare= has no schedule foo; write compare=all, or some of: 1f1b, "),
+        (["compare=[]"], "compare=[] names no schedule; write compare=all"),
+        (["compare=[1f1b]", "stages=0"], "stages=0 must be a whole number of at least 1"),
+        (["compare=all", "out=x.svg"], "compare= prints a table, which takes no out="),
+        (["compare=all", "partition=profile"], "compare= needs one profile for all schedules"),
+    ],
+)
+def test_a_comparison_that_cannot_be_is_refused(run, words, says):
+    status, out, err = run(*words)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"pipetrain: {says}")
+    assert err.count("\n") == 1
+
+
+def test_a_comparison_without_a_model_never_imports_torch(tmp_path):
+    code = ALONE.replace('"torch._dynamo"', '"torch", "matplotlib"')
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "compare=all", "stages=2"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "[]\n")
+
+
 # By a trace's durations
 
 
@@ -322,7 +411,8 @@ def test_a_trace_says_what_its_own_and_another_schedule_take(run, trace):
     status, out, err = run("model=mlp", "schedule=pipedream", "microbatches=4", f"cost={trace}")
     assert (status, err) == (0, "")
     assert "window of 8 batches" in out  # an epoch of the traced run
-    assert "2 ranks, makespan 9.9 s, bubble 3.0%, a cell is 0.1 s" in out
+    assert "mlp, pipedream, 2 ranks, makespan 9.9 s, bubble 3.0%\n" in out
+    assert "\na cell is 0.1; " in out
     table = out[out.index("by the durations of 3 windows") :]
     rows = {line.split("  ")[0]: re.split(r"  +", line)[1:] for line in table.splitlines()[1:]}
     assert rows[""] == ["1f1b, measured", "1f1b, replayed", "pipedream, this plan"]
@@ -358,7 +448,7 @@ def test_more_microbatches_of_the_same_size_can_be_predicted(run, trace, tmp_pat
 def test_a_plan_that_the_trace_says_nothing_of_is_refused(trace, words, says):
     plan = planned("1f1b", 2, 4, 1, "model=mlp", *words)
     with pytest.raises(ConfigError, match=rf"^cost={trace} .*{re.escape(says)}"):
-        command.refuse_other(plan, read_trace(trace), str(trace))
+        printing.refuse_other(plan, read_trace(trace), str(trace))
 
 
 def test_a_trace_of_other_numbers_of_stages_says_what_to_trace(trace):
@@ -366,7 +456,7 @@ def test_a_trace_of_other_numbers_of_stages_says_what_to_trace(trace):
     with pytest.raises(
         ConfigError, match=r"is of 1f1b with 2 stages on 2 ranks, and zbv has 4: trace a run of zbv$"
     ):
-        command.refuse_other(plan, read_trace(trace), str(trace))
+        printing.refuse_other(plan, read_trace(trace), str(trace))
 
 
 def test_a_plan_of_another_model_is_refused_by_the_command(run, trace):

@@ -365,13 +365,16 @@ class Predictor:
         return self.profile.latency_s + nbytes * self.profile.s_per_byte
 
 
-def costs_by_work(layers: Sequence[Layer], cuts: Sequence[int], entries: Sequence[Boundary]) -> Costs:
-    """Return each stage's costs by its estimated work, in forwards of the mean stage; messages are free.
+def costs_by_work(
+    layers: Sequence[Layer], cuts: Sequence[int], entries: Sequence[Boundary], ranks: int
+) -> Costs:
+    """Return each stage's costs by its estimated work, in forwards of the mean rank; messages are free.
 
+    So the unit is the same for all schedules, however many stages they have on a rank.
     `entries`: what enters each stage. Where none of it needs a gradient, W is all of the backward.
     """
     held = [layers[start:end] for start, end in pairwise([0, *cuts, len(layers)])]
-    mean = sum(layer.flops for layer in layers) / len(held)
+    mean = sum(layer.flops for layer in layers) / ranks
     costs: dict[Kind, float] = {}
     for stage, (mine, entry) in enumerate(zip(held, entries, strict=True)):
         forward = sum(layer.flops for layer in mine) / mean

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SHORT = 48  # cells in a short figure
+SHORT = 48, 16  # most cells of a figure: of the window's beginning, and of its end
+LINES = 2, 1  # likewise lines of a text
+BATCHES = 2  # most batches of a beginning
 _MOST_INCHES = 100.0
 _COLOURS = {Op.F: "#4e79a7", Op.B: "#a85a28", Op.I: "#e08a2e", Op.W: "#59a14f", Op.R: "#b07aa1"}
 _NAMES = {
@@ -46,6 +48,8 @@ _LEGEND: dict[str, Any] = {
 
 Memory = Sequence[Sequence[Moment]]
 """What each rank holds over time, see memory.over_time."""
+Cells = tuple[int, int]
+"""The first and the last cell of a part of a timeline."""
 
 
 class _Bar(NamedTuple):
@@ -60,47 +64,37 @@ def as_text(
     timeline: Timeline,
     width: int = 100,
     unit_of_time: str = "",
-    span: tuple[int, int] | None = None,
+    span: Cells | None = None,
     memory: Memory = (),
+    title: str = "",
 ) -> str:
     """Draw a row per rank in `width` columns; a cell is the shortest action's time (1 at `unit_cost`).
 
     `F3` is the forward of microbatch 3, `B3--` its backward (`I` and `W` its halves), `1F3` names the stage
     too, on ranks with several; a dot is idle time, `|` a step. `span`: the first and last cell, drawn in as
-    many lines per rank as needed; without it there is one line, as long as fits. The first line says what is
-    left out. `unit_of_time`: the unit of the costs, such as `s`.
+    many lines per rank as needed; None for what `ends` chooses, in at most LINES. The first line says what
+    is left out; with a `title` another one says what the letters are. `unit_of_time`: of the costs, as s.
     `memory`: what each rank holds over time, drawn below in eighths of the rank's peak.
     """
     unit, stages = _unit(timeline), _stages(timeline)
     several = any(len(on_rank) > 1 for on_rank in stages)
-    total = round(timeline.makespan / unit)
-    begin, end = (0, min(total, width // 3)) if span is None else (min(cells, total) for cells in span)
-    bars = _bars(timeline, (end + 0.5) * unit)
+    total = _cells(timeline)
+    bars = _bars(timeline, timeline.makespan if span is None else (span[1] + 0.5) * unit)
     names = [f"rank {rank}  " for rank in range(len(stages))]
     left = max(map(len, names), default=0)
     cell = 1 + max((len(_label(bar.action, several)) for bar in bars), default=1)
-    rows = [list(("." + " " * (cell - 1)) * end) for _ in stages]
-    for bar in bars:
-        first, last = int(bar.start / unit + 0.5), int(bar.end / unit + 0.5)
-        if bar.action.op is Op.STEP and 0 < first <= end:
-            rows[bar.rank][first * cell - 1] = "|"
-        elif first < min(last, end):
-            bar_text = _label(bar.action, several).ljust((last - first) * cell - 1, "-") + " "
-            rows[bar.rank][first * cell : last * cell] = bar_text[: (end - first) * cell]
-
     fits = (width - left) // cell
-    if fits < end - begin or end < total:  # leave room for the mark at the end of a line
+    if fits < total:  # leave room for the mark at the end of a line
         fits = max(1, (width - left - 1) // cell)
-    starts = range(begin, end, fits)
-    if span is None:
-        starts, end = starts[:1], min(end, fits)
-    title = ", ".join(_facts(timeline, unit_of_time))
-    title += f", a cell is {unit:.3g} {unit_of_time}".rstrip() if unit != 1 else ""
-    if begin or end < total:
-        title += f", cells {begin} to {end} of {total}" if begin else f", the first {end} cells of {total}"
+    spans = ends(timeline, [lines * fits for lines in LINES]) if span is None else [_within(span, total)]
+    rows = _cells_of(bars, len(stages), max(until for _, until in spans), cell, unit, several)
+
+    facts = [*([title] if title else []), *_facts(timeline, unit_of_time)]
+    drawing = [f"a cell is {unit:.3g}"] if unit != 1 else []
+    drawing += [_left_out(spans, total)] if spans != [(0, total)] else []
     groups = []
-    for start in starts:
-        stop = min(start + fits, end)
+    for start in (start for since, until in spans for start in range(since, until, fits)):
+        stop = min(start + fits, next(until for since, until in spans if since <= start < until))
         parts = ("".join(row[start * cell : stop * cell]).rstrip() for row in rows)
         more = "…" if stop < total else ""
         drawn = [f"{n.ljust(left)}{part}{more}\n" for n, part in zip(names, parts, strict=True)]
@@ -111,9 +105,66 @@ def as_text(
                 for n, row in zip(names, levels, strict=True)
             ]
         groups.append("".join(drawn))
-    if memory:
-        title += f"; below, memory: {_LEVELS[-1]} is a rank's peak"
-    return f"{title}\n" + "\n".join(groups)
+    drawing += [f"below, memory: {_LEVELS[-1]} is a rank's peak"] if memory else []
+    head = [", ".join(facts), ", ".join(_legend(bars, several)), "; ".join(drawing)]
+    if not title:
+        head = ["; ".join([head[0], *drawing])]
+    return "\n".join([*filter(None, head), "\n".join(groups)])
+
+
+def _legend(bars: Sequence[_Bar], several: bool) -> list[str]:
+    """Return what the letters of a text are."""
+    shown = {bar.action.op for bar in bars}
+    names = [f"{op} {name}" for op, name in _NAMES.items() if op in shown]
+    names += ["| step"] if Op.STEP in shown else []
+    number = "1F3: of stage 1, microbatch 3" if several else "F3: of microbatch 3"
+    return [*names, ". idle", number]
+
+
+def ends(timeline: Timeline, most: Sequence[int]) -> list[Cells]:
+    """Return the parts of a window that show it: its first batches, and its end from the last forward on.
+
+    `most`: cells of each. All of it is one part where what is left out would be shorter than its end.
+    """
+    unit, total, last = _unit(timeline), _cells(timeline), 0.0
+    stepped: list[float] = []
+    for action, start, end, *_ in (span for row in timeline.rows for span in row.spans):
+        if action is not None and action.op is Op.F:
+            last = max(last, start)
+        elif action is not None and action.op is Op.STEP and action.version == BATCHES:
+            stepped.append(end)
+    first = max(stepped, default=timeline.makespan)
+    until = min(-int(-first // unit), most[0], total)
+    since = max(int(last / unit), total - most[1])
+    return [(0, total)] if since - until < total - since else [(0, until), (since, total)]
+
+
+def _cells(timeline: Timeline) -> int:
+    return round(timeline.makespan / _unit(timeline))
+
+
+def _within(span: Cells, total: int) -> Cells:
+    return min(span[0], total), min(span[1], total)
+
+
+def _left_out(spans: Sequence[Cells], total: int) -> str:
+    parts = (f"{since} to {until}" if since else f"the first {until}" for since, until in spans)
+    return f"{' and '.join(parts)} of {total} cells"
+
+
+def _cells_of(
+    bars: Sequence[_Bar], ranks: int, end: int, cell: int, unit: float, several: bool
+) -> list[list[str]]:
+    """Return the characters of each rank's first `end` cells, of `cell` characters each."""
+    rows = [list(("." + " " * (cell - 1)) * end) for _ in range(ranks)]
+    for bar in bars:
+        first, last = int(bar.start / unit + 0.5), int(bar.end / unit + 0.5)
+        if bar.action.op is Op.STEP and 0 < first <= end:
+            rows[bar.rank][first * cell - 1] = "|"
+        elif first < min(last, end):
+            bar_text = _label(bar.action, several).ljust((last - first) * cell - 1, "-") + " "
+            rows[bar.rank][first * cell : last * cell] = bar_text[: (end - first) * cell]
+    return rows
 
 
 def _levels(memory: Memory, cells: Sequence[tuple[float, float]]) -> list[list[str]]:
@@ -144,11 +195,12 @@ def as_figure(
     path: Path | str,
     title: str = "",
     unit_of_time: str = "",
-    span: tuple[int, int] = (0, SHORT),
+    span: Cells | None = None,
     memory: Memory = (),
 ) -> None:
-    """Write cells `span` of the timeline to `path`, a .svg or .png file. Raises ScheduleError.
+    """Write the timeline to `path`, a .svg or .png file. Raises ScheduleError.
 
+    `span`: the first and the last cell to draw; None for what `ends` chooses, of at most SHORT cells.
     `memory`: what each rank holds over time, drawn below on the same axis, with the peak labelled.
     """
     path = Path(path)
@@ -158,42 +210,70 @@ def as_figure(
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
-def as_png(timeline: Timeline, memory: Memory = ()) -> bytes:
-    """Return the beginning of the timeline as a PNG, with what each rank holds over time, if given."""
+def as_png(timeline: Timeline, title: str = "", unit_of_time: str = "", memory: Memory = ()) -> bytes:
+    """Return the same as a PNG, in short."""
     buffer = BytesIO()
-    _figure(timeline, "", "", (0, SHORT), memory).savefig(buffer, format="png")
+    _figure(timeline, title, unit_of_time, None, memory).savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def _figure(
-    timeline: Timeline, title: str, unit_of_time: str, span: tuple[int, int], memory: Memory
-) -> Figure:
+def _figure(timeline: Timeline, title: str, unit_of_time: str, span: Cells | None, memory: Memory) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     unit, stages = _unit(timeline), _stages(timeline)
-    since, until = (min(timeline.makespan, cells * unit) for cells in span)
+    cells = ends(timeline, SHORT) if span is None else [span]
+    total = _cells(timeline)
+    spans = [tuple(timeline.makespan if cell >= total else cell * unit for cell in part) for part in cells]
+    lengths = [until - since for since, until in spans]
     heights = [1.15 + 0.4 * len(stages)] + ([0.55 + 0.5 * len(stages)] if memory else [])
-    size = (min(max(6.5, 1.1 + 0.25 * (until - since) / unit), _MOST_INCHES), sum(heights))
+    size = (min(max(6.5, 1.1 + 0.25 * sum(lengths) / unit), _MOST_INCHES), sum(heights))
     figure = Figure(figsize=size, dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
-    axes, *below = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    _draw_frame(axes, stages, since, until, unit_of_time)
-    _draw_bars(axes, timeline, since, until)
-    facts = ([title] if title else []) + _facts(timeline, unit_of_time)
-    if since:
-        facts.append(f"{_time(since, unit_of_time)} to {_time(until, unit_of_time)} drawn")
-    elif until < timeline.makespan:
-        facts.append(f"the first {_time(until, unit_of_time)} drawn")
-    axes.set_title("  ·  ".join(facts), loc="left", fontsize=9.5, color=_INK, pad=22)
-    if memory:
-        _draw_memory(below[0], timeline, memory, since, until)
+    grid = figure.subplots(
+        len(heights), len(spans), squeeze=False, height_ratios=heights, width_ratios=lengths
+    )
+    facts = [*([title] if title else []), *_facts(timeline, unit_of_time)]
+    figure.suptitle("  ·  ".join(facts), x=0.01, ha="left", fontsize=9.5, color=_INK)
+    shown: set[Op] = set()
+    for (since, until), (axes, *below) in zip(spans, grid.T, strict=True):
+        _draw_frame(axes, stages, since, until, max(2, int(12 * (until - since) / sum(lengths))))
+        shown |= _draw_bars(axes, timeline, since, until)
+        if memory:
+            _draw_memory(below[0], timeline, memory, since, until)
+    first, *later = grid.T
+    _label_first(first, stages, shown, unit_of_time, memory)
+    for column in later:
+        column[0].set_xlabel("the window's end", fontsize=8, color=_INK)
+        for axes in column:
+            axes.set_yticks([])
     return figure
+
+
+def _label_first(
+    column: Sequence[Axes], stages: list[list[int]], shown: set[Op], unit_of_time: str, memory: Memory
+) -> None:
+    """Add legends, the axis of time and the ranks' names to the first part of a figure."""
+    axes, *below = column
+    several = any(len(on_rank) > 1 for on_rank in stages)
+    names = [
+        f"rank {rank}\nstages {', '.join(map(str, on_rank))}" if several else f"rank {rank}"
+        for rank, on_rank in enumerate(stages)
+    ]
+    axes.set_yticks(range(len(stages)), names, fontsize=8, color=_INK)
+    time = f"time, {unit_of_time}" if unit_of_time else "time"
+    note = "; paler: a later stage of the rank" if several else ""
+    axes.set_xlabel(f"{time}; numbers: microbatches{note}", fontsize=8, color=_INK)
+    _draw_legend(axes, shown)
+    for one in below:
+        one.set_title("memory held, each rank at its own scale", loc="left", fontsize=8, color=_INK)
+        names = [f"rank {rank}\npeak {_mib(_peak(moments))}" for rank, moments in enumerate(memory)]
+        one.set_yticks(range(len(memory)), names, fontsize=7, color=_INK)
+        _add_legend(one)
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, memory: Memory, since: float, until: float) -> None:
     """Draw what each rank holds over time, each at its own scale, with the peak labelled."""
-    axes.set_title("memory held, each rank at its own scale", loc="left", fontsize=8, color=_INK)
     for rank, (moments, row) in enumerate(zip(memory, timeline.rows, strict=True)):
         base = rank + 0.42
         axes.broken_barh([(since, until - since)], (rank - 0.38, 0.8), facecolors=_IDLE, zorder=1)
@@ -209,15 +289,12 @@ def _draw_memory(axes: Axes, timeline: Timeline, memory: Memory, since: float, u
         at = next(moment.time for moment in moments if moment.total == top)
         if since <= at <= until:
             axes.plot([at], [base - 0.8], marker="v", markersize=3.5, color=_INK, zorder=4)
-    names = [f"rank {rank}\npeak {_mib(_peak(moments))}" for rank, moments in enumerate(memory)]
-    axes.set_yticks(range(len(memory)), names, fontsize=7)
-    axes.tick_params(axis="y", length=0, labelcolor=_INK)
+    axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(memory) - 0.4, -0.6)
     axes.set_xlim(since, until + 0.004 * (until - since))
     axes.set_xticks([])
     for side in axes.spines:
         axes.spines[side].set_visible(False)
-    _add_legend(axes)
 
 
 def _activations(moments: Sequence[Moment]) -> list[int]:
@@ -233,21 +310,12 @@ def _add_legend(axes: Axes) -> None:
     axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.006, 1.0), ncols=2, **_LEGEND)
 
 
-def _draw_frame(axes: Axes, stages: list[list[int]], since: float, until: float, unit_of_time: str) -> None:
+def _draw_frame(axes: Axes, stages: list[list[int]], since: float, until: float, ticks: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    several = any(len(on_rank) > 1 for on_rank in stages)
-    names = [
-        f"rank {rank}\nstages {', '.join(map(str, on_rank))}" if several else f"rank {rank}"
-        for rank, on_rank in enumerate(stages)
-    ]
-    axes.set_yticks(range(len(stages)), names, fontsize=8, color=_INK)
     axes.set_ylim(len(stages) - 0.4, -0.6)
     axes.set_xlim(since, until + 0.004 * (until - since))
-    note = " (paler: a later stage of the rank)" if several else ""
-    time = f"time, {unit_of_time}" if unit_of_time else "time"
-    axes.set_xlabel(time + note, fontsize=8, color=_INK)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 5, 10]))
     axes.tick_params(axis="x", labelsize=8, labelcolor=_INK, color="#999999")
     axes.tick_params(axis="y", length=0)
     for side in axes.spines:
@@ -256,7 +324,8 @@ def _draw_frame(axes: Axes, stages: list[list[int]], since: float, until: float,
         axes.broken_barh([(since, until - since)], (rank - 0.38, 0.76), facecolors=_IDLE, zorder=1)
 
 
-def _draw_bars(axes: Axes, timeline: Timeline, since: float, until: float) -> None:
+def _draw_bars(axes: Axes, timeline: Timeline, since: float, until: float) -> set[Op]:
+    """Draw the actions of a part of a timeline; return their kinds."""
     bars = [bar for bar in _bars(timeline, until) if bar.end > since]
     deepest = max((bar.depth for bar in bars), default=0)
     for rank, action, start, end, depth in bars:
@@ -276,7 +345,7 @@ def _draw_bars(axes: Axes, timeline: Timeline, since: float, until: float) -> No
             ink = "white" if paleness < 0.4 else _INK
             at = ((start + end) / 2, rank + 0.02)
             axes.text(*at, str(action.mb), ha="center", va="center", color=ink, fontsize=7.5, zorder=3)
-    _draw_legend(axes, {bar.action.op for bar in bars})
+    return {bar.action.op for bar in bars}
 
 
 def _draw_legend(axes: Axes, shown: set[Op]) -> None:

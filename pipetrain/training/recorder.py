@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.errors import NotRecorded
 from pipetrain.fitting import says_whether_it_fits
+from pipetrain.prediction import unit_of_time
 from pipetrain.runtime.held import Measured
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
@@ -61,7 +62,12 @@ class Recorder:
         self._bar = Bar()
         config, picture = (
             OmegaConf.to_yaml(cfg, resolve=True),
-            as_png(self._history.simulated, self._history.predicted_memory),
+            as_png(
+                self._history.simulated,
+                f"{run.settings.model}, {run.settings.schedule}",
+                unit_of_time(run.plan),
+                self._history.predicted_memory,
+            ),
         )
         files.text(folder / CONFIG, config)
         files.whole(folder / "timeline.png", lambda new: new.write_bytes(picture))

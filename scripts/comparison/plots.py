@@ -28,10 +28,11 @@ from comparison.metric import Metric
 from comparison.runs import Spec
 from comparison.table import Row, by_model, compared, size
 from pipetrain.cli import as_hydra, conf_dir
+from pipetrain.schedule.actions import placement
 from pipetrain.schedule.draw import as_figure
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import compute_program
-from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.simulate import simulate, unit_cost
 from pipetrain.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -245,8 +246,8 @@ def timelines(specs: Sequence[Spec]) -> tuple[list[Picture], list[str]]:
     with TemporaryDirectory() as folder, matplotlib.rc_context({"svg.fonttype": "none"}):
         path = Path(folder) / "timeline.svg"
         for (_, ranks, batches, m, _), (timeline, methods) in drawn.items():
-            as_figure(timeline, path)
             title, caption = ", ".join(methods), f"{batches} batches of {m} microbatch{'es' * (m > 1)}"
+            as_figure(timeline, path, title, f"forwards of 1/{ranks} of the model")
             words = f"{title}: {caption} on {ranks} ranks, bubble {timeline.bubble:.1%}"
             pictures.append(Picture(title, _address(path.read_bytes()), words, caption))
     return pictures, missing
@@ -259,4 +260,6 @@ def play(spec: Spec) -> tuple[tuple[Any, ...], Timeline]:
     m, bound = int(cfg.microbatches), int(cfg.buffer_size)
     batches = max(2, -(-MICROBATCHES // m))
     program = lower(compute_program(instantiate(cfg.schedule), spec.nproc, batches, m, bound))
-    return (str(cfg.schedule), spec.nproc, batches, m, bound), simulate(program, m, buffer_size=bound)
+    share = spec.nproc / len(placement(program))  # of a rank's part of the model, in a stage
+    timeline = simulate(program, m, buffer_size=bound, cost=lambda action: share * unit_cost(action))
+    return (str(cfg.schedule), spec.nproc, batches, m, bound), timeline

@@ -66,7 +66,7 @@ PICTURE = as_png(simulate(lower(one_f_one_b(2, 1, 2)), 2))
 @pytest.fixture(autouse=True)
 def one_picture(monkeypatch):
     """Draw once for all tests here: what is drawn is no matter of theirs."""
-    monkeypatch.setattr(module, "as_png", lambda timeline, memory: PICTURE)
+    monkeypatch.setattr(module, "as_png", lambda *drawn: PICTURE)
 
 
 @pytest.fixture
