@@ -522,15 +522,18 @@ class Pipeline:
             return direct.initial(self._model, self._initial) if not self.rank else {}
         return direct.merged(self._begun, self._mesh, self._entries, self._owners, ema)
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, keep: int | None = None) -> Path:
         """Save the training's state under a folder that all ranks share; return the checkpoint's folder.
 
-        `load` goes on from it, and `python -m pipetrain.export` makes plain weights of it. All ranks must
-        call it. Raises TrainingStopped if a rank cannot write.
+        `load` goes on from it, and `python -m pipetrain.export` makes plain weights of it. `keep`: how many
+        of the newest checkpoints stay there, this one included; None: all. All ranks must call it. Raises
+        TrainingStopped if a rank cannot write.
         """
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ConfigError(f"keep={keep} must be a whole number of checkpoints, 1 or more; None keeps all")
         with self._together():
             self._begun.engine.settle()
-        return direct.save(Path(folder), self._begun, self._mesh, self._conditions, self.updates)
+        return direct.save(Path(folder), self._begun, self._mesh, self._conditions, self.updates, keep)
 
     def load(self, folder: str | Path) -> None:
         """Go on from the newest checkpoint under a folder, or this one; of any cuts and schedule.

@@ -26,7 +26,9 @@ from pipetrain.checkpoint.files import (
     Tensors,
     folder_name,
     folders,
+    prune,
     publish,
+    remove_unfinished,
     stage_file,
     write_part,
 )
@@ -124,8 +126,13 @@ def merged(
     return state
 
 
-def save(folder: Path, runner: Runner, mesh: Mesh, conditions: Mapping[str, Any], updates: int) -> Path:
-    """Write a checkpoint under `folder`; return its folder. Raises TrainingStopped if a rank cannot."""
+def save(
+    folder: Path, runner: Runner, mesh: Mesh, conditions: Mapping[str, Any], updates: int, keep: int | None
+) -> Path:
+    """Write a checkpoint under `folder`, and keep the newest `keep`; None: all. Return its folder.
+
+    Raises TrainingStopped if a rank cannot write.
+    """
     checkpoints = folder.expanduser().absolute() / CHECKPOINTS
     partial = checkpoints / (folder_name(updates) + PARTIAL)
     run: str = mesh.tell("the run's name", uuid.uuid4().hex)
@@ -147,12 +154,21 @@ def save(folder: Path, runner: Runner, mesh: Mesh, conditions: Mapping[str, Any]
         config = {"seed": runner.engine.seed}
         manifest = Manifest(run, Position(0, 0, updates), conditions, cuts, config, progress, parts)
         published = _agreed(
-            mesh, "the checkpoint", "save", lambda: "" if mesh.world.rank else str(publish(partial, manifest))
+            mesh, "the checkpoint", "save", lambda: "" if mesh.world.rank else _kept(partial, manifest, keep)
         )
     except TrainingStopped:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return Path(published[0])
+
+
+def _kept(partial: Path, manifest: Manifest, keep: int | None) -> str:
+    """Publish a checkpoint, and remove those before the newest `keep`; return its folder. Raises OSError."""
+    final = publish(partial, manifest)
+    if keep is not None:
+        prune(final.parent, keep, final)
+        remove_unfinished(final.parent)
+    return str(final)
 
 
 def find(folder: Path, mesh: Mesh, conditions: Mapping[str, Any]) -> Source:

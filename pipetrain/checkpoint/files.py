@@ -2,6 +2,7 @@
 
 The manifest holds a SHA-256 checksum of each file. A checkpoint is written under a temporary name, flushed
 and renamed, so a folder with its final name was complete; reading checks the sums again. No pickle is used.
+An update that is saved again has a second folder, update-00000046-2, until the first one is removed.
 
     checkpoints/update-00000046/manifest.json
                                 stage-0.safetensors ...
@@ -26,10 +27,10 @@ from torch import Tensor
 
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, opened, read_as, read_json
 
-CHECKPOINTS, MANIFEST, BEST, PARTIAL, DAMAGED = "checkpoints", "manifest.json", "best", ".partial", ".damaged"
+CHECKPOINTS, MANIFEST, BEST, PARTIAL = "checkpoints", "manifest.json", "best", ".partial"
 VERSION = 3
 MOST_BYTES = 2**24  # of a manifest: enough for thousands of epochs
-_NAME = re.compile("update-[0-9]+")
+_NAME = re.compile("update-([0-9]+)(?:-([0-9]+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,10 @@ def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata:
 
 
 def publish(partial: Path, manifest: Manifest) -> Path:
-    """Write the manifest, give the checkpoint its final name, and return its folder. Raises OSError."""
+    """Write the manifest, give the checkpoint its final name, and return its folder. Raises OSError.
+
+    One of the same update that is there already goes when the new one has a name.
+    """
     text = json.dumps(manifest.to_json(), indent=1) + "\n"
     if len(text) > MOST_BYTES:
         raise OSError(f"its manifest has {len(text)} bytes, and {MOST_BYTES} at most are read again")
@@ -113,12 +117,13 @@ def publish(partial: Path, manifest: Manifest) -> Path:
     _flush(path)
     _flush(partial)
     final = partial.with_name(manifest.name)
-    aside = final.with_name(final.name + DAMAGED)
-    if os.path.lexists(final):  # a damaged checkpoint of an update that was trained again
-        os.replace(final, aside)
-    os.replace(partial, final)
-    _flush(final.parent)
-    _remove(aside)
+    if earlier := [path for path in folders(final.parent) if _order(path)[0] == manifest.position.update]:
+        beside = final.with_name(f"{final.name}-{_order(earlier[0])[1] + 1}")
+        _rename(partial, beside)
+        for path in earlier:
+            _discard(path)
+        partial = beside
+    _rename(partial, final)
     return final
 
 
@@ -135,21 +140,20 @@ def mark_best(final: Path) -> None:
 def prune(checkpoints: Path, keep: int, last: Path | None = None) -> None:
     """Remove all but the newest `keep` checkpoints and the best one; those newer than `last` do not count."""
     # Those newer than `last` are damaged, and will be overwritten by this run.
-    found = [path for path in folders(checkpoints) if last is None or _update(path) <= _update(last)]
+    found = [path for path in folders(checkpoints) if last is None or _order(path) <= _order(last)]
     spared = {path.name for path in found[:keep]}
     with suppress(DamagedCheckpoint):
         spared.add(best(checkpoints) or "")
     for path in found:
         if path.name not in spared:
-            with suppress(OSError):  # renamed first: a partly removed folder must not look like a checkpoint
-                _remove(path.rename(path.with_name(path.name + PARTIAL)))
+            with suppress(OSError):
+                _discard(path)
 
 
 def remove_unfinished(checkpoints: Path) -> None:
     """Remove the temporary folders of a run that died while saving."""
-    for ending in (PARTIAL, DAMAGED):
-        for path in checkpoints.glob(f"*{ending}"):
-            _remove(path)
+    for path in checkpoints.glob(f"*{PARTIAL}"):
+        _remove(path)
 
 
 # Reading. Functions that raise DamagedCheckpoint need bounded time and memory, whatever the files contain.
@@ -170,7 +174,7 @@ def best(checkpoints: Path) -> str | None:
 def folders(checkpoints: Path) -> list[Path]:
     """Return the folders of a run's checkpoints, damaged ones included, newest first."""
     found = [path for path in checkpoints.glob("update-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_update, reverse=True)
+    return sorted(found, key=_order, reverse=True)
 
 
 def newest_first(checkpoints: Path) -> Iterator[tuple[Path, Manifest | DamagedCheckpoint]]:
@@ -220,7 +224,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{path}: its cuts do not rise from 1")
     if manifest.parts.keys() != set(map(stage_file, range(len(placement)))):
         raise DamagedCheckpoint(f"{path} names files outside of its folder, or others than of its stages")
-    if _NAME.fullmatch(folder.name) and folder.name != manifest.name:
+    if _NAME.fullmatch(folder.name) and _order(folder)[0] != manifest.position.update:
         raise DamagedCheckpoint(f"{path} is of {manifest.name}")
     return manifest
 
@@ -271,8 +275,22 @@ def described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _update(folder: Path) -> int:
-    return int(folder.name.removeprefix("update-"))
+def _order(folder: Path) -> tuple[int, int]:
+    """Return a checkpoint's update, and the how manieth of it this is."""
+    update, number = _NAME.fullmatch(folder.name).groups(default="1")  # type: ignore[union-attr]
+    return int(update), int(number)
+
+
+def _rename(path: Path, name: Path) -> None:
+    os.replace(path, name)
+    _flush(name.parent)
+
+
+def _discard(folder: Path) -> None:
+    """Remove a checkpoint; renamed first, as a partly removed folder must not look like one."""
+    aside = folder.with_name(folder.name + PARTIAL)
+    os.replace(folder, aside)
+    _remove(aside)
 
 
 def _remove(path: Path) -> None:

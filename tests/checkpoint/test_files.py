@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -280,7 +281,7 @@ def test_a_best_that_names_no_checkpoint_is_damage(text, tmp_path):
         best(tmp_path)
 
 
-NO_CHECKPOINTS = ["update-7.damaged", "update-7.partial", "update-7.old", "update-", "update-x", "update-٣"]
+NO_CHECKPOINTS = ["update-7-", "update-7.partial", "update-7.old", "update-", "update-x", "update-٣"]
 NO_CHECKPOINTS += ["update-7 (copy)", "my-update-7", "update-7\n", "update--7", "update-1.5"]
 
 
@@ -297,16 +298,22 @@ def test_only_whole_names_count(tmp_path):
 
 def test_the_newest_is_that_of_the_most_updates(tmp_path):
     folders = [saved(tmp_path, update) for update in (10**8, 99_999_999, 10**9)]
+    again = [folders[0].with_name(f"{folders[0].name}-{number}") for number in (2, 10)]
+    for folder in again:
+        shutil.copytree(folders[0], folder)
+        read_whole(folder)
+    assert files.folders(tmp_path) == [folders[2], again[1], again[0], folders[0], folders[1]]
+    assert saved(tmp_path, 10**8) == folders[0]
     assert files.folders(tmp_path) == [folders[2], folders[0], folders[1]]
 
 
 def test_what_a_crash_left_is_removed_and_nothing_else(tmp_path):
     folder = saved(tmp_path)
     mark_best(folder)
-    for name in ("update-00000007.damaged", "update-00000009.partial"):
+    for name in ("update-00000007.partial", "update-00000009-2.partial"):
         os.rename(saved(tmp_path / "other"), tmp_path / name)
     (tmp_path / "other").rmdir()
-    (tmp_path / "update-00000010.damaged").symlink_to(folder)
+    (tmp_path / "update-00000010.partial").symlink_to(folder)
     (tmp_path / "best.partial").write_text("x")
     (tmp_path / "notes.txt").write_text("mine")
     remove_unfinished(tmp_path)

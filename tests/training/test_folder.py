@@ -78,7 +78,7 @@ def test_checkpoints_are_gone_on_from_or_kept(tmp_path):
 
 
 def test_what_a_crash_left_of_a_checkpoint_is_none(tmp_path):
-    for name in ("update-00000007.partial", "update-00000007.damaged"):
+    for name in ("update-00000007.partial", "update-00000007-2.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     take(tmp_path)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from pipetrain import Pipeline
+from pipetrain import ConfigError, Pipeline
 
 
 def dropping(seed: int | None) -> Pipeline:
@@ -58,3 +61,55 @@ def test_dropout_goes_on_as_it_would_have_whatever_the_seed_of_the_program(ranks
     for other in (None, 6):
         first, second = ranks(gone_on, str(tmp_path), other, begun)
         assert first == second == whole[3:]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def saved_often(folder: str) -> list[str]:
+    with dropping(None) as pipe:
+        made = [pipe.save(folder, keep=2) for _ in pipe.train(batches(), window=1)]
+        made.append(pipe.save(folder, keep=2))
+        with pytest.raises(ConfigError, match="keep=0 must be a whole number of checkpoints, 1 or more"):
+            pipe.save(folder, keep=0)
+        return [path.name for path in made]
+
+
+def test_the_newest_are_kept_and_an_update_that_is_saved_again_counts_once(ranks, tmp_path):
+    first, second = ranks(saved_often, str(tmp_path))
+    assert first == second == [f"update-{update:08d}" for update in (1, 2, 3, 4, 5, 6, 6)]
+    assert names(tmp_path) == ["update-00000005", "update-00000006"]
+
+
+def dies_in_saving(pipe: Pipeline, folder: Path, renames: int) -> bool:
+    """Save in a process that dies instead of its next rename after so many; return whether it did."""
+    child = os.fork()
+    if not child:
+        steps, rename = iter(range(renames)), os.replace
+        os.replace = lambda *paths: os._exit(9) if next(steps, None) is None else rename(*paths)
+        try:
+            pipe.save(folder)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9)
+    return bool(status)
+
+
+@pytest.mark.processes
+def test_killed_while_an_update_is_saved_again_there_is_one_to_go_on_from(tmp_path):
+    """Whichever of its renames is the last."""
+    model = nn.Linear(6, 3).double()
+    with Pipeline(model, cross_entropy, lambda p: torch.optim.SGD(p, 0.1), threads=1) as pipe:
+        pipe.step(*batches()[0])
+        pipe.save(tmp_path)
+        renames = 0
+        while dies_in_saving(pipe, tmp_path, renames):
+            pipe.load(tmp_path)
+            assert pipe.updates == 1
+            renames += 1
+        pipe.load(tmp_path)
+    assert renames >= 2
+    assert "update-00000001" in names(tmp_path)
