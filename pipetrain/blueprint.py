@@ -355,11 +355,16 @@ def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = 
     """
     dtype, last = plan.settings.dtype, plan.layers[-1]
     _cast("targets", Example.in_batch(targets), dtype)
-    outputs = last.output
-    if plan.numerics.autocast:  # the task gets float32
-        specs = (replace(s, dtype=dtype) if s.dtype.is_floating_point else s for s in outputs.specs)
-        outputs = replace(outputs, specs=tuple(specs))
-    prove_task(task, outputs, last.name, cast_floats(targets, dtype), classes)
+    prove_task(task, outputs_of(plan), last.name, cast_floats(targets, dtype), classes)
+
+
+def outputs_of(plan: Plan) -> Boundary:
+    """Return what a task gets of the model, for some number of samples."""
+    outputs, dtype = plan.layers[-1].output, plan.settings.dtype
+    if not plan.numerics.autocast:
+        return outputs
+    specs = (replace(s, dtype=dtype) if s.dtype.is_floating_point else s for s in outputs.specs)
+    return replace(outputs, specs=tuple(specs))
 
 
 def _cast(what: str, example: Example, dtype: torch.dtype) -> Example:

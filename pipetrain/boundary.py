@@ -215,6 +215,14 @@ def on_each(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
     return changed
 
 
+def joined(values: Sequence[Value]) -> Value:
+    """Return the values of microbatches [n, ...] as one."""
+    if len(values) == 1:
+        return values[0]
+    tensors = tuple(torch.cat(column) for column in zip(*map(as_tuple, values), strict=True))
+    return Example.in_batch(values[0]).value(tensors)
+
+
 def cast_floats(value: Value, dtype: torch.dtype) -> Value:
     """Return tensors with the floating-point ones as `dtype`."""
     return on_each(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -304,8 +304,10 @@ class DistChannel:
         return bool(self._told) or any(self._tied.values())
 
     def let_go(self) -> None:
-        """Refer to no process group any longer."""
+        """Refer to no process group any longer, nor to messages, which hold the connections open."""
         self._groups, self._ties, self._norms = {}, {}, None
+        self._to_post, self._posted, self._sent, self._tied = {}, {}, {}, {}
+        self._told.clear()
 
     def tell_norms(self, squares: Mapping[int, Tensor], stages: int) -> None:
         # Each stage has a place of its own, so that the sum is the same on every rank, to the last bit.

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from pipetrain.boundary import (
     scores_of,
     specs_of,
 )
-from pipetrain.errors import ConfigError, one_line
+from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.tally import Tally
 from pipetrain.tasks.metrics import Accuracy, Mean, MeanIoU, Metric, MetricFunction, Perplexity, SquaredError
 
@@ -55,6 +56,7 @@ WeightFunction = Callable[[Value], Tensor | float]
 
 IGNORED = -100  # PyTorch's default ignore_index: a target that does not count
 MOST_TRIED = 2**25  # numbers in the made outputs of a trial
+CPU = torch.device("cpu")
 
 
 class Task:
@@ -74,6 +76,7 @@ class Task:
     ) -> None:
         self._loss = loss
         self._weight = weight or _weight_of(loss)
+        self._weighted = weight is not None
         if isinstance(metrics, Mapping):
             metrics = [Mean(name, function) for name, function in metrics.items()]
         self.metrics = list(metrics)
@@ -83,6 +86,14 @@ class Task:
         loss = self._loss.func if isinstance(self._loss, partial) else self._loss
         own = loss is None or type(self) is not Task
         return type(self).__name__ if own else getattr(loss, "__name__", type(loss).__name__)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss, or what its targets count for, is code of a user's."""
+        loss = self._loss.func if isinstance(self._loss, partial) else self._loss
+        code = type(self) if loss is None else loss
+        known = str(getattr(code, "__module__", "")).startswith(("torch.nn.", "pipetrain.tasks"))
+        return self._weighted or not known
 
     def to(self, device: torch.device) -> Task:
         """Move the modules and tensors of the task, such as class weights, to a device; return the task."""
@@ -277,18 +288,7 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
     samples [n, ...]; `classes`: of the data set, None if unknown. The outputs are made up: numbers from 0
     to 1, which a loss of probabilities takes too. Losses of parts of the samples must add up to that of all.
     """
-    n = len(as_tuple(targets)[0])
-    first = outputs.specs[0].shape[0]
-    per_sample = sum(spec.numel for spec in outputs.specs if spec.shape) / first
-    n = max(min(n, int(MOST_TRIED / per_sample)), min(n, 2))
-    wanted = _part(targets, 0, n)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [spec.shape and (n * spec.shape[0] // first, *spec.shape[1:]) for spec in outputs.specs]
-    made = tuple(
-        torch.rand(shape, generator=generator).to(spec.dtype)
-        for shape, spec in zip(shapes, outputs.specs, strict=True)
-    )
-    given: Value = outputs.pack(made)
+    given, wanted = _made_up(outputs, targets)
     where = (
         f"task {task} cannot take the model's {outputs} (layer {layer}) with targets "
         f"{' + '.join(map(str, specs_of(as_tuple(wanted))))}"
@@ -302,27 +302,85 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
             f"the model gives {outputs} (layer {layer}), scores of {known} classes, and the data set has "
             f"{classes}: give the last layer at least {classes} outputs"
         )
-    whole = _prove_loss(task, given, wanted, where)
-    weight = float(_tried(lambda _, some: torch.as_tensor(task.weight(some)), given, wanted, where))
+    _prove_loss(task, given, wanted, where)
+    _tried(lambda _, some: torch.as_tensor(task.weight(some)), given, wanted, where)
     _prove_metrics(task, given, wanted, where)
-    if n == 1 or not weight or not whole.isfinite():
+    prove_sum(task, given, wanted)
+
+
+def prove_batch(task: Task, outputs: Boundary, targets: Value, device: torch.device) -> None:
+    """Refuse a loss that those of parts of a batch do not add up to: of its `targets`, in host memory.
+
+    What counts, such as padding, may first show in a later batch. Raises TrainingStopped.
+    """
+    given, wanted = _made_up(outputs, targets)
+    try:
+        prove_sum(task, given, wanted, device)
+    except ConfigError as error:
+        raise TrainingStopped(str(error)) from error
+
+
+def _made_up(outputs: Boundary, targets: Value) -> tuple[Value, Value]:
+    """Return made-up outputs of a few samples, and their targets."""
+    n = len(as_tuple(targets)[0])
+    first = outputs.specs[0].shape[0]
+    per_sample = sum(spec.numel for spec in outputs.specs if spec.shape) / first
+    n = max(min(n, int(MOST_TRIED / per_sample)), min(n, 2))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [spec.shape and (n * spec.shape[0] // first, *spec.shape[1:]) for spec in outputs.specs]
+    made = tuple(
+        torch.rand(shape, generator=generator).to(spec.dtype)
+        for shape, spec in zip(shapes, outputs.specs, strict=True)
+    )
+    return outputs.pack(made), _part(targets, 0, n)
+
+
+def prove_sum(task: Task, given: Value, wanted: Value, device: torch.device = CPU) -> None:
+    """Refuse a loss that those of parts of the samples do not add up to, or their gradients.
+
+    `given`, `wanted`: outputs and targets [n, ...]. Gradients show wrong weights even where the losses of the
+    parts are alike. Raises ConfigError.
+    """
+    n = len(as_tuple(wanted)[0])
+    weight = float(task.weight(wanted))
+    if n < 2 or not weight:
         return
-    cut = n // 2
-    parts = [(_part(given, 0, cut), _part(wanted, 0, cut)), (_part(given, cut, n), _part(wanted, cut, n))]
-    weights = [float(task.weight(some)) for _, some in parts]
-    losses = [float(task.loss(*part)) if share else 0.0 for part, share in zip(parts, weights, strict=True)]
-    shares = [loss * share / weight for loss, share in zip(losses, weights, strict=True)]
-    tolerance = 10 * math.sqrt(torch.finfo(whole.dtype).eps) * max(1e-3, *map(abs, shares))
-    if abs(sum(shares) - float(whole)) > tolerance:
-        raise ConfigError(
-            f"the loss of task {task} over {n} samples is {float(whole):.6g}, and the mean over its "
-            f"microbatches, weighted by weight(targets), is another: let it be a mean over what counts (not "
-            f"a sum, and without a term between samples), and let weight say what each target counts for"
-        )
+    whole, *slopes = _sloped(task, given, wanted, device)
+    if not whole.isfinite():
+        return
+    sums = [torch.zeros_like(tensor) for tensor in (whole, *slopes)]
+    parts = min(8, max(2, n // 2))
+    ends = [n * part // parts for part in range(parts + 1)]
+    for start, end in pairwise(ends):
+        part, targets = _part(given, start, end), _part(wanted, start, end)
+        if share := float(task.weight(targets)) / weight:
+            loss, *some = _sloped(task, part, targets, device)
+            sums[0] += share * loss
+            for total, slope in zip(sums[1:], some, strict=True):
+                (total[start:end] if total.dim() else total).add_(slope, alpha=share)
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in sums)
+    for one, other in zip((whole, *slopes), sums, strict=True):
+        scale = max(1e-3 if one is whole else 0.0, float(one.abs().nan_to_num(0, 0).max()))
+        if not torch.allclose(one, other, rtol=0, atol=10 * math.sqrt(eps) * scale, equal_nan=True):
+            raise ConfigError(
+                f"the loss of task {task} over {n} samples is {float(whole):.6g}, and the mean over its "
+                f"microbatches, weighted by weight(targets), is another, or its gradient: let it be a mean "
+                f"over what counts (not a sum, and without a term between samples), and give weight=, a "
+                f"function of the targets that says what they count for"
+            )
 
 
-def _prove_loss(task: Task, given: Value, wanted: Value, where: str) -> Tensor:
-    """Return the loss, which must be one number with a gradient for the outputs alone."""
+def _sloped(task: Task, given: Value, wanted: Value, device: torch.device) -> list[Tensor]:
+    """Return a loss, and its gradients for the outputs that can have one."""
+    outputs = on_each(given, lambda t: t.to(device).detach().requires_grad_(differentiable(t)))
+    loss = task.loss(outputs, on_each(wanted, lambda t: t.to(device)))
+    leaves = [t for t in leaves_of(outputs) if t.requires_grad]
+    slopes = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return [loss.detach(), *slopes]
+
+
+def _prove_loss(task: Task, given: Value, wanted: Value, where: str) -> None:
+    """Refuse a loss that is not one number with a gradient for the outputs alone."""
     outputs = on_each(given, lambda t: t.detach().requires_grad_(differentiable(t)))
     whole = _tried(task.loss, outputs, wanted, where)
     for loss in (whole, _tried(task.evaluation_loss, given, wanted, where)):
@@ -344,8 +402,6 @@ def _prove_loss(task: Task, given: Value, wanted: Value, where: str) -> Tensor:
             f"model's outputs, which no stage would train: put it into a layer, give it "
             f"requires_grad_(False), or leave a penalty of weights to the optimizer's weight_decay"
         )
-    plain: Tensor = whole.detach()
-    return plain
 
 
 def _leaves(root: Tensor) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pipetrain.boundary import Value, as_tuple, on_each
+from pipetrain.boundary import Value, as_tuple, joined, on_each
 from pipetrain.runtime.stage import Target
 
 Weight = Callable[[Value], Tensor | float]
@@ -20,7 +20,8 @@ class WindowFeed:
     """The batches of one window: each a list of its microbatches' numbers of samples.
 
     `inputs` and `targets` yield those of each microbatch in order; None if this rank does not hold the first
-    stage, or the last. Floating-point inputs and targets become `dtype`. `weight`: what targets count for.
+    stage, or the last. Floating-point inputs and targets become `dtype`. `weight`: what targets count for;
+    `prove`: called with the targets of each batch before they are used.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class WindowFeed:
         weight: Weight,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        prove: Callable[[Value], None] = lambda targets: None,
     ) -> None:
         self._sizes = [size for batch in batches for size in batch]
         self._pieces = iter([len(batch) for batch in batches])
@@ -39,6 +41,7 @@ class WindowFeed:
         self._weight = weight
         self._device = device
         self._dtype = dtype
+        self._prove = prove
         self._ahead: tuple[Tensor, ...] | None = None
         self._given = 0
         self._ready: dict[int, Target] = {}  # read, and not yet given
@@ -75,6 +78,7 @@ class WindowFeed:
 
     def _read_batch(self, targets: Iterator[Value]) -> None:
         values = [next(targets) for _ in range(next(self._pieces))]
+        self._prove(joined(values))
         weights = [float(self._weight(value)) for value in values]
         whole = sum(weights)
         for value, weight in zip(values, weights, strict=True):

@@ -239,9 +239,9 @@ def test_a_loss_whose_parts_do_not_make_up_the_whole_is_refused(
     said = refused(Task(loss), outputs, targets)
     assert said.startswith(f"the loss of task {Task(loss)} over 7 samples is ")
     assert said.endswith(
-        "and the mean over its microbatches, weighted by weight(targets), is another: let it be a mean over "
-        "what counts (not a sum, and without a term between samples), and let weight say what each target "
-        "counts for"
+        "and the mean over its microbatches, weighted by weight(targets), is another, or its gradient: let "
+        "it be a mean over what counts (not a sum, and without a term between samples), and give weight=, a "
+        "function of the targets that says what they count for"
     )
 
 
