@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from pipetrain.boundary import Value, bytes_of
 from pipetrain.building import make_schedule
@@ -234,21 +235,29 @@ def small_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def level(model: nn.Module, mesh: Mesh, record: Deferred | None = None) -> None:
-    """Let all ranks start from the weights of rank 0. Raises ConfigError if their models differ in form.
+    """Let all ranks start from the tensors of rank 0. Raises ConfigError if their models differ in form.
 
-    Those without numbers follow from the `record` of the factory, which must be the same on all ranks.
+    Weights, buffers, and the tensors among its attributes. Those without numbers follow from the `record` of
+    the factory, which must be the same on all ranks.
     """
-    tensors = named_tensors(model)
-    forms = [[name, str(t.dtype), list(t.shape)] for name, t in tensors.items()]
-    held = {name: t for name, t in tensors.items() if not t.is_meta}
-    digests = [zlib.crc32(bytes_of(t).numpy().data) for t in held.values()]
     made = record.digest if record else 0
-    told = mesh.agree("the model", [zlib.crc32(json.dumps([forms, [*held]]).encode()), made, digests])
+    level_tensors("the model", named_tensors(model) | tensor_attributes(model), mesh, made)
+
+
+def level_tensors(what: str, tensors: Mapping[str, Tensor], mesh: Mesh, made: int = 0) -> None:
+    """Give tensors in host memory the numbers that they have on rank 0. Raises ConfigError as `level` does.
+
+    `made`: the digest of the factory's record.
+    """
+    forms = [[name, str(t.dtype), list(t.shape)] for name, t in tensors.items()]
+    held = {name: t for name, t in tensors.items() if t.device.type == "cpu"}
+    digests = [zlib.crc32(bytes_of(t).numpy().data) for t in held.values()]
+    told = mesh.agree(what, [zlib.crc32(json.dumps([forms, [*held]]).encode()), made, digests])
     for rank, (form, making, _) in enumerate(told):
         if form != told[0][0]:
             raise ConfigError(
-                f"rank {rank} built another model than rank 0: its parameters differ in name, dtype or "
-                f"shape; build the same model on every rank"
+                f"rank {rank} built another model than rank 0: its parameters, or other tensors, differ in "
+                f"name, dtype or shape; build the same model on every rank"
             )
         if making != told[0][1]:
             raise ConfigError(
@@ -258,6 +267,18 @@ def level(model: nn.Module, mesh: Mesh, record: Deferred | None = None) -> None:
     for tensor, *sums in zip(held.values(), *(digests for *_, digests in told), strict=True):
         if len(set(sums)) > 1:
             mesh.copy_from_first("the initial weights", tensor.data)
+
+
+def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors in attributes, and in collections there, that are no weights or buffers."""
+    known = {id(tensor) for tensor in named_tensors(model).values()}
+    return {
+        f"{name}.{key}{keystr(path)}".lstrip("."): leaf
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        for path, leaf in tree_flatten_with_path(value)[0]
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in known
+    }
 
 
 def copied(network: Network) -> Network:

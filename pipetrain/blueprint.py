@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
 from pipetrain.boundary import Boundary, Example, Value, cast_floats
 from pipetrain.building import make_schedule
@@ -148,6 +148,15 @@ class Plan:
     def wire_bytes(self, stage: int, size: int) -> tuple[int, int]:
         """Return the bytes on the wire to a stage, forward, and from it, back, for `size` samples."""
         return _wire_bytes(self.settings, self.boundaries[size][stage])
+
+    @property
+    def foreign(self) -> dict[str, Tensor]:
+        """The tensors that layers use and that are no weights or buffers, by a layer's name and a number."""
+        return {
+            f"tensor {k} of layer {layer.name}": t
+            for layer in self.layers
+            for k, t in enumerate(layer.foreign)
+        }
 
     def peaks(self, stage: int) -> Bounds:
         """Return the peaks of activations, weight versions and staleness of a stage over all windows."""

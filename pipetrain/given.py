@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from pipetrain.errors import ConfigError
-from pipetrain.modes import warn_of_evaluation
+from pipetrain.modes import is_in_evaluation, warn_of_evaluation
 
 _WAY_OUT = "to go on so, end this Pipeline by collect() and close(), and make another of the model"
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
@@ -26,6 +26,7 @@ class Given:
         self._model = weakref.ref(model)  # what a program has dropped it does not change
         self._trained = _trained(model)
         self._attributes = _plain_attributes(model) if traced else []
+        self._evaluates = is_in_evaluation(model)
         self._warned = False
 
     def prove(self, training: bool) -> None:
@@ -34,11 +35,11 @@ class Given:
         An evaluation needs no gradients, and puts all modules into evaluation mode.
         """
         model = self._model()
-        if model is None:
-            return
         if training and not self._warned:
             self._warned = True
-            warn_of_evaluation(model)
+            warn_of_evaluation(self._evaluates if model is None else is_in_evaluation(model))
+        if model is None:
+            return
         now = _trained(model) if training else {}
         for name, trained in self._trained.items():
             if now.get(name, trained) != trained:

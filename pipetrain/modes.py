@@ -31,9 +31,14 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def warn_of_evaluation(model: nn.Module) -> None:
-    """Say so if all of a model is in evaluation mode, as `from_pretrained` gives it."""
-    if not any(module.training for module in model.modules()):
+def is_in_evaluation(model: nn.Module) -> bool:
+    """Return whether all of a model is in evaluation mode, as `from_pretrained` gives it."""
+    return not any(module.training for module in model.modules())
+
+
+def warn_of_evaluation(is_so: bool) -> None:
+    """Say that all of a model is in evaluation mode, if it is."""
+    if is_so:
         log.warning(
             "pipetrain: the model is in evaluation mode and is trained so, without dropout and with the "
             "statistics of BatchNorm as they are: call model.train() before, if that is not meant"

@@ -28,6 +28,7 @@ from pipetrain.arguments import (
     configuration,
     copied,
     level,
+    level_tensors,
     read_model,
     read_rate,
     read_schedule,
@@ -457,6 +458,7 @@ class Pipeline:
         network.values = self._initial
         plan = self._make_plan(replace(settings, window=self._least), network, form.inputs, sizes)
         with self._together():
+            level_tensors("the tensors of the layers", plan.foreign, self._mesh)
             self._mesh.open(plan.edges, plan.ties)
         self._on_first("the task", reader, partial(self._prove_task, plan))
         plan = _OpenPlan.of(plan, settings)

@@ -41,7 +41,7 @@ from pipetrain.ending import FAILED, guarded, hearing, leave, terminate
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.fitting import gpu_bytes
 from pipetrain.launch import START_S, Job, Leader, Part, follow, names_folder
-from pipetrain.modes import warn_of_evaluation
+from pipetrain.modes import is_in_evaluation, warn_of_evaluation
 from pipetrain.partition.profile import PROFILE, Profile
 from pipetrain.profiling import measure, take_part, verdict
 from pipetrain.runtime.allocator import keep_freed_memory
@@ -207,7 +207,7 @@ def decide(
         )
         update = source.manifest.position.update
         log.info("pipetrain: going on from %s, after update %d", job.resume, update)
-    warn_of_evaluation(run.see_model())
+    warn_of_evaluation(is_in_evaluation(run.see_model()))
     if profile is not None:
         job = replace(job, profile=profile.to_json())
     if run.plan.prediction is not None:

@@ -59,6 +59,7 @@ class Layer:
     weights: Mapping[str, TensorSpec] = field(default_factory=dict)  # what it trains, by name in the model
     frozen: Mapping[str, TensorSpec] = field(default_factory=dict)
     buffers: Mapping[str, TensorSpec] = field(default_factory=dict)
+    foreign: tuple[Tensor, ...] = field(default=(), compare=False)  # used, and no weights or buffers
     weight_flops: int = 0  # those of `flops` that have a trained weight, whose gradient takes as many
 
 
@@ -227,6 +228,7 @@ class _Trial:
                 hands_through=not {storage_of(t) for t in inputs}.isdisjoint(returned),
                 keeps_output=not kept.isdisjoint(returned) or len(set(returned)) < len(returned),
                 borrows=tuple(sorted(spy.borrowed)),
+                foreign=tuple(spy.foreign.values()),
                 storages=saving.storages(inputs, outputs),
                 narrows=frozenset(n for n, t in enumerate(outputs) if narrowed[n] is not t),
                 weights=named["weights"],
@@ -330,6 +332,7 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = False
         self.wrong = ""
         self.borrowed: set[str] = set()
+        self.foreign: dict[object, Tensor] = {}  # by storage
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -370,6 +373,8 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"uses a tensor {list(tensor.shape)} that a layer before it has made and not returned: hand "
                 f"it on from layer to layer, as one of a tuple"
             )
+        elif not isinstance(tensor, FakeTensor):
+            self.foreign[storage_of(tensor)] = tensor
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

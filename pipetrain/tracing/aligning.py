@@ -10,10 +10,13 @@ from __future__ import annotations
 from difflib import SequenceMatcher
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils._pytree import tree_structure
 
+from pipetrain.boundary import specs_of
 from pipetrain.errors import ConfigError
-from pipetrain.tracing.operations import BOTH, Choice, Listing, Op, ops_in, selection
+from pipetrain.tracing.operations import BOTH, Choice, Constant, Listing, Op, ops_in, selection
 
 
 def align(training: Listing, evaluation: Listing) -> Listing:
@@ -23,6 +26,7 @@ def align(training: Listing, evaluation: Listing) -> Listing:
             "the model returns something else in evaluation than in training: let it return the same kind "
             "of value in both"
         )
+    others = _renamed(evaluation, training.constants)
     merged = _Merged()
     first = [_key(op) for op in training.ops]
     second = [_key(op) for op in evaluation.ops]
@@ -38,7 +42,21 @@ def align(training: Listing, evaluation: Listing) -> Listing:
             "the model returns another constant in evaluation than in training: return tensors only"
         )
     ops = merged.finish()
-    return Listing(ops, outputs, training.tree, {**evaluation.constants, **training.constants})
+    return Listing(ops, outputs, training.tree, {**others, **training.constants})
+
+
+def _renamed(listing: Listing, known: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give constants other names where another trace has others by theirs; return them by their names."""
+    found = {}
+    for name, tensor in listing.constants.items():
+        other = known.get(name, tensor)
+        same = specs_of([other]) == specs_of([tensor]) and torch.equal(other, tensor)
+        own = name if same else f"{name} in evaluation"
+        found[own] = tensor
+        for op in listing.ops:
+            if op.source == Constant(name):
+                op.source = Constant(own)
+    return found
 
 
 def _key(op: Op) -> Any:
