@@ -21,6 +21,7 @@ from pipetrain.cli import conf_dir
 from pipetrain.errors import ConfigError
 from pipetrain.partition.deferred import Deferred
 from pipetrain.partition.factory import Factory, build
+from pipetrain.partition.loan import renewed
 from pipetrain.partition.materialise import named_tensors
 from pipetrain.partition.network import Chain, Network
 from pipetrain.rate import Rate, learning_rate
@@ -208,6 +209,7 @@ def read_model(model: nn.Module | Factory, seed: int | None) -> tuple[nn.Module,
     if callable(model) and not isinstance(model, nn.Module):
         return build(model, seed if type(seed) is int else 0)  # a wrong seed is refused with the settings
     if isinstance(model, nn.Module):
+        renewed(model)
         _refuse_elsewhere(model)
     return model, None
 

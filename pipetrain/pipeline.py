@@ -13,8 +13,8 @@ from __future__ import annotations
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,8 @@ from pipetrain.blueprint import (
     profile_conditions,
     prove_targets,
 )
-from pipetrain.boundary import Example, Value, as_tuple
-from pipetrain.building import prove_model
+from pipetrain.boundary import Example, Value, as_tuple, specs_of
+from pipetrain.building import prove_model, state_names
 from pipetrain.checkpoint import direct
 from pipetrain.checkpoint.plain import of_checkpoint
 from pipetrain.checkpoint.resume import tensors_of
@@ -60,6 +60,7 @@ from pipetrain.fitting import within_limit
 from pipetrain.given import Given
 from pipetrain.optimizer import prove_optimizer
 from pipetrain.partition.factory import Factory
+from pipetrain.partition.loan import Loan, put
 from pipetrain.partition.materialise import named_tensors
 from pipetrain.partition.network import Chain, Network, Values, network_of
 from pipetrain.partition.profile import PROFILE, read_profile
@@ -114,8 +115,10 @@ class Pipeline:
     """A model cut into stages over the processes of torchrun, and its training.
 
     - `model`: an nn.Module on the CPU. An nn.Sequential is cut between its layers; another module is traced
-      into layers. Its weights are trained in place. All ranks start from those of rank 0. For a large one, a
-      function that makes it: then each rank makes the weights of its own stages only, by the option `seed`.
+      into layers. All ranks start from the weights of rank 0. From the first batch on each rank has those of
+      its own stages, and the rest of the model is on the meta device; `collect` puts all into it again, on
+      rank 0. One process trains it in place. For a large one, a function that makes it: then each rank makes
+      the weights of its own stages only, by the option `seed`.
     - `loss`: a function (outputs, targets) -> mean; or `task`, a Task with its `metrics` and `weight`.
     - `optimizer`: a function of parameters, such as `lambda p: AdamW(p, 3e-4)`. `param_groups`: options for
       some of them, as `optim.groups` of the configuration.
@@ -207,15 +210,18 @@ class Pipeline:
             self._settings = replace(self._settings, seed=seed)
         else:
             torch.manual_seed((self._settings.seed + 1_000_003 * (world.rank + 1)) % 2**63)
-        self._model: nn.Module | None = model
+        self._model = model
         self._mesh = mesh
         self._form: Form | None = None
         self._given: Given | None = None  # from the first batch on
         self._runner: Runner | None = None  # from the first batch on
+        self._loan: Loan | None = None  # from the first batch on
         self._source: Source | None = None  # what was loaded before it
         self._stopped = ""  # the error that ended it
         self._conditions = tensors_of(model)
-        self._entries = direct.entries(model)
+        self._state_names = state_names(model)
+        self._names = direct.all_names(model)
+        self._specs = {name: specs_of([tensor])[0] for name, tensor in named_tensors(model).items()}
         self._owners: dict[str, int] = {}  # of the model's tensors, from the first batch on
         self._bar = Bar()
         self.metrics: dict[str, float] = {}
@@ -380,7 +386,9 @@ class Pipeline:
         return told
 
     def _train_window(self, cut: Sequence[Sequence[int]], reader: Reader | None) -> list[float]:
-        runner, source = self._begun, self._source_of(cut, reader)
+        runner, source, loan = self._begun, self._source_of(cut, reader), self._loan
+        assert loan is not None
+        loan.take_back()
         order, tick = runner.plan.order(len(cut), self.rank), self._tick("training", len(cut))
         losses = runner.train(order, cut, source.inputs, source.targets, tick)
         source.close()
@@ -392,7 +400,8 @@ class Pipeline:
         tick = self._tick("evaluation", len(sizes))
         program = lower(forward_only(self.plan.placement, len(sizes)), self.plan.routes)
         order = Listed(program[self.rank], len(sizes))
-        self._begun.evaluate(order, sizes, source.inputs, source.targets, tick)
+        with self._with_its_own():
+            self._begun.evaluate(order, sizes, source.inputs, source.targets, tick)
         source.close()
 
     def _source_of(self, cut: Sequence[Sequence[int]], reader: Reader | None) -> WindowSource:
@@ -449,7 +458,6 @@ class Pipeline:
         if first is None:
             return
         form, samples, model = Form.from_json(first[0]), first[1], self._model
-        assert model is not None
         m = self._settings.microbatches
         full = max(1, samples // m)  # in a microbatch
         settings = replace(self._settings, batch_size=full * m)
@@ -467,7 +475,8 @@ class Pipeline:
         with self._together():
             self._owners = direct.owners(network, plan)
             self._runner = Runner(plan, network, self._task, self._optimizer, self._rate, self._mesh)
-        self._model = self._initial = None
+        own = direct.own_tensors(self._runner, self._names)
+        self._loan, self._initial = Loan(network, own, self._mesh.world.size == 1), None
         if self._source is not None:
             direct.load_source(self._source, self._runner, self._mesh, self._optimizer)
 
@@ -515,14 +524,42 @@ class Pipeline:
         """
         if ema and (self._settings.ema is None or self._runner is None or not self.updates):
             raise ConfigError("there is no moving average of the weights: give Pipeline ema=0.999, and train")
+        tensors = self._tensors("the state_dict", set(self._state_names.values()), ema)
+        for name, tensor in tensors.items():
+            if self._owners.get(name, 0) == 0:  # these are the stages' own
+                tensors[name] = tensor.detach().clone()
+        return {key: tensors[name] for key, name in self._state_names.items() if tensors}
+
+    def collect(self) -> nn.Module:
+        """Put the weights and buffers of all ranks into the model on rank 0, on the CPU; return the model.
+
+        There it is whole, until training goes on, and another Pipeline may have it afterwards. On the other
+        ranks it stays without numbers. All ranks must call it.
+        """
+        tensors = self._tensors("what is collected", self._specs.keys())
+        if self._loan is not None:
+            self._loan.collect(tensors)
+        else:
+            put(self._model, tensors)
+        return self._model
+
+    def _tensors(self, what: str, names: Collection[str], ema: bool = False) -> dict[str, Tensor]:
+        """Return tensors by their names in the model, in host memory, on rank 0; none on the others."""
         self._refuse_stopped()
         with self._together():
             if self._runner is not None:
                 self._runner.engine.settle()
-            self._mesh.tell("the state_dict")
-        if self._model is not None:  # nothing has been trained
-            return direct.initial(self._model, self._initial) if not self.rank else {}
-        return direct.merged(self._begun, self._mesh, self._entries, self._owners, ema)
+            self._mesh.tell(what)
+        specs = {name: spec for name, spec in self._specs.items() if name in names}
+        if self._runner is None:  # nothing has been trained
+            return direct.initial(self._model, self._initial, specs) if not self.rank else {}
+        with self._with_its_own():
+            own = direct.own_tensors(self._runner, self._names, ema)
+        return direct.merged(own, self._mesh, specs, self._owners)
+
+    def _with_its_own(self) -> AbstractContextManager[None]:
+        """Let the stages have their tensors where a collected model has others."""
+        return self._loan.suspended() if self._loan is not None else nullcontext()
 
     def save(self, folder: str | Path, keep: int | None = None) -> Path:
         """Save the training's state under a folder that all ranks share; return the checkpoint's folder.
@@ -535,7 +572,8 @@ class Pipeline:
             raise ConfigError(f"keep={keep} must be a whole number of checkpoints, 1 or more; None keeps all")
         with self._together():
             self._begun.engine.settle()
-        return direct.save(Path(folder), self._begun, self._mesh, self._conditions, self.updates, keep)
+        with self._with_its_own():
+            return direct.save(Path(folder), self._begun, self._mesh, self._conditions, self.updates, keep)
 
     def load(self, folder: str | Path) -> None:
         """Go on from the newest checkpoint under a folder, or this one; of any cuts and schedule.
@@ -546,10 +584,11 @@ class Pipeline:
         self._refuse_stopped()
         source = direct.find(Path(folder), self._mesh, self._conditions)
         direct.load_random(source, self._mesh)
-        if self._model is not None:
+        if self._loan is None:
             self._initial = of_checkpoint(source, self._model)
             self._source = source  # the rest follows at the first batch
         else:
+            self._loan.take_back()
             direct.load_source(source, self._begun, self._mesh, self._optimizer)
 
     def __enter__(self) -> Pipeline:
@@ -562,8 +601,17 @@ class Pipeline:
         self.close()
 
     def close(self) -> None:
-        """Leave the process groups, so that another Pipeline can be made. All ranks must call it."""
+        """Leave the process groups, so that another Pipeline can be made. All ranks must call it.
+
+        The weights of several ranks are lost but for what was collected or saved; one process leaves the
+        model whole.
+        """
         global _open
+        if self._loan is not None:
+            if self._mesh.world.size == 1 and self._runner is not None:
+                own = direct.own_tensors(self._runner, self._names)
+                self._loan.collect(direct.merged(own, self._mesh, self._specs, self._owners))
+            self._loan.end(self.rank)
         if not self._stopped:
             self._mesh.close()
         _open = None

@@ -8,9 +8,10 @@ that holds a tensor is a place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +39,13 @@ def places(module: nn.Module) -> list[Place]:
     return [place for name, owner in modules for place in _of(owner, f"{name}." if name else "")]
 
 
+def replace(modules: Iterable[nn.Module], others: Mapping[int, Tensor]) -> None:
+    """Put `others[id(tensor)]` into each place of `tensor`, so that what is shared stays shared."""
+    for place in chain.from_iterable(map(places, modules)):
+        if id(place.tensor) in others:
+            place.container[place.key] = others[id(place.tensor)]
+
+
 def _of(owner: nn.Module, prefix: str) -> Iterator[Place]:
     for key, value in vars(owner).items():
         if isinstance(value, Tensor):
@@ -58,9 +66,7 @@ def standing_in(module: nn.Module, others: Mapping[int, Tensor]) -> Iterator[Non
     containers = [*attributes, *(value for value in inner if isinstance(value, dict | list))]
     before = [container.copy() for container in containers]
     try:
-        for place in places(module):
-            if id(place.tensor) in others:
-                place.container[place.key] = others[id(place.tensor)]
+        replace([module], others)
         yield
     finally:
         for container, content in zip(containers, before, strict=True):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.blueprint import Plan
-from pipetrain.boundary import TensorSpec, bytes_of, specs_of
-from pipetrain.building import state_names
+from pipetrain.boundary import TensorSpec, bytes_of
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     MANIFEST,
@@ -55,35 +53,19 @@ from pipetrain.training.figures import Progress
 from pipetrain.training.runner import Runner
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An entry of a state_dict: the tensor's name in the model, all its keys, and what it is."""
-
-    name: str
-    keys: Sequence[str]
-    spec: TensorSpec
-
-
-def entries(model: nn.Module) -> dict[str, Entry]:
-    """Return the entries of a model's state_dict by key."""
-    tensors, names = named_tensors(model), state_names(model)
-    keys = {name: [key for key, other in names.items() if other == name] for name in names.values()}
-    return {key: Entry(name, keys[name], specs_of([tensors[name]])[0]) for key, name in names.items()}
-
-
 def owners(network: Network, plan: Plan) -> dict[str, int]:
     """Return the rank of the first stage that holds each tensor, by its name in the model."""
     return {name: plan.placement[stage] for name, stage in homes(network, plan.cuts).items()}
 
 
-def initial(model: nn.Module, values: Values | None) -> dict[str, Tensor]:
-    """Return the state_dict of a model that has not been trained, with `values` before its own."""
-    tensors, state = named_tensors(model), {}
-    for key, entry in entries(model).items():
-        mine = tensors[entry.name].detach()
-        given = values.tensors([entry.name]) if values is not None else {}
-        state[key] = cast_exactly(entry.name, given.get(entry.name, mine), mine.dtype).clone()
-    return state
+def initial(model: nn.Module, values: Values | None, names: Collection[str]) -> dict[str, Tensor]:
+    """Return tensors of a model that has not been trained, by name, with `values` before its own."""
+    tensors = {name: tensor for name, tensor in named_tensors(model).items() if name in names}
+    given = values.tensors(names) if values is not None else {}
+    return {
+        name: cast_exactly(name, given[name], mine.dtype) if name in given else mine
+        for name, mine in tensors.items()
+    }
 
 
 def open_weights(path: str | Path, model: nn.Module, mesh: Mesh, rest: Values | None) -> Values:
@@ -96,34 +78,52 @@ def open_weights(path: str | Path, model: nn.Module, mesh: Mesh, rest: Values | 
     return found[0]
 
 
-def merged(
-    runner: Runner, mesh: Mesh, entries: Mapping[str, Entry], owners: Mapping[str, int], ema: bool
-) -> dict[str, Tensor]:
-    """Return the whole model's state_dict, in host memory, on rank 0; an empty one on the others.
+def own_tensors(runner: Runner, names: Mapping[str, str], ema: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of this rank's stages by name; `names`: see `all_names`.
 
-    `ema`: with the moving average of the weights. Raises ChannelError.
+    `ema`: with the moving average of the weights.
     """
-    mine: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     for stage in runner.stages.values():
         with stage.weights.averaged() if ema else nullcontext():
-            mine |= stage.module.state_dict()
-    state = {}
-    for key, entry in entries.items():
-        owner, spec = owners[entry.name], entry.spec
-        held = next((mine[name] for name in (key, *entry.keys) if name in mine), None)
-        if mesh.world.rank == 0 != owner:
+            for name, tensor in _all_named(stage.module):
+                if name in names:  # not one that a layer has made as it ran
+                    found.setdefault(names[name], tensor)
+    return found
+
+
+def all_names(model: nn.Module) -> dict[str, str]:
+    """Return the name of each tensor of a model by all names that it has."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in _all_named(model)}
+
+
+def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def merged(
+    own: Mapping[str, Tensor], mesh: Mesh, specs: Mapping[str, TensorSpec], owners: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """Return all tensors of the model by name, in host memory, on rank 0; none on the others.
+
+    `own`: those of this rank's stages. Raises ChannelError.
+    """
+    found = {}
+    for name, spec in specs.items():
+        owner = owners[name]
+        if mesh.world.rank == owner == 0:
+            found[name] = own[name].cpu()
+        elif mesh.world.rank == 0:
             sent = TensorSpec((spec.nbytes,), torch.uint8)
-            got = mesh.take_tensor(f"{key} of the model", sent, owner)
-            state[key] = got.view(spec.dtype).reshape(spec.shape)
+            got = mesh.take_tensor(f"{name} of the model", sent, owner)
+            found[name] = got.view(spec.dtype).reshape(spec.shape)
         elif mesh.world.rank == owner:
-            assert held is not None
-            if owner == 0:
-                state[key] = held.detach().cpu().clone()
-                continue
-            work = mesh.post_tensor(bytes_of(held.cpu()), 0)
+            work = mesh.post_tensor(bytes_of(own[name].detach().cpu()), 0)
             assert work is not None
             work.wait()
-    return state
+    return found
 
 
 def save(

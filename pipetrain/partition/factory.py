@@ -29,7 +29,7 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.partition.deferred import WAY_OUT, Constant, Deferred, Ref
 from pipetrain.partition.estimate import quiet
 from pipetrain.partition.materialise import named_tensors
-from pipetrain.places import places
+from pipetrain.places import places, replace
 
 Factory = Callable[[], nn.Module]
 
@@ -139,9 +139,7 @@ def _put_on_meta(model: nn.Module, record: Deferred) -> None:
     made = record.repeated([ref for _, ref in attributes.values()])
     for (tensor, _), value in zip(attributes.values(), made, strict=True):
         others[id(tensor)] = value.requires_grad_(tensor.requires_grad)
-    for place in places(model):
-        if id(place.tensor) in others:
-            place.container[place.key] = others[id(place.tensor)]
+    replace([model], others)
 
 
 def _on_meta(tensor: FakeTensor, record: Deferred, bases: dict[int, torch.UntypedStorage]) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
 from pipetrain.partition.network import Network
-from pipetrain.places import places
+from pipetrain.places import places, replace
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -41,13 +41,17 @@ def materialise(network: Network, layers: Iterable[int], more: Iterable[str] = (
         if not old.is_meta:
             old.data.copy_(new)
             continue
-        if isinstance(old, nn.Parameter):
-            new = nn.Parameter(new, old.requires_grad)
-            vars(new).update(vars(old))  # attributes set by the factory
-        others[id(old)] = new
-    for place in chain.from_iterable(map(places, (network.model, *network.modules))):
-        if id(place.tensor) in others:
-            place.container[place.key] = others[id(place.tensor)]
+        others[id(old)] = in_place_of(old, new)
+    replace((network.model, *network.modules), others)
+
+
+def in_place_of(old: Tensor, new: Tensor) -> Tensor:
+    """Return new numbers as the parameter or buffer that the old ones are."""
+    if not isinstance(old, nn.Parameter) or isinstance(new, nn.Parameter):
+        return new
+    made = nn.Parameter(new, old.requires_grad)
+    vars(made).update(vars(old))  # attributes set by a layer
+    return made
 
 
 def cast_exactly(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
-from pipetrain import Pipeline
+from pipetrain import ConfigError, Pipeline
 from tests.support.deadlines import DEADLINE_S
 
 
@@ -26,7 +29,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 4, generator=generator, dtype=torch.float64), torch.arange(8) % 3
 
 
-def pipe_of(model: nn.Module, schedule: str = "1f1b") -> Pipeline:
+def pipe_of(model: Any, schedule: str = "1f1b", **options: Any) -> Pipeline:
     return Pipeline(
         model,
         cross_entropy,
@@ -35,6 +38,7 @@ def pipe_of(model: nn.Module, schedule: str = "1f1b") -> Pipeline:
         microbatches=2,
         device="cpu",
         threads=1,
+        **options,
     )
 
 
@@ -87,3 +91,190 @@ def made_and_closed(times: int) -> list[tuple[int, int]]:
 def test_a_pipeline_that_is_closed_leaves_no_descriptors_and_no_threads(ranks) -> None:
     for counts in ranks(made_and_closed, 6):
         assert max(counts[2:]) <= counts[1], counts
+
+
+# Whose the weights are
+
+
+class Skipping(nn.Module):
+    """Traced: a weight that two layers share, a constant buffer, and one frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.third.weight = self.first.weight
+        self.second.requires_grad_(False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.scale
+        out: Tensor = self.head(self.norm(self.third(self.second(x).relu()) + x))
+        return out
+
+
+def shared() -> nn.Module:
+    torch.manual_seed(0)
+    return Skipping().double()
+
+
+MODELS = {"sequential": small, "traced": shared}
+
+
+def plainly_trained(model: nn.Module, schedules: int) -> list[float]:
+    """Train 2 updates for each schedule, with an optimizer of its own, and evaluate."""
+    x, y = batch()
+    losses = []
+    for _ in range(schedules):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for part, of in zip(x.split(4), y.split(4), strict=True):
+                (cross_entropy(model(part), of) / 2).backward()
+            optimizer.step()
+        model.eval()
+        losses.append(cross_entropy(model(x), y).item())
+        model.train()
+    return losses
+
+
+def evaluated(model: nn.Module) -> float:
+    x, y = batch()
+    modes = [(module, module.training) for module in model.modules()]
+    loss = cross_entropy(model.eval()(x), y).item()
+    for module, mode in modes:
+        module.training = mode
+    return loss
+
+
+def one_after_another(kind: str, schedules: Sequence[str]) -> dict[str, Any]:
+    """Train one model object with one Pipeline after another; return losses, and what was seen meanwhile."""
+    model, losses, meanwhile, after = MODELS[kind](), [], [], []
+    for schedule in schedules:
+        with pipe_of(model, schedule) as pipe:
+            list(pipe.train([batch()]))
+            meanwhile.append(sum(t.is_meta for t in [*model.parameters(), *model.buffers()]))
+            pipe.collect()
+            losses.append(pipe.evaluate([batch()])["loss"])  # with what was collected in its place
+            list(pipe.train([batch()]))
+            with pytest.raises(Exception, match="meta"):
+                model(batch()[0])
+            assert pipe.collect() is model
+            losses[-1] = pipe.evaluate([batch()])["loss"]
+            state = pipe.state_dict()
+        whole = not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+        if pipe.rank == 0:
+            after.append(evaluated(model))
+            assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    return {"losses": losses, "released": meanwhile, "whole": whole, "after": after, "frozen": frozen}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_model_goes_from_pipeline_to_pipeline_and_ends_in_plain_pytorch(ranks, kind) -> None:
+    first, second = ranks(one_after_another, kind, ("zbv", "1f1b"))
+    wanted = plainly_trained(MODELS[kind](), 2)
+    assert first["losses"] == second["losses"] == pytest.approx(wanted, rel=1e-12)
+    assert first["after"] == pytest.approx(wanted, rel=1e-12)
+    assert (first["whole"], second["whole"]) == (True, False)
+    assert all(first["released"] + second["released"])
+    frozen = [name for name, p in MODELS[kind]().named_parameters() if not p.requires_grad]
+    assert first["frozen"] == second["frozen"] == frozen
+
+
+def test_one_process_trains_its_model_in_place() -> None:
+    for kind in MODELS:
+        model = MODELS[kind]()
+        weights, losses = [*model.parameters()], []
+        for schedule in ("1f1b", "gpipe"):
+            with pipe_of(model, schedule) as pipe:
+                list(pipe.train([batch()] * 2))
+                losses.append(evaluated(model))
+            assert evaluated(model) == losses[-1]
+        assert losses == pytest.approx(plainly_trained(MODELS[kind](), 2), rel=1e-12)
+        assert all(p is q for p, q in zip(weights, model.parameters(), strict=True))
+
+
+def refused_again(collecting: bool) -> str:
+    """Give a model to a second Pipeline, with other layers around its own; return what is said."""
+    model = small()
+    with pipe_of(model) as pipe:
+        list(pipe.train([batch()]))
+        if collecting:
+            pipe.collect()
+            list(pipe.train([batch()]))  # after which it is not whole again
+    try:
+        pipe_of(nn.Sequential(nn.Linear(4, 4).double(), *model)).close()
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("collecting", [False, True])
+def test_a_model_that_was_not_collected_is_refused_on_all_ranks_alike(ranks, collecting) -> None:
+    for said in ranks(refused_again, collecting):
+        assert "another Pipeline has trained this model" in said
+        assert "call its collect(), on all ranks" in said
+
+
+def bytes_held(traced: bool) -> tuple[int, int]:
+    """Return the bytes of all tensors with data in this process, before a large model and while it is cut."""
+
+    def held() -> int:
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and not t.is_meta]
+        return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+    layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    model: nn.Module = nn.Sequential(*layers)
+    whole = sum(p.nbytes for p in model.parameters())
+    if traced:
+        model = Wrapped(model)
+    before = held() - whole
+    sample = torch.ones(8, 256), torch.ones(8, 256)
+    with Pipeline(model, mse_loss, lambda p: torch.optim.SGD(p, 0.1), sample=sample, device="cpu", threads=1):
+        return whole, held() - before
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) + 0
+        return out
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_rank_holds_its_share_of_a_model(ranks, traced) -> None:
+    for whole, held in ranks(bytes_held, traced):
+        assert held < 0.52 * whole + 100_000
+
+
+def collected_at_once(weights: str | None) -> tuple[list[float], float]:
+    """Collect a model of a function before its first batch, and after training."""
+    model = (lambda: small()) if weights is None else small()
+    with pipe_of(model, weights=weights) as pipe:
+        found = []
+        for batches in ([], [batch()]):
+            list(pipe.train(batches)) if batches else None
+            whole = pipe.collect()
+            found += [evaluated(whole)] if pipe.rank == 0 else []
+        loss = pipe.evaluate([batch()])["loss"]
+    return found, loss
+
+
+def test_the_model_of_a_function_and_of_a_file_is_collected_too(ranks, tmp_path) -> None:
+    torch.manual_seed(5)
+    twin = small()
+    for p in twin.parameters():
+        nn.init.normal_(p)
+    torch.save(twin.state_dict(), tmp_path / "weights.pt")
+    (found, loss), (none, other) = ranks(collected_at_once, str(tmp_path / "weights.pt"))
+    assert found[0] == pytest.approx(evaluated(twin), rel=1e-12)
+    assert found[1] == pytest.approx(loss, rel=1e-12)
+    assert (loss, none) == (other, [])
+    (found, loss), _ = ranks(collected_at_once, None)
+    assert found[1] == pytest.approx(loss, rel=1e-12)
+    assert found[0] != found[1]
