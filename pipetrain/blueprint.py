@@ -476,7 +476,7 @@ def _cut_by_times(
     choices = {PROFILE: cuts} | {
         name: choose_cuts(name, layers, predictor.stages, where=where) for name in STRATEGIES
     }
-    slowest = {name: (other, predictor.slowest_s(other, limit)) for name, other in choices.items()}
+    predicted = {name: predictor.choice(other, limit) for name, other in choices.items()}
     stages = predictor.stage_times(cuts, predictor.modes_of(cuts, limit))
     why = reasons(settings, predictor, cuts, stages)
-    return cuts, Prediction(predictor.profile, stages, slowest, why)
+    return cuts, Prediction(predictor.profile, stages, predicted, why)

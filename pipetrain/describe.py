@@ -205,10 +205,11 @@ def _predicted(run: Timeline, prediction: Prediction, batches: int, split: bool)
     if profile.latency_s == profile.s_per_byte == 0:
         messages = "messages free, as none were measured"
     machine = ", ".join(f"{key} {value}" for key, value in profile.machine.items())
-    rows = [("partition", "cut before layers", "slowest stage, ms a batch")]
-    rows += [
-        (name, str(cuts), f"{1e3 * seconds:.2f}") for name, (cuts, seconds) in prediction.choices.items()
-    ]
+    rows = [("partition", "cut before layers", "slowest stage, ms a batch", "fullest stage, MiB", "")]
+    for name, one in prediction.choices.items():
+        held = f"{one.held_bytes / 2**20:.1f}"
+        excess = "" if one.fits else "does not fit into memory_limit"
+        rows.append((name, str(one.cuts), f"{1e3 * one.slowest_s:.2f}", held, excess))
     return (
         f"{'F, I, W' if split else 'F, B'} and messages of a microbatch, STEP and all of a batch; "
         f"profiled on {machine}\n"

@@ -146,9 +146,13 @@ def _layers(draft: Plan, device: torch.device, make: Callable[[], Measured]) -> 
 def verdict(prediction: Prediction) -> str:
     """Return one line that compares the cuts of a profile with those of the other strategies."""
     choices, ours = prediction.choices, prediction.slowest_s
-    listed = ", ".join(f"{name} {cuts} {1e3 * slowest_s:.1f}" for name, (cuts, slowest_s) in choices.items())
-    beaten = [name for name in STRATEGIES if choices[name][1] > ours]
+    listed = ", ".join(f"{name} {one.cuts} {1e3 * one.slowest_s:.1f}" for name, one in choices.items())
+    fitting = [name for name in STRATEGIES if choices[name].fits]
+    beaten = [name for name in fitting if choices[name].slowest_s > ours]
     phrases = [f"profile beats {' and '.join(', '.join(beaten).rsplit(', ', 1))}"] if beaten else []
-    phrases += [f"{name} is as good" for name in STRATEGIES if choices[name][1] == ours]
-    phrases += [f"{name} would be faster, but is ruled out" for name in STRATEGIES if choices[name][1] < ours]
+    phrases += [f"{name} is as good" for name in fitting if choices[name].slowest_s == ours]
+    phrases += [
+        f"{name} would be faster, but is ruled out" for name in fitting if choices[name].slowest_s < ours
+    ]
+    phrases += [f"{name} does not fit into memory_limit" for name in STRATEGIES if name not in fitting]
     return f"slowest stage in ms a batch, by cuts: {listed}: {', '.join(phrases)}"

@@ -163,10 +163,29 @@ def test_a_profile_s_prediction_stands_beside_the_partition():
     # 1F1B on paper, with B twice F: (m + S - 1) of what one microbatch takes, S - 1 of them idle.
     assert "messages free, as none were measured; the schedule at these times: 60000.00 ms" in text
     assert "bubble 20.0%" in text
-    shown = dict(re.findall(r"^(profile|even|params|flops) +(\[\d\] +[\d.]+)$", text, re.MULTILINE))
+    shown = dict(re.findall(r"^(profile|even|params|flops) +(\[\d\] +[\d.]+) +[\d.]+$", text, re.MULTILINE))
     assert re.split(" +", shown["profile"]) == ["[4]", "48000.00"]
     assert re.split(" +", shown["even"]) == ["[3]", "60000.00"]
     assert set(shown) == {"profile", "even", "params", "flops"}
+
+
+def test_a_profile_s_table_says_which_cut_does_not_fit():
+    def table(*words: str) -> dict[str, tuple[str, str]]:
+        cfg = config(["data=digits", "model=mlp", "partition=profile", "stages=2", *words])
+        read = read_settings(cfg, "1f1b", None)
+        measured = profile_of(make_model(cfg, 0, read.dtype), IMAGE.of(16), [1, 1, 1, 1, 1, 3])
+        model = make_model(cfg, 0, read.dtype)
+        text = describe(make_plan(read, make_schedule(cfg), model, IMAGE, Samples([64], [64]), measured))
+        assert "fullest stage, MiB\n" in text
+        rows = re.findall(r"^(profile|even|params|flops) +\[\d\] +[\d.]+ +([\d.]+)(.*)$", text, re.MULTILINE)
+        return {name: (held, note.strip()) for name, held, note in rows}
+
+    free = table()
+    assert {note for _, note in free.values()} == {""}
+    assert float(free["params"][0]) < float(free["even"][0]) - 0.2
+    limited = table("recompute=never", f"memory_limit={(float(free['even'][0]) - 0.1) / 1024}")
+    says = "does not fit into memory_limit"
+    assert [(name, note) for name, (_, note) in limited.items() if note] == [("even", says)]
 
 
 # The command

@@ -13,7 +13,7 @@ from pipetrain.blueprint import profile_conditions
 from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
 from pipetrain.partition.profile import Profile
-from pipetrain.partition.stages import Prediction
+from pipetrain.partition.stages import Choice, Prediction
 from pipetrain.profiling import measure, verdict
 from pipetrain.runtime.mesh import World
 from pipetrain.training.run import check_early
@@ -138,8 +138,11 @@ def test_a_file_is_read_and_refused_before_anything_starts(tmp_path):
 # What is said
 
 
-def said(**slowest: float) -> str:
-    choices = {name: ([index], seconds) for index, (name, seconds) in enumerate(slowest.items())}
+def said(*not_fitting: str, **slowest: float) -> str:
+    choices = {
+        name: Choice([index], seconds, 0, name not in not_fitting)
+        for index, (name, seconds) in enumerate(slowest.items())
+    }
     return verdict(Prediction(profile([]), [], choices)).partition("a batch, by cuts: ")[2]
 
 
@@ -153,4 +156,7 @@ def test_the_verdict_says_what_was_beaten_and_what_was_not():
     )
     assert said(profile=0.5, even=0.7, params=2, flops=0.4).endswith(
         ": profile beats even and params, flops would be faster, but is ruled out"
+    )
+    assert said("even", "flops", profile=0.5, even=0.7, params=2, flops=0.4).endswith(
+        ": profile beats params, even does not fit into memory_limit, flops does not fit into memory_limit"
     )

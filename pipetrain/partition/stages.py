@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from pipetrain.boundary import Boundary
 from pipetrain.partition.estimate import Layer
@@ -105,18 +106,27 @@ class StageTime:
     held_bytes: int
 
 
+class Choice(NamedTuple):
+    """A strategy's cuts, as predicted, each stage in its fastest mode that fits."""
+
+    cuts: list[int]
+    slowest_s: float  # of the slowest stage a batch
+    held_bytes: int  # of the fullest stage
+    fits: bool = True  # whether each stage keeps to memory_limit
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A profile's predictions; `choices`: each strategy's cuts, and their slowest stage's seconds a batch."""
+    """A profile's predictions; `choices`: by strategy."""
 
     profile: Profile
     stages: Sequence[StageTime]
-    choices: dict[str, tuple[list[int], float]]
+    choices: dict[str, Choice]
     reasons: Sequence[str] = ()  # why stages recompute, in sentences
 
     @property
     def slowest_s(self) -> float:
-        return self.choices[PROFILE][1]
+        return self.choices[PROFILE].slowest_s
 
 
 class Predictor:
@@ -276,7 +286,14 @@ class Predictor:
 
     def slowest_s(self, cuts: Sequence[int], limit: float | None = None) -> float:
         """Return the seconds of a batch at the slowest stage, each in its fastest mode within the limit."""
-        return max(stage.batch_s for stage in self.stage_times(cuts, self.modes_of(cuts, limit)))
+        return self.choice(cuts, limit).slowest_s
+
+    def choice(self, cuts: Sequence[int], limit: float | None = None) -> Choice:
+        """Return what cuts would take and hold, each stage in its fastest mode within the limit."""
+        stages = self.stage_times(cuts, self.modes_of(cuts, limit))
+        held = max(stage.held_bytes for stage in stages)
+        slowest_s = max(stage.batch_s for stage in stages)
+        return Choice(list(cuts), slowest_s, held, limit is None or held <= limit)
 
     def costs(
         self, cuts: Sequence[int], tied: Mapping[int, int] | None = None, modes: Sequence[Mode] = ()
