@@ -77,6 +77,8 @@ def compose(name: str, task: Callable[[DictConfig], None], refused: Callable[[],
     errors of `task`, and ConfigError if the configuration is invalid.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        return _help(name)
     for word in sys.argv[1:]:
         _refuse_word(word)
     sys.argv[1:] = as_hydra(sys.argv[1:])
@@ -99,13 +101,23 @@ def compose(name: str, task: Callable[[DictConfig], None], refused: Callable[[],
         raise failed.error from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_sentence(error, _known(name))) from error
-    except BrokenPipeError:  # of --help and --cfg
+    except BrokenPipeError:  # of --cfg
         return unread()
     except OSError as error:
         made = f"{error.filename}: {error.strerror}"
         raise ConfigError(f"the folder of the run cannot be made: {made}; choose another run_dir") from error
     except SystemExit as end:  # raised by Hydra's argument parser
         return end.code if isinstance(end.code, int) else int(bool(end.code))
+    return 0
+
+
+def _help(name: str) -> int:
+    from pipetrain.usage import usage
+
+    try:
+        print(usage(conf_dir(), name, sys.argv[1:]), end="", flush=True)
+    except BrokenPipeError:
+        return unread()
     return 0
 
 

@@ -283,6 +283,13 @@ def test_a_profile_that_is_not_there_is_one_sentence(run):
         assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("word", ["model.width=16", "+model.width=16", "++model.width=16"])
+def test_an_argument_of_the_model_needs_no_plus(run, word):
+    status, out, err = run("model=mlp", word)
+    assert (status, err) == (0, "")
+    assert "float32[16, 16]" in out
+
+
 def test_cfg_job_works_beside_overrides(run, tmp_path):
     status, out, err = run("--cfg", "job", "model=mlp", "batches=3")
     assert (status, err) == (0, "")

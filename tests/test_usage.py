@@ -1,0 +1,57 @@
+"""`--help`: a line for each option, of the file that sets it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from pipetrain.cli import conf_dir
+from pipetrain.usage import usage
+
+GROUPS = ("data", "optim", "schedule", "codec", "logger", "model", "task", "experiment")
+
+
+def helped(name: str = "config", *words: str) -> dict[str, tuple[str, str]]:
+    """The lines of options: key -> (value, what is said of it)."""
+    lines = usage(conf_dir(), name, words).splitlines()
+    found = [re.fullmatch(r"  ([\w.]+)=(\S*) *(.*)", line) for line in lines]
+    keys = [match[1] for match in found if match]
+    assert len(keys) == len(set(keys))
+    return {match[1]: (match[2], match[3]) for match in found if match}
+
+
+def leaves(content: dict[str, Any], prefix: str = "") -> list[str]:
+    return [
+        leaf
+        for key, value in content.items()
+        for leaf in (leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"])
+    ]
+
+
+@pytest.mark.parametrize("name", ["config", "plan"])
+def test_each_option_of_a_command_has_one_line_that_says_what_it_is(name):
+    told = helped(name)
+    for file in {"config", name}:
+        content = OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{file}.yaml"))
+        expected = [key for key in leaves(content) if not key.startswith(("hydra.", "defaults"))]
+        assert [key for key in expected if not told.get(key, ("", ""))[1]] == []
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_each_choice_is_named(group):
+    key = "codec.forward" if group == "codec" else group
+    names = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    assert helped()[key][1].endswith(f": {' '.join(names)}")
+
+
+def test_the_options_are_those_of_what_is_chosen():
+    plain, other = helped(), helped("config", "data=text", "optim=adamw", "schedule=fbp")
+    assert "data.augment.crop" in plain
+    assert plain["window"][0] == "1"
+    assert "data.block" in other
+    assert other["window"][0] == "null"
+    assert other["schedule.in_flight"] == ("8", "microbatches that a stage holds open; bounds staleness too")
+    assert {"data.augment.crop", "optim.momentum"} & set(other) == set()
