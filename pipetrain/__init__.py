@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipetrain.errors import ActionFailed, ChannelError, ConfigError, TrainingStopped
     from pipetrain.partition.network import Pop, Stash
     from pipetrain.pipeline import Pipeline, schedules
-    from pipetrain.schedule.actions import ScheduleError
+    from pipetrain.schedule.actions import Action, Op, ScheduleError
     from pipetrain.tasks import (
         Classification,
         LanguageModelling,
@@ -36,15 +36,17 @@ _HOMES = {
     ),
     "pipetrain.partition.network": ("Pop", "Stash"),
     "pipetrain.errors": ("ActionFailed", "ChannelError", "ConfigError", "TrainingStopped"),
-    "pipetrain.schedule.actions": ("ScheduleError",),
+    "pipetrain.schedule.actions": ("Action", "Op", "ScheduleError"),
 }
 __all__ = [
+    "Action",
     "ActionFailed",
     "ChannelError",
     "Classification",
     "ConfigError",
     "LanguageModelling",
     "Metric",
+    "Op",
     "Pipeline",
     "Pop",
     "Regression",

@@ -24,7 +24,6 @@ from pipetrain.codec import Codec
 from pipetrain.config import read_settings
 from pipetrain.partition.balance import choose_cuts
 from pipetrain.partition.estimate import estimate
-from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.lower import lower
@@ -80,21 +79,29 @@ def test_the_timeline_is_what_simulate_draws():
     assert timeline().rstrip() in readme()
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if "pipetrain" in c or "launch" in c])
+OURS = [c for c in commands() if ("pipetrain" in c or "launch" in c) and "--config-dir" not in c]
+
+
+@pytest.mark.parametrize("command", OURS)
 def test_every_training_command_composes(command):
     sweep_apart = [o.partition(",")[0] if "--multirun" in command else o for o in overrides(command)]
     config([o for o in sweep_apart if not o.startswith(("out=", "NPROC=", "compare="))])
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if "pipetrain.plan" in c])
-def test_every_plan_command_runs(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def run_plan(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a command of `python -m pipetrain.plan` in this process; return its status."""
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr("sys.argv", shlex.split(command)[2:])
     with pytest.raises(SystemExit) as end:
         plan.main()
     GlobalHydra.instance().clear()
-    assert not end.value.code
+    return int(end.value.code or 0)
+
+
+@pytest.mark.parametrize("command", [c for c in OURS if "pipetrain.plan" in c])
+def test_every_plan_command_runs(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_plan(command, monkeypatch) == 0
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if "scripts/bench.py" in c])
@@ -118,8 +125,25 @@ def python_block(name: str) -> str:
     return next(block for block in blocks if name in block)
 
 
+def test_its_own_schedule_runs_as_it_is_printed(tmp_path, monkeypatch, capsys):
+    """The function, the YAML file and the command, each as it stands."""
+    (tmp_path / "take_turns.py").write_text(python_block("take_turns"))
+    (tmp_path / "schedule").mkdir()
+    yaml = next(
+        block for block in re.findall(r"```yaml\n(.*?)```", readme(), re.DOTALL) if "take_turns" in block
+    )
+    (tmp_path / "schedule" / "take_turns.yaml").write_text(yaml)
+    (planned,) = [c for c in commands() if "pipetrain.plan --config-dir" in c]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run_plan(planned, monkeypatch) == 0
+    assert "schedule take_turns: 4 stages on 4 ranks, batch 64 in 4 microbatches, window of 1 batch," in (
+        capsys.readouterr().out
+    )
+
+
 def test_its_own_schedule_is_sound():
-    names = {"Action": Action, "Op": Op, "Program": Program}
+    names = {}
     exec(python_block("take_turns"), names)
     for ranks, batches, microbatches in [(1, 1, 1), (2, 3, 4), (4, 2, 1)]:
         program = lower(names["take_turns"](ranks, batches, microbatches))

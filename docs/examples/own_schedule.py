@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import pipetrain
-from pipetrain.schedule.actions import Action, Op
+from pipetrain import Action, Op
 
 
 def by_twos(ranks, batches, microbatches):
