@@ -65,7 +65,9 @@ def write(
         facts=_facts(asked, outcomes),
         verdict=said or ["No run was made."],
         results=_results(asked, rows),
-        notes=[table.meaning(shown, rows), *table.remarks(rows)] if rows else [],
+        notes=[table.meaning(shown, rows), *(n for n in table.remarks(rows) if n not in said)]
+        if rows
+        else [],
         failures=[
             (o.spec.title, o.failure, duration(o.wall_s), "\n".join(runs.last_words(o.spec))) for o in failed
         ],

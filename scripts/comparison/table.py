@@ -344,12 +344,17 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         values |= {name: _distinct([outcome.made for outcome in done], key) for key, name in MADE.items()}
         unlike = {name: "; ".join(each) for name, each in values.items() if len(each) > 1}
         said += [f"Not alike in all runs: {name} ({model}: {each})." for name, each in unlike.items()]
+    return said + disturbed(rows)
+
+
+def disturbed(rows: Sequence[Row]) -> list[str]:
+    """Say whether other programs ran beside the runs."""
     runs = [outcome for row in rows for outcome in row.outcomes]
     busy = [(outcome.other_load, outcome.spec.title) for outcome in runs if (outcome.other_load or 0) > BUSY]
-    if busy:
-        most, title = max(busy)
-        said.append(
-            f"Other programs ran beside {len(busy)} of {len(runs)} runs and make their times uncertain: "
-            f"they kept {most:.1f} cores busy at most, during {title}."
-        )
-    return said
+    if not busy:
+        return []
+    most, title = max(busy)
+    return [
+        f"Other programs ran beside {len(busy)} of {len(runs)} runs and make their times uncertain: they "
+        f"kept {most:.1f} cores busy at most, during {title}."
+    ]

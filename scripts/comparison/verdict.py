@@ -5,6 +5,7 @@ percent is a tie, and a difference of times or of the metric is noise as long as
 t-test holds 0. The best of several methods is better than it should be by chance alone, so the 5 % are
 divided by the number of methods that the first is compared with (Bonferroni). With one seed, or seeds that
 all came out the same, nothing is said of noise, because nothing is known of it.
+Seeds do not show what slowed all runs of a method alike, so programs that ran beside it are named.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from math import isfinite, sqrt
 from statistics import fmean
 
 from comparison.metric import ACCURACY
-from comparison.table import Row, by_model, duration
+from comparison.table import Row, by_model, disturbed, duration
 
 TIE = 0.05
 TOO_FEW = "too few seeds to say what of it is noise"
@@ -23,8 +24,9 @@ CLASSES = {"digits": 10, "cifar10": 10}  # of the data sets that come with pipet
 
 
 def verdict(rows: Sequence[Row], failed: int, missing: int, total: int) -> list[str]:
-    """Return a paragraph for each model, then what is missing: runs that failed, or are not made yet."""
+    """Return a paragraph for each model, what ran beside it, and what is missing: failed or not made yet."""
     said = [_of_model(model, of_model) for model, of_model in by_model(rows).items()]
+    said += disturbed(rows)
     if failed:
         said.append(f"{failed} of {total} runs failed, so what stands here is of the others.")
     if missing:

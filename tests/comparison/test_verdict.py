@@ -70,6 +70,17 @@ def test_a_speed_is_noise_as_long_as_its_interval_holds_zero():
     )
 
 
+def test_programs_that_ran_beside_it_are_named():
+    quiet, busy = runs("layer_dist", 20, 0.90, 0.91), runs("fbp", 10, 0.90, 0.91)
+    assert "Other programs" not in said(quiet, [replace(outcome, other_load=0.2) for outcome in busy])
+    text = said(quiet, [replace(outcome, other_load=1.42) for outcome in busy])
+    assert text.startswith("vgg16 on cifar10: fbp was the fastest, 2.00 times as fast as layer_dist")
+    assert text.endswith(
+        "Other programs ran beside 2 of 4 runs and make their times uncertain: they kept 1.4 cores busy at "
+        "most, during vgg16 fbp seed 1."
+    )
+
+
 def texts(method: str, epoch_s: float, *perplexities: float) -> list[Outcome]:
     return [
         outcome(method, seed, **PPL, val_ppl=ppl, best_val_ppl=ppl, epoch_s=epoch_s)
