@@ -10,6 +10,7 @@ is one process. What runs the windows is Runner, as for the command line.
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 import weakref
@@ -85,6 +86,7 @@ from pipetrain.training.loading import BadBatch, Batches, Form, Reader, WindowSo
 from pipetrain.training.runner import Runner
 from pipetrain.windows import prove, settle_clipping
 
+TRAINING = "the training"
 EVALUATED_AT_ONCE = 16  # batches of a window of an evaluation
 _open: weakref.ReferenceType[Pipeline] | None = None  # the pipeline of this process
 
@@ -259,7 +261,8 @@ class Pipeline:
         `loader` yields (inputs, targets), tensors [n, ...] or tuples or dicts of them; or dicts, where
         `targets` names those. Only that of rank 0 is read.
         `window`: batches between two drains; by default that of the schedule: one batch where a schedule
-        flushes, the whole pass where it does not. The losses of a window come at its end. Raises ConfigError
+        flushes, the whole pass where it does not. The losses of a window come at its end. A batch in which
+        nothing counts, such as one of ignored labels, is skipped with a line: no update. Raises ConfigError
         for a loader without batches, and TrainingStopped for a batch that cannot be trained on, and if
         numbers are not finite.
         """
@@ -271,7 +274,7 @@ class Pipeline:
         samples, began = 0, time.perf_counter()
         with self._together():
             self._counted(Stage.take_trained)  # what steps, or a pass that was left, have counted
-        for reader, sizes in self._windows(loader, window, "the training"):
+        for reader, sizes in self._windows(loader, window, TRAINING):
             losses = self._train(sizes, reader)
             samples += sum(sizes)
             yield from losses
@@ -286,8 +289,8 @@ class Pipeline:
         """Train on one batch; return its mean loss on every rank. Only the tensors of rank 0 are read.
 
         `inputs` alone is a batch as a loader gives it: a pair, or a dict where `targets` names those.
-        Raises ConfigError for a schedule that does not flush, which needs several batches at once, and
-        TrainingStopped as `train` does.
+        It is NaN where nothing in the batch counts, which is then skipped. Raises ConfigError for a schedule
+        that does not flush, which needs several batches at once, and TrainingStopped as `train` does.
         """
         if self._asynchronous:
             raise ConfigError(
@@ -295,9 +298,10 @@ class Pipeline:
                 f"it: use `for loss in pipe.train(loader)`, or a schedule that flushes, such as 1f1b"
             )
         batch = inputs if targets is None else (inputs, targets)
-        reader, sizes = next(self._windows([batch], 1, "the training"))
-        (loss,) = self._train(sizes, reader)
-        return loss
+        for reader, sizes in self._windows([batch], 1, TRAINING):
+            (loss,) = self._train(sizes, reader)
+            return loss
+        return math.nan
 
     def evaluate(self, loader: Batches) -> dict[str, float]:
         """Return the mean loss and the metrics over a loader, with the newest weights, on every rank.
@@ -334,22 +338,22 @@ class Pipeline:
         `what`: the training or the evaluation, so that a rank that is at the other one is found.
         """
         self._refuse_stopped()
-        reader = self._reader(loader, "batch")
+        reader = self._reader(loader, "batch", self._task.weight if what == TRAINING else None)
         if self._runner is None:
             self._begin(reader)
-        empty = True
-        read = partial(self._next, training=what == "the training", window=window)
+        read = partial(self._next, training=what == TRAINING, window=window)
         what = f"the next window of {what}"
         while sizes := self._on_first(what, reader, read):
             yield reader, sizes
-            empty = False
-        if empty:
+        if sizes is None:
             raise ConfigError("the loader has no batch: give one that has, and that can be read again")
 
-    def _reader(self, loader: Batches, what: str) -> Reader | None:
-        return None if self.rank else Reader(loader, what, self._form, self._named)
+    def _reader(
+        self, loader: Batches, what: str, weight: Callable[[Value], Tensor | float] | None = None
+    ) -> Reader | None:
+        return None if self.rank else Reader(loader, what, self._form, self._named, weight)
 
-    def _next(self, reader: Reader, training: bool, window: int | None) -> list[int]:
+    def _next(self, reader: Reader, training: bool, window: int | None) -> list[int] | None:
         """Return the samples of each batch of the next window, if the model is still what was cut."""
         if self._given is not None:
             self._given.prove(training)

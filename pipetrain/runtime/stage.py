@@ -281,6 +281,11 @@ class Stage:
             assert target is not None, (
                 f"stage {self.index} is the last and needs the target of microbatch {mb}"
             )
+            if target.share and not target.weight and not (self._skips or self._watch.ignores):
+                raise TrainingStopped(
+                    f"in the batch of microbatch {mb}, update {self.weights.updates}, none of the targets "
+                    f"counts: leave it out of the data, or set on_nan=skip, which leaves out the update"
+                )
             loss = self._loss_of(target, outputs)
             self._check(f"the loss of microbatch {mb} is {{0}}", (loss,), forward)
             saved.counted = self._counted(loss, outputs, target)

@@ -7,8 +7,9 @@ and sends the targets to the last one. No input is ever paired with another's ta
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 from pipetrain.boundary import Example, Value, as_tuple, on_each
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.runtime.mesh import Mesh
+
+log = logging.getLogger("pipetrain")
 
 Batches = Iterable[Any]
 """Yields (inputs, targets): each a tensor [n, ...], or a tuple, list or dict of them; or see NamedTargets."""
@@ -173,14 +176,20 @@ class Reader:
     """Rank 0's pass over a loader: the sizes of the next window, then its batches.
 
     `form`: what every sample looks like; None: as those of the first batch. `named`: the targets where
-    batches are dicts.
+    batches are dicts. `weight`: what targets count for; batches of which nothing does are left out.
     """
 
     def __init__(
-        self, loader: Batches, what: str, form: Form | None = None, named: NamedTargets | None = None
+        self,
+        loader: Batches,
+        what: str,
+        form: Form | None = None,
+        named: NamedTargets | None = None,
+        weight: Callable[[Value], Tensor | float] | None = None,
     ) -> None:
         self.form = form
         self._named = named
+        self._weight = weight
         self._loader = loader
         self._what = what
         self._batches: Iterator[Any] | None = None
@@ -192,9 +201,10 @@ class Reader:
         """Return the first batch without taking it; None if there is none. Raises BadBatch."""
         return self._held[0] if self._held or self._read_one() else None
 
-    def window(self, batches: int | None) -> list[int]:
-        """Return the samples of each of the next `batches` (None: of all that are left); empty at the end.
+    def window(self, batches: int | None) -> list[int] | None:
+        """Return the samples of each of the next `batches` (None: of all that are left).
 
+        At the end that is empty; for a loader that never had a batch it is None.
         A window of one batch is read at once, so that an error of the loader comes before the window begins.
         So are batches whose sizes are unknown. Raises BadBatch, and ConfigError for a loader without length.
         """
@@ -207,11 +217,18 @@ class Reader:
                     "this schedule trains a whole pass as one window, and a loader without length does not "
                     "say how long that is: give train(loader, window=...)"
                 )
+            self._leave_out()
             while (batches is None or len(self._held) < batches) and self._read_one():
-                pass
+                self._leave_out()
             sizes = [_samples(inputs) for inputs, _ in self._held]
         self._announced += len(sizes)
-        return sizes
+        return sizes if self._announced or self._read else None
+
+    def _leave_out(self) -> None:
+        """Leave out the batch that was just read if nothing in it counts."""
+        if self._held and self._weight is not None and not self._weight(self._held[-1][1]):
+            self._held.pop()
+            log.warning("%s %d is skipped: none of its targets counts", self._what, self._read - 1)
 
     def take(self, size: int) -> tuple[Value, Value]:
         """Return the next batch, of `size` samples. Raises BadBatch for another one."""

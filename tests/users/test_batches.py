@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
-from pipetrain import Pipeline
+from pipetrain import Pipeline, TrainingStopped
 from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.programs import pipedream
 
@@ -198,3 +199,82 @@ def test_the_window_follows_from_the_program_of_a_schedule(ranks):
     assert flushed == pytest.approx(plain([batch(8, seed) for seed in range(6)]), rel=1e-12)
     assert named == given != flushed
     assert made == one != flushed
+
+
+# Batches in which nothing counts
+
+
+def normed() -> nn.Sequential:
+    model = mlp()
+    model.insert(1, nn.BatchNorm1d(8).double())
+    return model
+
+
+def decaying(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.1)
+
+
+def with_nothing(*empty: int) -> list[tuple[Tensor, Tensor]]:
+    """Return batches of which some have ignored labels alone."""
+    batches = [batch(8, seed) for seed in range(6)]
+    for number in empty:
+        batches[number][1][:] = -100
+    return batches
+
+
+def train_with_nothing(
+    schedule: str, *empty: int
+) -> tuple[list[float], float, dict[str, float], list[float]]:
+    pipe = Pipeline(normed(), functional.cross_entropy, decaying, schedule, microbatches=1, device="cpu")
+    batches = with_nothing(*empty)
+    losses = list(pipe.train(batches))
+    assert pipe.updates == len(losses)
+    stepped = pipe.step(*batches[empty[0]]) if schedule == "1f1b" else math.nan
+    assert pipe.updates == len(losses)
+    return (
+        losses,
+        stepped,
+        pipe.evaluate(batches),
+        pipe.state_dict().get("1.running_mean", torch.empty(0)).tolist(),
+    )
+
+
+@pytest.mark.parametrize("empty", [(0, 3), (5,)])
+def test_a_batch_in_which_nothing_counts_is_skipped(ranks, empty):
+    model, losses = normed(), []
+    optimizer = decaying(model.parameters())
+    counting = [(x, y) for x, y in with_nothing(*empty) if (y >= 0).any()]
+    for x, y in counting:
+        loss = functional.cross_entropy(model(x), y)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model.eval()
+        evaluated = sum(functional.cross_entropy(model(x), y).item() for x, y in counting) / len(counting)
+    (found, stepped, test, mean), _ = ranks(train_with_nothing, "1f1b", *empty)
+    assert found == pytest.approx(losses, rel=1e-12)
+    assert math.isnan(stepped)
+    assert test["loss"] == pytest.approx(evaluated, rel=1e-12)
+    assert mean == pytest.approx(model[1].running_mean.tolist(), rel=1e-12)
+    late, *_ = ranks(train_with_nothing, "pipedream", *empty)[0]
+    assert len(late) == len(losses)
+
+
+def stream_with_nothing(**options: Any) -> list[float]:
+    batches = with_nothing(2)
+    data = TensorDataset(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+    return list(pipe_of("pipedream", **options).train(DataLoader(data, batch_size=8)))
+
+
+def skip_within_a_window() -> list[float]:
+    return stream_with_nothing(on_nan="skip")
+
+
+def test_where_a_window_is_read_as_it_runs_such_a_batch_is_named(ranks):
+    sentence = "in the batch of microbatch 2, update 2, none of the targets counts: leave it out"
+    with pytest.raises(TrainingStopped, match=sentence):
+        stream_with_nothing(partition="even")
+    losses, _ = ranks(skip_within_a_window)
+    assert [number for number, loss in enumerate(losses) if math.isnan(loss)] == [2]
