@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from pipetrain.boundary import Value, bytes_of
@@ -26,7 +27,16 @@ from pipetrain.partition.materialise import named_tensors
 from pipetrain.partition.network import Chain, Network
 from pipetrain.rate import Rate, learning_rate
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.schedule.actions import UPDATE, Action, Op, Program, Schedule, ScheduleError, parse_program
+from pipetrain.schedule.actions import (
+    UPDATE,
+    Action,
+    Op,
+    Program,
+    Schedule,
+    ScheduleError,
+    format_program,
+    parse_program,
+)
 from pipetrain.schedule.lower import ADDED
 from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
@@ -143,6 +153,44 @@ def configuration(
     assert isinstance(cfg, DictConfig)
     cfg.batch_size = cfg.microbatches  # until the first batch
     return cfg, name
+
+
+def conditions(cfg: DictConfig, schedule: str, optimizer: Optimizer, program: Program) -> dict[str, Any]:
+    """Return what must be the same on all ranks: settings, program, and the optimizer with its options.
+
+    A process may have its own number of threads, and its own patience.
+    """
+    own = [str(key) for key in cfg if key not in _OTHERS and key not in ("threads", "timeout", "partition")]
+    settings = {key: cfg[key] for key in ("partition", "microbatches", "window", *own)}
+    settings |= {f"codec_{way}": codec for way, codec in cfg.codec.items()}
+    found = {"schedule": schedule, "optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        of = f"optimizer.{number}" if number else "optimizer"
+        found |= {f"{of}.{key}": value for key, value in group.items() if key != "params"}
+    plain: Any = OmegaConf.to_container(OmegaConf.create(settings))
+    return {**found, **plain, "program": digest(program)}
+
+
+def digest(program: Program) -> int:
+    """Return a checksum of a program."""
+    return zlib.crc32(format_program(program).encode())
+
+
+def prove_same(mesh: Mesh, what: str, mine: Mapping[str, Any]) -> None:
+    """Refuse ranks that have different values under a name. Raises ConfigError, on all of them alike."""
+    texts = {name: json.dumps(value, default=_in_words) for name, value in mine.items()}
+    first, *others = mesh.agree(what, texts)
+    for rank, theirs in enumerate(others, start=1):
+        for name in first | theirs:
+            if theirs.get(name) != first.get(name):
+                raise ConfigError(
+                    f"rank {rank} has {name}={theirs.get(name)}, and rank 0 has {first.get(name)}: give "
+                    f"Pipeline the same arguments on every rank"
+                )
+
+
+def _in_words(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else type(value).__name__
 
 
 def _names(group: str) -> str:

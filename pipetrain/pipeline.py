@@ -26,10 +26,13 @@ from torch import Tensor, nn
 
 from pipetrain.arguments import (
     FixedProgram,
+    conditions,
     configuration,
     copied,
+    digest,
     level,
     level_tensors,
+    prove_same,
     read_model,
     read_rate,
     read_schedule,
@@ -200,20 +203,23 @@ class Pipeline:
         self._cfg = cfg
         torch.set_num_threads(self._settings.threads or share_of_cores(world.local_size))
         device = choose_device(world, self._settings.device)
-        mesh = Mesh(world, where, edges(window_of.program), device, None, self._settings.timeout)
-        level(model, mesh, record)
-        self._initial: Values | None = record
-        if weights is not None:
-            self._initial = direct.open_weights(weights, model, mesh, record)
-        elif record is not None:
-            record.prove(named_tensors(model))
-        if options.get("seed") is None:  # dropout as the program has seeded torch on rank 0
-            seed = mesh.tell("the seed", torch.initial_seed() % 2**31)
-            self._settings = replace(self._settings, seed=seed)
-        else:
-            torch.manual_seed((self._settings.seed + 1_000_003 * (world.rank + 1)) % 2**63)
+        self._mesh = mesh = Mesh(world, where, [], device, None, self._settings.timeout)
+        self._bar = Bar()
+        with self._together():
+            prove_same(mesh, "the settings", conditions(cfg, name, made, window_of.program))
+            mesh.open(edges(window_of.program))
+            level(model, mesh, record)
+            self._initial: Values | None = record
+            if weights is not None:
+                self._initial = direct.open_weights(weights, model, mesh, record)
+            elif record is not None:
+                record.prove(named_tensors(model))
+            if options.get("seed") is None:  # dropout as the program has seeded torch on rank 0
+                seed = mesh.tell("the seed", torch.initial_seed() % 2**31)
+                self._settings = replace(self._settings, seed=seed)
+            else:
+                torch.manual_seed((self._settings.seed + 1_000_003 * (world.rank + 1)) % 2**63)
         self._model = model
-        self._mesh = mesh
         self._form: Form | None = None
         self._given: Given | None = None  # from the first batch on
         self._runner: Runner | None = None  # from the first batch on
@@ -225,7 +231,6 @@ class Pipeline:
         self._names = direct.all_names(model)
         self._specs = {name: specs_of([tensor])[0] for name, tensor in named_tensors(model).items()}
         self._owners: dict[str, int] = {}  # of the model's tensors, from the first batch on
-        self._bar = Bar()
         self.metrics: dict[str, float] = {}
         """Of the last pass of `train`: loss, the metrics, learning_rate and samples_per_s."""
         global _open
@@ -470,6 +475,7 @@ class Pipeline:
         network.values = self._initial
         plan = self._make_plan(replace(settings, window=self._least), network, form.inputs, sizes)
         with self._together():
+            prove_same(self._mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program)})
             level_tensors("the tensors of the layers", plan.foreign, self._mesh)
             self._mesh.open(plan.edges, plan.ties)
         self._on_first("the task", reader, partial(self._prove_task, plan))
