@@ -38,7 +38,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Packing:
-    """The form of a model's output that is neither a tensor nor a tuple of them, such as a dict.
+    """The form of a value that is neither a tensor nor a tuple of them, such as a dict or a tuple in a tuple.
 
     `fixed`: its leaves that are no tensors, such as None, and `TENSOR` in the place of each tensor.
     """
@@ -54,6 +54,11 @@ class Packing:
         leaves, tree = tree_flatten(value)
         return cls(tree, tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves))
 
+    @property
+    def other(self) -> str:
+        """What is in it beside tensors and None, or ""."""
+        return next((f"a {type(v).__name__}" for v in self.fixed if v is not TENSOR and v is not None), "")
+
     def pack(self, tensors: Sequence[Tensor]) -> Any:
         """Return the value with these tensors."""
         given = iter(tensors)
@@ -64,10 +69,10 @@ TENSOR = object()
 
 
 def leaves_of(value: object) -> tuple[Tensor, ...]:
-    """Return the tensors of what a model returns. Raises TypeError if there is none."""
+    """Return the tensors of what a model or layer returns. Raises TypeError if there is none."""
     found = tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
     if not found:
-        raise TypeError(f"a model must return tensors, not {type(value).__name__}")
+        raise TypeError(f"it must return tensors, not {type(value).__name__}")
     return found
 
 
@@ -84,10 +89,10 @@ class Boundary:
     single: bool = True
     needs_grad: tuple[bool, ...] | None = None
     requires_grad: tuple[bool, ...] | None = None
-    packing: Packing | None = None  # of a model's output
+    packing: Packing | None = None
 
     def pack(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Return the tensors of a model's output as it returns them."""
+        """Return the tensors as the layer returns them."""
         if self.packing is not None:
             return self.packing.pack(tensors)
         return tensors[0] if self.single else tensors

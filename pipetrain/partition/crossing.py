@@ -88,9 +88,10 @@ def seams(layers: Sequence[Layer], cuts: Sequence[int], inputs: Boundary) -> Sea
             enters[stage],
             leaves[stage],
             frozenset(n for n in range(ends[stage], ends[stage + 1]) if layers[n].draws),
-            inputs.single if stage == 0 else layers[ends[stage] - 1].output.single,
+            before.single,
+            before.packing,
         )
-        for stage in stages
+        for stage, before in enumerate([inputs, *(layers[cut - 1].output for cut in cuts)])
     ]
     return Seams(slices, dict(sorted(routes.items())), entries, [*exits, outputs])
 
@@ -309,10 +310,11 @@ def refuse_changing(sizes: Sequence[Sequence[Layer]], cuts: Sequence[int], input
     """
     joined = [seams(layers, cuts, inputs) for layers in sizes]
     for stage, cut in enumerate(cuts, 1):
-        kinds = {found.slices[stage].single for found in joined}
+        first, *others = [(found.slices[stage].single, found.slices[stage].packing) for found in joined]
         needs = {found.entries[stage].needs_grad for found in joined} - {None}
-        if len(kinds) > 1 or len(needs) > 1:
-            what = "gradients are needed there" if len(kinds) == 1 else "it is one tensor or a tuple"
+        changes = any(other != first for other in others)
+        if changes or len(needs) > 1:
+            what = "it is one tensor or a tuple" if changes else "gradients are needed there"
             raise ConfigError(
                 f"whether {what} behind layer {cut - 1} ({sizes[0][cut - 1].name}) changes with the size of "
                 f"a microbatch, or in evaluation; choose a partition that does not cut before layer {cut}"

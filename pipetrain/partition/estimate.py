@@ -23,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from pipetrain.boundary import Boundary, Packing, TensorSpec, as_tuple, describe, leaves_of, specs_of
+from pipetrain.boundary import Boundary, Packing, TensorSpec, describe, leaves_of, specs_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.numerics import Numerics
 from pipetrain.partition.network import INPUT, Chain, Made, Network, Tensors, Values
@@ -199,12 +199,12 @@ class _Trial:
             ):
                 result = run.call(inputs)
             packing = Packing.of(result)
-            if packing is not None and not run.last and type(result) is not list:
+            if packing is not None and not run.last and (other := packing.other):
                 raise TypeError(
-                    f"it returns a {type(result).__name__}, and a layer before the last must return a tensor "
-                    f"or a tuple of tensors"
+                    f"it returns {other}, and a layer before the last must return a tensor, or tuples, lists "
+                    f"or dicts of tensors"
                 )
-            outputs, wrong = leaves_of(result) if run.last else as_tuple(result), spy.wrong
+            outputs, wrong = leaves_of(result), spy.wrong
             returned = [storage_of(t) for t in outputs]
             kept = {storage_of(place.tensor) for place in places(module)}
             if storages != [storage_of(t) for t in known]:
@@ -220,7 +220,7 @@ class _Trial:
                 output=replace(
                     describe(narrowed),
                     single=isinstance(result, Tensor),
-                    packing=packing if run.last else None,
+                    packing=packing,
                 ),
                 takes=run.takes,
                 draws=spy.draws,

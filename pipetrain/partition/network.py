@@ -54,7 +54,7 @@ class Slice:
     """Layers `start` to `end` (exclusive) of a model, with the values that enter and leave them, ascending.
 
     `drawing`: those layers that draw random numbers; `single`: whether the first one takes one tensor rather
-    than a tuple, in a Chain.
+    than a tuple, in a Chain, and `packing`: the form of what it takes, if it is neither.
     """
 
     start: int
@@ -63,6 +63,7 @@ class Slice:
     leaves: tuple[Made, ...]
     drawing: frozenset[int] = frozenset()
     single: bool = True
+    packing: Packing | None = None
 
 
 class Part(nn.Module, ABC):
@@ -181,7 +182,7 @@ class Chain(Network):
         module = self.modules[index]
         if isinstance(module, Pop):
             return tensors
-        value = tensors[0] if made[index].single else tensors
+        value: Value = made[index].pack(tensors)
         if isinstance(module, Stash):
             return value
         result: Value = module(value)
@@ -255,7 +256,7 @@ class _ChainPart(Part):
         for index in range(slice.start, slice.end):
             self._modules[chain.names[index]] = chain.modules[index]  # add_module refuses a layer named pack
         self._single = True  # whether the last layer has returned one tensor
-        self._packing: Packing | None = None  # of what the model has returned, if it is no tuple either
+        self._packing: Packing | None = None  # of what it has returned, if it is no tuple either
 
     def forward(self, *tensors: Tensor) -> Tensors:
         return self.observed(tensors, None)
@@ -267,7 +268,9 @@ class _ChainPart(Part):
             entered[made.layer] = (*entered.get(made.layer, ()), tensor)
         kept: dict[int, Value] = {**entered}  # of the layer before, and of stashes
         before = entered[slice.start - 1]
-        value: Value = before[0] if slice.single else before
+        value: Any = before[0] if slice.single else before
+        if slice.packing is not None:
+            value = slice.packing.pack(before)
         self._packing = None
         for index, (name, layer) in enumerate(self._modules.items(), slice.start):
             assert layer is not None
@@ -277,11 +280,12 @@ class _ChainPart(Part):
                 value = (*as_tuple(value), *as_tuple(kept[self._stashes[index]]))
             elif not isinstance(layer, Stash):
                 value = layer(value)
-            if index == slice.end - 1 and type(value) is not tuple and not isinstance(value, Tensor):
-                self._packing, value = Packing.of(value), leaves_of(value)  # the model's output
+            packing = Packing.of(value)
             if see is not None:
-                seen = see(name, layer, as_tuple(value))
-                value = seen[0] if isinstance(value, Tensor) else seen
+                seen = see(name, layer, leaves_of(value))
+                value = packing.pack(seen) if packing else seen[0] if isinstance(value, Tensor) else seen
+            if index == slice.end - 1 and packing is not None:
+                self._packing, value = packing, leaves_of(value)
             if isinstance(layer, Stash):
                 kept[index] = value
         self._single = isinstance(value, Tensor)

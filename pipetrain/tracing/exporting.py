@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -110,10 +111,11 @@ def _others(values: object) -> str:
 def _watched(
     model: nn.Module, args: Any, kwargs: Any, shapes: Any, example: Example
 ) -> tuple[ExportedProgram, Watch]:
-    fixed: list[str] = []
+    guards: list[str] = []
     with (
         _quiet(),
-        _places_that_fix_sizes(fixed),
+        _places_of_guards(guards),
+        _unvalidated(),
         watching(model) as watch,
         torch.random.fork_rng([]),
         warnings.catch_warnings(),
@@ -124,24 +126,23 @@ def _watched(
         except ConfigError:
             raise
         except Exception as error:  # the user's forward may raise anything
-            raise _refusal(model, example, error, fixed) from error
+            raise _refusal(model, example, error, guards) from error
 
 
 @contextmanager
-def _places_that_fix_sizes(found: list[str]) -> Iterator[None]:
-    """Add the file and line of the user's code wherever a size that should vary becomes a constant."""
-    name = "_set_replacement"
+def _places_of_guards(found: list[str]) -> Iterator[None]:
+    """Add the file and line of the user's code wherever the trace depends on a size that should vary."""
+    name = "_log_guard"
     original = getattr(ShapeEnv, name, None)
 
-    def replace(shapes: ShapeEnv, symbol: Any, value: Any, reason: str) -> None:
-        if getattr(value, "is_Integer", False):
-            frames = [f for f in traceback.extract_stack() if not _is_machinery(f.filename)]
-            found.extend(f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in frames[-1:])
+    def log_guard(shapes: ShapeEnv, *args: Any, **kwargs: Any) -> None:
+        frames = [f for f in traceback.extract_stack() if not _is_machinery(f.filename)]
+        found.extend(f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in frames[-1:])
         if original is not None:
-            original(shapes, symbol, value, reason)
+            original(shapes, *args, **kwargs)
 
     if original is not None:
-        setattr(ShapeEnv, name, replace)
+        setattr(ShapeEnv, name, log_guard)
     try:
         yield
     finally:
@@ -149,11 +150,22 @@ def _places_that_fix_sizes(found: list[str]) -> Iterator[None]:
             setattr(ShapeEnv, name, original)
 
 
+@contextmanager
+def _unvalidated() -> Iterator[None]:
+    """Let torch.distributions not look at the values that they are given, which a trace cannot."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
 def _is_machinery(file: str) -> bool:
     return "/torch/" in file or "pipetrain/tracing/" in file or file.startswith("<")
 
 
-def _refusal(model: nn.Module, example: Example, error: Exception, fixed: list[str]) -> ConfigError:
+def _refusal(model: nn.Module, example: Example, error: Exception, guards: list[str]) -> ConfigError:
     text, kind = one_line(error), type(error).__name__
     where = _place(error)
     at = f" at {where}" if where else ""
@@ -169,7 +181,14 @@ def _refusal(model: nn.Module, example: Example, error: Exception, fixed: list[s
             f"choose by torch.where, or {way}"
         )
     if "specialized it to be a constant" in text or "Constraints violated" in text:
-        at = f" at {fixed[0]}" if fixed else ""
+        at = f" at {guards[0]}" if guards else ""
+        if found := re.search(r"batch = Dim\('batch', (min|max)=(\d+)", text):
+            limit = f"{'fewer' if found[1] == 'min' else 'more'} than {found[2]}"
+            return ConfigError(
+                f"the model goes another way{at} where a microbatch has {limit} samples, which a trace "
+                f"cannot: let it not depend on their number (torch.cdist by compute_mode="
+                f"'donot_use_mm_for_euclid_dist'), or {way}"
+            )
         return ConfigError(
             f"the model's code fixes the number of samples{at}: take it from its input's shape, e.g. "
             f"x.view(x.shape[0], -1)"

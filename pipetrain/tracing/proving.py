@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain import draws
@@ -59,7 +63,8 @@ def prove(network: Traced, example: Example, autocast: bool = False) -> None:
 def _work(network: Traced, example: Example) -> int:
     """Return the floating-point operations of a forward."""
     fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
-    unread = suppress(DataDependentOutputException)  # a number that is read has no value: up to there
+    # Up to a number that is read, which has no value, or a tensor of so many numbers.
+    unread = suppress(DataDependentOutputException, DynamicOutputShapeException)
     with _restored(network.model), torch.random.fork_rng([]), unread, fake, counter:
         _chain(network, [made_up(spec) for spec in example.of(SAMPLES).specs])
     return int(counter.get_total_flops())

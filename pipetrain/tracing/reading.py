@@ -40,6 +40,7 @@ def read(
     `order`: the number, among the tensors of a microbatch, of each tensor input of the program. Raises
     ConfigError for what cannot be trained.
     """
+    _refuse_transforms(program)
     reader = _Reader(program, model, order, training, device)
     env = reader.sources()
     outputs = reader.run(program.graph_module, env, grad=True, autocast=None)
@@ -57,6 +58,17 @@ def read(
     tree = program.call_spec.out_spec
     assert tree is not None
     return Listing(reader.ops, flat, tree, reader.constants)
+
+
+def _refuse_transforms(program: ExportedProgram) -> None:
+    """Refuse code of torch.func, whose operations are on tensors of its own. Raises ConfigError."""
+    for graph in program.graph_module.modules():
+        for node in graph.graph.nodes if isinstance(graph, fx.GraphModule) else ():
+            if getattr(node.target, "__module__", "").startswith("torch._functorch"):
+                raise ConfigError(
+                    f"the model uses torch.vmap or torch.func at {place_of(node)}, which cannot be cut: "
+                    f"write it for the whole batch, or {way_out(node)}"
+                )
 
 
 class _Reader:

@@ -95,7 +95,7 @@ def _nbytes(op: Op) -> int:
     for leaf in tree_leaves(op.value):
         if isinstance(leaf, Tensor):
             sizes: list[Any] = list(leaf.shape)
-            hints = [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
+            hints = [(size.node.hint or 1) if isinstance(size, torch.SymInt) else size for size in sizes]
             total += math.prod(hints) * leaf.dtype.itemsize
     return total
 
