@@ -38,7 +38,7 @@ from pipetrain.schedule.actions import (
     parse_program,
 )
 from pipetrain.schedule.lower import ADDED
-from pipetrain.tasks import LossFunction, Metric, Task
+from pipetrain.tasks import LossFunction, Metric, ModelLoss, Task
 from pipetrain.tasks.metrics import MetricFunction
 from pipetrain.training.loading import NamedTargets
 
@@ -54,10 +54,11 @@ _ARGUMENTS = (  # beside the keys of the configuration
 
 
 def read_task(
-    loss: LossFunction | Task | None,
+    loss: LossFunction | Task | str | None,
     task: Task | None,
     metrics: Sequence[Metric] | Mapping[str, MetricFunction],
     weight: Callable[[Value], Tensor | float] | None,
+    targets: str | Sequence[str] | None = None,
 ) -> Task:
     """Return the task of Pipeline's arguments. Raises ConfigError."""
     for name, given in (("loss", loss), ("task", task)):
@@ -70,23 +71,31 @@ def read_task(
         if metrics or weight or (loss is not None and loss is not task):
             raise ConfigError("a Task has its loss, metrics and weight: give these to it, not to Pipeline")
         return task
+    if loss == "model":
+        return ModelLoss(targets or "labels", metrics, weight)
     if not callable(loss):
-        raise ConfigError("Pipeline needs loss=, a function (outputs, targets) -> mean, or a Task")
+        raise ConfigError(
+            "Pipeline needs loss=, a function (outputs, targets) -> mean, or a Task, or loss='model' where "
+            "the model computes it"
+        )
     return Task(loss, metrics, weight)
 
 
-def read_targets(targets: str | Sequence[str] | None) -> NamedTargets | None:
+def read_targets(targets: str | Sequence[str] | None, task: Task) -> NamedTargets | None:
     """Return the names of the targets where batches are dicts. Raises ConfigError."""
+    kept = isinstance(task, ModelLoss)
+    if targets is None and isinstance(task, ModelLoss):
+        targets = task.labels[0] if len(task.labels) == 1 else task.labels
     if targets is None:
         return None
     if isinstance(targets, str) and targets:
-        return NamedTargets(targets)
+        return NamedTargets(targets, kept)
     names = tuple(targets) if isinstance(targets, list | tuple) else ()
     if not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"targets={targets!r} must be the name of the targets in a batch, as in targets='label', or names"
         )
-    return NamedTargets(names)
+    return NamedTargets(names, kept)
 
 
 def read_rate(lr_schedule: Rate | None) -> Rate:

@@ -49,7 +49,7 @@ from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.tailored import Tailored
 from pipetrain.schedule.timeline import Costs
-from pipetrain.tasks import Task, prove_task
+from pipetrain.tasks import Task
 from pipetrain.windows import Links, Window, lowered, prove, refuse_ties, settle_clipping, window_lengths
 
 if TYPE_CHECKING:
@@ -364,7 +364,7 @@ def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = 
     """
     dtype, last = plan.settings.dtype, plan.layers[-1]
     _cast("targets", Example.in_batch(targets), dtype)
-    prove_task(task, outputs_of(plan), last.name, cast_floats(targets, dtype), classes)
+    task.prove(outputs_of(plan), last.name, cast_floats(targets, dtype), classes)
 
 
 def outputs_of(plan: Plan) -> Boundary:

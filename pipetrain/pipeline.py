@@ -124,7 +124,8 @@ class Pipeline:
       its own stages, and the rest of the model is on the meta device; `collect` puts all into it again, on
       rank 0. One process trains it in place. For a large one, a function that makes it: then each rank makes
       the weights of its own stages only, by the option `seed`.
-    - `loss`: a function (outputs, targets) -> mean; or `task`, a Task with its `metrics` and `weight`.
+    - `loss`: a function (outputs, targets) -> mean; "model" for a model that takes a dict with `labels` in it
+      and computes its loss, as those of Hugging Face; or `task`, a Task with its `metrics` and `weight`.
     - `optimizer`: a function of parameters, such as `lambda p: AdamW(p, 3e-4)`. `param_groups`: options for
       some of them, as `optim.groups` of the configuration.
     - `schedule`: a name of `schedules()`, a function (ranks, batches, microbatches) -> program, or the path
@@ -151,7 +152,7 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module | Factory,
-        loss: LossFunction | Task | None = None,
+        loss: LossFunction | Task | str | None = None,
         optimizer: OptimizerFactory | None = None,
         schedule: str | Path | Schedule = "1f1b",
         *,
@@ -173,8 +174,8 @@ class Pipeline:
         keep_freed_memory()
         if optimizer is None:
             raise ConfigError("Pipeline needs optimizer=, such as lambda p: torch.optim.SGD(p, 0.01)")
-        self._task = read_task(loss, task, metrics, weight)
-        self._named = read_targets(targets)
+        self._task = read_task(loss, task, metrics, weight, targets)
+        self._named = read_targets(targets, self._task)
         world = World.current()
         model, record = read_model(model, options.get("seed"))
         cfg, name = configuration(model, schedule, microbatches, window, dtype, options)
@@ -366,18 +367,23 @@ class Pipeline:
 
     def _on_first(self, what: str, reader: Reader | None, read: Callable[[Reader], Any]) -> Any:
         """Return on every rank what `read` returns on rank 0; raise its error there, and tell the others."""
+        return self._on_one(0, what, None if reader is None else partial(read, reader))
+
+    def _on_one(self, rank: int, what: str, read: Callable[[], Any] | None) -> Any:
+        """Return what `read` returns on a `rank`, as `_on_first` does."""
         found, error = None, None
         try:
-            found = None if reader is None else read(reader)
+            found = None if read is None else read()
         except Exception as caught:  # a loader may raise anything
             error = caught
         text = None if error is None else one_line(error) or type(error).__name__
         with self._together():
-            found, text, refused = self._mesh.tell(what, [found, text, isinstance(error, ConfigError)])
+            told = [found, text, isinstance(error, ConfigError)]
+            found, text, refused = self._mesh.tell(what, told, rank)
         if error is not None:
             raise error
         if text is not None:
-            raise (ConfigError if refused else TrainingStopped)(f"rank 0 stopped: {text}")
+            raise (ConfigError if refused else TrainingStopped)(f"rank {rank} stopped: {text}")
         return found
 
     def _train(self, sizes: Sequence[int], reader: Reader | None) -> list[float]:
@@ -485,6 +491,8 @@ class Pipeline:
         with self._together():
             self._owners = direct.owners(network, plan)
             self._runner = Runner(plan, network, self._task, self._optimizer, self._rate, self._mesh)
+            last = plan.placement[-1]
+            self._on_one(last, "the model's loss", self._runner.settle if self.rank == last else None)
         own = direct.own_tensors(self._runner, self._names)
         self._loan, self._initial = Loan(network, own, self._mesh.world.size == 1), None
         if self._source is not None:

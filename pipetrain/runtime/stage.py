@@ -703,7 +703,9 @@ class Stage:
         """Return the mean loss of a microbatch; without targets that count it has no mean, and is 0."""
         assert self._task is not None and target is not None
         if not target.weight and target.share == 0:
-            return torch.stack([(t * 0).sum() for t in outputs if differentiable(t)]).sum()
+            # A loss among the outputs may be a mean over nothing.
+            numbers = (t if t.dim() else t.nan_to_num() for t in outputs if differentiable(t))
+            return torch.stack([(t * 0).sum() for t in numbers]).sum()
         return self._task.loss(self._made(outputs), target.value)
 
     def _made(self, outputs: tuple[Tensor, ...]) -> Any:

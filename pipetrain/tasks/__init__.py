@@ -41,6 +41,7 @@ __all__ = [
     "Mean",
     "MeanIoU",
     "Metric",
+    "ModelLoss",
     "Perplexity",
     "Regression",
     "Segmentation",
@@ -123,6 +124,10 @@ class Task:
     def classes_of(self, outputs: Boundary) -> int | None:
         """Return how many classes the outputs tell apart; None if they are no scores of classes."""
         return None
+
+    def prove(self, outputs: Boundary, layer: str, targets: Value, classes: int | None) -> None:
+        """Refuse outputs and targets that the task cannot take; see prove_task. Raises ConfigError."""
+        prove_task(self, outputs, layer, targets, classes)
 
     def values(self, tally: Tally) -> dict[str, float]:
         """Return each metric over all that a tally has counted; NaN if nothing was."""
@@ -216,6 +221,58 @@ class Regression(Task):
         return functional.mse_loss(made, wanted)
 
 
+class ModelLoss(Task):
+    """The loss that the model computes itself: the `loss` among its outputs, or the first of them.
+
+    So do models of Hugging Face, which take `labels` beside their inputs. `labels`: the names of the inputs
+    that are the targets. By default they count where they are not -100, or of sequences where those that
+    follow another are not: which one is tried, see training/trial.py.
+    """
+
+    def __init__(
+        self,
+        labels: str | Sequence[str] = "labels",
+        metrics: Sequence[Metric] | Mapping[str, MetricFunction] = (),
+        weight: WeightFunction | None = None,
+    ) -> None:
+        super().__init__(None, metrics, weight)
+        self.labels = (labels,) if isinstance(labels, str) else tuple(labels)
+        self.weights = [weight] if weight else [_unmasked, _unmasked_after_the_first]
+        """What targets may count for; the first of them is what they do."""
+
+    @property
+    def is_own(self) -> bool:
+        return True
+
+    def loss(self, outputs: Value, targets: Value) -> Tensor:
+        found: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss = found[0] if isinstance(found, tuple | list) and found else found
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise TypeError(
+                "the model returns no loss, one number as `loss` or first of its outputs: let its inputs "
+                "hold labels, or give a loss= of outputs and targets"
+            )
+        return loss
+
+    def weight(self, targets: Value) -> Tensor | float:
+        return self.weights[0](targets)
+
+    def prove(self, outputs: Boundary, layer: str, targets: Value, classes: int | None) -> None:
+        """Refuse a model without a loss, and metrics that fail. Raises ConfigError."""
+        given, wanted = _made_up(outputs, targets)
+        _tried(self.loss, given, wanted, f"loss=model cannot use the outputs {outputs} (layer {layer})")
+        _prove_metrics(self, given, wanted, f"the model's {outputs} (layer {layer})")
+
+
+def _unmasked(targets: Value) -> Tensor | float:
+    return _counting(targets, IGNORED)
+
+
+def _unmasked_after_the_first(targets: Value) -> Tensor | float:
+    """Return how many labels count where each is to be foretold from those before it."""
+    return _counting(as_tuple(targets)[0][:, 1:], IGNORED)
+
+
 def _tensor(value: Value, what: str) -> Tensor:
     value = scores_of(value)
     if not isinstance(value, Tensor):
@@ -305,7 +362,7 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
     _prove_loss(task, given, wanted, where)
     _tried(lambda _, some: torch.as_tensor(task.weight(some)), given, wanted, where)
     _prove_metrics(task, given, wanted, where)
-    prove_sum(task, given, wanted)
+    prove_sum(f"task {task}", task.loss, task.weight, given, wanted)
 
 
 def prove_batch(task: Task, outputs: Boundary, targets: Value, device: torch.device) -> None:
@@ -315,17 +372,15 @@ def prove_batch(task: Task, outputs: Boundary, targets: Value, device: torch.dev
     """
     given, wanted = _made_up(outputs, targets)
     try:
-        prove_sum(task, given, wanted, device)
+        prove_sum(f"task {task}", task.loss, task.weight, given, wanted, device)
     except ConfigError as error:
         raise TrainingStopped(str(error)) from error
 
 
 def _made_up(outputs: Boundary, targets: Value) -> tuple[Value, Value]:
     """Return made-up outputs of a few samples, and their targets."""
-    n = len(as_tuple(targets)[0])
-    first = outputs.specs[0].shape[0]
-    per_sample = sum(spec.numel for spec in outputs.specs if spec.shape) / first
-    n = max(min(n, int(MOST_TRIED / per_sample)), min(n, 2))
+    n = few(outputs, targets)
+    first = _samples_of(outputs)
     generator = torch.Generator().manual_seed(0)
     shapes = [spec.shape and (n * spec.shape[0] // first, *spec.shape[1:]) for spec in outputs.specs]
     made = tuple(
@@ -335,17 +390,36 @@ def _made_up(outputs: Boundary, targets: Value) -> tuple[Value, Value]:
     return outputs.pack(made), _part(targets, 0, n)
 
 
-def prove_sum(task: Task, given: Value, wanted: Value, device: torch.device = CPU) -> None:
+def few(outputs: Boundary, targets: Value) -> int:
+    """Return how many of the samples of targets are to be tried."""
+    n = len(as_tuple(targets)[0])
+    per_sample = sum(spec.numel for spec in outputs.specs if spec.shape) / _samples_of(outputs)
+    return max(min(n, int(MOST_TRIED / max(1, per_sample))), min(n, 2))
+
+
+def _samples_of(outputs: Boundary) -> int:
+    """Return the first dimension of the first output that has one."""
+    return next((spec.shape[0] for spec in outputs.specs if spec.shape), 1)
+
+
+def prove_sum(
+    what: str,
+    loss_of: LossFunction,
+    weight_of: WeightFunction,
+    given: Value,
+    wanted: Value,
+    device: torch.device = CPU,
+) -> None:
     """Refuse a loss that those of parts of the samples do not add up to, or their gradients.
 
     `given`, `wanted`: outputs and targets [n, ...]. Gradients show wrong weights even where the losses of the
     parts are alike. Raises ConfigError.
     """
     n = len(as_tuple(wanted)[0])
-    weight = float(task.weight(wanted))
+    weight = float(weight_of(wanted))
     if n < 2 or not weight:
         return
-    whole, *slopes = _sloped(task, given, wanted, device)
+    whole, *slopes = _sloped(loss_of, given, wanted, device)
     if not whole.isfinite():
         return
     sums = [torch.zeros_like(tensor) for tensor in (whole, *slopes)]
@@ -353,8 +427,8 @@ def prove_sum(task: Task, given: Value, wanted: Value, device: torch.device = CP
     ends = [n * part // parts for part in range(parts + 1)]
     for start, end in pairwise(ends):
         part, targets = _part(given, start, end), _part(wanted, start, end)
-        if share := float(task.weight(targets)) / weight:
-            loss, *some = _sloped(task, part, targets, device)
+        if share := float(weight_of(targets)) / weight:
+            loss, *some = _sloped(loss_of, part, targets, device)
             sums[0] += share * loss
             for total, slope in zip(sums[1:], some, strict=True):
                 (total[start:end] if total.dim() else total).add_(slope, alpha=share)
@@ -363,17 +437,17 @@ def prove_sum(task: Task, given: Value, wanted: Value, device: torch.device = CP
         scale = max(1e-3 if one is whole else 0.0, float(one.abs().nan_to_num(0, 0).max()))
         if not torch.allclose(one, other, rtol=0, atol=10 * math.sqrt(eps) * scale, equal_nan=True):
             raise ConfigError(
-                f"the loss of task {task} over {n} samples is {float(whole):.6g}, and the mean over its "
+                f"the loss of {what} over {n} samples is {float(whole):.6g}, and the mean over its "
                 f"microbatches, weighted by weight(targets), is another, or its gradient: let it be a mean "
                 f"over what counts (not a sum, and without a term between samples), and give weight=, a "
                 f"function of the targets that says what they count for"
             )
 
 
-def _sloped(task: Task, given: Value, wanted: Value, device: torch.device) -> list[Tensor]:
+def _sloped(loss_of: LossFunction, given: Value, wanted: Value, device: torch.device) -> list[Tensor]:
     """Return a loss, and its gradients for the outputs that can have one."""
     outputs = on_each(given, lambda t: t.to(device).detach().requires_grad_(differentiable(t)))
-    loss = task.loss(outputs, on_each(wanted, lambda t: t.to(device)))
+    loss = loss_of(outputs, on_each(wanted, lambda t: t.to(device)))
     leaves = [t for t in leaves_of(outputs) if t.requires_grad]
     slopes = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     return [loss.detach(), *slopes]

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from pipetrain.boundary import Boundary, Value
+from pipetrain.boundary import Boundary, TensorSpec, Value
 from pipetrain.partition.network import INPUT, Made, Network, Part, See, Slice, Tensors
 from pipetrain.tracing.dataflow import Dataflow, draws
 from pipetrain.tracing.emitting import Code, Function
@@ -122,6 +123,10 @@ class TracedPart(Part):
     def pack(self, outputs: Tensors) -> Any:
         return self._shared.network.pack(outputs)
 
+    def last_layer(self) -> LastLayer:
+        """Return the model's last layer, which these layers end with."""
+        return LastLayer(self, self._shared.network)
+
     def _function(self, slice: Slice) -> Function:
         """Return the code of some of the layers, in the present mode."""
         made = self._functions.get((slice, self.training))
@@ -145,6 +150,34 @@ class TracedPart(Part):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.constants.tensors = {name: fn(tensor) for name, tensor in self.constants.tensors.items()}
         return self
+
+
+class LastLayer:
+    """The last layer of a traced model alone, run in the present mode of its part.
+
+    `takes`: the values that it takes.
+    """
+
+    def __init__(self, part: TracedPart, network: Traced) -> None:
+        self._part = part
+        self._network = network
+        self._slice = network.alone(len(network.layers) - 1)
+        self.takes = self._slice.enters
+
+    def spec(self, made: Made, samples: int) -> TensorSpec:
+        """Return what a value is for a number of samples."""
+        value = self._network.value(made).value
+        return TensorSpec(tuple(_size(size, samples) for size in value.shape), value.dtype)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """Return what the model returns."""
+        return self._part.pack(self._part._function(self._slice)(self._part, *tensors))
+
+
+def _size(size: Any, samples: int) -> int:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, samples)))
 
 
 class _Shared:

@@ -37,10 +37,12 @@ class BadBatch(TrainingStopped):
 class NamedTargets:
     """The targets among the tensors of a batch that is a dict; several are a tuple.
 
-    The rest are the inputs: a dict, or if there is one alone, that tensor.
+    The rest are the inputs: a dict, or if there is one alone, that tensor. `kept`: the model takes them all,
+    targets too, as it computes its loss.
     """
 
     names: str | tuple[str, ...]
+    kept: bool = False
 
     @property
     def listed(self) -> tuple[str, ...]:
@@ -54,14 +56,14 @@ class NamedTargets:
             )
         if missing := [name for name in self.listed if name not in batch]:
             raise BadBatch(f"{what} has no {missing[0]}: targets= can name {_listed(batch)}")
-        inputs = {name: batch[name] for name in batch if name not in self.listed}
+        inputs = {name: batch[name] for name in batch if self.kept or name not in self.listed}
         if not inputs:
             raise BadBatch(
                 f"{what} has nothing but the targets {_listed(self.listed)}: add the model's inputs"
             )
         targets = tuple(batch[name] for name in self.listed)
         return (
-            next(iter(inputs.values())) if len(inputs) == 1 else inputs,
+            next(iter(inputs.values())) if len(inputs) == 1 and not self.kept else inputs,
             targets[0] if isinstance(self.names, str) else targets,
         )
 

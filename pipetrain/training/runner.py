@@ -19,9 +19,10 @@ from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.tasks import Task, prove_batch
+from pipetrain.tasks import ModelLoss, Task, prove_batch
 from pipetrain.training.assembly import make_engine, make_stages
 from pipetrain.training.feed import WindowFeed
+from pipetrain.training.trial import ModelTrial
 
 
 class Runner:
@@ -45,6 +46,13 @@ class Runner:
         self.engine = make_engine(plan, self.stages, mesh, feedback=self.feedback)
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
+        self._trial: ModelTrial | None = None
+
+    def settle(self) -> None:
+        """Find what the labels of a model count for that computes its loss. Raises ConfigError."""
+        if self.last is not None and isinstance(self._task, ModelLoss):
+            self._trial = ModelTrial(self._task, self.plan, self.last.module, self._mesh.device)
+            self._trial.settle()
 
     def train(
         self,
@@ -94,8 +102,12 @@ class Runner:
     def _prove_batch(self, targets: Value) -> None:
         """Try a user's task with the targets of batches 2, 4, 8, ..., as it was with the first ones."""
         self._batches += 1
-        if self._task.is_own and self._batches > 1 and self._batches.bit_count() == 1:
-            targets = cast_floats(targets, self.plan.settings.dtype)
+        if not self._task.is_own or self._batches.bit_count() > 1:
+            return
+        targets = cast_floats(targets, self.plan.settings.dtype)
+        if self._trial is not None:
+            self._trial.prove(targets)
+        elif self._batches > 1:
             prove_batch(self._task, outputs_of(self.plan), targets, self._mesh.device)
 
     def _feed(

@@ -72,6 +72,7 @@ class Trainer:
         self._rate = run.settings.rate(run.updates)
         # The whole model is built, as its initial weights depend on the order of layers, and then dropped.
         self.runner = Runner(run.plan, run.take_network(), run.task, run.optimizer, self._rate, mesh)
+        self.runner.settle()
         self.stages, self._engine = self.runner.stages, self.runner.engine
         # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
         torch.manual_seed((run.settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
