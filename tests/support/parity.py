@@ -74,7 +74,7 @@ class Subject:
     def model(self) -> nn.Module:
         """The user's module, with its initial values."""
         self.network.model.load_state_dict(self.initial)
-        self.network.train(True)
+        self.network.model.train()
         return self.network.model
 
     @property
