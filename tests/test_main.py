@@ -214,8 +214,9 @@ def test_tensorboard_reads_the_run(run):
         values = pytest.approx([float(row[column]) for row in rows], rel=1e-4)
         assert any(curve == values for curve in curves), column
     for stage in (0, 1):
-        assert len(events.Scalars(f"bubble/stage{stage}")) == 2
-        assert [point.value for point in events.Scalars(f"staleness/stage{stage}")] == [1 - stage] * 2
+        of_stage = EventAccumulator(str(folder / f"stage{stage}")).Reload()
+        assert len(of_stage.Scalars("stages/bubble")) == 2
+        assert [point.value for point in of_stage.Scalars("stages/staleness")] == [1 - stage] * 2
     assert len(tags["images"]) == 1
     texts = [tag for tag in tags["tensors"] if tag.endswith("text_summary")]
     shown = b"".join(events.Tensors(tag)[0].tensor_proto.string_val[0] for tag in texts)

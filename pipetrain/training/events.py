@@ -1,4 +1,7 @@
-"""TensorBoard's event file of a run, as bytes.
+"""TensorBoard's event files of a run, as bytes: one of the run, and one of each stage.
+
+TensorBoard draws a tag of several runs in one chart, and takes a folder with events for a run. So what is of
+a stage has the same tag for all of them, such as `stages/bubble`, in a file in a folder of the stage.
 
 PyTorch's SummaryWriter writes in a thread, which a full disk ends with a traceback and a loss of data. Bytes
 can be written again.
@@ -7,6 +10,7 @@ can be written again.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +31,7 @@ HYPER_PARAMETERS = [
     "data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size",
     "lr", "epochs", "seed", "device", "data_workers", "codec_forward", "codec_backward",
 ]  # fmt: skip
+_OF_STAGE = re.compile(r"(.+)/stage(\d+)")
 RESULTS = ["val_loss", "samples_per_s", "epoch_s"]  # and the metrics
 
 
@@ -35,15 +40,20 @@ def file_name() -> str:
     return f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
 
 
+def beginning(now: float) -> bytes:
+    """Return what each file begins with."""
+    return _record(Event(file_version="brain.Event:2", wall_time=now))
+
+
 def introduction(run: Run, config: str, picture: bytes) -> bytes:
-    """Return the beginning of a file: the configuration, the data, and the timeline from a PNG."""
+    """Return the beginning of the run's file: the configuration, the data, and the timeline from a PNG."""
     now, pixels = time.time(), matplotlib.image.imread(BytesIO(picture))[:, :, :3]
     summaries = [
         text("config", f"```yaml\n{config}```"),
         text("data", f"{run.facts.name}. {run.facts.note}".strip()),
         image("timeline", pixels, dataformats="HWC"),
     ]
-    return _record(Event(file_version="brain.Event:2", wall_time=now)) + _records(summaries, now)
+    return beginning(now) + _records(summaries, now)
 
 
 def scalars(history: History) -> dict[str, float]:
@@ -86,34 +96,42 @@ def updates(figures: EpochFigures) -> dict[int, dict[str, float]]:
 
 
 def points(history: History) -> bytes:
-    """Return the points of a history's newest epoch."""
+    """Return the points of a history's newest epoch, without those of its stages."""
     figures = history.last
-    summaries = [scalar(name, value) for name, value in scalars(history).items()]
-    for stage, stats in sorted(figures.stages.items()):
-        summaries.append(_distribution(f"distribution/staleness/stage{stage}", stats.staleness))
-    by_update = (
-        _records([scalar(name, value) for name, value in values.items()], figures.ended, update)
-        for update, values in updates(figures).items()
-    )
-    made = _records(summaries, figures.ended, figures.epoch) + b"".join(by_update)
+    values = {name: value for name, value in scalars(history).items() if not _OF_STAGE.fullmatch(name)}
+    by_update = (_scalars(of_one, figures.ended, update) for update, of_one in updates(figures).items())
+    return _scalars(values, figures.ended, figures.epoch) + b"".join(by_update)
+
+
+def stage_points(history: History, stage: int) -> bytes:
+    """Return the points of a stage in a history's newest epoch."""
+    figures = history.last
+    values = {
+        f"stages/{match[1]}": value
+        for name, value in scalars(history).items()
+        if (match := _OF_STAGE.fullmatch(name)) and int(match[2]) == stage
+    }
+    made = _scalars(values, figures.ended, figures.epoch)
+    if (stats := figures.stages.get(stage)) is not None:
+        late = _distribution("stages/staleness_distribution", stats.staleness)
+        made += _records([late], figures.ended, figures.epoch)
     if history.memory is not None and history.memory.epoch == figures.epoch:
-        made += _curves(history.memory, figures.ended)
+        made += _curve(history.memory, stage, figures.ended)
     return made
 
 
-def _curves(memory: Memory, moment: float) -> bytes:
-    """Return what each stage held in the measured window, by the number of its rank's action."""
+def _curve(memory: Memory, stage: int, moment: float) -> bytes:
+    """Return what a stage held in the measured window, by the number of its rank's action."""
+    (over_time,) = (rank.stages[stage] for rank in memory.ranks if stage in rank.stages)
     return b"".join(
-        _records(
-            [
-                scalar(f"memory_window_mib/stage{stage}", held.total / 2**20),
-                scalar(f"memory_window_activations_mib/stage{stage}", held.activations / 2**20),
-            ],
+        _scalars(
+            {
+                "stages/memory_window_mib": held.total / 2**20,
+                "stages/memory_window_activations_mib": held.activations / 2**20,
+            },
             moment,
             number,
         )
-        for rank in memory.ranks
-        for stage, over_time in rank.stages.items()
         for number, held in enumerate(over_time)
     )
 
@@ -140,6 +158,10 @@ def _distribution(name: str, counts: Mapping[int, int]) -> Any:
         bucket_limits=[value + 0.5 for value in bars],
         bucket_counts=[counts.get(value, 0) for value in bars],
     )
+
+
+def _scalars(values: Mapping[str, float], moment: float, step: int) -> bytes:
+    return _records([scalar(name, value) for name, value in values.items()], moment, step)
 
 
 def _records(summaries: Sequence[Any], moment: float, step: int = 0) -> bytes:

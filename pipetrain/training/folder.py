@@ -128,7 +128,7 @@ def _made_key(lock: int) -> str:
 
 def clear(folder: Path, names: Sequence[str] = (METRICS, UPDATES, TRACE, RAN, PROFILE_FILE)) -> None:
     """Remove an unfinished run's records `names`, and TensorBoard's files."""
-    for left in [*(folder / name for name in names), *folder.glob(EVENTS)]:
+    for left in [*(folder / name for name in names), *folder.glob(EVENTS), *folder.glob(f"stage*/{EVENTS}")]:
         with suppress(OSError):  # it will be overwritten, or that fails with a warning
             left.unlink()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,7 @@ class Recorder:
         self._plan = run.plan
         self._machine = machine
         self._files = files
+        self._began = time.time()
         self._history = History(run)
         self._bar = Bar()
         config, picture = (
@@ -74,7 +76,12 @@ class Recorder:
         self._introduction, self._outcome = events.introduction(run, config, picture), b""
         self._metrics = Growing(folder / METRICS, self._history.row)
         self._updates = Growing(folder / UPDATES, self._history.update_rows)
-        self._events = Growing(folder / events.file_name(), self._event)
+        name = events.file_name()
+        self._events = Growing(folder / name, self._event)
+        self._stages_events = [
+            Growing(folder / f"stage{stage}" / name, partial(self._stage_event, stage))
+            for stage in range(run.plan.stages)
+        ]
 
     def _introduce(self) -> None:
         settings, facts, plan, machine = self._run.settings, self._run.facts, self._plan, self._machine
@@ -142,7 +149,7 @@ class Recorder:
         self._files.due(self._metrics.path, partial(self._metrics.grow, parts))
         self._files.due(self._updates.path, partial(self._updates.grow, parts))
         if self._tensorboard:
-            self._files.due(self._events.path, partial(self._events.grow, parts + bool(self._outcome)))
+            self._files.due(self._events.path, partial(self._grow_events, parts))
         self._files.write()
 
     def _track(self, history: History) -> None:
@@ -156,6 +163,17 @@ class Recorder:
         if number > len(self._history.epochs):
             return self._outcome
         return events.points(self._history.until(number)) if number else self._introduction
+
+    def _stage_event(self, stage: int, number: int) -> bytes:
+        """Return a part of a stage's file of TensorBoard: its beginning, or an epoch."""
+        if not number:
+            return events.beginning(self._began)
+        return events.stage_points(self._history.until(number), stage)
+
+    def _grow_events(self, parts: int) -> None:
+        self._events.grow(parts + bool(self._outcome))
+        for growing in self._stages_events:
+            growing.grow(parts)
 
     def trace(self, trace: Trace) -> None:
         """Write the traced windows, with the conditions needed to replay them."""

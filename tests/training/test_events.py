@@ -25,5 +25,5 @@ def test_an_epoch_s_points_are_the_same_however_many_epochs_have_come_after_it()
 def test_of_another_pipeline_s_epochs_the_stages_points_are_missing_later_too():
     history = History(RUN)
     history.epochs = [replace(figures(1), stages={}), figures(2)]
-    assert b"bubble/stage0" not in events.points(history.until(1))
-    assert b"bubble/stage0" in events.points(history.until(2))
+    assert b"stages/bubble" not in events.stage_points(history.until(1), 0)
+    assert b"stages/bubble" in events.stage_points(history.until(2), 0)

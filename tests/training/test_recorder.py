@@ -85,6 +85,17 @@ def events(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder)).Reload()
 
 
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return all points, (step, value), those of a stage by their name in the trackers."""
+    found = {}
+    for where in (folder, *sorted(folder.glob("stage*"))):
+        seen = events(where)
+        for tag in seen.Tags()["scalars"]:
+            name = tag if where == folder else f"{tag.removeprefix('stages/')}/{where.name}"
+            found[name] = [(point.step, point.value) for point in seen.Scalars(tag)]
+    return found
+
+
 @pytest.mark.parametrize(
     ("room", "says"), [(None, None), (2**40, "each rank fits into its GPU: of 1024 GiB")]
 )
@@ -187,11 +198,12 @@ def test_tensorboard_has_the_run(made):
     for stage, times in enumerate(predict(run.plan, played(run.plan))):
         wanted |= {f"bubble_predicted/stage{stage}": [times.bubble] * 2}
         wanted |= {f"wait_predicted/stage{stage}": [times.wait] * 2}
+    points = scalars(folder)
     for tag, values in wanted.items():
-        scalars = seen.Scalars(tag)
-        assert [scalar.step for scalar in scalars] == [1, 2], tag
-        assert [scalar.value for scalar in scalars] == pytest.approx(values), tag
-    assert "stage_time_predicted/stage0" not in tags["scalars"]  # nobody knows what an action costs
+        assert [step for step, _ in points[tag]] == [1, 2], tag
+        assert [value for _, value in points[tag]] == pytest.approx(values), tag
+    assert "stage_time_predicted/stage0" not in points  # nobody knows what an action costs
+    assert "bubble/stage0" not in tags["scalars"]  # all stages share one chart, stages/bubble
     assert "timeline" in tags["images"]
     (image,) = seen.Images("timeline")
     assert image.width > image.height > 50
@@ -261,7 +273,7 @@ def test_how_late_gradients_were_is_a_bar_for_each_number(made):
     recorder.epoch(replace(figures(1), stages=stages))
     recorder.close()
     of_first, of_last = (
-        events(folder).Histograms(f"distribution/staleness/stage{stage}")[0].histogram_value
+        events(folder / f"stage{stage}").Histograms("stages/staleness_distribution")[0].histogram_value
         for stage in (0, 1)
     )
     assert (of_first.bucket_limit, of_first.bucket) == ([0.5, 1.5, 2.5, 3.5], [0, 3, 0, 2**40])
@@ -280,7 +292,7 @@ def test_epochs_of_another_pipeline_say_nothing_of_these_stages(tmp_path):
     recorder.close()
     seen = events(tmp_path)
     assert [scalar.step for scalar in seen.Scalars("accuracy/val")] == [1, 2]
-    assert [scalar.step for scalar in seen.Scalars("bubble/stage2")] == [2]
+    assert [step for step, _ in scalars(tmp_path)["bubble/stage2"]] == [2]
     assert len(json.loads((tmp_path / "summary.json").read_text())["per_stage"]) == 3
 
 
@@ -342,8 +354,7 @@ def test_a_stage_s_seconds_are_predicted_where_the_costs_are_known(made, tmp_pat
     recorder.close()
     stages = json.loads((tmp_path / "summary.json").read_text())["per_stage"]
     assert [stage["predicted_stage_time_s"] for stage in stages] == pytest.approx([0.06, 0.06])
-    (point,) = events(tmp_path).Scalars("stage_time_predicted/stage1")
-    assert point.value == pytest.approx(0.06)
+    assert scalars(tmp_path)["stage_time_predicted/stage1"] == [(1, pytest.approx(0.06))]
 
 
 def test_the_end_of_a_run_says_each_stage_s_times(made, caplog):
@@ -379,12 +390,6 @@ def test_a_trace_is_written_and_said_once(made, caplog, cut):
 
 
 # A full disk
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return all points: (step, value)."""
-    seen = events(folder)
-    return {tag: [(p.step, p.value) for p in seen.Scalars(tag)] for tag in seen.Tags()["scalars"]}
 
 
 def warned(caplog) -> list[str]:
@@ -442,9 +447,9 @@ def test_a_disk_that_is_full_at_the_start_is_no_end_and_all_is_there_later(tmp_p
         recorder.epoch(figures(1))
     names = ["config.yaml", "timeline.png", "metrics.csv", "updates.csv", recorder._events.path.name]
     assert warned(caplog) == names
-    assert {path.stat().st_size for path in tmp_path.iterdir()} <= {0}
+    assert {path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()} <= {0}
     recorder.epoch(figures(2))
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "stage0", "stage1"])
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["run_dir"] == str(tmp_path)
     assert matplotlib.image.imread(tmp_path / "timeline.png").shape[1] > 100
     assert [step for step, _ in scalars(tmp_path)["loss/train"]] == [1, 2]
