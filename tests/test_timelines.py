@@ -1,0 +1,61 @@
+"""`python -m pipetrain.timelines`: a page of what traced runs did."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipetrain import timelines
+from pipetrain.schedule.actions import Op, Program
+from pipetrain.schedule.chrome import write
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import one_f_one_b, pipedream
+from pipetrain.schedule.timeline import Costs
+from tests.support.traces import about, as_measured
+
+COSTS = Costs({(stage, op): n for stage in (0, 1) for op, n in ((Op.F, 0.1), (Op.B, 0.2))})
+
+
+def traced(folder: Path, schedule: str, program: Program, windows: int) -> Path:
+    """A run's folder with a trace of so many windows; F takes 0.1 s, B 0.2 s, nothing else."""
+    folder.mkdir()
+    said = {**about(program, 4, 16), "schedule": schedule, "device": "cpu"}
+    write(folder / "trace.json", said, as_measured(program, COSTS, 4, windows=windows, microbatch=16))
+    return folder
+
+
+def test_runs_stand_one_above_the_other_by_their_time_for_a_batch(tmp_path, capsys):
+    first = traced(tmp_path / "a", "1f1b", lower(one_f_one_b(2, 1, 4)), 3)
+    second = traced(tmp_path / "b", "pipedream", lower(pipedream(2, 5, 4)), 1)
+    out = tmp_path / "page.html"
+    assert timelines.main([str(first), str(second / "trace.json"), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"written to {out}\n"
+    text = out.read_text()
+    assert re.findall("<h2>(.*?)</h2>", text) == ["mlp, 1f1b", "mlp, pipedream"]
+    assert "window 2 of 3, in epoch 1" in text
+    assert "1.500 s for 1 batch · bubble 20.0%" in text  # (m + S - 1) (F + B)
+    assert "6.300 s for 5 batches, 1.19 times as fast as mlp, 1f1b · bubble 4.8%" in text
+    bars = re.findall(r"stage (\d), (.*?) of microbatch (\d+), version", text.partition("mlp, pipedream")[2])
+    assert max(int(mb) for *_, mb in bars) in (8, 9)  # of a third batch what was begun within two
+    assert "stage 1, forward of microbatch 0, version 0: 100.0 to 200.0 ms" in text
+    assert "http" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("none", "cannot be read: No such file"), ("x", "is not a whole trace")]
+)
+def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path, capsys, name, says):
+    (tmp_path / "x").write_text("{}")
+    assert timelines.main([str(tmp_path / name)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"pipetrain: {tmp_path / name} {says}")
+    assert err.count("\n") == 1
+
+
+def test_it_never_imports_torch():
+    code = "import sys, pipetrain.timelines; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
