@@ -139,8 +139,7 @@ def configuration(
             meant = f"; did you mean {close[0]}" if close else f"; choose of {', '.join(known)}"
             raise ConfigError(f"Pipeline takes no {key}{meant}")
     if dtype is None:
-        parameters = model.parameters() if isinstance(model, nn.Module) else ()
-        dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+        dtype = own_dtype(model) or torch.float32
     given = {key: value for key, value in options.items() if key in known and value is not None}
     given |= {"microbatches": microbatches} if microbatches is not None else {}
     given |= {"window": window} if window is not None else {}
@@ -200,6 +199,13 @@ def prove_same(mesh: Mesh, what: str, mine: Mapping[str, Any]) -> None:
 
 def _in_words(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else type(value).__name__
+
+
+def own_dtype(model: object) -> torch.dtype | None:
+    """Return the dtype of all floating-point parameters; None if they have several, or less than float32."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    found = {p.dtype for p in parameters if p.is_floating_point()} or {torch.float32}
+    return found.pop() if found in ({torch.float32}, {torch.float64}) else None
 
 
 def _names(group: str) -> str:

@@ -246,7 +246,7 @@ def make_plan(
     partition=profile.
     """
     m, epoch = settings.microbatches, len(samples.batches)
-    example = _cast("inputs", example, settings.dtype)
+    example = _cast("inputs", example, settings.data_dtype)
     network = network_of(model, example, settings.precision == "bf16")
     lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
     plain, schedule = schedule, with_recomputation(schedule, Chosen(settings.recompute))
@@ -362,7 +362,7 @@ def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = 
 
     `classes`: of the data set, None if unknown.
     """
-    dtype, last = plan.settings.dtype, plan.layers[-1]
+    dtype, last = plan.settings.data_dtype, plan.layers[-1]
     _cast("targets", Example.in_batch(targets), dtype)
     task.prove(outputs_of(plan), last.name, cast_floats(targets, dtype), classes)
 
@@ -376,7 +376,7 @@ def outputs_of(plan: Plan) -> Boundary:
     return replace(outputs, specs=tuple(specs))
 
 
-def _cast(what: str, example: Example, dtype: torch.dtype) -> Example:
+def _cast(what: str, example: Example, dtype: torch.dtype | None) -> Example:
     try:
         return example.cast(dtype)
     except ValueError as error:
@@ -437,7 +437,7 @@ def _pipeline(
     decided: bool,
 ) -> Pipeline:
     held = [held_in(settings, windows.values(), stage, decided) for stage in range(len(where))]
-    loss = assumed_loss(layers[-1].output, settings.dtype)
+    loss = assumed_loss(layers[-1].output, settings.data_dtype)
     model = Model(layers, inputs, loss, settings.ema is not None)
     values = _traffic(settings, layers, inputs)
     split = any(splits(window.program) for window in windows.values())

@@ -171,8 +171,13 @@ class Example:
         read = tuple(TensorSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in specs)
         return cls(read, form is True, tuple(form) if isinstance(form, list | tuple) else None)
 
-    def cast(self, dtype: torch.dtype) -> Example:
-        """Return the example with its floating-point tensors as `dtype`. Raises ValueError if that rounds."""
+    def cast(self, dtype: torch.dtype | None) -> Example:
+        """Return the example with its floating-point tensors as `dtype`, None: as they are.
+
+        Raises ValueError if that rounds.
+        """
+        if dtype is None:
+            return self
         specs = []
         for spec in self.specs:
             if spec.dtype.is_floating_point and torch.promote_types(spec.dtype, dtype) != dtype:
@@ -228,9 +233,9 @@ def joined(values: Sequence[Value]) -> Value:
     return Example.in_batch(values[0]).value(tensors)
 
 
-def cast_floats(value: Value, dtype: torch.dtype) -> Value:
-    """Return tensors with the floating-point ones as `dtype`."""
-    return on_each(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+def cast_floats(value: Value, dtype: torch.dtype | None) -> Value:
+    """Return tensors with the floating-point ones as `dtype`; None: as they are."""
+    return on_each(value, lambda t: t.to(dtype) if dtype and t.is_floating_point() else t)
 
 
 def differentiable(tensor: Tensor) -> bool:

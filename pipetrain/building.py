@@ -244,15 +244,19 @@ def _with_values(cfg: DictConfig, seed: int, dtype: torch.dtype) -> tuple[nn.Mod
     return cast(nn.Module, model), values
 
 
-def prove_model(model: object, needs: str, dtype: torch.dtype) -> None:
-    """Refuse what cannot be trained as one process would, and cast it to `dtype`. Raises ConfigError."""
+def prove_model(model: object, needs: str, dtype: torch.dtype | None) -> None:
+    """Refuse what cannot be trained as one process would, and cast it to `dtype`. Raises ConfigError.
+
+    Without `dtype` each parameter and buffer keeps its own.
+    """
     if not isinstance(model, nn.Module) or (isinstance(model, nn.Sequential) and not len(model)):
         what = "an empty nn.Sequential" if isinstance(model, nn.Module) else type(model).__name__
         raise ConfigError(f"{needs} an nn.Module, not {what}")
     if isinstance(model, nn.Sequential):
         _refuse_unseen(model)
     _refuse_parameters(model)
-    _cast(model, dtype)
+    if dtype is not None:
+        _cast(model, dtype)
 
 
 def _refuse_unseen(model: nn.Sequential) -> None:

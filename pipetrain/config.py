@@ -180,6 +180,12 @@ class Settings:
     checkpoint_unit: Annotated[str, _one_of("epochs", "updates"), "checkpoint.unit"]
     checkpoint_keep: Annotated[int, COUNT, "checkpoint.keep"]
     resume: Annotated[str | None, SOURCE]
+    as_given: bool = False  # weights and data keep the dtypes that they have, from Python
+
+    @property
+    def data_dtype(self) -> torch.dtype | None:
+        """What floating-point data become; None: they stay as they are."""
+        return None if self.as_given else self.dtype
 
     @property
     def full(self) -> int:
@@ -241,6 +247,16 @@ def read_settings(cfg: DictConfig, schedule: str, ranks: int | None) -> Settings
             f"{settings.weights} with others: leave one of them out"
         )
     return settings
+
+
+def as_given(settings: Settings) -> Settings:
+    """Return settings by which weights and data keep their dtypes. Raises ConfigError for precision=bf16."""
+    if settings.precision == "bf16":
+        raise ConfigError(
+            "precision=bf16 needs float32 weights, and the parameters of the model have other dtypes: give "
+            "dtype=torch.float32"
+        )
+    return replace(settings, as_given=True)
 
 
 def _refuse_graphs(settings: Settings) -> None:

@@ -32,6 +32,7 @@ from pipetrain.arguments import (
     digest,
     level,
     level_tensors,
+    own_dtype,
     prove_same,
     read_model,
     read_rate,
@@ -55,7 +56,7 @@ from pipetrain.checkpoint.plain import of_checkpoint
 from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
-from pipetrain.config import Settings, read_settings, share_of_cores
+from pipetrain.config import Settings, as_given, read_settings, share_of_cores
 from pipetrain.data import pieces
 from pipetrain.describe import describe
 from pipetrain.ending import end_by_sentence
@@ -140,7 +141,8 @@ class Pipeline:
       first batch.
     - `targets`: where batches are dicts, the name of the targets in them, or names, which make a tuple. The
       rest are the model's inputs, by their names, or if one is left, that tensor.
-    - `dtype`: of weights and floating-point data; None: the model's.
+    - `dtype`: of weights and floating-point data. None: each parameter and buffer keeps its own, and data
+      take that of the parameters, or keep theirs if the parameters have several (or less than float32).
     - `options`: any other key of the configuration, with its default there: partition, buffer_size, timeout,
       device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout, None:
       as torch is seeded on rank 0; of a factory's weights, None: 0), codec_forward, codec_backward (a name
@@ -181,7 +183,9 @@ class Pipeline:
         cfg, name = configuration(model, schedule, microbatches, window, dtype, options)
         self._schedule = read_schedule(cfg, schedule)
         self._settings = replace(read_settings(cfg, name, world.size), model=type(model).__name__)
-        prove_model(model, "Pipeline needs", self._settings.dtype)
+        if dtype is None and own_dtype(model) is None:
+            self._settings = as_given(self._settings)
+        prove_model(model, "Pipeline needs", None if dtype is None else self._settings.dtype)
         self._least = self._schedule.batches if isinstance(self._schedule, FixedProgram) else 1
         batches = self._least if self._least > 1 else 4  # several tell whether weights are read late
         self._settings = settle_clipping(self._settings, self._schedule, batches)

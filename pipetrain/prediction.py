@@ -70,7 +70,7 @@ def predict(plan: Plan, run: Timeline) -> list[StageTimes]:
 
 def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan:
     """Return a plan with the bytes of its stages. `state_of`: of the optimizer's state of a parameter."""
-    loss = loss_sizes(task, plan.layers[-1].output, plan.settings.dtype)
+    loss = loss_sizes(task, plan.layers[-1].output, plan.settings.data_dtype)
     messages = _messages(plan)
     sizes = []
     for stage in range(plan.stages):

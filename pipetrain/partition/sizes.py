@@ -206,17 +206,17 @@ def tensors_of(layers: Sequence[Layer]) -> tuple[dict[str, TensorSpec], dict[str
     return trained, fixed
 
 
-def assumed_loss(outputs: Boundary, dtype: torch.dtype) -> LossSizes:
+def assumed_loss(outputs: Boundary, dtype: torch.dtype | None) -> LossSizes:
     """Return what a loss saves whose targets are unknown: as much as a cross-entropy does."""
-    nbytes = sum(spec.numel * dtype.itemsize for spec in outputs.specs)
+    nbytes = sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs.specs)
     return LossSizes(Storages((nbytes,), (0,), frozenset([0])))
 
 
-def loss_sizes(task: Task, outputs: Boundary, dtype: torch.dtype) -> LossSizes:
+def loss_sizes(task: Task, outputs: Boundary, dtype: torch.dtype | None) -> LossSizes:
     """Return what a task's loss saves for the model's outputs, tried with targets that are made up.
 
-    `dtype`: that of the run, in which autocast hands the outputs to the task. A loss that takes no such
-    targets is assumed to save as much as a cross-entropy does.
+    `dtype`: that of the run, in which autocast hands the outputs to the task; None: their own. A loss that
+    takes no such targets is assumed to save as much as a cross-entropy does.
     """
     mode = fake_mode() if outputs.nbytes > MOST_REAL else nullcontext()
     with quiet(), torch.random.fork_rng([]), mode:
@@ -233,11 +233,11 @@ def loss_sizes(task: Task, outputs: Boundary, dtype: torch.dtype) -> LossSizes:
     return assumed_loss(outputs, dtype)
 
 
-def _made(spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-    return made_up(replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec)
+def _made(spec: TensorSpec, dtype: torch.dtype | None) -> Tensor:
+    return made_up(replace(spec, dtype=dtype) if dtype and spec.dtype.is_floating_point else spec)
 
 
-def _targets(task: Task, outputs: Boundary, dtype: torch.dtype) -> Iterable[Any]:
+def _targets(task: Task, outputs: Boundary, dtype: torch.dtype | None) -> Iterable[Any]:
     """Yield targets that a task may take: labels, or else numbers as the outputs are."""
     shape = outputs.specs[0].shape
     if task.classes_of(outputs) is not None:

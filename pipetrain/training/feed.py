@@ -31,7 +31,7 @@ class WindowFeed:
         targets: Iterator[Value] | None,
         weight: Weight,
         device: torch.device,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         prove: Callable[[Value], None] = lambda targets: None,
     ) -> None:
         self._sizes = [size for batch in batches for size in batch]
@@ -93,7 +93,7 @@ class WindowFeed:
         def move(tensor: Tensor) -> Tensor:
             if self._device.type == "cuda":
                 tensor = tensor.pin_memory()
-            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            return tensor.to(self._device, dtype, non_blocking=True)
+            dtype = self._dtype if tensor.is_floating_point() else None
+            return tensor.to(self._device, dtype or tensor.dtype, non_blocking=True)
 
         return on_each(value, move)

@@ -104,7 +104,7 @@ class Runner:
         self._batches += 1
         if not self._task.is_own or self._batches.bit_count() > 1:
             return
-        targets = cast_floats(targets, self.plan.settings.dtype)
+        targets = cast_floats(targets, self.plan.settings.data_dtype)
         if self._trial is not None:
             self._trial.prove(targets)
         elif self._batches > 1:
@@ -117,5 +117,5 @@ class Runner:
         targets: Iterator[Value] | None,
         prove: Callable[[Value], None] = lambda targets: None,
     ) -> WindowFeed:
-        dtype = self.plan.settings.dtype
+        dtype = self.plan.settings.data_dtype
         return WindowFeed(sizes, inputs, targets, self._task.weight, self._mesh.device, dtype, prove)

@@ -193,7 +193,9 @@ def test_a_microbatch_costs_few_kernels_beside_the_model_s_and_no_number_is_read
     assert second.numbers == 0
 
 
-@pytest.mark.parametrize("schedule", ["layer_dist", "interleaved_1f1b", "pipedream", "fbp", "zb_h1", "v_half"])
+@pytest.mark.parametrize(
+    "schedule", ["layer_dist", "interleaved_1f1b", "pipedream", "fbp", "zb_h1", "v_half"]
+)
 def test_so_it_is_where_a_batch_is_one_microbatch(schedule):
     """Then what is done once a batch counts in full. pipedream_2bw needs more of them."""
     second = second_window(TASKS["vgg16"].extended("microbatches=1"), schedule, 2)
