@@ -1,7 +1,7 @@
 """How a command or a program ends: each expected error is one sentence and an exit status.
 
-The statuses: 0 finished, or stopped and saved; 1 failed; 2 refused before training; 130 Ctrl-C; 143 ended by
-SIGTERM before all was saved.
+The statuses: 0 finished, or stopped and saved; 1 failed; 2 refused before training; 130 Ctrl-C, saved or not;
+143 ended by SIGTERM before all was saved.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def unread() -> int:
     return FAILED
 
 
-def terminate(error: object) -> NoReturn:
-    """End the process after SIGTERM with one sentence, from any thread.
+def terminate(error: object, status: int = TERMINATED) -> NoReturn:
+    """End the process after a signal with one sentence, from any thread.
 
     Nothing else ends a main thread that is in C++. No checkpoint is damaged: it gets its name when it is
     whole.
@@ -105,9 +105,9 @@ def terminate(error: object) -> NoReturn:
     try:
         os.write(2, f"{text}\n".encode())  # sys.stderr may be redirected, as while a model is traced
         _log(text)
-        leave(TERMINATED)
+        leave(status)
     finally:  # also where nobody reads what is said any more
-        os._exit(TERMINATED)
+        os._exit(status)
 
 
 ACT_S = 5.0  # that what a signal started may take to its end
@@ -145,10 +145,15 @@ def _hear(heard: int, act: Callable[[int], None]) -> None:
 
 
 def _let_go() -> None:
-    """Handle no signal for the parent in a forked process, such as a data worker: it is ended by SIGTERM."""
+    """Handle no signal for the parent in a forked process, such as a data worker: it is ended by SIGTERM.
+
+    What is for its parent's process group, as a signal of torchrun's, does not reach it.
+    """
     if _told:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        os.setpgid(0, 0)
 
 
 os.register_at_fork(after_in_child=_let_go)

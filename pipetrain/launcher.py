@@ -9,8 +9,8 @@ The number of processes on this machine is NPROC, or stages= among the overrides
 a GPU and for the quickstart. They share the machine's cores, unless threads= is set.
 
 torchrun prints a traceback for every failure and exits with 1 after a signal, however well its ranks ended.
-This command exits with 0 where all went well, a saved stop included; with 128 plus the signal's number (143
-for SIGTERM, 130 for Ctrl-C) where a signal ended it before all was saved; otherwise with the status of the
+This command exits with 0 where all went well, a stop by SIGTERM that was saved included; with 130 after
+Ctrl-C, saved or not; with 143 where SIGTERM ended it before all was saved; otherwise with the status of the
 rank that failed first.
 """
 

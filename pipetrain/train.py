@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import signal
 import sys
 import traceback
 import uuid
@@ -17,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from signal import SIGINT
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipetrain.blueprint import Plan
 from pipetrain.building import Models
 from pipetrain.checkpoint import resume
-from pipetrain.checkpoint.asking import Asking, end_in_start
+from pipetrain.checkpoint.asking import Asking, idle, name_of, status_after, trained
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.checkpoint.source import AUTO, Source, find_source, read_source, refuse_older
@@ -37,7 +37,7 @@ from pipetrain.cli import compose, contained, quoted
 from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
 from pipetrain.describe import describe
-from pipetrain.ending import FAILED, guarded, hearing, leave, terminate
+from pipetrain.ending import FAILED, guarded, leave, terminate
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.fitting import gpu_bytes
 from pipetrain.launch import START_S, Job, Leader, Part, follow, names_folder
@@ -67,8 +67,7 @@ def main() -> None:
     """Lead the run on rank 0, follow on the others; exit with the run's status."""
     keep_freed_memory()
     world = World.from_environment()
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # what hears it ends the process
-    with hearing(partial(end_in_start, world.rank)):
+    with idle(world.rank):
         try:
             status = guarded(lambda: follow(world, partial(join, Models())) if world.rank else lead(world))
         except Exception:
@@ -123,6 +122,7 @@ def discard_folder() -> None:
 
 def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> None:
     """Claim the run's folder, and decide, announce and record one job."""
+    trained.clear()
     run_dir = Path(cfg.run_dir)
     reads = OmegaConf.select(cfg, "data.sample") is None  # what an input is must then be seen
     doing = f"{'read the data set, ' if reads else ''}build and check the model"
@@ -262,6 +262,7 @@ def record(decided: Decided, world: World, leader: Leader, loggers: Loggers) -> 
 
 def join(models: Models, job: Job, world: World) -> Part:
     """Prepare a job of rank 0; return this rank's part of it. Raises ConfigError."""
+    trained.clear()
     freeze_imports()
     collect_garbage()
     cfg = OmegaConf.create(job.config)
@@ -321,11 +322,9 @@ def train(
             trainer.restore(source.folder, source.manifest)
         try:
             finished = trainer.fit()
-        except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(f"interrupted; {saved()}") from stop
         except ChannelError as error:
-            if keeper.asking.stopping:  # another rank has left
-                terminate(f"{error}, after SIGTERM; {saved()}")
+            if by := keeper.asking.stopped_by:  # another rank has left
+                terminate(f"{error}, after {name_of(by)}; {saved()}", status_after(by))
             raise
         mesh.close()
         lost = keeper.saver.not_saved
@@ -333,6 +332,8 @@ def train(
             recorder.close()
         elif recorder:
             recorder.stop(lost)
+    if keeper.asking.stopped_by == SIGINT and not finished:
+        raise KeyboardInterrupt(f"interrupted; {saved()}")
 
 
 def saved_so_far(run_dir: Path) -> str:

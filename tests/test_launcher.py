@@ -41,11 +41,12 @@ pytestmark = [
 # A window of 48 batches, at least 24 seconds long: it would outlive what torchrun gives a rank.
 SLOW = [*FAULTY, "+model.kind=sleep", "+model.rank=1", "+model.at=500", "batch_size=8", "schedule=pipedream"]
 WORDS = {
-    "stopped": [*SLOW, "trace=true"],
+    "stopped": [*SLOW, "trace=true", "data.workers=1"],
     "in its start": [],
     "refused": ["microbatches=65"],
     "killed": ["epochs=99"],
     "interrupted": ["epochs=99"],
+    "interrupted twice": SLOW,
 }
 
 
@@ -151,6 +152,8 @@ class Ended:
 def stop(process: Started) -> None:
     await_line(process, "slept")  # so that an update has been made
     os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.15)
+    os.kill(process.pid, signal.SIGTERM)  # whoever sends it again does not want less
 
 
 def stop_early(process: Started) -> None:
@@ -169,7 +172,20 @@ def interrupt(process: Started) -> None:
     os.kill(process.pid, signal.SIGINT)
 
 
-DEEDS = {"stopped": stop, "interrupted": interrupt, "in its start": stop_early, "killed": kill_one}
+def interrupt_twice(process: Started) -> None:
+    await_line(process, "slept")
+    for word in ("Ctrl-C again ends it at once", ""):
+        os.kill(process.pid, signal.SIGINT)
+        await_line(process, word)
+
+
+DEEDS = {
+    "in its start": stop_early,
+    "killed": kill_one,
+    "interrupted": interrupt,
+    "interrupted twice": interrupt_twice,
+    "stopped": stop,
+}
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +198,8 @@ def ends(tmp_path_factory) -> dict[str, Ended]:
             folder = tmp_path_factory.mktemp("run")
             run = started(folder, [*words, "run_dir=run"], launcher=LAUNCHER)
             runs[name] = folder / "run", stack.enter_context(run)
-        for name in ("in its start", "killed", "interrupted", "stopped"):
-            DEEDS[name](runs[name][1])
+        for name, deed in DEEDS.items():
+            deed(runs[name][1])
         for name, (run, process) in runs.items():
             out = ended(process)
             found[name] = Ended(process.returncode, out, len(living(process.mark)), run)
@@ -233,10 +249,21 @@ def test_a_rank_that_was_killed_is_named(ends):
     assert re.search("rank 0 (lost rank 1|could not gather .* a rank has ended)", said(end.out))
 
 
-def test_ctrl_c_is_one_line_that_says_what_was_saved(ends):
+def test_ctrl_c_saves_and_its_last_line_says_what_and_how_to_go_on(ends):
     end = ends["interrupted"]
     assert end.status == 128 + signal.SIGINT
+    assert (
+        "got Ctrl-C: saving when the pipeline is drained, then stopping; Ctrl-C again ends it at" in end.out
+    )
     *_, last = end.out.splitlines()
-    saved = rf"update-\d+ is saved: go on with run_dir={end.run} resume=auto"
-    assert re.fullmatch(rf"pipetrain: interrupted; {saved}", last)
+    newest, manifest = next(newest_first(end.run / CHECKPOINTS))
+    assert isinstance(manifest, Manifest), manifest
+    assert last == f"pipetrain: interrupted; {newest.name} is saved: go on with run_dir={end.run} resume=auto"
     assert said(end.out).count("interrupted") == 1
+
+
+def test_ctrl_c_again_ends_it_at_once(ends):
+    end = ends["interrupted twice"]
+    assert end.status == 128 + signal.SIGINT
+    assert end.out.splitlines()[-1] == "pipetrain: interrupted; there is no checkpoint yet"
+    assert not list(end.run.glob(f"{CHECKPOINTS}/*"))

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -18,7 +19,7 @@ from pipetrain.checkpoint.asking import LIMIT, Asking
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
 from pipetrain.ending import hearing
 from tests.support.deadlines import DEADLINE_S
-from tests.support.processes import CHECKOUT, FAULTY, LAUNCHER, await_line, ended, living, started
+from tests.support.processes import CHECKOUT, FAULTY, LAUNCHER, await_line, ended, living, rank_of, started
 
 processes = pytest.mark.processes
 AT_ONCE = r"^pipetrain: rank (\d) got SIGTERM with no update to save, so it ends now$"
@@ -34,11 +35,17 @@ class Ended:
     checkpoints: list[str]
 
 
-def stopped(folder: Path, words: list[str]) -> Ended:
-    """Start two ranks, and let the launcher hear SIGTERM when one is blocked."""
+def stopped(folder: Path, words: list[str], saves: int | None = None) -> Ended:
+    """Start two ranks, and let the launcher hear SIGTERM when one is blocked.
+
+    `saves`: a rank that hears SIGUSR1 before that, when there is nothing to save.
+    """
     with started(folder, [*words, "run_dir=run"], launcher=LAUNCHER) as process:
         await_line(process, "blocked")
         time.sleep(0.5)  # for the others to be under way, too
+        if saves is not None:
+            os.kill(rank_of(process, saves), signal.SIGUSR1)
+            await_line(process, f"pipetrain: rank {saves} got SIGUSR1 with no update to save, so it goes on")
         process.send_signal(signal.SIGTERM)
         out = ended(process)
         found = newest_first(folder / "run" / CHECKPOINTS)
@@ -48,15 +55,15 @@ def stopped(folder: Path, words: list[str]) -> Ended:
 
 @processes
 @pytest.mark.parametrize(
-    ("words", "say"),
+    ("words", "saves", "say"),
     [
-        (["model._target_=tests.support.models.Blocked", "partition=even"], ["0"]),
-        ([*FAULTY, "+model.kind=block", "+model.rank=1", "+model.at=1"], ["0", "1"]),
+        (["model._target_=tests.support.models.Blocked", "partition=even"], 0, ["0"]),
+        ([*FAULTY, "+model.kind=block", "+model.rank=1", "+model.at=1"], None, ["0", "1"]),
     ],
     ids=["traced", "first forward"],
 )
-def test_before_the_first_update_all_ranks_end_at_once(tmp_path, words, say):
-    end = stopped(tmp_path, words)
+def test_before_the_first_update_all_ranks_end_at_once(tmp_path, words, saves, say):
+    end = stopped(tmp_path, words, saves)
     assert sorted(re.findall(AT_ONCE, end.out, re.MULTILINE)) == say
     assert (end.status, end.living, end.checkpoints) == (143, 0, [])
     assert "Traceback" not in end.out
@@ -88,33 +95,40 @@ class Left(Exception):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Patience of 0.2 s, and nobody ends this process."""
+    """Patience of 0.2 s, nobody ends this process, and no signal has come before."""
 
-    def leaves(sentence: str) -> None:
-        raise Left(sentence)
+    def leaves(sentence: str, status: int = 143) -> None:
+        raise Left(f"{status}: {sentence}")
 
     monkeypatch.setattr(module, "terminate", leaves)
+    monkeypatch.setattr(module, "leave", lambda status: leaves("", status))
     monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "trained", Event())
+    monkeypatch.setattr(module, "interrupted", Event())
 
 
-@pytest.mark.parametrize(("limit", "left_s", "said"), [("5.1", "0.1", False), ("5.3", "0.3", True)])
-def test_it_says_that_it_waits_before_it_leaves(quick, monkeypatch, capfd, limit, left_s, said):
-    monkeypatch.setenv(LIMIT, limit)
-    asking = Asking(None, 3, 0)
+@pytest.mark.parametrize(("left_s", "said"), [(0.1, False), (0.3, True)])
+@pytest.mark.parametrize(
+    ("number", "name", "status"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)]
+)
+def test_it_says_that_it_waits_before_it_leaves(quick, capfd, left_s, said, number, name, status):
     with pytest.raises(
-        Left, match=rf"^rank 3 leaves without saving: .* SIGTERM, {left_s} s ago, .*; nothing is$"
+        Left,
+        match=rf"^{status}: rank 3 leaves without saving: .* {name}, {left_s} s ago, .*; nothing is$",
     ):
-        asking._hear(signal.SIGTERM, lambda: "nothing is")
-    waits = "still runs what was under way at SIGTERM, 0.2 s ago; it leaves without saving after"
-    assert (f"pipetrain: rank 3 {waits} {left_s} s\n" in capfd.readouterr().err) == said
+        Asking(None, 3, 0)._outlast(number, left_s, lambda: "nothing is")
+    waits = f"still runs what was under way at {name}, 0.2 s ago; it leaves without saving after {left_s} s\n"
+    assert (f"pipetrain: rank 3 {waits}" in capfd.readouterr().err) == said
 
 
 def test_a_rank_that_is_drained_is_left_alone_and_so_is_one_that_is_to_save(quick, monkeypatch, capfd):
-    monkeypatch.setenv(LIMIT, "0")
+    left = Event()
+    monkeypatch.setattr(Asking, "_outlast", lambda *_: left.set())
     asking = Asking(None, 0, 0)
     asking._hear(signal.SIGUSR1, str)
-    with pytest.raises(Left):
-        asking._hear(signal.SIGTERM, str)
+    assert not left.is_set()
+    asking._hear(signal.SIGTERM, str)
+    assert left.wait(DEADLINE_S)
     asking.drained()
     asking._hear(signal.SIGTERM, str)
     waits = (
@@ -126,6 +140,44 @@ def test_a_rank_that_is_drained_is_left_alone_and_so_is_one_that_is_to_save(quic
         for name, why in zip(("SIGUSR1", "SIGTERM"), waits, strict=True)
     ]
     assert capfd.readouterr().err == "".join(said)
+
+
+@pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_a_rank_at_once_also_as_torchrun_passes_it_on(quick, monkeypatch, again):
+    monkeypatch.setattr(Asking, "_outlast", lambda *_: None)
+    for rank, sentence in ((0, "130: interrupted; update-6 is saved"), (1, "130: ")):
+        module.interrupted.clear()
+        asking = Asking(None, rank, 0)
+        asking._hear(signal.SIGINT, lambda: "update-6 is saved")
+        asking.drained()  # and saves
+        with pytest.raises(Left, match=f"^{sentence}$"):
+            asking._hear(again, lambda: "update-6 is saved")
+
+
+def test_nothing_ends_what_has_trained_but_a_second_ctrl_c(quick, capfd):
+    """The trackers may take long to close."""
+    with pytest.raises(Left, match="rank 0 got SIGTERM with no update to save"):
+        module._hear_idle(0, signal.SIGTERM)
+    module.trained.set()
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        module._hear_idle(0, number)
+        module._interrupt(number, None)
+    assert capfd.readouterr().err == ""
+    with pytest.raises(Left, match=r"^130: interrupted$"):
+        module._hear_idle(0, signal.SIGINT)
+
+
+def test_sigusr1_ends_no_process_that_imports_yet():
+    """The signal comes while pipetrain.train is imported."""
+    code = """
+import os, runpy, signal, sys, types
+train = sys.modules["pipetrain.train"] = types.ModuleType("pipetrain.train")
+train.__getattr__ = lambda name: os.kill(os.getpid(), signal.SIGUSR1) or (lambda: print("imported"))
+runpy.run_module("pipetrain", run_name="__main__")
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=False)
+    assert (done.returncode, done.stdout) == (0, "imported\n"), done.stderr
 
 
 def test_a_signal_is_heard_while_the_main_thread_is_in_c():

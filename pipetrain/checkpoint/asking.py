@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: save at the end of a window, then stop or go on.
+"""SIGTERM, Ctrl-C and SIGUSR1: save at the end of a window, then stop or go on.
 
 All ranks must act at the same window, without waiting for each other. A rank that gets a signal writes it to
 the run's store. After each window, the rank of the first stage reads the store and decides for the end of the
@@ -12,6 +12,9 @@ by batch; once the time of a batch is known, the ranks check about every LOOK_S 
 A stop must not depend on the main thread, which may compile for a minute, or on the other ranks. Before a
 rank's first update there is nothing to save, so SIGTERM ends it at once. Later it leaves, and says what is
 saved, MARGIN_S before it would be killed, unless the pipeline has been drained.
+
+Ctrl-C is as SIGTERM, and a second one ends the rank at once; torchrun passes that on as SIGTERM. No handler
+raises an exception while a run trains, as it might land in a finalizer, which cannot pass it on.
 """
 
 from __future__ import annotations
@@ -21,19 +24,20 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event
+from threading import Event, Thread, Timer
 from types import FrameType
 from typing import Literal
 
-from pipetrain.ending import TERMINATED, hearing, leave, terminate
+from pipetrain.ending import ACT_S, INTERRUPTED, TERMINATED, hearing, leave, terminate
 from pipetrain.seal import SealedStore
 
 Asked = Literal["", "save", "stop"]
 ORDER: list[Asked] = ["", "save", "stop"]  # by rising priority
-SIGNALS: dict[int, Asked] = {signal.SIGTERM: "stop", signal.SIGUSR1: "save"}
-_SENTENCES = {
-    "stop": "saving when the pipeline is drained, then stopping",
-    "save": "saving at the end of this window, then going on",
+SIGNALS: dict[int, Asked] = {signal.SIGTERM: "stop", signal.SIGINT: "stop", signal.SIGUSR1: "save"}
+_SENTENCES: dict[int, str] = {
+    signal.SIGTERM: "saving when the pipeline is drained, then stopping",
+    signal.SIGINT: "saving when the pipeline is drained, then stopping; Ctrl-C again ends it at once",
+    signal.SIGUSR1: "saving at the end of this window, then going on",
 }
 LOOK_S = 0.5  # between two checks within a window
 MOST_LEFT_S = 10.0  # a window with less time left runs to its end before a stop
@@ -58,7 +62,7 @@ class Asking:
         self._batches = 0
         self._began = 0.0
         self.ended = False  # whether a window was ended early: the run then saves and stops
-        self.stopping = False  # whether this rank got SIGTERM
+        self.stopped_by = 0  # the signal that asked this rank to stop, if one has
         self._updated = True
         self._drained = Event()
 
@@ -66,14 +70,20 @@ class Asking:
     def listening(self, saved: Callable[[], str]) -> Iterator[None]:
         """Handle the signals while the block trains. `saved`: says which checkpoint there is."""
         self._updated = False
-        before = {number: signal.signal(number, self._take) for number in SIGNALS}
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+        for number in handled:
+            signal.signal(number, self._take)
         try:
             with hearing(lambda number: self._hear(number, saved)):
-                yield
+                try:
+                    yield
+                finally:
+                    self.drained()
+            trained.set()
         finally:
-            self.drained()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in handled:
+                signal.signal(number, before[number])
 
     def updated(self) -> None:
         """Note that this rank has made an update, which is lost if it is not saved."""
@@ -84,34 +94,43 @@ class Asking:
         self._drained.set()
 
     def _hear(self, number: int, saved: Callable[[], str]) -> None:
-        """Say what a signal leads to; after SIGTERM end if the main thread does not. In another thread."""
+        """Say what a signal leads to; end the process where nothing is to be saved. In another thread."""
+        if number not in SIGNALS:
+            return
+        again = interrupted.is_set()
+        if number == signal.SIGINT:
+            interrupted.set()
+        if (again and SIGNALS[number] == "stop") or (number == signal.SIGINT and not self._updated):
+            end_interrupted(self._rank, f"; {saved()}")
         if not self._updated:
             end_at_once(self._rank, number)
-        if number in SIGNALS and not self._drained.is_set():
-            name = signal.Signals(number).name
-            _say(f"rank {self._rank} got {name}: {_SENTENCES[SIGNALS[number]]}")
+        if not self._drained.is_set():
+            _say(f"rank {self._rank} got {name_of(number)}: {_SENTENCES[number]}")
             if SIGNALS[number] == "stop":
-                self._outlast(_limit_s(), saved)
+                outlasts = Thread(target=self._outlast, args=(number, _limit_s(), saved), daemon=True)
+                outlasts.start()
 
-    def _outlast(self, limit_s: float, saved: Callable[[], str]) -> None:
+    def _outlast(self, number: int, limit_s: float, saved: Callable[[], str]) -> None:
         """Wait until the pipeline is drained; end the process where it is not in time."""
         if self._drained.wait(min(PATIENCE_S, limit_s)):
             return
         if limit_s > PATIENCE_S:
             _say(
-                f"rank {self._rank} still runs what was under way at SIGTERM, {PATIENCE_S:g} s ago; it "
-                f"leaves without saving after {limit_s:g} s"
+                f"rank {self._rank} still runs what was under way at {name_of(number)}, {PATIENCE_S:g} s "
+                f"ago; it leaves without saving after {limit_s:g} s"
             )
             if self._drained.wait(limit_s - PATIENCE_S):
                 return
         terminate(
-            f"rank {self._rank} leaves without saving: what was under way at SIGTERM, {limit_s:g} s ago, has "
-            f"not ended; {saved()}"
+            f"rank {self._rank} leaves without saving: what was under way at {name_of(number)}, "
+            f"{limit_s:g} s ago, has not ended; {saved()}",
+            status_after(number),
         )
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self._asked = max(self._asked, SIGNALS[number], key=ORDER.index)
-        self.stopping |= SIGNALS[number] == "stop"
+        if SIGNALS[number] == "stop":
+            self.stopped_by = self.stopped_by or number
 
     def begin_window(self, batches: int, batch_s: float | None = None) -> None:
         """Start a window of `batches` batches of about `batch_s` seconds; the same numbers on all ranks."""
@@ -179,20 +198,72 @@ class Asking:
             _publish(store, f"decided/{self._served}", f"{self._windows + 1} {asked}")
 
 
+trained = Event()  # from the end of a training that went well: what is left is to write and to end
+interrupted = Event()  # from the first Ctrl-C
+
+
+@contextmanager
+def idle(rank: int) -> Iterator[None]:
+    """Handle the signals of a rank of the command line, before it trains and after."""
+    handlers: dict[int, Callable[[int, FrameType | None], None]] = {
+        signal.SIGTERM: lambda number, frame: None,
+        signal.SIGUSR1: lambda number, frame: None,
+    }
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        handlers[signal.SIGINT] = _interrupt
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    with hearing(lambda number: _hear_idle(rank, number)):
+        yield
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if not trained.is_set():
+        raise KeyboardInterrupt
+
+
+def _hear_idle(rank: int, number: int) -> None:
+    """End a rank that does not train, where a signal asks for that. In another thread.
+
+    Rank 0 speaks for all: where it refuses a run, torchrun ends the others so.
+    """
+    if number == signal.SIGUSR1:
+        _say(f"rank {rank} got SIGUSR1 with no update to save, so it goes on")
+    elif interrupted.is_set():
+        end_interrupted(rank)
+    elif number == signal.SIGINT:
+        interrupted.set()
+        if not trained.is_set():  # where the main thread is in C++, or the exception landed in a finalizer
+            late = Timer(ACT_S, end_interrupted, (rank,))
+            late.daemon = True
+            late.start()
+    elif number == signal.SIGTERM and not trained.is_set():
+        if rank:
+            leave(TERMINATED)
+        end_at_once(rank, number)
+
+
 def end_at_once(rank: int, number: int) -> None:
     """End a process that has no update to save, on SIGTERM."""
     if number == signal.SIGTERM:
         terminate(f"rank {rank} got SIGTERM with no update to save, so it ends now")
 
 
-def end_in_start(rank: int, number: int) -> None:
-    """End a process that does not train yet, on SIGTERM.
+def end_interrupted(rank: int, more: str = "") -> None:
+    """End a process at once after Ctrl-C; rank 0 says so, and `more`."""
+    if rank:
+        leave(INTERRUPTED)
+    terminate(f"interrupted{more}", INTERRUPTED)
 
-    Rank 0 speaks for all: where it refuses a run, torchrun ends the others so.
-    """
-    if number == signal.SIGTERM and rank:
-        leave(TERMINATED)
-    end_at_once(rank, number)
+
+def name_of(number: int) -> str:
+    """Return what people call a signal."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def status_after(number: int) -> int:
+    """Return the status of a process that a signal has ended before all was saved."""
+    return INTERRUPTED if number == signal.SIGINT else TERMINATED
 
 
 def _say(sentence: str) -> None:

@@ -64,7 +64,7 @@ def test_alone_it_acts_at_once_and_the_old_handlers_come_back():
         assert asking.after_window() == "stop"
         assert asking.after_window() == ""
     assert signal.getsignal(STOP) is before
-    asking._outlast(0.0, str)  # which ends the process only while it listens
+    asking._outlast(STOP, 0.0, str)  # which ends the process only while it listens
 
 
 # Within a window
