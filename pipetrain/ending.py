@@ -138,6 +138,11 @@ def hearing(act: Callable[[int], None]) -> Iterator[None]:
 _told: list[int] = []
 
 
+def alone_in_children() -> None:
+    """Let the forked processes of this one handle signals for themselves, from now on."""
+    _told.append(-1)
+
+
 def _hear(heard: int, act: Callable[[int], None]) -> None:
     with open(heard, "rb", buffering=0) as numbers:
         while number := numbers.read(1):
@@ -157,6 +162,16 @@ def _let_go() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go)
+
+
+def say(sentence: str) -> None:
+    """Print a sentence on standard error, from any thread or handler."""
+    os.write(2, f"pipetrain: {sentence}\n".encode())
+
+
+def name_of(number: int) -> str:
+    """Return what people call a signal."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def leave(status: int) -> NoReturn:

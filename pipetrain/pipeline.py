@@ -82,6 +82,7 @@ from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 from pipetrain.schedule.actions import Schedule, placement
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.programs import forward_only
+from pipetrain.stopping import Stopping
 from pipetrain.tally import Tally
 from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
@@ -210,6 +211,8 @@ class Pipeline:
         device = choose_device(world, self._settings.device)
         self._mesh = mesh = Mesh(world, where, [], device, None, self._settings.timeout)
         self._bar = Bar()
+        self._signals = Stopping(self, world.rank)
+        self._stopping = False  # as agreed after the last window
         with self._together():
             prove_same(mesh, "the settings", conditions(cfg, name, made, window_of.program))
             mesh.open(edges(window_of.program))
@@ -264,6 +267,16 @@ class Pipeline:
         if self._runner is None:
             return self._source.manifest.position.update if self._source else 0
         return next(iter(self._runner.stages.values())).weights.updates
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a rank has got SIGTERM or Ctrl-C: on all ranks alike, as they agree after each window.
+
+        From the first time that a program reads it these signals end it no longer: it is to save and to
+        leave. A second Ctrl-C does, and `close` lets both do what they did before.
+        """
+        self._signals.listen()
+        return self._stopping
 
     def train(self, loader: Batches, window: int | None = None) -> Iterator[float]:
         """Train one pass over a loader; yield the mean loss of each update, on every rank.
@@ -402,6 +415,7 @@ class Pipeline:
         with self._together():
             losses = self._train_window([pieces(size, m) for size in sizes], reader)
             told: list[float] = self._mesh.tell("the losses", losses, plan.placement[-1])
+            self._stopping = self._mesh.any("a stop", self._signals.asked)
         return told
 
     def _train_window(self, cut: Sequence[Sequence[int]], reader: Reader | None) -> list[float]:
@@ -629,6 +643,7 @@ class Pipeline:
         model whole.
         """
         global _open
+        self._signals.close()
         if self._loan is not None:
             if self._mesh.world.size == 1 and self._runner is not None:
                 own = direct.own_tensors(self._runner, self._names)

@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipetrain.blueprint import Plan
 from pipetrain.building import Models
 from pipetrain.checkpoint import resume
-from pipetrain.checkpoint.asking import Asking, idle, name_of, status_after, trained
+from pipetrain.checkpoint.asking import Asking, idle, status_after, trained
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.checkpoint.source import AUTO, Source, find_source, read_source, refuse_older
@@ -37,7 +37,7 @@ from pipetrain.cli import compose, contained, quoted
 from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
 from pipetrain.describe import describe
-from pipetrain.ending import FAILED, guarded, leave, terminate
+from pipetrain.ending import FAILED, guarded, leave, name_of, terminate
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.fitting import gpu_bytes
 from pipetrain.launch import START_S, Job, Leader, Part, follow, names_folder

@@ -28,7 +28,7 @@ from threading import Event, Thread, Timer
 from types import FrameType
 from typing import Literal
 
-from pipetrain.ending import ACT_S, INTERRUPTED, TERMINATED, hearing, leave, terminate
+from pipetrain.ending import ACT_S, INTERRUPTED, TERMINATED, hearing, leave, name_of, say, terminate
 from pipetrain.seal import SealedStore
 
 Asked = Literal["", "save", "stop"]
@@ -105,7 +105,7 @@ class Asking:
         if not self._updated:
             end_at_once(self._rank, number)
         if not self._drained.is_set():
-            _say(f"rank {self._rank} got {name_of(number)}: {_SENTENCES[number]}")
+            say(f"rank {self._rank} got {name_of(number)}: {_SENTENCES[number]}")
             if SIGNALS[number] == "stop":
                 outlasts = Thread(target=self._outlast, args=(number, _limit_s(), saved), daemon=True)
                 outlasts.start()
@@ -115,7 +115,7 @@ class Asking:
         if self._drained.wait(min(PATIENCE_S, limit_s)):
             return
         if limit_s > PATIENCE_S:
-            _say(
+            say(
                 f"rank {self._rank} still runs what was under way at {name_of(number)}, {PATIENCE_S:g} s "
                 f"ago; it leaves without saving after {limit_s:g} s"
             )
@@ -228,7 +228,7 @@ def _hear_idle(rank: int, number: int) -> None:
     Rank 0 speaks for all: where it refuses a run, torchrun ends the others so.
     """
     if number == signal.SIGUSR1:
-        _say(f"rank {rank} got SIGUSR1 with no update to save, so it goes on")
+        say(f"rank {rank} got SIGUSR1 with no update to save, so it goes on")
     elif interrupted.is_set():
         end_interrupted(rank)
     elif number == signal.SIGINT:
@@ -256,18 +256,9 @@ def end_interrupted(rank: int, more: str = "") -> None:
     terminate(f"interrupted{more}", INTERRUPTED)
 
 
-def name_of(number: int) -> str:
-    """Return what people call a signal."""
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-
-
 def status_after(number: int) -> int:
     """Return the status of a process that a signal has ended before all was saved."""
     return INTERRUPTED if number == signal.SIGINT else TERMINATED
-
-
-def _say(sentence: str) -> None:
-    os.write(2, f"pipetrain: {sentence}\n".encode())
 
 
 def _limit_s() -> float:

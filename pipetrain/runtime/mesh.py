@@ -341,6 +341,17 @@ class Mesh:
             for rank in range(self.world.size)
         ]
 
+    def any(self, what: str, mine: bool) -> bool:
+        """Return whether it is true on any rank. Raises ChannelError."""
+        if self.world.size == 1:
+            return mine
+        ranks = torch.tensor([int(mine)])
+        try:
+            dist.all_reduce(ranks, group=self._all)
+        except RuntimeError as error:
+            raise self._lost(f"hear {what} of all ranks", error) from error
+        return bool(ranks.item())
+
     def copy_from_first(self, what: str, tensor: Tensor) -> None:
         """Overwrite a tensor in host memory with that of rank 0. Raises ChannelError."""
         try:
