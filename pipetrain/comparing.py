@@ -86,9 +86,9 @@ def table(
     if by_model is not None:
         head[3:3] = [f"{title} batch", f"{title} bubble"]
     part = f"1/{ranks} of the model" if ranks > 1 else "the model"
+    size = f"{ranks} rank{'s' * (ranks > 1)}, {microbatches} microbatch{'es' * (microbatches > 1)} a batch"
     return (
-        f"{ranks} rank{'s' * (ranks > 1)}, {microbatches} microbatches a batch; all stages equal, messages "
-        f"free\n\n{aligned([head, *rows])}\n"
+        f"{size}; all stages equal, messages free\n\n{aligned([head, *rows])}\n"
         f"batch: the time of one, where 1 is what a rank computes for a microbatch; {microbatches} is no "
         f"bubble\n"
         f"the rest by rank: activations held, in microbatches of {part}; weight versions; updates late\n"

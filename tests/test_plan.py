@@ -438,7 +438,7 @@ def test_a_trace_says_what_its_own_and_another_schedule_take(run, trace):
     assert (status, err) == (0, "")
     assert "window of 8 batches" in out  # an epoch of the traced run
     assert "mlp, pipedream, 2 ranks, makespan 9.9 s, bubble 3.0%\n" in out
-    assert "\na cell is 0.1; " in out
+    assert "\na cell is 0.1 s; " in out
     table = out[out.index("by the durations of 3 windows") :]
     rows = {line.split("  ")[0]: re.split(r"  +", line)[1:] for line in table.splitlines()[1:]}
     assert rows[""] == ["1f1b, measured", "1f1b, replayed", "pipedream, this plan"]

@@ -90,7 +90,8 @@ def as_text(
     rows = _cells_of(bars, len(stages), max(until for _, until in spans), cell, unit, several)
 
     facts = [*([title] if title else []), *_facts(timeline, unit_of_time)]
-    drawing = [f"a cell is {unit:.3g}"] if unit != 1 else []
+    of_cell = unit_of_time if unit_of_time.isalpha() else ""
+    drawing = [f"a cell is {unit:.3g} {of_cell}".rstrip()] if unit != 1 else []
     drawing += [_left_out(spans, total)] if spans != [(0, total)] else []
     groups = []
     for start in (start for since, until in spans for start in range(since, until, fits)):

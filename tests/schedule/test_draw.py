@@ -180,7 +180,7 @@ def test_seconds_are_called_seconds(tmp_path) -> None:
 
     simulation = simulate(lower(gpipe(2, 1, 2)), 2, cost=cost)
     assert as_text(simulation, unit_of_time="s").splitlines()[0] == (
-        "2 ranks, makespan 0.027 s, bubble 33.3%; a cell is 0.003"
+        "2 ranks, makespan 0.027 s, bubble 33.3%; a cell is 0.003 s"
     )
     as_figure(simulation, tmp_path / "x.svg", unit_of_time="s")
     seen = "".join((tmp_path / "x.svg").read_text().split("<!--")[1:])
