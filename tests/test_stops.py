@@ -167,17 +167,19 @@ def test_nothing_ends_what_has_trained_but_a_second_ctrl_c(quick, capfd):
         module._hear_idle(0, signal.SIGINT)
 
 
-def test_sigusr1_ends_no_process_that_imports_yet():
-    """The signal comes while pipetrain.train is imported."""
-    code = """
+@pytest.mark.parametrize(
+    ("name", "end"), [("SIGUSR1", (0, "imported\n", "")), ("SIGINT", (-signal.SIGINT, "", ""))]
+)
+def test_while_it_imports_sigusr1_ends_no_process_and_ctrl_c_shows_no_traceback(name, end):
+    code = f"""
 import os, runpy, signal, sys, types
 train = sys.modules["pipetrain.train"] = types.ModuleType("pipetrain.train")
-train.__getattr__ = lambda name: os.kill(os.getpid(), signal.SIGUSR1) or (lambda: print("imported"))
+train.__getattr__ = lambda _: os.kill(os.getpid(), signal.{name}) or (lambda: print("imported"))
 runpy.run_module("pipetrain", run_name="__main__")
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=False)
-    assert (done.returncode, done.stdout) == (0, "imported\n"), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == end
 
 
 def test_a_signal_is_heard_while_the_main_thread_is_in_c():
