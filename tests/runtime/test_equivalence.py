@@ -23,15 +23,20 @@ def _check(case: Case, tolerance: float = 1e-12) -> None:
     compare(case, *run_in_threads(case), tolerance)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("window", ["null", "3"])
+@pytest.mark.parametrize(
+    ("schedule", "window"),
+    [
+        *((schedule, 3) for schedule in SCHEDULES),  # of four batches an epoch
+        *((schedule, "null") for schedule in ("1f1b", "pipedream", "pipedream_2bw", "fbp", "v_async")),
+    ],
+)
 def test_windows_of_any_length(schedule, window):
     _check(Case(schedule, 3, (NORM, f"window={window}", "microbatches=3", "epochs=2")))
 
 
 @pytest.mark.parametrize(
     ("schedule", "microbatches"),
-    [("pipedream", 1), ("pipedream", 2), ("pipedream", 12), ("gpipe", 6), ("1f1b", 6), ("1f1b", 12)],
+    [("pipedream", 1), ("pipedream", 12), ("gpipe", 6), ("1f1b", 12)],
 )
 def test_any_number_of_microbatches(schedule, microbatches):
     overrides = (PLAIN, f"microbatches={microbatches}", "epochs=2", "data.drop_last=true")
@@ -42,39 +47,36 @@ def test_microbatches_that_do_not_divide_a_batch():
     _check(Case("pipedream_2bw", 3, (PLAIN, "microbatches=5", "epochs=1")))
 
 
-@pytest.mark.parametrize("virtual", [1, 2, 3, 5])
+@pytest.mark.parametrize("virtual", [1, 5])
 def test_virtual_stages(virtual):
     _check(Case("interleaved_1f1b", 2, (NORM, "microbatches=4", f"schedule.virtual={virtual}", "epochs=2")))
 
 
 @pytest.mark.parametrize(
     ("schedule", "form"),
-    [("1f1b", "fused"), ("pipedream", ""), ("pipedream_2bw", "foreach"), ("pipedream_2bw", "fused")],
+    [("1f1b", "fused"), ("pipedream", ""), ("pipedream_2bw", "foreach")],
 )
 def test_sgd_with_momentum_in_each_form(schedule, form):
     optim = ("optim=sgd", f"+optim.{form}=true") if form else ("optim=sgd",)
     _check(Case(schedule, 3, (RECOMPUTING, "microbatches=3", *optim), reference_model="with_norm"))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "form"), [("1f1b", "foreach"), ("pipedream", "fused"), ("pipedream_2bw", "foreach")]
-)
+@pytest.mark.parametrize(("schedule", "form"), [("pipedream", "fused"), ("pipedream_2bw", "foreach")])
 def test_adamw_in_each_form(schedule, form):
     overrides = (RECOMPUTING, "microbatches=3", "optim=adamw", f"+optim.{form}=true", "optim.lr=0.003")
     _check(Case(schedule, 3, overrides, reference_model="with_norm"))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw", "fbp"])
-def test_a_layer_that_recomputes_itself_finds_its_version(schedule):
+def test_a_layer_that_recomputes_itself_finds_the_version_that_a_policy_chose():
+    """As do those above with a fixed order."""
     overrides = (RECOMPUTING, "microbatches=4", "partition=even")
-    _check(Case(schedule, 2, overrides, reference_model="with_norm"))
+    _check(Case("fbp", 2, overrides, reference_model="with_norm"))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
-def test_the_reentrant_form_of_recomputing(schedule):
+def test_the_reentrant_form_of_recomputing():
     overrides = (REENTRANT, "microbatches=4", "partition=even")
-    _check(Case(schedule, 2, overrides, reference_model="without_norm"))
+    _check(Case("pipedream_2bw", 2, overrides, reference_model="without_norm"))
 
 
 def test_label_smoothing_and_one_cycle():
@@ -83,7 +85,7 @@ def test_label_smoothing_and_one_cycle():
 
 @pytest.mark.parametrize(
     ("schedule", "microbatches"),
-    [("1f1b", 1), ("1f1b", 3), ("interleaved_1f1b", 3), ("pipedream", 3), ("fbp", 3)],
+    [("1f1b", 1), ("interleaved_1f1b", 3), ("pipedream", 3), ("fbp", 3)],
 )
 def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microbatches):
     case = Case(
@@ -124,26 +126,6 @@ def test_fbp_alone_or_with_one_in_flight_is_layer_dist_bit_for_bit(ranks, in_fli
     state, figures = run_in_threads(Case("fbp", ranks, (*words, f"schedule.in_flight={in_flight}")))
     assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
     assert [(f.trained, f.evaluated) for f in figures] == [(f.trained, f.evaluated) for f in epochs]
-
-
-def test_flush_schedules_agree_with_each_other_without_batchnorm():
-    states = []
-    for schedule in ("layer_dist", "gpipe", "1f1b", "interleaved_1f1b"):
-        state, _ = run_in_threads(Case(schedule, 2, (PLAIN, "microbatches=4", "partition=even")))
-        states.append(state)
-    for state in states[1:]:
-        for name, tensor in states[0].items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
-
-
-def test_the_partition_does_not_change_a_flush_schedule():
-    outcomes = []
-    for partition in ("[1]", "[4]", "[6]", "[9]"):
-        state, _ = run_in_threads(Case("1f1b", 2, (NORM, f"partition={partition}")))
-        outcomes.append(state)
-    for state in outcomes[1:]:
-        for name, tensor in outcomes[0].items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

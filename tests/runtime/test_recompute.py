@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.runtime.recompute import Again
 from pipetrain.schedule.actions import Op
-from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
+from tests.support.cases import Case, compare, make_run, run_in_threads
 
 MODES = ("except_last", "always", "selective")
-V = {"interleaved_1f1b": 2, "zbv": 2, "v_half": 2, "v_min": 2}  # two stages a rank
+V = {"interleaved_1f1b": 2, "zbv": 2, "v_half": 2}  # two stages a rank
 BF16 = ("precision=bf16", "dtype=float32", "optim.lr=0.02")
 ONE = ("schedule.virtual=2", "microbatches=3", "partition=[3]")  # two stages on one rank
 
@@ -41,8 +41,10 @@ def equal(schedule: str, ranks: int, *words: str, modes: tuple[str, ...] = MODES
             assert (one.trained, one.evaluated) == (other.trained, other.evaluated)
 
 
-@pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {"fbp", "layer_dist"}))
-def test_every_schedule_to_the_last_bit(schedule):
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "interleaved_1f1b", "pipedream", "pipedream_2bw", "v_async", "zbv"]
+)
+def test_every_kind_of_schedule_to_the_last_bit(schedule):
     """Dropout inside of skips, and BatchNorm; asynchronous ones over the version of the forward."""
     skips = (model("models.skipping"), "+model.dropout=0.3", "window=null", "microbatches=3")
     modes = MODES if schedule == "gpipe" else ("always",)
