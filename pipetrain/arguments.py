@@ -7,11 +7,13 @@ import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -64,7 +66,9 @@ def read_task(
     for name, given in (("loss", loss), ("task", task)):
         if isinstance(given, type):
             raise ConfigError(f"{name}={given.__name__} is a class: give an object of it, {given.__name__}()")
-    if callable(metrics):
+    if task is not None and not isinstance(task, Task):
+        raise ConfigError(f"task={task!r} must be a Task, such as pipetrain.Classification(); or give loss=")
+    if not _are_metrics(metrics):
         raise ConfigError("metrics must be a list of Metric or a dict of functions: metrics={NAME: function}")
     task = loss if isinstance(loss, Task) else task
     if task is not None:
@@ -79,6 +83,41 @@ def read_task(
             "the model computes it"
         )
     return Task(loss, metrics, weight)
+
+
+def _are_metrics(given: object) -> bool:
+    if isinstance(given, Mapping):
+        return all(isinstance(name, str) and callable(metric) for name, metric in given.items())
+    return isinstance(given, Sequence) and all(isinstance(metric, Metric) for metric in given)
+
+
+def read_path(name: str, given: object) -> Path:
+    """Return the path of a file or a folder. Raises ConfigError."""
+    if not isinstance(given, str | PathLike) or not str(given):
+        raise ConfigError(f"{name}={given!r} must be the path of a file or a folder")
+    return Path(given)
+
+
+def read_plain(name: str, value: Any) -> Any:
+    """Return an option's value as the configuration can have it. Raises ConfigError."""
+    value = str(value) if isinstance(value, torch.device) else value
+    if isinstance(value, str) and _is_number(value):
+        raise ConfigError(f"{name}={value!r} is a string: give the number")
+    try:
+        OmegaConf.create({name: value})
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"{name} of {type(value).__name__} must be made of numbers, strings, lists and dicts of them"
+        ) from error
+    return value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def read_targets(targets: str | Sequence[str] | None, task: Task) -> NamedTargets | None:
@@ -140,7 +179,9 @@ def configuration(
             raise ConfigError(f"Pipeline takes no {key}{meant}")
     if dtype is None:
         dtype = own_dtype(model) or torch.float32
-    given = {key: value for key, value in options.items() if key in known and value is not None}
+    given = {
+        key: read_plain(key, value) for key, value in options.items() if key in known and value is not None
+    }
     given |= {"microbatches": microbatches} if microbatches is not None else {}
     given |= {"window": window} if window is not None else {}
     fixed = {

@@ -35,6 +35,8 @@ from pipetrain.arguments import (
     own_dtype,
     prove_same,
     read_model,
+    read_path,
+    read_plain,
     read_rate,
     read_schedule,
     read_targets,
@@ -201,7 +203,9 @@ class Pipeline:
                 f"schedule {name} has stage 0 on rank {where[0]}, and rank 0 reads the batches: let rank 0 "
                 f"have it"
             )
-        self._optimizer = prove_optimizer(optimizer, param_groups, model, len(where))
+        self._optimizer = prove_optimizer(
+            optimizer, read_plain("param_groups", param_groups), model, len(where)
+        )
         self._rate = read_rate(lr_schedule)
         made = optimizer_over(self._optimizer, small_parameters(model))
         self._peak = float(made.param_groups[0].get("lr", 0.0))
@@ -219,7 +223,7 @@ class Pipeline:
             level(model, mesh, record)
             self._initial: Values | None = record
             if weights is not None:
-                self._initial = direct.open_weights(weights, model, mesh, record)
+                self._initial = direct.open_weights(read_path("weights", weights), model, mesh, record)
             elif record is not None:
                 record.prove(named_tensors(model))
             if options.get("seed") is None:  # dropout as the program has seeded torch on rank 0
@@ -234,6 +238,8 @@ class Pipeline:
         self._loan: Loan | None = None  # from the first batch on
         self._source: Source | None = None  # what was loaded before it
         self._stopped = ""  # the error that ended it
+        self._closed = False
+        self._passes = 0  # of train
         self._conditions = tensors_of(model)
         self._state_names = state_names(model)
         self._names = direct.all_names(model)
@@ -255,7 +261,7 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """The cuts, and the program of a window with what was proven of it; prints as pipetrain.plan does."""
-        return self._begun.plan
+        return (self._runner or self._begun).plan
 
     @property
     def rank(self) -> int:
@@ -295,9 +301,10 @@ class Pipeline:
 
     def _pass(self, loader: Batches, window: int | None) -> Iterator[float]:
         samples, began = 0, time.perf_counter()
+        self._passes += 1
         with self._together():
             self._counted(Stage.take_trained)  # what steps, or a pass that was left, have counted
-        for reader, sizes in self._windows(loader, window, TRAINING):
+        for reader, sizes in self._windows(loader, window, f"{TRAINING} (pass {self._passes})"):
             losses = self._train(sizes, reader)
             samples += sum(sizes)
             yield from losses
@@ -321,7 +328,7 @@ class Pipeline:
                 f"it: use `for loss in pipe.train(loader)`, or a schedule that flushes, such as 1f1b"
             )
         batch = inputs if targets is None else (inputs, targets)
-        for reader, sizes in self._windows([batch], 1, TRAINING):
+        for reader, sizes in self._windows([batch], 1, f"{TRAINING} by step()"):
             (loss,) = self._train(sizes, reader)
             return loss
         return math.nan
@@ -358,13 +365,14 @@ class Pipeline:
     ) -> Iterator[tuple[Reader | None, list[int]]]:
         """Yield rank 0's reader and the samples of each batch of a window, until the loader's end.
 
-        `what`: the training or the evaluation, so that a rank that is at the other one is found.
+        `what`: the training, by which call, or the evaluation, so that a rank that is at another is found.
         """
         self._refuse_stopped()
-        reader = self._reader(loader, "batch", self._task.weight if what == TRAINING else None)
+        training = what.startswith(TRAINING)
+        reader = self._reader(loader, "batch", self._task.weight if training else None)
         if self._runner is None:
             self._begin(reader)
-        read = partial(self._next, training=what == TRAINING, window=window)
+        read = partial(self._next, training=training, window=window)
         what = f"the next window of {what}"
         while sizes := self._on_first(what, reader, read):
             yield reader, sizes
@@ -470,6 +478,8 @@ class Pipeline:
             raise
 
     def _refuse_stopped(self) -> None:
+        if self._closed:
+            raise ConfigError("this Pipeline has been closed: call close() last, or make another one")
         if self._stopped:
             raise TrainingStopped(
                 f"this Pipeline has ended with an error: {self._stopped}; start the program again, from a "
@@ -606,10 +616,11 @@ class Pipeline:
         """
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep} must be a whole number of checkpoints, 1 or more; None keeps all")
+        path, runner = read_path("folder", folder), self._begun
         with self._together():
-            self._begun.engine.settle()
+            runner.engine.settle()
         with self._with_its_own():
-            return direct.save(Path(folder), self._begun, self._mesh, self._conditions, self.updates, keep)
+            return direct.save(path, runner, self._mesh, self._conditions, self.updates, keep)
 
     def load(self, folder: str | Path) -> None:
         """Go on from the newest checkpoint under a folder, or this one; of any cuts and schedule.
@@ -618,7 +629,7 @@ class Pipeline:
         call it. Raises ConfigError, also for a checkpoint of another model.
         """
         self._refuse_stopped()
-        source = direct.find(Path(folder), self._mesh, self._conditions)
+        source = direct.find(read_path("folder", folder), self._mesh, self._conditions)
         direct.load_random(source, self._mesh)
         if self._loan is None:
             self._initial = of_checkpoint(source, self._model)
@@ -644,6 +655,8 @@ class Pipeline:
         """
         global _open
         self._signals.close()
+        if self._closed:
+            return
         if self._loan is not None:
             if self._mesh.world.size == 1 and self._runner is not None:
                 own = direct.own_tensors(self._runner, self._names)
@@ -651,7 +664,7 @@ class Pipeline:
             self._loan.end(self.rank)
         if not self._stopped:
             self._mesh.close()
-        _open = None
+        self._closed, _open = True, None
 
 
 def _first(reader: Reader) -> list[Any] | None:

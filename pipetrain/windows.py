@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 
 from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import (
+    Action,
     Op,
     Program,
     Schedule,
@@ -87,13 +88,20 @@ def _compute(
 ) -> Program:
     size = settings.ranks, batches, settings.microbatches
     try:
-        return compute_program(schedule, *size, settings.buffer_size, routes)
+        program = compute_program(schedule, *size, settings.buffer_size, routes)
     except (ConfigError, ScheduleError):
         raise
     except Exception as error:  # an unknown argument, or a bug in the schedule
         raise ConfigError(
             f"schedule {settings.schedule} cannot be made: {type(error).__name__}: {error}"
         ) from error
+    for action in chain.from_iterable(program):
+        if not isinstance(action, Action):
+            raise ConfigError(
+                f"schedule {settings.schedule} gives {action!r} as an action: a program is a list of Action "
+                f"for each rank"
+            )
+    return program
 
 
 def prove(settings: Settings, schedule: Schedule, batches: int, links: Links | None = None) -> Window:

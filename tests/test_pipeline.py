@@ -235,6 +235,8 @@ def test_before_the_first_batch_there_are_weights_and_an_evaluation(pipe):
 
 
 def test_what_fails_before_a_window_leaves_the_pipeline_as_it_was(pipe):
+    with pytest.raises(ConfigError, match="the plan is made with the first batch"):
+        pipe.save("nowhere")
     list(pipe.train(labelled_batches(8)))
     before = pipe.state_dict()
     with pytest.raises(ZeroDivisionError):

@@ -460,6 +460,8 @@ class Mesh:
 
     def _made(self) -> list[Any]:
         """Return the groups to destroy; all others go with the default group, if that is ours."""
-        if self.world.size == 1 or self._owned:
-            return [self._all] if self._owned else []
+        if self.world.size == 1 or self._all is None:  # or they have been destroyed
+            return []
+        if self._owned:
+            return [self._all]
         return [self._all, self._norms, *self._groups.values(), *self._ties.values()]

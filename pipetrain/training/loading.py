@@ -200,7 +200,8 @@ class Reader:
         self._announced = 0
 
     def first(self) -> tuple[Value, Value] | None:
-        """Return the first batch without taking it; None if there is none. Raises BadBatch."""
+        """Return the first batch without taking it; None if there is none. Raises BadBatch, ConfigError."""
+        self._refuse_other()
         return self._held[0] if self._held or self._read_one() else None
 
     def window(self, batches: int | None) -> list[int] | None:
@@ -210,6 +211,7 @@ class Reader:
         A window of one batch is read at once, so that an error of the loader comes before the window begins.
         So are batches whose sizes are unknown. Raises BadBatch, and ConfigError for a loader without length.
         """
+        self._refuse_other()
         known = None if batches == 1 else known_sizes(self._loader)
         if known is not None:
             sizes = known[self._announced :][:batches]
@@ -225,6 +227,14 @@ class Reader:
             sizes = [_samples(inputs) for inputs, _ in self._held]
         self._announced += len(sizes)
         return sizes if self._announced or self._read else None
+
+    def _refuse_other(self) -> None:
+        loader: Any = self._loader
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise ConfigError(
+                f"the loader must be an iterable of batches, such as a DataLoader or a list; it is "
+                f"{_kind(loader)}"
+            )
 
     def _leave_out(self) -> None:
         """Leave out the batch that was just read if nothing in it counts."""

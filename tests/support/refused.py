@@ -149,6 +149,39 @@ def failing_metric(rank: int) -> None:
     list(made.train([ones()]))
 
 
+def closed(call: Callable[[Pipeline], object]) -> Program:
+    """Return a program that calls a Pipeline once more after its end."""
+
+    def program(rank: int) -> object:
+        made = pipe()
+        made.step(*batch())
+        made.close()
+        made.close()  # says nothing
+        assert made.updates == 1
+        assert made.plan.stages
+        return call(made)
+
+    return program
+
+
+def left(rank: int) -> None:
+    """Rank 1 leaves a pass, and rank 0 goes on with it."""
+    made = pipe(sample=batch())
+    for _ in made.train([batch()] * 4, window=2):
+        if rank:
+            break
+    made.step(*batch())
+
+
+def left_for_another(rank: int) -> None:
+    """Rank 0 leaves a pass and begins another one, and rank 1 goes on with the first."""
+    made = pipe(sample=batch())
+    for _ in made.train([batch()] * 2):
+        if not rank:
+            break
+    list(made.train([batch()] * 2))
+
+
 def reversed_1f1b(ranks: int, batches: int, microbatches: int) -> Any:
     return one_f_one_b(ranks, batches, microbatches)[::-1]
 
@@ -214,7 +247,39 @@ ALIKE: dict[str, tuple[Program, str]] = {
         lambda rank: step(torch.ones(8, 4), torch.ones(8, 3).double(), loss=functional.mse_loss),
         r"the targets are float64\[3\] a sample, and with dtype=float32 float64 numbers would be rounded",
     ),
-    "no loader": (lambda rank: train(7), "'int' object is not iterable"),
+    "no loader": (lambda rank: train(7), "the loader must be an iterable of batches, .*; it is int"),
+    "loader None": (lambda rank: train(None), "the loader must be an iterable of batches, .*; it is NoneT"),
+    "a function as loader": (
+        lambda rank: pipe().evaluate(lambda: [batch()]),  # type: ignore[arg-type]
+        "the loader must be an iterable of batches, .*; it is function",
+    ),
+    "device": (lambda rank: step(device=torch.device("cpu", 1)), "device=cpu:1 must be one of auto, cpu, cu"),
+    "metrics": (lambda rank: step(metrics=5), "metrics must be a list of Metric or a dict of functions"),
+    "metrics list": (lambda rank: step(metrics=[5]), "metrics must be a list of Metric or a dict of funct"),
+    "metrics dict": (lambda rank: step(metrics={"acc": 5}), "metrics must be a list of Metric or a dict of"),
+    "task": (lambda rank: step(loss=None, task=5), "task=5 must be a Task, such as pipetrain.Classificat"),
+    "timeout": (lambda rank: step(timeout="1"), "timeout='1' is a string: give the number"),
+    "partition": (
+        lambda rank: step(partition=torch.tensor([1])),
+        "partition of Tensor must be made of numbers, strings, lists and dicts",
+    ),
+    "groups": (
+        lambda rank: step(param_groups={"norms_and_biases": {"weight_decay": torch.tensor(1.0)}}),
+        "param_groups of dict must be made of numbers, strings, lists and dicts",
+    ),
+    "no actions": (
+        lambda rank: step(schedule=lambda ranks, batches, microbatches: [["0F0"]] * ranks),
+        "schedule <lambda> gives '0F0' as an action: a program is a list of Action for each rank",
+    ),
+    "weights": (lambda rank: step(weights=5), "weights=5 must be the path of a file or a folder"),
+    "save": (lambda rank: pipe(sample=batch()).save(None), "folder=None must be the path of a file or"),  # type: ignore[arg-type]
+    "load": (lambda rank: pipe().load(5), "folder=5 must be the path of a file or a folder"),  # type: ignore[arg-type]
+    "step after close": (closed(lambda made: made.step(*batch())), "this Pipeline has been closed: call clo"),
+    "pass after close": (closed(lambda made: list(made.train([batch()]))), "this Pipeline has been closed"),
+    "weights after close": (closed(lambda made: made.state_dict()), "this Pipeline has been closed"),
+    "save after close": (closed(lambda made: made.save("/nowhere")), "this Pipeline has been closed"),
+    "load after close": (closed(lambda made: made.load("/nowhere")), "this Pipeline has been closed"),
+    "collect after close": (closed(lambda made: made.collect()), "this Pipeline has been closed"),
     "not begun": (lambda rank: print(pipe().plan), "the plan is made with the first batch"),
     "nothing to save": (lambda rank: pipe().save("nowhere"), "the plan is made with the first batch"),
     "nothing to load": (lambda rank: pipe().load("/nowhere"), "/nowhere is neither a checkpoint nor"),
@@ -269,6 +334,16 @@ APART: dict[str, tuple[Program, str, str]] = {
         lambda rank: pipe(sample=batch()).evaluate([batch()]) if rank else train([batch()], sample=batch()),
         "rank 0 (lost rank 1|could not)",
         "rank 1 waits for the next window of the evaluation, and rank 0 is at the next window of the train",
+    ),
+    "left on one rank": (
+        left,
+        "rank 0 (lost rank 1|could not)",
+        r"rank 1 waits for .* of the training by step\(\), and rank 0 is at .* of the training \(pass 1\)",
+    ),
+    "another pass on one rank": (
+        left_for_another,
+        "rank 0 (lost rank 1|could not)",
+        r"rank 1 waits for .* of the training \(pass 1\), and rank 0 is at .* of the training \(pass 2\)",
     ),
     "weights on one rank": (
         lambda rank: pipe(sample=batch()).state_dict() if rank else train([batch()], sample=batch()),
