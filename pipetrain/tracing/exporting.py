@@ -99,13 +99,14 @@ def _refuse_names(model: nn.Module, example: Example, args: Any, kwargs: dict[st
             inspect.Parameter.VAR_POSITIONAL,
         ):
             raise ConfigError(
-                f"the forward of {type(model).__name__} takes inputs by {signature.parameters[name]}, which "
-                f"torch.export does not trace: name each of them in its signature{_others(values)}"
+                f"the forward of {type(model).__name__} takes{_those(values)} inputs by "
+                f"{signature.parameters[name]}, which torch.export does not trace: name each of them in its "
+                f"signature, or leave it out of the data"
             )
 
 
-def _others(values: object) -> str:
-    return f", or {', '.join(values)} as it does, by data.columns=" if isinstance(values, dict) else ""
+def _those(values: object) -> str:
+    return f" {', '.join(values)} of the" if isinstance(values, dict) else ""
 
 
 def _watched(

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain import draws
-from pipetrain.boundary import Example, leaves_of
+from pipetrain.boundary import Example, as_tuple, cast_floats, leaves_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.partition.estimate import made_up
 from pipetrain.partition.network import INPUT, Made, Tensors
@@ -37,11 +37,16 @@ def prove(network: Traced, example: Example, autocast: bool = False) -> None:
     """Compare a network with its module, in training and in evaluation. Raises ConfigError.
 
     `autocast`: under bf16 autocast, in which code that asks for a dtype may go another way than in the trace.
+    The outputs are float32 then, as a task gets them.
     """
     model = network.model
     device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     if device.type == "meta" or _work(network, example) > MOST_WORK:
         return
+
+    def given(outputs: Tensors) -> Tensors:
+        return as_tuple(cast_floats(outputs, torch.float32)) if autocast else outputs
+
     cast = torch.autocast(device.type, torch.bfloat16, enabled=autocast)
     with torch.random.fork_rng([]), draws.drawing(None), cast:
         tensors = _inputs(model, example, device)
@@ -49,14 +54,14 @@ def prove(network: Traced, example: Example, autocast: bool = False) -> None:
         for mode in (True, False):
             with nullcontext() if mode else network.evaluating():
                 try:
-                    whole = _run(model, lambda: leaves_of(model(*args, **kwargs)), mode)
+                    whole = _run(model, lambda: given(leaves_of(model(*args, **kwargs))), mode)
                 except RuntimeError as error:
                     what = "train on" if mode else "evaluate"
                     raise ConfigError(
                         f"the model cannot {what} {example.of(SAMPLES)} in one process either: "
                         f"{one_line(error)[:300]}"
                     ) from error
-                layers = _run(model, lambda: _chain(network, tensors), mode)
+                layers = _run(model, lambda: given(_chain(network, tensors)), mode)
             _compare(whole, layers, mode, COARSE if autocast else TOLERANCE)
 
 

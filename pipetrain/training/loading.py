@@ -170,7 +170,7 @@ class Form:
             if (theirs := Example.in_batch(value)) != mine:
                 raise BadBatch(
                     f"{what} has {name} {theirs} a sample, and those of the first batch were {mine}: "
-                    f"let all batches have one shape and dtype"
+                    f"let all batches have one shape and dtype, such as texts padded to one length"
                 )
 
 

@@ -191,7 +191,10 @@ def test_an_input_that_only_keywords_of_any_name_would_take_is_refused():
             return self.layer(x)
 
     trace(Open(), example((4,), names=("x",)))
-    with pytest.raises(ConfigError, match=r"its signature, or mask as it does, by data\.columns="):
+    with pytest.raises(
+        ConfigError,
+        match=r"takes mask of the inputs by .* name each of them in its signature, or leave it out of",
+    ):
         trace(Open(), example((4,), (4,), names=("x", "mask")))
 
 

@@ -150,8 +150,11 @@ class Summing(nn.Module):
         if self.kind == "none":
             return {"logits": logits}
         ignored, reduction = 0 if self.kind == "zero" else IGNORED, "sum" if self.kind == "sum" else "mean"
-        loss = functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=ignored, reduction=reduction
+        loss = functional.cross_entropy(  # of float32 under autocast, as in transformers
+            logits.to(self.embed.weight.dtype).flatten(0, 1),
+            labels.flatten(),
+            ignore_index=ignored,
+            reduction=reduction,
         )
         return {"loss": loss, "logits": logits}
 
@@ -189,6 +192,13 @@ def weighted() -> list[float]:
         return list(pipe.train([{"input_ids": x, "labels": y} for x, y in zeros()]))
 
 
+def in_bf16() -> list[float]:
+    torch.manual_seed(0)
+    options: Any = {"weight": not_zero, "precision": "bf16"}
+    with Pipeline(Summing("zero"), "model", sgd, microbatches=4, **options) as pipe:
+        return list(pipe.train([{"input_ids": x, "labels": y} for x, y in zeros()]))
+
+
 def not_zero(labels: Tensor) -> Tensor:
     return (labels != 0).sum()
 
@@ -213,6 +223,7 @@ def test_what_other_labels_count_for_is_given_as_a_weight(ranks):
         optimizer.step()
         wanted.append(loss.item())
     assert all(losses == pytest.approx(wanted, abs=1e-12) for losses in ranks(weighted))
+    assert all(losses == pytest.approx(wanted, abs=1e-2) for losses in ranks(in_bf16))
 
 
 def gpt2() -> nn.Module:
