@@ -97,6 +97,8 @@ def start(arguments: Sequence[str]) -> int:
         try:
             run(parse_args(arguments))  # type: ignore[no-untyped-call]
         except SignalException as stop:
+            for number in (signal.SIGTERM, signal.SIGINT):  # what is left to do takes no time
+                signal.signal(number, signal.SIG_IGN)
             ended = [path.read_text() for path in Path(folder).iterdir()]
             if ended and set(ended) == {"0"}:
                 return 0
