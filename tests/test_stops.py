@@ -159,7 +159,7 @@ def test_nothing_ends_what_has_trained_but_a_second_ctrl_c(quick, capfd):
     with pytest.raises(Left, match="rank 0 got SIGTERM with no update to save"):
         module._hear_idle(0, signal.SIGTERM)
     module.trained.set()
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         module._hear_idle(0, number)
         module._interrupt(number, None)
     assert capfd.readouterr().err == ""

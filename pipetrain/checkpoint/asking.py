@@ -228,7 +228,8 @@ def _hear_idle(rank: int, number: int) -> None:
     Rank 0 speaks for all: where it refuses a run, torchrun ends the others so.
     """
     if number == signal.SIGUSR1:
-        say(f"rank {rank} got SIGUSR1 with no update to save, so it goes on")
+        if not trained.is_set():
+            say(f"rank {rank} got SIGUSR1 with no update to save, so it goes on")
     elif interrupted.is_set():
         end_interrupted(rank)
     elif number == signal.SIGINT:
