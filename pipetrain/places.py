@@ -41,7 +41,7 @@ def places(module: nn.Module) -> list[Place]:
 
 def replace(modules: Iterable[nn.Module], others: Mapping[int, Tensor]) -> None:
     """Put `others[id(tensor)]` into each place of `tensor`, so that what is shared stays shared."""
-    for place in chain.from_iterable(map(places, modules)):
+    for place in chain.from_iterable(map(places, modules if others else ())):
         if id(place.tensor) in others:
             place.container[place.key] = others[id(place.tensor)]
 
