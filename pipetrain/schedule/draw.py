@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipetrain.schedule.actions import COMPUTE, Action, Op, ScheduleError
@@ -328,7 +328,7 @@ def _draw_frame(axes: Axes, stages: list[list[int]], since: float, until: float,
 def _draw_bars(axes: Axes, timeline: Timeline, since: float, until: float) -> set[Op]:
     """Draw the actions of a part of a timeline; return their kinds."""
     bars = [bar for bar in _bars(timeline, until) if bar.end > since]
-    deepest = max((bar.depth for bar in bars), default=0)
+    deepest, narrow = max((bar.depth for bar in bars), default=0), _unit(timeline) / 2
     for rank, action, start, end, depth in bars:
         if action.op is Op.STEP:
             axes.plot([start, start], [rank - 0.44, rank + 0.44], color=_STEP, linewidth=1.6, zorder=4)
@@ -342,7 +342,7 @@ def _draw_bars(axes: Axes, timeline: Timeline, since: float, until: float) -> se
             linewidth=0.7,
             zorder=2,
         )
-        if since <= start and end <= until:
+        if since <= start and end <= until and end - start >= narrow:
             ink = "white" if paleness < 0.4 else _INK
             at = ((start + end) / 2, rank + 0.02)
             axes.text(*at, str(action.mb), ha="center", va="center", color=ink, fontsize=7.5, zorder=3)
@@ -404,14 +404,19 @@ def _time(time: float, unit_of_time: str) -> str:
 
 
 def _unit(timeline: Timeline) -> float:
-    """Return the time of the shortest action, but at least a quarter of the median."""
+    """Return the time of the shortest action, unless most others would be out of proportion to it.
+
+    It is at least a quarter of the median, and a third of the mean of the busiest rank.
+    """
     times = [
-        span.end - span.start
+        [span.end - span.start for span in row.spans if span.action is not None and span.action.op in COMPUTE]
         for row in timeline.rows
-        for span in row.spans
-        if span.action is not None and span.action.op in COMPUTE
     ]
-    return max(min(times), median(times) / 4) if any(times) else 1.0
+    flat = [time for of_rank in times for time in of_rank]
+    if not any(flat):
+        return 1.0
+    busiest = max(times, key=lambda of_rank: sum(of_rank))
+    return max(min(flat), median(flat) / 4, fmean(busiest) / 3)
 
 
 def _stages(timeline: Timeline) -> list[list[int]]:

@@ -112,6 +112,18 @@ def test_an_action_of_next_to_no_time_does_not_blow_up_the_drawing() -> None:
     assert len(lines(as_text(simulate(lower(one_f_one_b(2, 1, 2)), 2, cost=uneven)))) == 3
 
 
+def test_ranks_of_next_to_no_time_do_not_blow_up_the_drawing_either() -> None:
+    """A cell of the shortest action's time would leave room for one action of the rank that works."""
+
+    def uneven(action: Action) -> float:
+        return unit_cost(action) * (1 if action.stage == 0 else 0.01)
+
+    run = simulate(lower(pipedream(4, 16, 2)), 2, cost=uneven)
+    text = as_text(run)
+    assert "a cell is 0.5; " in text
+    assert {"F0-----", "B0-------------", "F4-----", "B28------------"} <= set(text.replace("|", " ").split())
+
+
 def texts(svg: Path) -> list[str]:
     """Matplotlib draws letters as paths, and leaves each text in a comment."""
     return re.findall(r"<!-- (.*?) -->", svg.read_text())
