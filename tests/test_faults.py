@@ -121,47 +121,37 @@ EPOCHS = 20
 LONG = [f"epochs={EPOCHS}", "schedule=pipedream", "window=2", "checkpoint.every=3", "checkpoint.unit=updates"]
 
 
-@pytest.fixture(scope="module")
-def unharmed(tmp_path_factory) -> Path:
-    """A run that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("unharmed")
-    with started(folder, [*LONG, "run_dir=run"]) as process:
-        out = ended(process)
-        assert process.returncode == 0, out
-    return folder / "run"
-
-
 def rows(run: Path) -> list[list[str]]:
     """What is in metrics.csv, but for times."""
     return [line.split(",")[:6] for line in (run / "metrics.csv").read_text().splitlines()]
 
 
-def test_runs_at_the_same_time_end_as_one_alone_whoever_is_killed_or_stopped(unharmed, tmp_path):
-    """Of the one each rank is killed once, and comes back; the other is stopped, and goes on later."""
-    killed, stopped = tmp_path / "killed", tmp_path / "stopped"
-    words = [*LONG, f"run_dir={stopped}"]
+def test_of_runs_at_the_same_time_one_that_is_killed_and_stopped_ends_as_one_that_nobody_disturbs(tmp_path):
+    """Each rank is killed once, and comes back; then all are stopped, and go on later."""
+    disturbed, unharmed = tmp_path / "disturbed", tmp_path / "unharmed"
+    words = [*LONG, f"run_dir={disturbed}", "resume=auto"]
     with (
-        started(tmp_path, [*LONG, f"run_dir={killed}", "resume=auto"], restarts=3) as comes_back,
-        started(tmp_path, words) as stops,
+        started(tmp_path, words, restarts=3) as process,
+        started(tmp_path, [*LONG, f"run_dir={unharmed}"]) as other,
     ):
-        await_epoch(stops, 2)
-        os.kill(stops.pid, signal.SIGTERM)  # torchrun's, which passes it on to every rank
-        for rank, epoch in enumerate((3, 9)):
-            await_epoch(comes_back, epoch)
-            os.kill(rank_of(comes_back, rank), signal.SIGKILL)
-        out = ended(stops)
+        for rank, epoch in enumerate((3, 7)):
+            await_epoch(process, epoch)
+            os.kill(rank_of(process, rank), signal.SIGKILL)
+        assert "going on from" in await_epoch(process, 8)
+        os.kill(process.pid, signal.SIGTERM)  # torchrun's, which passes it on to every rank
+        out = ended(process)
         assert "got SIGTERM: saving when the pipeline is drained, then stopping" in out
         assert "go on with: run_dir=" in out
-        assert not (stopped / "summary.json").exists()
-        with started(tmp_path, [*words, "resume=auto"]) as goes_on:
-            for process in (comes_back, goes_on):
-                out = ended(process)
-                assert process.returncode == 0, out
-                assert "going on from" in out
-    for run in (killed, stopped):
-        assert same(weights(run), weights(unharmed))
-        assert rows(run) == rows(unharmed)
-    assert json.loads((stopped / "summary.json").read_text())["epochs"] == EPOCHS
+        assert not (disturbed / "summary.json").exists()
+        with started(tmp_path, words) as goes_on:
+            out = ended(goes_on)
+            assert goes_on.returncode == 0, out
+            assert "going on from" in out
+        out = ended(other)
+        assert other.returncode == 0, out
+    assert same(weights(disturbed), weights(unharmed))
+    assert rows(disturbed) == rows(unharmed)
+    assert json.loads((disturbed / "summary.json").read_text())["epochs"] == EPOCHS
 
 
 # One long run, with a slow stage, to which much happens

@@ -15,7 +15,7 @@ from tests.support.cases import SCHEDULES, Case, run_in_threads
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "40"))
 MODELS = [
     "with_norm",
     "without_norm",
