@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain import draws
-from pipetrain.boundary import Example, as_tuple, cast_floats, leaves_of
+from pipetrain.boundary import Example, as_tuple, cast_floats, leaves_of, specs_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.partition.estimate import made_up
 from pipetrain.partition.network import INPUT, Made, Tensors
@@ -62,7 +62,7 @@ def prove(network: Traced, example: Example, autocast: bool = False) -> None:
                         f"{one_line(error)[:300]}"
                     ) from error
                 layers = _run(model, lambda: given(_chain(network, tensors)), mode)
-            _compare(whole, layers, mode, COARSE if autocast else TOLERANCE)
+            _compare(whole, layers, mode, network.names[-1], COARSE if autocast else TOLERANCE)
 
 
 def _work(network: Traced, example: Example) -> int:
@@ -129,15 +129,32 @@ def _run(model: nn.Module, call: Callable[[], Tensors], mode: bool) -> dict[str,
     return found
 
 
-def _compare(whole: dict[str, Tensor], layers: dict[str, Tensor], mode: bool, tolerance: float) -> None:
+def _compare(
+    whole: dict[str, Tensor], layers: dict[str, Tensor], mode: bool, last: str, tolerance: float
+) -> None:
+    """Compare what a module and its layers made. `last`: the layer that makes the outputs."""
     for name in dict.fromkeys([*whole, *layers]):  # in order, outputs first
         one, other = whole.get(name), layers.get(name)
         if one is None or other is None or not _close(one, other, tolerance):
+            made = f" (layer {last})" if name.startswith("output ") else ""
             raise ConfigError(
-                f"{name} of the model in {'training' if mode else 'evaluation'} is not that of its trace, "
-                f"which holds only operations of torch's: make the model an nn.Sequential of its layers, and "
-                f"code of another kind stays inside one"
+                f"{name}{made} of the model in {'training' if mode else 'evaluation'} is not that of its "
+                f"trace{_apart(one, other)}, which holds only operations of torch's: make the model an "
+                f"nn.Sequential of its layers, and code of another kind stays inside one"
             )
+
+
+def _apart(one: Tensor | None, other: Tensor | None) -> str:
+    """Return how two tensors differ."""
+    if one is None or other is None:
+        return " (only one of them has it)"
+    specs = specs_of([one, other])
+    if specs[0] != specs[1]:
+        return f" ({specs[0]} and {specs[1]})"
+    if one.dtype.is_complex:
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    one, other = one.double(), other.double()
+    return f" ({specs[0]}, by {(one - other).abs().max():.2g} of {one.abs().max():.2g})"
 
 
 def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:

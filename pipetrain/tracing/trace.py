@@ -22,6 +22,7 @@ from pipetrain.tracing.dataflow import Dataflow
 from pipetrain.tracing.exporting import exported
 from pipetrain.tracing.grouping import Item, Modules, group
 from pipetrain.tracing.operations import Listing, Op, ops_in
+from pipetrain.tracing.padding import zeros_of_the_fast_path
 from pipetrain.tracing.proving import prove
 from pipetrain.tracing.reading import read
 from pipetrain.tracing.traced import Traced
@@ -36,7 +37,8 @@ def trace(model: nn.Module, example: Example, autocast: bool = False) -> Traced:
     """
     listings = []
     for training in (True, False):
-        with nullcontext() if training else evaluating(model):
+        zeros = nullcontext() if autocast else zeros_of_the_fast_path(model, training)
+        with nullcontext() if training else evaluating(model), zeros:
             program, device = exported(model, example)
         listings.append(read(program, model, _order(program, example), training, device))
     listing = align(*listings)
