@@ -76,7 +76,7 @@ def read_task(
             raise ConfigError("a Task has its loss, metrics and weight: give these to it, not to Pipeline")
         return task
     if loss == "model":
-        return ModelLoss(targets or "labels", metrics, weight)
+        return ModelLoss(_names_of(targets) or "labels", metrics, weight)
     if not callable(loss):
         raise ConfigError(
             "Pipeline needs loss=, a function (outputs, targets) -> mean, or a Task, or loss='model' where "
@@ -122,19 +122,26 @@ def _is_number(text: str) -> bool:
 
 def read_targets(targets: str | Sequence[str] | None, task: Task) -> NamedTargets | None:
     """Return the names of the targets where batches are dicts. Raises ConfigError."""
-    kept = isinstance(task, ModelLoss)
-    if targets is None and isinstance(task, ModelLoss):
-        targets = task.labels[0] if len(task.labels) == 1 else task.labels
-    if targets is None:
-        return None
-    if isinstance(targets, str) and targets:
-        return NamedTargets(targets, kept)
+    names = _names_of(targets)
+    if isinstance(task, ModelLoss):
+        labels = task.labels
+        if names is not None and names not in (labels, labels[0]):
+            raise ConfigError(
+                f"a ModelLoss has the names of its labels: give them to it, ModelLoss({targets!r})"
+            )
+        return NamedTargets(labels[0] if len(labels) == 1 else labels, kept=True)
+    return None if names is None else NamedTargets(names)
+
+
+def _names_of(targets: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
+    if targets is None or (isinstance(targets, str) and targets):
+        return targets
     names = tuple(targets) if isinstance(targets, list | tuple) else ()
     if not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"targets={targets!r} must be the name of the targets in a batch, as in targets='label', or names"
         )
-    return NamedTargets(names, kept)
+    return names
 
 
 def read_rate(lr_schedule: Rate | None) -> Rate:

@@ -25,7 +25,11 @@ class ModelTrial:
     """Tries a task on the rank of the last stage. `part`: its layers."""
 
     def __init__(self, task: ModelLoss, plan: Plan, part: Part, device: torch.device) -> None:
-        assert isinstance(part, TracedPart), "only a traced model takes labels among its inputs"
+        if not isinstance(part, TracedPart):
+            raise ConfigError(
+                "an nn.Sequential takes no labels beside its inputs: give a loss= of outputs and targets, or "
+                "a model of another class that takes them by name"
+            )
         self._task = task
         self._plan = plan
         self._part = part
