@@ -40,9 +40,8 @@ class Given:
             warn_of_evaluation(self._evaluates if model is None else is_in_evaluation(model))
         if model is None:
             return
-        now = _trained(model) if training else {}
-        for name, trained in self._trained.items():
-            if now.get(name, trained) != trained:
+        for name, held, key, trained in self._trained if training else ():
+            if (now := held.get(key)) is not None and now.requires_grad != trained:
                 raise ConfigError(
                     f"{name} of the model was {'trained' if trained else 'frozen'} when the model was cut "
                     f"into stages, and requires_grad={not trained} now, which they do not follow: freeze and "
@@ -57,8 +56,14 @@ class Given:
                 )
 
 
-def _trained(model: nn.Module) -> dict[str, bool]:
-    return {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+def _trained(model: nn.Module) -> list[tuple[str, dict[str, Any], str, bool]]:
+    """Return name, place and requires_grad of each parameter."""
+    return [
+        (f"{name}.{key}" if name else key, module._parameters, key, p.requires_grad)
+        for name, module in model.named_modules()
+        for key, p in module._parameters.items()
+        if p is not None
+    ]
 
 
 def _plain_attributes(model: nn.Module) -> list[tuple[str, dict[str, Any], str, Any]]:
