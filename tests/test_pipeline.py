@@ -43,7 +43,7 @@ def cases(ranks: int) -> list[Case]:
     few = max(2, ranks)  # so that each microbatch has 2 samples, as a BatchNorm needs
     every = [
         *(Case(job, "1f1b", few if job == "normed" else m) for job in JOBS),
-        *(Case(job, "pipedream", 2) for job in JOBS),
+        *(Case(job, "pipedream", 2) for job in ("normed", "gpt", "tuples")),
         Case("gpt", "pipedream_2bw", m),
         Case("mlp", "gpipe", m, window=2),
         Case("mlp", "pipedream", 1, window=2),
@@ -56,7 +56,7 @@ def cases(ranks: int) -> list[Case]:
     if ranks > 1:
         every += [Case("gpt", "interleaved_1f1b", m), Case("tuples", "interleaved_1f1b", m, window=3)]
         every += [Case("gpt", "zb_h1", m), Case("gpt", "zbv", m, window=3), Case("tuples", "v_half", m)]
-    return every if ranks < 3 else every[::2]  # 3 processes on 2 cores take their time
+    return every if ranks < 3 else every[1::3]  # 3 processes on 2 cores take their time
 
 
 @pytest.mark.parametrize("case", cases(1), ids=lambda case: f"{case.job}-{case.schedule}")
@@ -102,11 +102,10 @@ def test_one_process_trains_a_factorys_model_as_plain_pytorch_does():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_weights_of_a_factory_are_the_same_for_all_cuts(ranks):
+def test_the_weights_of_a_factory_are_the_same_for_all_cuts():
     """A model that is traced, and one of an nn.Sequential."""
-    names = ["normed", "branches"] if ranks == 2 else ["normed"]
-    first, *others = run_world(all_trained, ranks, names)
+    names = ["normed", "branches"]
+    first, *others = run_world(all_trained, 3, names)
     for name, result in zip(names, first, strict=True):
         hold_to_plain(name, result)
     for results in others:
