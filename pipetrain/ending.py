@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -110,6 +111,7 @@ def terminate(error: object, status: int = TERMINATED) -> NoReturn:
         os._exit(status)
 
 
+ONE_S = 1.0  # within which what comes is the same Ctrl-C
 ACT_S = 5.0  # that what a signal started may take to its end
 
 
@@ -162,6 +164,21 @@ def _let_go() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go)
+
+
+class Interrupted:
+    """Tells a second Ctrl-C from the first, which comes twice where all processes get it and torchrun too."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def again(self, number: int) -> bool:
+        """Note a signal; return whether it follows a Ctrl-C."""
+        if self._first is not None:
+            return time.monotonic() - self._first > ONE_S
+        if number == signal.SIGINT:
+            self._first = time.monotonic()
+        return False
 
 
 def say(sentence: str) -> None:

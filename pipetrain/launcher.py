@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -92,6 +93,7 @@ def start(arguments: Sequence[str]) -> int:
     logging.disable()  # torchrun's own: the ranks report their errors
     with TemporaryDirectory() as folder:
         os.environ[ENDED] = folder
+        signal.signal(signal.SIGUSR1, _pass_on)  # which torchrun does with other signals
         if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
             os.environ.setdefault(LIMIT, SHUTDOWN_S)
         try:
@@ -115,12 +117,24 @@ def start(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Send a signal to the ranks."""
+    for pid in _children():
+        with suppress(OSError):
+            if b"\0RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, number)
+
+
 def _end_children() -> None:
     """Kill remaining children: torchrun forgets a process that it is just starting when a signal comes."""
-    for path in Path("/proc/self/task").glob("*/children"):
-        for pid in path.read_text().split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+    for pid in _children():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for path in tasks for pid in path.read_text().split()]
 
 
 if __name__ == "__main__":

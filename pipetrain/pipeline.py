@@ -10,6 +10,7 @@ is one process. What runs the windows is Runner, as for the command line.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import traceback
@@ -94,6 +95,7 @@ from pipetrain.training.runner import Runner
 from pipetrain.windows import prove, settle_clipping
 
 TRAINING = "the training"
+log = logging.getLogger("pipetrain")
 EVALUATED_AT_ONCE = 16  # batches of a window of an evaluation
 _open: weakref.ReferenceType[Pipeline] | None = None  # the pipeline of this process
 
@@ -625,11 +627,16 @@ class Pipeline:
     def load(self, folder: str | Path) -> None:
         """Go on from the newest checkpoint under a folder, or this one; of any cuts and schedule.
 
-        Random numbers go on too: dropout draws by the seed of the training that was saved. All ranks must
-        call it. Raises ConfigError, also for a checkpoint of another model.
+        Where a first save was cut short there is none to go on from, which a line says. Random numbers go on
+        too: dropout draws by the seed of the training that was saved. All ranks must call it. Raises
+        ConfigError, also for a checkpoint of another model.
         """
         self._refuse_stopped()
         source = direct.find(read_path("folder", folder), self._mesh, self._conditions)
+        if source is None:
+            if not self.rank:
+                log.warning("pipetrain: %s has no whole checkpoint, so nothing is loaded", folder)
+            return
         direct.load_random(source, self._mesh)
         if self._loan is None:
             self._initial = of_checkpoint(source, self._model)

@@ -12,7 +12,7 @@ import weakref
 from types import FrameType
 from typing import Any
 
-from pipetrain.ending import alone_in_children, name_of, say
+from pipetrain.ending import Interrupted, alone_in_children, name_of, say
 
 _NOTED = (signal.SIGTERM, signal.SIGINT)
 
@@ -24,7 +24,7 @@ class Stopping:
         self._owner = weakref.ref(owner)
         self._rank = rank
         self._before: dict[int, Any] = {}  # handlers
-        self._interrupted = False
+        self._interrupted = Interrupted()
         self.asked = False
         """Whether this rank has been asked to stop."""
 
@@ -45,12 +45,11 @@ class Stopping:
         self._before = {}
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self._interrupted or self._owner() is None:
+        if self._interrupted.again(number) or self._owner() is None:
             self.close()
             os.kill(os.getpid(), number)
             return
-        self._interrupted = number == signal.SIGINT
         if not self.asked:
-            again = "; Ctrl-C again ends it at once" if self._interrupted else ""
+            again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
             say(f"rank {self._rank} got {name_of(number)}: pipe.stopping is true after this window{again}")
         self.asked = True

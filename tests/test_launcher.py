@@ -17,6 +17,7 @@ import torch
 
 from pipetrain import config, launcher
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
+from pipetrain.ending import ONE_S
 from pipetrain.schedule import chrome
 from tests.support.processes import (
     CHECKOUT,
@@ -168,7 +169,11 @@ def kill_one(process: Started) -> None:
 
 
 def interrupt(process: Started) -> None:
-    await_epoch(process, 2)
+    await_epoch(process, 1)
+    os.kill(process.pid, signal.SIGUSR1)
+    for _ in range(2):  # each rank says it, and goes on
+        await_line(process, "got SIGUSR1: saving at the end of this window, then going on")
+    await_line(process, "epoch ")
     os.kill(process.pid, signal.SIGINT)
 
 
@@ -177,15 +182,16 @@ def interrupt_twice(process: Started) -> None:
     os.kill(process.pid, signal.SIGINT)
     for _ in range(2):  # each rank says it
         await_line(process, "Ctrl-C again ends it at once")
+    time.sleep(ONE_S + 0.1)
     os.kill(process.pid, signal.SIGINT)
 
 
 DEEDS = {
     "in its start": stop_early,
-    "killed": kill_one,
-    "interrupted": interrupt,
     "interrupted twice": interrupt_twice,
     "stopped": stop,
+    "killed": kill_one,
+    "interrupted": interrupt,
 }
 
 

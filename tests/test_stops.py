@@ -14,10 +14,11 @@ from threading import Event
 
 import pytest
 
+from pipetrain import ending
 from pipetrain.checkpoint import asking as module
 from pipetrain.checkpoint.asking import LIMIT, Asking
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
-from pipetrain.ending import hearing
+from pipetrain.ending import Interrupted, hearing
 from tests.support.deadlines import DEADLINE_S
 from tests.support.processes import CHECKOUT, FAULTY, LAUNCHER, await_line, ended, living, rank_of, started
 
@@ -104,7 +105,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(module, "leave", lambda status: leaves("", status))
     monkeypatch.setattr(module, "PATIENCE_S", 0.2)
     monkeypatch.setattr(module, "trained", Event())
-    monkeypatch.setattr(module, "interrupted", Event())
+    monkeypatch.setattr(module, "interrupted", Interrupted())
+    monkeypatch.setattr(ending, "ONE_S", -1.0)
 
 
 @pytest.mark.parametrize(("left_s", "said"), [(0.1, False), (0.3, True)])
@@ -146,12 +148,19 @@ def test_a_rank_that_is_drained_is_left_alone_and_so_is_one_that_is_to_save(quic
 def test_a_second_ctrl_c_ends_a_rank_at_once_also_as_torchrun_passes_it_on(quick, monkeypatch, again):
     monkeypatch.setattr(Asking, "_outlast", lambda *_: None)
     for rank, sentence in ((0, "130: interrupted; update-6 is saved"), (1, "130: ")):
-        module.interrupted.clear()
+        monkeypatch.setattr(module, "interrupted", Interrupted())
         asking = Asking(None, rank, 0)
         asking._hear(signal.SIGINT, lambda: "update-6 is saved")
         asking.drained()  # and saves
         with pytest.raises(Left, match=f"^{sentence}$"):
             asking._hear(again, lambda: "update-6 is saved")
+
+
+def test_a_ctrl_c_that_torchrun_passes_on_too_is_one(quick, monkeypatch):
+    monkeypatch.setattr(ending, "ONE_S", DEADLINE_S)
+    monkeypatch.setattr(Asking, "_outlast", lambda *_: None)
+    for _ in range(2):
+        Asking(None, 0, 0)._hear(signal.SIGINT, str)
 
 
 def test_nothing_ends_what_has_trained_but_a_second_ctrl_c(quick, capfd):
@@ -188,7 +197,7 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_c():
 import os, signal
 from datetime import timedelta
 from torch.distributed import HashStore
-from pipetrain.ending import hearing
+from pipetrain.ending import Interrupted, hearing
 store = HashStore()
 signal.signal(signal.SIGTERM, lambda *_: print("handled"))
 with hearing(lambda number: store.set(f"heard {{number}}", "")):

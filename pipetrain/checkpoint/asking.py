@@ -28,7 +28,17 @@ from threading import Event, Thread, Timer
 from types import FrameType
 from typing import Literal
 
-from pipetrain.ending import ACT_S, INTERRUPTED, TERMINATED, hearing, leave, name_of, say, terminate
+from pipetrain.ending import (
+    ACT_S,
+    INTERRUPTED,
+    TERMINATED,
+    Interrupted,
+    hearing,
+    leave,
+    name_of,
+    say,
+    terminate,
+)
 from pipetrain.seal import SealedStore
 
 Asked = Literal["", "save", "stop"]
@@ -97,9 +107,7 @@ class Asking:
         """Say what a signal leads to; end the process where nothing is to be saved. In another thread."""
         if number not in SIGNALS:
             return
-        again = interrupted.is_set()
-        if number == signal.SIGINT:
-            interrupted.set()
+        again = interrupted.again(number)
         if (again and SIGNALS[number] == "stop") or (number == signal.SIGINT and not self._updated):
             end_interrupted(self._rank, f"; {saved()}")
         if not self._updated:
@@ -199,7 +207,7 @@ class Asking:
 
 
 trained = Event()  # from the end of a training that went well: what is left is to write and to end
-interrupted = Event()  # from the first Ctrl-C
+interrupted = Interrupted()
 
 
 @contextmanager
@@ -230,10 +238,9 @@ def _hear_idle(rank: int, number: int) -> None:
     if number == signal.SIGUSR1:
         if not trained.is_set():
             say(f"rank {rank} got SIGUSR1 with no update to save, so it goes on")
-    elif interrupted.is_set():
+    elif interrupted.again(number):
         end_interrupted(rank)
     elif number == signal.SIGINT:
-        interrupted.set()
         if not trained.is_set():  # where the main thread is in C++, or the exception landed in a finalizer
             late = Timer(ACT_S, end_interrupted, (rank,))
             late.daemon = True

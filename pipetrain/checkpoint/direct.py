@@ -167,13 +167,16 @@ def _kept(partial: Path, manifest: Manifest, keep: int | None) -> str:
     final = publish(partial, manifest)
     if keep is not None:
         prune(final.parent, keep, final)
-        remove_unfinished(final.parent)
+    remove_unfinished(final.parent)
     return str(final)
 
 
-def find(folder: Path, mesh: Mesh, conditions: Mapping[str, Any]) -> Source:
-    """Return the newest checkpoint under `folder`, or this one, verified. Raises ConfigError on all ranks."""
-    found: list[Source] = []
+def find(folder: Path, mesh: Mesh, conditions: Mapping[str, Any]) -> Source | None:
+    """Return the newest checkpoint under `folder`, or this one, verified; None if none was ever finished.
+
+    Raises ConfigError on all ranks.
+    """
+    found: list[Source | None] = []
     try:
         _agreed(
             mesh, "the checkpoint that it found", "load", lambda: found.append(_found(folder, conditions))
@@ -183,9 +186,11 @@ def find(folder: Path, mesh: Mesh, conditions: Mapping[str, Any]) -> Source:
     return found[0]
 
 
-def _found(folder: Path, conditions: Mapping[str, Any]) -> Source:
-    inside = [*folders(folder.expanduser() / CHECKPOINTS), folder.expanduser() / MANIFEST]
-    if not any(path.exists() for path in inside):
+def _found(folder: Path, conditions: Mapping[str, Any]) -> Source | None:
+    checkpoints = folder.expanduser() / CHECKPOINTS
+    if not folders(checkpoints) and not (folder.expanduser() / MANIFEST).exists():
+        if checkpoints.is_dir():
+            return None
         raise ConfigError(f"{folder} is neither a checkpoint nor a folder with {CHECKPOINTS}")
     source = find_source(str(folder), folder)
     assert source is not None

@@ -98,6 +98,21 @@ def dies_in_saving(pipe: Pipeline, folder: Path, renames: int) -> bool:
     return bool(status)
 
 
+def begun_again(folder: str) -> list[float]:
+    with dropping(5) as pipe:
+        pipe.load(folder)
+        losses = list(pipe.train(batches()[:3]))
+        pipe.save(folder)
+        return losses
+
+
+def test_after_a_first_save_that_was_cut_short_a_program_begins_anew(ranks, tmp_path):
+    whole, _ = ranks(uninterrupted, str(tmp_path / "whole"), 5)
+    (tmp_path / "cut" / "checkpoints" / "update-00000001.partial").mkdir(parents=True)
+    assert ranks(begun_again, str(tmp_path / "cut")) == [whole[:3]] * 2
+    assert names(tmp_path / "cut") == ["update-00000003"]
+
+
 @pytest.mark.processes
 def test_killed_while_an_update_is_saved_again_there_is_one_to_go_on_from(tmp_path):
     """Whichever of its renames is the last."""
