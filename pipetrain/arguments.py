@@ -70,6 +70,8 @@ def read_task(
         raise ConfigError(f"task={task!r} must be a Task, such as pipetrain.Classification(); or give loss=")
     if not _are_metrics(metrics):
         raise ConfigError("metrics must be a list of Metric or a dict of functions: metrics={NAME: function}")
+    if weight is not None and not callable(weight):
+        raise ConfigError(f"weight={weight!r} must be a function of targets: what they count for together")
     task = loss if isinstance(loss, Task) else task
     if task is not None:
         if metrics or weight or (loss is not None and loss is not task):
@@ -79,8 +81,8 @@ def read_task(
         return ModelLoss(_names_of(targets) or "labels", metrics, weight)
     if not callable(loss):
         raise ConfigError(
-            "Pipeline needs loss=, a function (outputs, targets) -> mean, or a Task, or loss='model' where "
-            "the model computes it"
+            f"Pipeline needs loss=, a function (outputs, targets) -> mean, or a Task, or loss='model' where "
+            f"the model computes it; got {loss!r}"
         )
     return Task(loss, metrics, weight)
 

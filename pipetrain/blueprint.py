@@ -364,7 +364,7 @@ def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = 
     """
     dtype, last = plan.settings.data_dtype, plan.layers[-1]
     _cast("targets", Example.in_batch(targets), dtype)
-    task.prove(outputs_of(plan), last.name, cast_floats(targets, dtype), classes)
+    task.prove(outputs_of(plan), last.name, cast_floats(targets, dtype), classes, plan.settings.microbatches)
 
 
 def outputs_of(plan: Plan) -> Boundary:

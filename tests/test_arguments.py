@@ -60,6 +60,13 @@ def test_a_loss_and_a_task_are_given_once():
     assert isinstance(read_task(functional.mse_loss, None, (), None), Task)
     with pytest.raises(ConfigError, match="a Task has its loss, metrics and weight"):
         read_task(functional.mse_loss, task, (), None)
+    with pytest.raises(ConfigError, match="loss='model' where the model computes it; got 'modle'"):
+        read_task("modle", None, (), None)
+
+
+def test_a_weight_is_a_function():
+    with pytest.raises(ConfigError, match="weight=5 must be a function of targets: what they count for"):
+        read_task(functional.mse_loss, None, (), 5)
 
 
 def test_a_rate_is_a_function_that_works():

@@ -287,7 +287,8 @@ class Stage:
                     f"counts: leave it out of the data, or set on_nan=skip, which leaves out the update"
                 )
             loss = self._loss_of(target, outputs)
-            self._check(f"the loss of microbatch {mb} is {{0}}", (loss,), forward)
+            origin = partial(self._loss_origin, loss, forward)
+            self._check(f"the loss of microbatch {mb} is {{0}}", (loss,), origin)
             saved.counted = self._counted(loss, outputs, target)
             outputs, saved.share = (loss,), target.share
         else:
@@ -684,6 +685,14 @@ class Stage:
             self._numerics.context(self._device),
         ):
             return forward_origin(self.module, x)
+
+    def _loss_origin(self, loss: Tensor, forward: Callable[[], str]) -> str:
+        """Say where a loss that is not finite began; `forward` looks for it in the layers."""
+        assert self._task is not None
+        where = forward()
+        if not where and self._task.counts_samples and bool(loss.isnan()):
+            return "the loss itself, which needs weight= where targets may not count"
+        return where
 
     def _backward_origin(self, saved: _Saved, grads: tuple[Tensor, ...]) -> str:
         needs = needs_grad(self._exit, saved.outputs)

@@ -96,6 +96,11 @@ class Task:
         known = str(getattr(code, "__module__", "")).startswith(("torch.nn.", "pipetrain.tasks"))
         return self._weighted or not known
 
+    @property
+    def counts_samples(self) -> bool:
+        """Whether targets count by the sample as nobody has said what they count for."""
+        return self._weight is _samples and type(self).weight is Task.weight
+
     def to(self, device: torch.device) -> Task:
         """Move the modules and tensors of the task, such as class weights, to a device; return the task."""
         for name, held in vars(self).items():
@@ -125,9 +130,11 @@ class Task:
         """Return how many classes the outputs tell apart; None if they are no scores of classes."""
         return None
 
-    def prove(self, outputs: Boundary, layer: str, targets: Value, classes: int | None) -> None:
+    def prove(
+        self, outputs: Boundary, layer: str, targets: Value, classes: int | None, microbatches: int = 2
+    ) -> None:
         """Refuse outputs and targets that the task cannot take; see prove_task. Raises ConfigError."""
-        prove_task(self, outputs, layer, targets, classes)
+        prove_task(self, outputs, layer, targets, classes, microbatches)
 
     def values(self, tally: Tally) -> dict[str, float]:
         """Return each metric over all that a tally has counted; NaN if nothing was."""
@@ -257,7 +264,9 @@ class ModelLoss(Task):
     def weight(self, targets: Value) -> Tensor | float:
         return self.weights[0](targets)
 
-    def prove(self, outputs: Boundary, layer: str, targets: Value, classes: int | None) -> None:
+    def prove(
+        self, outputs: Boundary, layer: str, targets: Value, classes: int | None, microbatches: int = 2
+    ) -> None:
         """Refuse a model without a loss, and metrics that fail. Raises ConfigError."""
         given, wanted = _made_up(outputs, targets)
         _tried(self.loss, given, wanted, f"loss=model cannot use the outputs {outputs} (layer {layer})")
@@ -293,6 +302,22 @@ def _counting(targets: Value, ignored: int) -> Tensor | float:
     """Return how many labels are not ignored; probabilities of classes count by the sample."""
     labels = as_tuple(targets)[0]
     return (labels != ignored).sum() if not labels.is_floating_point() else float(len(labels))
+
+
+def counted_for(weight: WeightFunction, targets: Value) -> float:
+    """Return what targets count for. Raises ConfigError if it is no number, NaN, or negative."""
+    made = weight(targets)
+    try:
+        number = float(made)
+    except (TypeError, ValueError, RuntimeError):  # of what is no number, or several
+        got = f"{specs_of([made])[0]}: sum it" if isinstance(made, Tensor) else type(made).__name__
+    else:
+        if number >= 0:
+            return number
+        got = str(number)
+    raise ConfigError(
+        f"weight(targets) must be one number that is not negative, what they count for together; got {got}"
+    )
 
 
 def _value(metric: Metric, tally: Tally) -> float:
@@ -338,12 +363,20 @@ def _weight_of(loss: LossFunction | None) -> WeightFunction:
     return weight
 
 
-def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classes: int | None) -> None:
+def prove_task(
+    task: Task,
+    outputs: Boundary,
+    layer: str,
+    targets: Value,
+    classes: int | None,
+    microbatches: int = 2,
+) -> None:
     """Refuse a task that cannot take a model's outputs with these targets. Raises ConfigError.
 
     `outputs`: the boundary after the last `layer`, for any number of samples; `targets`: those of a few
     samples [n, ...]; `classes`: of the data set, None if unknown. The outputs are made up: numbers from 0
-    to 1, which a loss of probabilities takes too. Losses of parts of the samples must add up to that of all.
+    to 1, which a loss of probabilities takes too. Losses of parts of the samples must add up to that of all,
+    where a batch has several `microbatches`.
     """
     given, wanted = _made_up(outputs, targets)
     where = (
@@ -360,9 +393,10 @@ def prove_task(task: Task, outputs: Boundary, layer: str, targets: Value, classe
             f"{classes}: give the last layer at least {classes} outputs"
         )
     _prove_loss(task, given, wanted, where)
-    _tried(lambda _, some: torch.as_tensor(task.weight(some)), given, wanted, where)
+    _tried(lambda _, some: counted_for(task.weight, some), given, wanted, where)
     _prove_metrics(task, given, wanted, where)
-    prove_sum(f"task {task}", task.loss, task.weight, given, wanted)
+    if microbatches > 1:
+        prove_sum(f"task {task}", task.loss, task.weight, given, wanted)
 
 
 def prove_batch(task: Task, outputs: Boundary, targets: Value, device: torch.device) -> None:
@@ -416,7 +450,7 @@ def prove_sum(
     parts are alike. Raises ConfigError.
     """
     n = len(as_tuple(wanted)[0])
-    weight = float(weight_of(wanted))
+    weight = counted_for(weight_of, wanted)
     if n < 2 or not weight:
         return
     whole, *slopes = _sloped(loss_of, given, wanted, device)
@@ -427,7 +461,7 @@ def prove_sum(
     ends = [n * part // parts for part in range(parts + 1)]
     for start, end in pairwise(ends):
         part, targets = _part(given, start, end), _part(wanted, start, end)
-        if share := float(weight_of(targets)) / weight:
+        if share := counted_for(weight_of, targets) / weight:
             loss, *some = _sloped(loss_of, part, targets, device)
             sums[0] += share * loss
             for total, slope in zip(sums[1:], some, strict=True):
@@ -507,6 +541,8 @@ def _prove_metrics(task: Task, given: Value, wanted: Value, where: str) -> None:
 def _tried(call: Callable[[Value, Value], Any], outputs: Value, targets: Value, where: str) -> Any:
     try:
         return call(outputs, targets)
+    except ConfigError:
+        raise
     except Exception as error:  # a user's function may raise anything
         raise ConfigError(f"{where}: {one_line(error) or type(error).__name__}") from error
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipetrain.boundary import Value, as_tuple, joined, on_each
 from pipetrain.runtime.stage import Target
+from pipetrain.tasks import counted_for
 
 Weight = Callable[[Value], Tensor | float]
 
@@ -79,7 +80,7 @@ class WindowFeed:
     def _read_batch(self, targets: Iterator[Value]) -> None:
         values = [next(targets) for _ in range(next(self._pieces))]
         self._prove(joined(values))
-        weights = [float(self._weight(value)) for value in values]
+        weights = [counted_for(self._weight, value) for value in values]
         whole = sum(weights)
         for value, weight in zip(values, weights, strict=True):
             # A batch in which nothing counts has no mean loss: it is NaN, as in one process.

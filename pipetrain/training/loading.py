@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 from pipetrain.boundary import Example, Value, as_tuple, on_each
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.tasks import counted_for
 
 log = logging.getLogger("pipetrain")
 
@@ -51,8 +52,9 @@ class NamedTargets:
     def pair(self, batch: Any, what: str) -> tuple[Any, Any]:
         """Return a batch's inputs and targets. Raises BadBatch."""
         if not isinstance(batch, Mapping):
+            says = "that goes to the model, as it computes its loss" if self.kept else "as targets= says"
             raise BadBatch(
-                f"{what} must be a dict with {_listed(self.listed)}, as targets= says; it is a {_kind(batch)}"
+                f"{what} must be a dict with {_listed(self.listed)}, {says}; it is a {_kind(batch)}"
             )
         if missing := [name for name in self.listed if name not in batch]:
             raise BadBatch(f"{what} has no {missing[0]}: targets= can name {_listed(batch)}")
@@ -238,7 +240,7 @@ class Reader:
 
     def _leave_out(self) -> None:
         """Leave out the batch that was just read if nothing in it counts."""
-        if self._held and self._weight is not None and not self._weight(self._held[-1][1]):
+        if self._held and self._weight is not None and not counted_for(self._weight, self._held[-1][1]):
             self._held.pop()
             log.warning("%s %d is skipped: none of its targets counts", self._what, self._read - 1)
 

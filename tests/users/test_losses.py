@@ -85,3 +85,105 @@ def test_padding_in_the_first_batch_is_refused_on_both_ranks(ranks):
     for losses, error in ranks(trained, 0, "1f1b", False, False):
         assert not losses
         assert "give weight=, a function of the targets that says what they count for" in error
+
+
+# Losses that are no mean over samples
+
+
+def between(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Compares the samples of a batch with each other."""
+    return functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+def classifier() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def samples(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [(torch.randn(8, 6, generator=generator), torch.randint(4, (8,), generator=generator))] * count
+    return [(x.double(), y.clone()) for x, y in made]
+
+
+def contrasted(schedule: str) -> list[float]:
+    with Pipeline(classifier(), between, sgd, schedule, microbatches=1) as pipe:
+        return list(pipe.train(samples(5), window=1))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_with_one_microbatch_a_loss_may_compare_samples(ranks, schedule):
+    plain, wanted = classifier(), []
+    optimizer = sgd(plain.parameters())
+    for x, y in samples(5):
+        optimizer.zero_grad()
+        loss = between(plain(x), y)
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    for losses in ranks(contrasted, schedule):
+        assert losses == pytest.approx(wanted, abs=1e-12)
+
+
+def of_some(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs[targets >= 0], targets[targets >= 0])
+
+
+def stopped_by_padding() -> str:
+    """Return what is said of a microbatch that is all padding, in a batch that is not tried."""
+    data = samples(6)
+    data[4][1][:2] = -1
+    try:
+        with Pipeline(classifier(), of_some, sgd, microbatches=4) as pipe:
+            list(pipe.train(data))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_of_nothing_is_said_to_need_a_weight(ranks):
+    _, said = ranks(stopped_by_padding)
+    assert said.startswith(
+        "the loss of microbatch 0 is nan (first in the loss itself, which needs weight= where targets may "
+        "not count) at stage 1, update 4"
+    )
+
+
+WEIGHTS = {
+    "a number a sample": (lambda targets: (targets >= 0).double(), "got float64[8]: sum it"),
+    "nan": (lambda targets: float("nan"), "got nan"),
+    "negative": (lambda targets: -1, "got -1.0"),
+    "none": (lambda targets: None, "got NoneType"),
+}
+
+
+def of_weight(name: str) -> str:
+    try:
+        with Pipeline(classifier(), of_some, sgd, microbatches=2, weight=WEIGHTS[name][0]) as pipe:
+            list(pipe.train(samples(1)))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_weight_that_is_no_number_is_refused_with_what_it_is(ranks, name):
+    needs = "weight(targets) must be one number that is not negative, what they count for together; "
+    for said in ranks(of_weight, name):
+        assert said.removeprefix("rank 0 stopped: ") == needs + WEIGHTS[name][1]
+
+
+def without_labels() -> str:
+    try:
+        with Pipeline(classifier(), "model", sgd, microbatches=2) as pipe:
+            list(pipe.train(samples(1)))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_computes_its_loss_gets_dicts(ranks):
+    for said in ranks(without_labels):
+        assert said.endswith(
+            "must be a dict with labels, that goes to the model, as it computes its loss; it is a tuple of 2"
+        )

@@ -89,6 +89,27 @@ def low_precision() -> tuple[float, float]:
         return evaluated, cross_entropy(twin(x).float(), y).item()
 
 
+def trained_in_half() -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3, 16, 16).bfloat16(), torch.randint(8, (8,))
+    model = Vision().bfloat16()
+    twin, sgd, wanted = deepcopy(model), partial(torch.optim.SGD, lr=0.1), []
+    optimizer = sgd(twin.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = cross_entropy(twin(x), y)
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    with Pipeline(model, cross_entropy, sgd, device="cpu", microbatches=1) as pipe:
+        return list(pipe.train([(x, y)] * 2)), wanted
+
+
+def test_a_model_of_half_precision_may_take_it_too(ranks):
+    losses, wanted = ranks(trained_in_half)[0]
+    assert losses == wanted
+
+
 def test_another_dtype_of_the_fast_path_is_no_reason_to_refuse(ranks):
     evaluated, wanted = ranks(low_precision)[0]
     assert evaluated == pytest.approx(wanted, rel=1e-2)
