@@ -26,6 +26,8 @@ Blame = Callable[[list[float]], str]  # (numbers) -> a description of them and o
 Tensors = tuple[Tensor, ...]
 Loss = Callable[[Tensors], Tensor]  # (outputs of the last layer) -> a scalar
 LOSS = "the loss"
+DATA = "what came from the data"
+LOWER = "try a lower optim.lr, or a warmup"
 AT_ONCE = 8  # updates whose numbers go to the host together
 
 
@@ -114,9 +116,10 @@ class FiniteWatch:
                 if not self.ignores and not all(map(math.isfinite, values)):
                     late = update - made_for
                     when = f"{late} updates later" if late else "before the update"
+                    what = blame(values)
+                    way_out = "look for NaN and infinite numbers there" if DATA in what else LOWER
                     raise TrainingStopped(
-                        f"{blame(values)} at stage {self._stage}, update {made_for}: stopped {when}; "
-                        f"try a lower optim.lr, or a warmup"
+                        f"{what} at stage {self._stage}, update {made_for}: stopped {when}; {way_out}"
                     )
 
 

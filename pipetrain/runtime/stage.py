@@ -33,6 +33,7 @@ from pipetrain.numerics import Numerics
 from pipetrain.partition.network import INPUT, Part
 from pipetrain.rate import Rate
 from pipetrain.runtime.finite import (
+    DATA,
     FiniteWatch,
     all_finite,
     backward_origin,
@@ -276,7 +277,7 @@ class Stage:
         noting = self._statistics.noting(mb) if self._statistics else nullcontext()
         with self.weights.installed(version), noting:
             outputs = self._recorded(saved) if saved.again is None else self._first(saved, saved.again)
-        forward = partial(self._forward_origin, x, version)
+        forward = partial(self._forward_origin, x, version, target)
         if self._task is not None:
             assert target is not None, (
                 f"stage {self.index} is the last and needs the target of microbatch {mb}"
@@ -675,16 +676,19 @@ class Stage:
         grad = self._front and self.weights.leaf(version, self._front).grad
         return () if not isinstance(grad, Tensor) else (grad,)
 
-    def _forward_origin(self, x: tuple[Tensor, ...], version: int) -> str:
+    def _forward_origin(self, x: tuple[Tensor, ...], version: int, target: Target | None) -> str:
         for value, tensor in zip(self.module.slice.enters, x, strict=True):
             if not all_finite([tensor]):
-                made = "the data" if value.layer == INPUT else f"layer {value.layer}, in an earlier stage"
-                return f"what came from {made}"
+                earlier = f"what came from layer {value.layer}, in an earlier stage"
+                return DATA if value.layer == INPUT else earlier
         with (
             self.weights.installed(version, again=self.weights.buffers()),
             self._numerics.context(self._device),
         ):
-            return forward_origin(self.module, x)
+            found = forward_origin(self.module, x)
+        if found or target is None or all_finite(as_tuple(target.value)):
+            return found
+        return f"the targets, {DATA}"
 
     def _loss_origin(self, loss: Tensor, forward: Callable[[], str]) -> str:
         """Say where a loss that is not finite began; `forward` looks for it in the layers."""
