@@ -139,6 +139,9 @@ def _all_gather(content: bytes, ranks: int, group: Any) -> list[bytes]:
 
 
 _meetings = itertools.count()
+_prefixed = itertools.chain(
+    [False], itertools.repeat(True)
+)  # whether torch's excepthook names the rank already
 
 
 def _fresh_store(limit: timedelta) -> Any:
@@ -195,6 +198,7 @@ class Mesh:
         limit = timedelta(seconds=self._timeout)
         raw = store.raw if store else None
         if self._owned:
+            hook = sys.excepthook
             dist.init_process_group(
                 "gloo",
                 store=raw or _fresh_store(limit),
@@ -202,6 +206,8 @@ class Mesh:
                 world_size=self.world.size,
                 timeout=limit,
             )
+            if next(_prefixed):
+                sys.excepthook = hook
         self._all: Any = dist.group.WORLD if self._owned else dist.new_group(timeout=limit, backend="gloo")
         norms = dist.new_group(timeout=2 * limit, backend=self.backend)
         assert isinstance(norms, dist.ProcessGroup)

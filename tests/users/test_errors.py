@@ -51,6 +51,12 @@ def wrong_program() -> None:
     raise KeyError("my program")
 
 
+def after_others() -> None:
+    for _ in range(2):
+        pipeline().close()
+    no_batch()
+
+
 def shown(program: Callable[[], None], variable: str) -> str:
     """What a program that ends by an error shows."""
     said, wrong = io.StringIO(), Own.wrong
@@ -68,6 +74,11 @@ def test_what_all_ranks_are_told_is_one_sentence_of_one_of_them(ranks):
     said = "".join(ranks(shown, no_batch, "0"))
     assert said.count("\n") == 1
     assert "pipetrain: the loader has no batch: give one that has" in said
+
+
+def test_each_line_names_its_rank_once_however_many_pipelines_there_were(ranks):
+    for said in ranks(shown, after_others, "1"):
+        assert {line.count("[rank") for line in said.splitlines() if line} == {1}
 
 
 def test_the_traceback_is_shown_to_who_asks_for_it(ranks):
