@@ -77,11 +77,13 @@ def table(
                 title, played = by_model(name, cfg)
                 row += _times(played)
         except (ConfigError, ScheduleError) as error:
-            notes.append(f"without {name}: {error}\n")
+            notes.append(f"{name}: {error}\n")
             continue
         rows.append([*row, _list(equal.activations), _list(equal.versions), _list(equal.staleness)])
     if not rows:
-        raise ConfigError(notes[0].strip())
+        raise ConfigError(
+            f"compare= has no schedule that can be planned with these settings; {notes[0].strip()}"
+        )
     head = ["schedule", "batch", "bubble", "activations", "versions", "staleness"]
     if by_model is not None:
         head[3:3] = [f"{title} batch", f"{title} bubble"]
@@ -92,7 +94,7 @@ def table(
         f"batch: the time of one, where 1 is what a rank computes for a microbatch; {microbatches} is no "
         f"bubble\n"
         f"the rest by rank: activations held, in microbatches of {part}; weight versions; updates late\n"
-        f"{''.join(notes)}"
+        f"{''.join(f'without {note}' for note in notes)}"
     )
 
 

@@ -40,11 +40,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _write(runs: Sequence[Path], out: Path, batches: int) -> int:
+    if batches < 1:
+        raise ConfigError(f"--batches {batches} must be a whole number of batches, 1 or more")
+    drawn = [shown(run / TRACE if run.is_dir() else run, batches) for run in runs]
+    names = dict.fromkeys(one.name for one in drawn)
     text = page(
-        "Timelines, measured",
+        f"Timelines, measured: {'; '.join(names)}",
         f"Drawn from the spans that the engine recorded, all on the same axis of time: of each run the "
         f"window that took the median time, and of that the first {batches} batches at most.",
-        [shown(run / TRACE if run.is_dir() else run, batches) for run in runs],
+        drawn,
     )
     try:
         out.write_text(text)

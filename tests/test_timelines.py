@@ -36,6 +36,7 @@ def test_runs_stand_one_above_the_other_by_their_time_for_a_batch(tmp_path, caps
     assert capsys.readouterr().out == f"written to {out}\n"
     text = out.read_text()
     assert re.findall("<h2>(.*?)</h2>", text) == ["mlp, 1f1b", "mlp, pipedream"]
+    assert "<h1>Timelines, measured: mlp, 1f1b; mlp, pipedream</h1>" in text
     assert "window 2 of 3, in epoch 1" in text
     assert "1.500 s for 1 batch · bubble 20.0%" in text  # (m + S - 1) (F + B)
     assert "6.300 s for 5 batches, 1.19 times as fast as mlp, 1f1b · bubble 4.8%" in text
@@ -54,6 +55,12 @@ def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path, capsys, name, says)
     err = capsys.readouterr().err
     assert err.startswith(f"pipetrain: {tmp_path / name} {says}")
     assert err.count("\n") == 1
+
+
+def test_a_number_of_batches_that_cannot_be_drawn_is_refused(tmp_path, capsys):
+    run = traced(tmp_path / "a", "1f1b", lower(one_f_one_b(2, 1, 4)), 1)
+    assert timelines.main([str(run), "--batches", "0"]) == 2
+    assert "pipetrain: --batches 0 must be a whole number of batches, 1 or more" in capsys.readouterr().err
 
 
 def test_it_never_imports_torch():
