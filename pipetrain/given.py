@@ -7,6 +7,7 @@ later would train another model than it has: that is refused at the next window.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -56,6 +57,22 @@ class Given:
                 )
 
 
+def form_of(model: nn.Module) -> dict[str, Any]:
+    """Return by name what says how a model trains, beside its tensors: it must be the same on all ranks.
+
+    Classes and modes of the modules, what is trained, and the attributes of torch's own modules. Those of a
+    user's may differ, as `verbose = rank == 0` does.
+    """
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        of = f"model.{name}".rstrip(".")
+        found |= {of: type(module).__qualname__, f"{of}.training": module.training}
+        if type(module).__module__.startswith("torch.nn"):
+            plain = _plain_of(module)
+            found |= {f"{of}.{key}": value for key, value in plain if not isinstance(value, set)}
+    return found | {f"model.{name}.requires_grad": trained for name, *_, trained in _trained(model)}
+
+
 def _trained(model: nn.Module) -> list[tuple[str, dict[str, Any], str, bool]]:
     """Return name, place and requires_grad of each parameter."""
     return [
@@ -71,9 +88,14 @@ def _plain_attributes(model: nn.Module) -> list[tuple[str, dict[str, Any], str, 
     return [
         (f"{name}.{key}" if name else key, vars(module), key, deepcopy(value))
         for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if key not in _OF_TORCH and not key.endswith("_hooks") and _is_plain(value)
+        for key, value in _plain_of(module)
     ]
+
+
+def _plain_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for key, value in vars(module).items():
+        if key not in _OF_TORCH and not key.endswith("_hooks") and _is_plain(value):
+            yield key, value
 
 
 def _is_plain(value: Any) -> bool:

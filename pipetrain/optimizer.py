@@ -64,7 +64,10 @@ def prove_optimizer(
             f"stage has its own; got {name}"
         )
     cfg = OmegaConf.create({"optim": {"_target_": name, "groups": groups}, "checkpoint": {"every": 1}})
-    return _tried(cfg, factory, _groups(cfg, model), model, stages)
+    try:
+        return _tried(cfg, factory, _groups(cfg, model), model, stages)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("optim.groups", "param_groups")) from error
 
 
 def _groups(cfg: DictConfig, model: nn.Module) -> list[Group]:
@@ -175,6 +178,11 @@ def _samples(factory: OptimizerFactory, model: nn.Module) -> list[_Sample]:
 def _built(factory: OptimizerFactory, samples: Sequence[_Sample]) -> Optimizer:
     """Return an optimizer over the samples. Raises ConfigError if it has other parameters."""
     optimizer = optimizer_over(factory, [(name, weight) for name, weight, _ in samples])
+    if not hasattr(optimizer, "param_groups"):
+        raise ConfigError(
+            f"the optimizer's function must return an optimizer, as lambda p: torch.optim.SGD(p, 0.01) does; "
+            f"it returned {type(optimizer).__name__}"
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if held != {id(weight) for _, weight, _ in samples}:
         raise ConfigError(

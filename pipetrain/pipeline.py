@@ -35,6 +35,7 @@ from pipetrain.arguments import (
     level_tensors,
     own_dtype,
     prove_same,
+    python_numbers,
     read_model,
     read_path,
     read_plain,
@@ -65,7 +66,7 @@ from pipetrain.describe import describe
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.fitting import within_limit
-from pipetrain.given import Given
+from pipetrain.given import Given, form_of
 from pipetrain.optimizer import prove_optimizer
 from pipetrain.partition.factory import Factory
 from pipetrain.partition.loan import Loan, put
@@ -181,6 +182,9 @@ class Pipeline:
         keep_freed_memory()
         if optimizer is None:
             raise ConfigError("Pipeline needs optimizer=, such as lambda p: torch.optim.SGD(p, 0.01)")
+        microbatches, window, param_groups, options = python_numbers(
+            (microbatches, window, param_groups, options)
+        )
         self._task = read_task(loss, task, metrics, weight, targets)
         self._named = read_targets(targets, self._task)
         world = World.current()
@@ -220,7 +224,8 @@ class Pipeline:
         self._signals = Stopping(self, world.rank)
         self._stopping = False  # as agreed after the last window
         with self._together():
-            prove_same(mesh, "the settings", conditions(cfg, name, made, window_of.program))
+            mine = conditions(cfg, name, made, window_of.program, self._rate)
+            prove_same(mesh, "the settings", mine | form_of(model))
             mesh.open(edges(window_of.program))
             level(model, mesh, record)
             self._initial: Values | None = record
@@ -297,6 +302,7 @@ class Pipeline:
         for a loader without batches, and TrainingStopped for a batch that cannot be trained on, and if
         numbers are not finite.
         """
+        window = python_numbers(window)
         if window is not None and (type(window) is not int or window < 1):
             raise ConfigError(f"window={window} must be a whole number of batches, 1 or more")
         return self._pass(loader, window or self._settings.window)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from pipetrain.boundary import Example, Value, as_tuple, on_each
 from pipetrain.errors import ConfigError, TrainingStopped
@@ -118,18 +118,19 @@ def _value(part: Any, what: str) -> Value:
         return tuple(t.cpu() for t in part)
     if isinstance(part, Mapping) and part:
         return {str(name): _named(t, name, what) for name, t in part.items()}
-    raise BadBatch(
-        f"the {what} must be a tensor [n, ...], or a tuple or a dict of them; got {type(part).__name__}"
-    )
+    raise BadBatch(f"the {what} must be a tensor [n, ...], or a tuple or a dict of them; got {_type(part)}")
+
+
+def _type(part: Any) -> str:
+    return "a number" if isinstance(part, Tensor) else type(part).__name__
 
 
 def _named(tensor: Any, name: Any, what: str) -> Tensor:
     if isinstance(tensor, Tensor) and tensor.dim():
         return tensor.cpu()
-    kind = "a number" if isinstance(tensor, Tensor) else type(tensor).__name__
     raise BadBatch(
-        f"{name} of the {what} must be a tensor [n, ...]; got {kind}: leave it out, or make it one (data of "
-        f"Hugging Face's by set_format('torch'))"
+        f"{name} of the {what} must be a tensor [n, ...]; got {_type(tensor)}: leave it out, or make it "
+        f"one (data of Hugging Face's by set_format('torch'))"
     )
 
 
@@ -232,10 +233,11 @@ class Reader:
 
     def _refuse_other(self) -> None:
         loader: Any = self._loader
-        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        is_class = isinstance(loader, type)
+        if is_class or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
             raise ConfigError(
                 f"the loader must be an iterable of batches, such as a DataLoader or a list; it is "
-                f"{_kind(loader)}"
+                f"{f'the class {loader.__name__}' if is_class else _kind(loader)}"
             )
 
     def _leave_out(self) -> None:
@@ -268,7 +270,14 @@ class Reader:
         if batch is _END:
             return False
         what = f"{self._what} {self._read}"
-        inputs, targets = pair(batch, what, self._named)
+        try:
+            inputs, targets = pair(batch, what, self._named)
+        except BadBatch as error:
+            if not isinstance(self._loader, Dataset):
+                raise
+            raise BadBatch(
+                f"{error}; the loader is a Dataset, which gives samples: let a DataLoader make batches of it"
+            ) from error
         if self.form is None:
             self.form = Form(Example.in_batch(inputs), Example.in_batch(targets))
         self.form.refuse_other(inputs, targets, what)

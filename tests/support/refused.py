@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import Any
@@ -208,6 +209,10 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "meta": (lambda rank: step(model=model().to("meta")), "0.weight .* is on the meta .* Pipeline.lambda"),
     "two": (twice, r"this process has a Pipeline already: call close\(\)"),
     "no optimizer": (lambda rank: step(optimizer=None), "Pipeline needs optimizer="),
+    "no optimizer returned": (
+        lambda rank: step(optimizer=lambda p: None),
+        r"the optimizer's function must return an optimizer, as lambda p: .*; it returned NoneType",
+    ),
     "no loss": (lambda rank: step(loss=None), "Pipeline needs loss="),
     "no module": (lambda rank: step(model=sgd), "sgd, which was called to make the model, failed: TypeError"),
     "no layers": (lambda rank: step(model=nn.Sequential()), "needs an nn.Module, not an empty nn.Sequential"),
@@ -224,6 +229,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "argument": (lambda rank: step(schedul="1f1b"), "takes no schedul; did you mean schedule"),
     "optimizer name": (lambda rank: step(optimizer="adam"), r"such as lambda p: torch.optim.SGD\(p, "),
     "option": (lambda rank: step(bufer_size=3), "Pipeline takes no bufer_size; did you mean buffer_size"),
+    "option begun": (lambda rank: step(codec="half"), "no codec; did you mean codec_forward or codec_back"),
     "codec": (lambda rank: step(codec_forward="zip"), "codec_forward=zip is unknown; choose one of half"),
     "schedule": (lambda rank: step(schedule="1fb"), "schedule=1fb is neither a file nor one of 1f1b, fbp"),
     "no length of a DataLoader": (
@@ -248,6 +254,18 @@ ALIKE: dict[str, tuple[Program, str]] = {
         r"the targets are float64\[3\] a sample, and with dtype=float32 float64 numbers would be rounded",
     ),
     "no loader": (lambda rank: train(7), "the loader must be an iterable of batches, .*; it is int"),
+    "a class as loader": (
+        lambda rank: train(DataLoader),
+        "the loader must be an iterable of batches, .*; it is the class DataLoader",
+    ),
+    "a Dataset as loader": (
+        lambda rank: train(Ending()),
+        r"the targets of batch 0 must be a tensor \[n, ...\], .*; got a number; .* let a DataLoader make",
+    ),
+    "a number as targets": (
+        lambda rank: step(batch()[0], torch.tensor(1)),
+        r"the targets of batch 0 must be a tensor \[n, ...\], .*; got a number$",
+    ),
     "loader None": (lambda rank: train(None), "the loader must be an iterable of batches, .*; it is NoneT"),
     "a function as loader": (
         lambda rank: pipe().evaluate(lambda: [batch()]),  # type: ignore[arg-type]
@@ -267,11 +285,16 @@ ALIKE: dict[str, tuple[Program, str]] = {
         lambda rank: step(param_groups={"norms_and_biases": {"weight_decay": torch.tensor(1.0)}}),
         "param_groups of dict must be made of numbers, strings, lists and dicts",
     ),
+    "groups number": (lambda rank: step(param_groups=5), "param_groups=5 must have a name for each group"),
     "no actions": (
         lambda rank: step(schedule=lambda ranks, batches, microbatches: [["0F0"]] * ranks),
         "schedule <lambda> gives '0F0' as an action: a program is a list of Action for each rank",
     ),
     "weights": (lambda rank: step(weights=5), "weights=5 must be the path of a file or a folder"),
+    "state_dict": (
+        lambda rank: step(weights=model().state_dict()),
+        r"weights must be the path of a file .*; got OrderedDict: .* call model.load_state_dict\(...\) ",
+    ),
     "save": (lambda rank: pipe(sample=batch()).save(None), "folder=None must be the path of a file or"),  # type: ignore[arg-type]
     "load": (lambda rank: pipe().load(5), "folder=5 must be the path of a file or a folder"),  # type: ignore[arg-type]
     "step after close": (closed(lambda made: made.step(*batch())), "this Pipeline has been closed: call clo"),
@@ -289,8 +312,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
 APART: dict[str, tuple[Program, str, str]] = {
     "models": (
         lambda rank: step(model=model() if rank else nn.Sequential(*model(), nn.Linear(3, 3))),
-        "rank 1 built another model than rank 0",
-        "rank 1 built another model than rank 0",
+        *['rank 1 has model.3=nothing, and rank 0 has "Linear": give Pipeline the same arguments'] * 2,
     ),
     "stage 0 elsewhere": (
         lambda rank: step(schedule=reversed_1f1b),
@@ -329,6 +351,16 @@ APART: dict[str, tuple[Program, str, str]] = {
         ),
         "rank 0 could not (hear|tell) what it saved of rank ",
         "rank 1 waits for the next window of the evaluation, and rank 0 is at the run's name",
+    ),
+    "NaN in the inputs": (
+        lambda rank: step(batch()[0] * math.nan, batch()[1]),
+        r"first in what came from the data\) at stage 0, update 0: .*; look for NaN and infinite numbers th",
+        "rank 1 (lost rank 0|could not)",
+    ),
+    "NaN in the targets": (
+        lambda rank: step(batch()[0], torch.full((8, 3), math.nan), loss=functional.mse_loss),
+        "rank 0 (lost rank 1|could not)",
+        r"first in the targets, what came from the data\) at stage 1, .*; look for NaN",
     ),
     "evaluated on one rank": (
         lambda rank: pipe(sample=batch()).evaluate([batch()]) if rank else train([batch()], sample=batch()),

@@ -7,6 +7,7 @@ import re
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,33 @@ SGD = torch.optim.SGD
 def same(ranks: int, batches: int, microbatches: int) -> Any:
     """A schedule of one name, with a program of its own on each rank."""
     return (gpipe if os.environ["RANK"] == "1" else one_f_one_b)(ranks, batches, microbatches)
+
+
+def halving(update: int) -> float:
+    return 0.5 ** (update // 2)
+
+
+def ending(update: int) -> float:
+    return [1.0, 1.0, 0.5, 0.5][update]
+
+
+class Own(nn.Module):
+    """Says something on rank 0 alone, which is nobody else's business."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.verbose = os.environ["RANK"] == "0"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def layers(last: nn.Module | None = None, frozen: str = "nothing", mode: bool = True) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), Own(), last or nn.Dropout(0.5))
+    model[4].train(mode)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    return model
 
 
 APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -38,6 +66,24 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"optimizer.1.weight_decay=0, and rank 0 has 0.5",
     ),
     "clipping": ({"clip_grad_norm": 1.0}, {}, "clip_grad_norm=null, and rank 0 has 1.0"),
+    "no learning rates": (
+        {"lr_schedule": halving},
+        {},
+        r"lr_schedule\(2\)=1.0, and rank 0 has 0.5",
+    ),
+    "other learning rates": (
+        {"lr_schedule": halving},
+        {"lr_schedule": ending},
+        r'lr_schedule\(10\)="IndexError", and rank 0 has 0.03125',
+    ),
+    "frozen": (
+        {},
+        {"model": partial(layers, frozen="bias")},
+        "model.0.bias.requires_grad=false, and rank 0 has true",
+    ),
+    "class": ({}, {"model": partial(layers, nn.ReLU())}, 'model.5="ReLU", and rank 0 has "Dropout"'),
+    "attribute": ({}, {"model": partial(layers, nn.Dropout(0.1))}, "model.5.p=0.1, and rank 0 has 0.5"),
+    "mode": ({}, {"model": partial(layers, mode=False)}, "model.4.training=false, and rank 0 has true"),
     "codec": ({}, {"codec_forward": "half"}, "codec_forward={.*Half.*}, and rank 0 has {.*Identity"),
 }
 
@@ -45,14 +91,13 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def told(name: str) -> str:
     """Return what a rank is told that has arguments of its own; then make a Pipeline that is alike on all."""
     options: dict[str, Any] = {"optimizer": partial(SGD, lr=0.1), "device": "cpu", "threads": 1}
-    layers = [nn.Linear(4, 4) for _ in range(6)]
     said = "nothing"
     try:
-        mine = APART[name][int(os.environ["RANK"])]
-        Pipeline(nn.Sequential(*layers), cross_entropy, **{**options, "microbatches": 2, **mine})
+        mine = {"microbatches": 2, "model": layers, **APART[name][int(os.environ["RANK"])]}
+        Pipeline(mine.pop("model")(), cross_entropy, **{**options, **mine})
     except ConfigError as error:
         said = str(error)
-    Pipeline(nn.Sequential(*layers), cross_entropy, **options).close()
+    Pipeline(layers(), cross_entropy, **options).close()
     return said
 
 
@@ -64,3 +109,33 @@ def test_what_differs_between_ranks_is_named_on_all_of_them(ranks, name) -> None
     assert way_out == "the same arguments on every rank"
     assert found.startswith("rank 1 has ")
     assert re.search(APART[name][2], found), found
+
+
+def numbers(of_numpy: bool) -> list[float]:
+    """Return the losses with options as Python's or NumPy's numbers; those of rank 1 are always Python's."""
+    whole, real = (np.int64, np.float32) if of_numpy and os.environ["RANK"] == "0" else (int, float)
+    torch.manual_seed(0)
+    options = {
+        "buffer_size": whole(2),
+        "clip_grad_norm": real(0.5),
+        "partition": [whole(2)],
+        "seed": whole(1),
+    }
+    groups = {"norms_and_biases": {"weight_decay": real(0.5)}}
+    made = Pipeline(
+        layers(),
+        cross_entropy,
+        partial(SGD, lr=real(0.125)),
+        microbatches=whole(2),
+        param_groups=groups,
+        device="cpu",
+        threads=1,
+        **options,
+    )
+    with made as pipe:
+        batch = torch.arange(16.0).reshape(4, 4), torch.arange(4)
+        return list(pipe.train([batch] * 4, window=whole(2)))
+
+
+def test_options_may_be_numbers_of_numpys(ranks) -> None:
+    assert ranks(numbers, True) == ranks(numbers, False)
