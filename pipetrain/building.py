@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import is_dataclass
@@ -25,6 +25,7 @@ from torch import nn
 from pipetrain.boundary import Example, specs_of
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.modes import evaluating
 from pipetrain.partition import factory
 from pipetrain.partition.materialise import cast_exactly, named_tensors
 from pipetrain.partition.network import Chain, Network, Values, network_of
@@ -33,7 +34,8 @@ from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
 
 # Methods and hooks of a model that one process would run; a pipeline runs the layers only.
-_METHODS = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "train", "eval")
+_METHODS = ("forward", "__call__", "_wrapped_call_impl", "_call_impl")
+_MODES = ("train", "eval")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -235,6 +237,8 @@ def _with_values(cfg: DictConfig, seed: int, dtype: torch.dtype) -> tuple[nn.Mod
     else:
         model, values = factory.build(partial(build, cfg, "model"), seed)
     prove_model(model, f"{cfg.model._target_} must return", dtype)
+    if isinstance(model, nn.Sequential):
+        _refuse_own(model, _MODES)  # which a program calls itself
     if weights is not None:
         from pipetrain.checkpoint.plain import read_weights  # which needs this module
 
@@ -259,14 +263,35 @@ def prove_model(model: object, needs: str, dtype: torch.dtype | None) -> None:
         _cast(model, dtype)
 
 
+def _own(model: nn.Sequential, methods: Sequence[str]) -> Iterator[str]:
+    """Yield the methods that are not those of nn.Sequential."""
+    for method in methods:
+        if method in vars(model) or getattr(type(model), method) is not getattr(nn.Sequential, method):
+            yield method
+
+
+def _refuse_own(model: nn.Sequential, methods: Sequence[str]) -> None:
+    for method in _own(model, methods):
+        raise ConfigError(
+            f"the model is a {type(model).__name__} with its own {method}, which a pipeline would not "
+            f"run: put what it does into layers, and return a plain nn.Sequential of them"
+        )
+
+
+def _modes_of(model: nn.Sequential, *evaluated: nn.Module) -> list[bool]:
+    """Return the modes of all below a model while some modules are evaluated."""
+    with evaluating(model), evaluating(*evaluated):
+        return [module.training for layer in model for module in layer.modules()]
+
+
 def _refuse_unseen(model: nn.Sequential) -> None:
     """Refuse what a pipeline, which runs the layers one by one, would omit."""
-    for method in _METHODS:
-        if method in vars(model) or getattr(type(model), method) is not getattr(nn.Sequential, method):
-            raise ConfigError(
-                f"the model is a {type(model).__name__} with its own {method}, which a pipeline would not "
-                f"run: put what it does into layers, and return a plain nn.Sequential of them"
-            )
+    _refuse_own(model, _METHODS)
+    if next(_own(model, _MODES), None) and _modes_of(model, model) != _modes_of(model, *model):
+        raise ConfigError(
+            f"the model is a {type(model).__name__} whose eval does not put each layer into evaluation mode, "
+            f"as an evaluation would: put that into the layers"
+        )
     if any(getattr(model, hooks) for hooks in _HOOKS):
         raise ConfigError(
             "the model has a hook on the whole of it, which a pipeline would not call: register it on a layer"

@@ -133,7 +133,7 @@ def _tried(
     except ConfigError:
         raise
     except Exception as error:  # a user's class may raise anything
-        if "unexpected keyword argument" in str(error):
+        if "unexpected keyword argument" in str(error) and "_partial_" in cfg.optim:  # not from Python
             raise not_built("optim", cfg.optim, error) from error
         raise ConfigError(f"optim cannot be built by {target}: {one_line(error)}") from error
     pairs = zip(together, apart, strict=True)
@@ -169,7 +169,8 @@ def _samples(factory: OptimizerFactory, model: nn.Module) -> list[_Sample]:
     made = []
     for number, ((shape, dtype, is_sparse, _), name) in enumerate([*kinds.items()] * 2, start=1):
         values = torch.linspace(0.5, 1, math.prod(shape)).reshape(shape).to(dtype)
-        gradients = [values * number * size for size in SIZES]
+        most = torch.finfo(dtype).max ** 0.5  # far from an overflow, of float16
+        gradients = [values * number * min(size, most) for size in SIZES]
         gradients = [g.to_sparse(1) if is_sparse else g for g in gradients]
         made.append((name, nn.Parameter(values.clone()), gradients))
     return made

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipetrain.optimizer import make_optimizer
+from pipetrain.errors import ConfigError
+from pipetrain.optimizer import make_optimizer, prove_optimizer
 from pipetrain.runtime.weights import Group, GroupedFactory, optimizer_over
 from tests.support.cases import config
 from tests.support.refusals import JUNK, changed, outcome, refusal
@@ -120,6 +121,18 @@ def test_sparse_gradients_and_complex_weights_are_tried_too():
 def test_one_for_matrices_alone_is_tried_on_what_the_model_has():
     assert made("torch.optim.Muon", nn.Linear(3, 3, bias=False))
     assert "2D" in refusal(lambda: made("torch.optim.Muon", LINEAR))
+
+
+def test_float16_is_tried_with_gradients_that_it_can_hold():
+    assert made("torch.optim.SGD", nn.Sequential(LINEAR, nn.Linear(2, 2).half()), momentum=0.9)
+
+
+def test_from_python_an_unknown_option_is_said_as_python_says_it(capfd):
+    with pytest.raises(ConfigError) as refused:
+        prove_optimizer(lambda p: torch.optim.SGD(p, lrr=1), None, LINEAR, 2)
+    assert str(refused.value).startswith("optim cannot be built by ")
+    assert str(refused.value).endswith("unexpected keyword argument 'lrr'")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_optimizer_is_built_anew_for_each_stage():

@@ -191,8 +191,8 @@ def _refusal(model: nn.Module, example: Example, error: Exception, guards: list[
                 f"'donot_use_mm_for_euclid_dist'), or {way}"
             )
         return ConfigError(
-            f"the model's code fixes the number of samples{at}: take it from its input's shape, e.g. "
-            f"x.view(x.shape[0], -1)"
+            f"the model's code fixes the number of samples{at}: write no number, len(x), comparison or loop, "
+            f"but x.shape[0] as it is, e.g. x.view(x.shape[0], -1)"
         )
     if found := re.search(r"Found <class '([^']+)'> in output", text):
         return ConfigError(

@@ -125,7 +125,7 @@ def fails(self: Model, x: Tensor) -> Tensor:
 HERE = r"at test_exporting\.py:\d+"
 REFUSED: dict[Forward, str] = {
     decides: rf"decides on its data {HERE}, .* torch\.where, or make the model an nn\.Sequential",
-    fixes_the_batch: rf"fixes the number of samples {HERE}: .*x\.shape\[0\]",
+    fixes_the_batch: rf"fixes the number of samples {HERE}: write no number, .* but x\.shape\[0\] as",
     counts: rf"changes its attribute calls {HERE} when it runs.* in a buffer",
     remembers: r"changes its attribute history when it runs",
     assigns_a_buffer: rf"assigns seen anew {HERE}, .*self\.seen\.copy_",
