@@ -60,8 +60,8 @@ class Given:
 def form_of(model: nn.Module) -> dict[str, Any]:
     """Return by name what says how a model trains, beside its tensors: it must be the same on all ranks.
 
-    Classes and modes of the modules, what is trained, and the attributes of torch's own modules. Those of a
-    user's may differ, as `verbose = rank == 0` does.
+    Classes and modes of the modules, what is trained, and the public attributes of torch's own modules. Those
+    of a user's may differ, as `verbose = rank == 0` does.
     """
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -69,7 +69,7 @@ def form_of(model: nn.Module) -> dict[str, Any]:
         found |= {of: type(module).__qualname__, f"{of}.training": module.training}
         if type(module).__module__.startswith("torch.nn"):
             plain = _plain_of(module)
-            found |= {f"{of}.{key}": value for key, value in plain if not isinstance(value, set)}
+            found |= {f"{of}.{key}": value for key, value in plain if not key.startswith("_")}
     return found | {f"model.{name}.requires_grad": trained for name, *_, trained in _trained(model)}
 
 
