@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
 from pipetrain.boundary import Example, Value, as_tuple, on_each
 from pipetrain.errors import ConfigError, TrainingStopped
@@ -240,6 +240,12 @@ class Reader:
                 f"{f'the class {loader.__name__}' if is_class else _kind(loader)}"
             )
 
+        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+            raise ConfigError(
+                f"the loader is a Dataset, {type(loader).__name__}, which gives samples: let a DataLoader "
+                f"make batches of them, DataLoader(dataset, batch_size=...), or None if it gives batches"
+            )
+
     def _leave_out(self) -> None:
         """Leave out the batch that was just read if nothing in it counts."""
         if self._held and self._weight is not None and not counted_for(self._weight, self._held[-1][1]):
@@ -270,14 +276,7 @@ class Reader:
         if batch is _END:
             return False
         what = f"{self._what} {self._read}"
-        try:
-            inputs, targets = pair(batch, what, self._named)
-        except BadBatch as error:
-            if not isinstance(self._loader, Dataset):
-                raise
-            raise BadBatch(
-                f"{error}; the loader is a Dataset, which gives samples: let a DataLoader make batches of it"
-            ) from error
+        inputs, targets = pair(batch, what, self._named)
         if self.form is None:
             self.form = Form(Example.in_batch(inputs), Example.in_batch(targets))
         self.form.refuse_other(inputs, targets, what)
