@@ -239,7 +239,6 @@ class Reader:
                 f"the loader must be an iterable of batches, such as a DataLoader or a list; it is "
                 f"{f'the class {loader.__name__}' if is_class else _kind(loader)}"
             )
-
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
             raise ConfigError(
                 f"the loader is a Dataset, {type(loader).__name__}, which gives samples: let a DataLoader "
