@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +28,12 @@ class Blocks(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.temperature = 1.0
+        self.config = SimpleNamespace(scale=2.0, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return x / self.temperature
+        return x / self.temperature * self.config.scale / 2
 
 
 class Scaled(nn.Module):
@@ -229,6 +231,15 @@ def other_attributes(model: nn.Module) -> None:
     layers_of(model)[4].momentum = 0.3
 
 
+def another_config(model: nn.Module) -> None:
+    model.config.scale = 3.0
+
+
+def another_layer(model: nn.Module) -> None:
+    model.before = layers_of(model)[2]
+    layers_of(model)[2] = nn.Tanh()
+
+
 def other_modes(model: nn.Module) -> None:
     layers_of(model)[1].train()
     layers_of(model)[4].eval()
@@ -278,12 +289,21 @@ def restored(model: nn.Module) -> None:
     some_in_evaluation(model)
     layers[4].train()
     layers[4].momentum, layers[5].temperature = 0.1, 1.0
+    if replaced := getattr(model, "before", None):
+        layers[2] = replaced
+    if isinstance(model, Blocks):
+        model.config.scale = 2.0
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         (other_attributes, "layers.4.momentum of the model was 0.1 when it was traced and has been changed"),
+        (another_config, "config.scale of the model was 2.0 when it was traced and has been changed since"),
+        (
+            another_layer,
+            "layers.2 of the model has been replaced since it was cut into stages",
+        ),
         (other_modes, "layers.1.training of the model was False when it was traced and has been changed"),
     ],
 )
@@ -291,6 +311,11 @@ def test_attributes_of_a_traced_model_that_change_later_are_refused(ranks, chang
     for trained, evaluated in ranks(refusals, change, restored, True):
         assert sentence in trained
         assert evaluated == ("" if change is other_modes else trained)
+
+
+def test_a_layer_of_a_sequential_that_is_replaced_later_is_refused(ranks):
+    for said in ranks(refusals, another_layer, restored, False):
+        assert all("2 of the model has been replaced since it was cut into stages" in one for one in said)
 
 
 @pytest.mark.parametrize("change", [other_attributes, other_modes])
