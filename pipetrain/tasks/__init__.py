@@ -474,7 +474,7 @@ def prove_sum(
                 f"the loss of {what} over {n} samples is {float(whole):.6g}, and the mean over its "
                 f"microbatches, weighted by weight(targets), is another, or its gradient: let it be a mean "
                 f"over what counts (not a sum, and without a term between samples), and give weight=, a "
-                f"function of the targets that says what they count for"
+                f"function of the targets that says what they count for; or set microbatches=1"
             )
 
 

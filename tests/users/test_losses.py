@@ -125,6 +125,46 @@ def test_with_one_microbatch_a_loss_may_compare_samples(ranks, schedule):
         assert losses == pytest.approx(wanted, abs=1e-12)
 
 
+class Contrastive(nn.Module):
+    """Computes its loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = classifier()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.layers(x)
+        others = torch.arange(h.shape[0])
+        return {"loss": functional.cross_entropy(h @ h.T, others + 0 * labels), "h": h}
+
+
+def contrasted_by_itself(microbatches: int) -> tuple[list[float], str]:
+    batches = [{"x": x, "labels": y} for x, y in samples(3)]
+    losses: list[float] = []
+    try:
+        with Pipeline(Contrastive(), "model", sgd, microbatches=microbatches) as pipe:
+            losses += pipe.train(batches)
+    except Exception as error:
+        return losses, str(error)
+    return losses, ""
+
+
+def test_with_one_microbatch_a_model_s_own_loss_may_too(ranks):
+    plain, wanted = Contrastive(), []
+    optimizer = sgd(plain.parameters())
+    for x, y in samples(3):
+        optimizer.zero_grad()
+        loss = plain(x, y)["loss"]
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    for losses, error in ranks(contrasted_by_itself, 1):
+        assert not error
+        assert losses == pytest.approx(wanted, abs=1e-12)
+    _, (_, refused) = ranks(contrasted_by_itself, 2)
+    assert refused.startswith("the loss of the model over 8 samples is")
+
+
 def of_some(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs[targets >= 0], targets[targets >= 0])
 
