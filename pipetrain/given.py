@@ -121,7 +121,8 @@ def _plain_attributes(model: nn.Module) -> list[tuple[str, dict[str, Any], str, 
         for name, module in model.named_modules()
         for key, value in _plain_of(module)
     ]
-    records = {id(held[key]): (name, held[key]) for name, held, key in _records(model)}  # each once
+    places = reversed([*_records(model)])
+    records = {id(held[key]): (name, held[key]) for name, held, key in places}  # each where it is first
     for name, record in records.values():
         kinds = reversed(type(record).__mro__[:-1])
         held = {key: value for kind in kinds for key, value in vars(kind).items()} | vars(record)

@@ -28,7 +28,7 @@ class Blocks(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.temperature = 1.0
-        self.config = SimpleNamespace(scale=2.0, dtype=torch.float64)
+        self.config = layers[5].config = SimpleNamespace(scale=2.0, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -299,7 +299,7 @@ def restored(model: nn.Module) -> None:
     ("change", "sentence"),
     [
         (other_attributes, "layers.4.momentum of the model was 0.1 when it was traced and has been changed"),
-        (another_config, "config.scale of the model was 2.0 when it was traced and has been changed since"),
+        (another_config, " config.scale of the model was 2.0 when it was traced and has been changed since"),
         (
             another_layer,
             "layers.2 of the model has been replaced since it was cut into stages",
@@ -309,7 +309,7 @@ def restored(model: nn.Module) -> None:
 )
 def test_attributes_of_a_traced_model_that_change_later_are_refused(ranks, change, sentence):
     for trained, evaluated in ranks(refusals, change, restored, True):
-        assert sentence in trained
+        assert sentence in f" {trained}"
         assert evaluated == ("" if change is other_modes else trained)
 
 
