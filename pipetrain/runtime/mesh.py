@@ -139,9 +139,6 @@ def _all_gather(content: bytes, ranks: int, group: Any) -> list[bytes]:
 
 
 _meetings = itertools.count()
-_prefixed = itertools.chain(
-    [False], itertools.repeat(True)
-)  # whether torch's excepthook names the rank already
 
 
 def _fresh_store(limit: timedelta) -> Any:
@@ -206,7 +203,7 @@ class Mesh:
                 world_size=self.world.size,
                 timeout=limit,
             )
-            if next(_prefixed):
+            if getattr(hook, "__name__", "") == "_distributed_excepthook":  # of torch: it names the rank
                 sys.excepthook = hook
         self._all: Any = dist.group.WORLD if self._owned else dist.new_group(timeout=limit, backend="gloo")
         norms = dist.new_group(timeout=2 * limit, backend=self.backend)
