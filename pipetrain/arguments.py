@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from pipetrain.boundary import Value, bytes_of
 from pipetrain.building import make_schedule
 from pipetrain.cli import conf_dir
+from pipetrain.data.loading import NamedTargets
 from pipetrain.errors import ConfigError
-from pipetrain.partition.deferred import Deferred
-from pipetrain.partition.factory import Factory, build
-from pipetrain.partition.loan import renewed
-from pipetrain.partition.materialise import named_tensors
-from pipetrain.partition.network import Chain, Network
+from pipetrain.network.boundary import Value, bytes_of
+from pipetrain.network.deferred import Deferred
+from pipetrain.network.factory import Factory, build
+from pipetrain.network.loan import renewed
+from pipetrain.network.materialise import named_tensors
+from pipetrain.network.network import Chain, Network
 from pipetrain.rate import Rate, learning_rate
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import (
@@ -43,7 +44,6 @@ from pipetrain.schedule.actions import (
 from pipetrain.schedule.lower import ADDED
 from pipetrain.tasks import LossFunction, Metric, ModelLoss, Task
 from pipetrain.tasks.metrics import MetricFunction
-from pipetrain.training.loading import NamedTargets
 
 _OTHERS = {  # keys of the configuration that the arguments and methods of Pipeline stand for
     "model", "data", "task", "loss", "metrics", "optim", "schedule", "lr_schedule", "experiment", "defaults",

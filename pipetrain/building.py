@@ -22,14 +22,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from torch import nn
 
-from pipetrain.boundary import Example, specs_of
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.modes import evaluating
-from pipetrain.partition import factory
-from pipetrain.partition.materialise import cast_exactly, named_tensors
-from pipetrain.partition.network import Chain, Network, Values, network_of
-from pipetrain.partition.saved import storage_of
+from pipetrain.network import factory
+from pipetrain.network.boundary import Example, specs_of
+from pipetrain.network.materialise import cast_exactly, named_tensors
+from pipetrain.network.modes import evaluating
+from pipetrain.network.network import Chain, Network, Values, network_of
+from pipetrain.plan.saved import storage_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
 

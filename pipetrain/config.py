@@ -19,8 +19,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from pipetrain.building import build, make_codec
 from pipetrain.codec import Codecs
 from pipetrain.errors import ConfigError
-from pipetrain.partition.profile import PROFILE
-from pipetrain.partition.recompute import RECOMPUTE, Mode
+from pipetrain.plan.profile import PROFILE
+from pipetrain.plan.recompute import RECOMPUTE, Mode
 from pipetrain.rate import SHAPES, Rate, learning_rate
 
 MONTH_S = 30 * 24 * 3600

@@ -25,7 +25,7 @@ from pipetrain.checkpoint.source import Source, find_source
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
 from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.training.figures import best_epoch, read_progress
+from pipetrain.records.figures import best_epoch, read_progress
 
 _COMPLEX = {torch.float16: "complex32", torch.float32: "complex64", torch.float64: "complex128"}
 

@@ -41,10 +41,10 @@ from pipetrain.checkpoint.untrusted import read_as
 from pipetrain.data.sets import DataFacts
 from pipetrain.ending import FAILED, INTERRUPTED, REFUSED
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped
+from pipetrain.records.folder import LOCK, read_key
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.seal import MAC_BYTES, SECRET, Seal, SealedStore, forged
-from pipetrain.training.folder import LOCK, read_key
 
 _RUN_DIR = "pipetrain/run_dir"
 _ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}

@@ -45,15 +45,6 @@ from pipetrain.arguments import (
     read_task,
     small_parameters,
 )
-from pipetrain.blueprint import (
-    AnySize,
-    Plan,
-    Samples,
-    make_plan,
-    profile_conditions,
-    prove_targets,
-)
-from pipetrain.boundary import Example, Value, as_tuple, specs_of
 from pipetrain.building import prove_model, state_names
 from pipetrain.checkpoint import direct
 from pipetrain.checkpoint.plain import of_checkpoint
@@ -62,25 +53,38 @@ from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
 from pipetrain.config import Settings, as_given, read_settings, share_of_cores
 from pipetrain.data import pieces
-from pipetrain.describe import describe
+from pipetrain.data.loading import BadBatch, Batches, Form, Reader, WindowSource
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
-from pipetrain.fitting import within_limit
-from pipetrain.given import Given, form_of
-from pipetrain.optimizer import prove_optimizer
-from pipetrain.partition.factory import Factory
-from pipetrain.partition.loan import Loan, put
-from pipetrain.partition.materialise import named_tensors
-from pipetrain.partition.network import Chain, Network, Values, network_of
-from pipetrain.partition.profile import PROFILE, read_profile
-from pipetrain.partition.sizes import optimizer_state
-from pipetrain.prediction import sized
-from pipetrain.profiling import make_profile, measure_together
+from pipetrain.network.boundary import Example, Value, as_tuple, specs_of
+from pipetrain.network.factory import Factory
+from pipetrain.network.given import Given, form_of
+from pipetrain.network.loan import Loan, put
+from pipetrain.network.materialise import named_tensors
+from pipetrain.network.network import Chain, Network, Values, network_of
+from pipetrain.plan.blueprint import (
+    AnySize,
+    Plan,
+    Samples,
+    make_plan,
+    profile_conditions,
+    prove_targets,
+)
+from pipetrain.plan.describe import describe
+from pipetrain.plan.fitting import within_limit
+from pipetrain.plan.prediction import sized
+from pipetrain.plan.profile import PROFILE, read_profile
+from pipetrain.plan.sizes import optimizer_state
+from pipetrain.plan.windows import prove, settle_clipping
 from pipetrain.rate import Rate
+from pipetrain.records.bar import Bar
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.mesh import Mesh, World, choose_device
+from pipetrain.runtime.optimizer import prove_optimizer
 from pipetrain.runtime.order import Listed
+from pipetrain.runtime.profiling import make_profile, measure_together
+from pipetrain.runtime.runner import Runner
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 from pipetrain.schedule.actions import Schedule, placement
@@ -90,10 +94,6 @@ from pipetrain.stopping import Stopping
 from pipetrain.tally import Tally
 from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
-from pipetrain.training.bar import Bar
-from pipetrain.training.loading import BadBatch, Batches, Form, Reader, WindowSource
-from pipetrain.training.runner import Runner
-from pipetrain.windows import prove, settle_clipping
 
 TRAINING = "the training"
 log = logging.getLogger("pipetrain")

@@ -26,7 +26,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipetrain.blueprint import Plan
 from pipetrain.building import Models
 from pipetrain.checkpoint import resume
 from pipetrain.checkpoint.asking import Asking, idle, status_after, trained
@@ -36,27 +35,28 @@ from pipetrain.checkpoint.source import AUTO, Source, find_source, read_source, 
 from pipetrain.cli import compose, contained, quoted
 from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
-from pipetrain.describe import describe
 from pipetrain.ending import FAILED, guarded, leave, name_of, terminate
 from pipetrain.errors import ChannelError, ConfigError
-from pipetrain.fitting import gpu_bytes
 from pipetrain.launch import START_S, Job, Leader, Part, follow, names_folder
-from pipetrain.modes import is_in_evaluation, warn_of_evaluation
-from pipetrain.partition.profile import PROFILE, Profile
-from pipetrain.profiling import measure, take_part, verdict
+from pipetrain.network.modes import is_in_evaluation, warn_of_evaluation
+from pipetrain.plan.blueprint import Plan
+from pipetrain.plan.describe import describe
+from pipetrain.plan.fitting import gpu_bytes
+from pipetrain.plan.profile import PROFILE, Profile
+from pipetrain.records import folder
+from pipetrain.records.files import Files
+from pipetrain.records.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE, UPDATES
+from pipetrain.records.history import Machine
+from pipetrain.records.loggers import Loggers, check_loggers, start_loggers
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
+from pipetrain.runtime.profiling import measure, take_part, verdict
 from pipetrain.seal import SealedStore
-from pipetrain.training import folder
-from pipetrain.training.files import Files
-from pipetrain.training.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE, UPDATES
-from pipetrain.training.history import Machine
-from pipetrain.training.loggers import Loggers, check_loggers, start_loggers
 from pipetrain.training.run import Run, check_early, obtain_data, prepare
 from pipetrain.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from pipetrain.training.recorder import Recorder
+    from pipetrain.records.recorder import Recorder
 
 log = logging.getLogger("pipetrain")
 
@@ -245,7 +245,7 @@ def obtain_profile(
 def record(decided: Decided, world: World, leader: Leader, loggers: Loggers) -> None:
     """Announce the job, train as rank 0, and write the records."""
     store = leader.announce(decided.job)
-    from pipetrain.training.recorder import Recorder  # imports TensorBoard and Matplotlib: only on rank 0
+    from pipetrain.records.recorder import Recorder  # imports TensorBoard and Matplotlib: only on rank 0
 
     run, cfg, run_dir = decided.run, decided.cfg, Path(decided.job.run_dir)
     device = choose_device(world, cfg.device)

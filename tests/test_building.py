@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from pipetrain.boundary import Boundary, Example, TensorSpec, Value
 from pipetrain.building import Models, make_model, make_schedule, make_task
 from pipetrain.errors import ConfigError
-from pipetrain.optimizer import make_optimizer
-from pipetrain.partition.crossing import refuse_cuts
-from pipetrain.partition.estimate import estimate
-from pipetrain.partition.materialise import materialise
+from pipetrain.network.boundary import Boundary, Example, TensorSpec, Value
+from pipetrain.network.materialise import materialise
+from pipetrain.plan.crossing import refuse_cuts
+from pipetrain.plan.estimate import estimate
+from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.tasks import Classification, LanguageModelling, Regression, Segmentation, Task
 from tests.support.cases import config
 from tests.support.refusals import ARGUMENTS, TARGETS, WORDS, changed, outcome, refusal

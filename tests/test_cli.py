@@ -14,11 +14,11 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from pipetrain.boundary import TensorSpec
 from pipetrain.cli import as_hydra, compose, contained
 from pipetrain.codec import Codecs, Half, TopKInt8
 from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
+from pipetrain.network.boundary import TensorSpec
 from tests.support.cases import config
 
 SPEC = TensorSpec((2,), torch.float32)

@@ -16,8 +16,8 @@ from pipetrain.building import make_model, make_schedule
 from pipetrain.cli import conf_dir
 from pipetrain.config import read_settings
 from pipetrain.data import load_augment
-from pipetrain.optimizer import make_optimizer
 from pipetrain.rate import SHAPES
+from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 

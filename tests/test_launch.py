@@ -20,10 +20,10 @@ from pipetrain import launch
 from pipetrain.data import DataFacts
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.launch import FAILED, INTERRUPTED, REFUSED, Job, Leader, Part, follow
+from pipetrain.records.folder import claim, read_key
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.mesh import World
 from pipetrain.seal import SECRET, Seal, SealedStore
-from pipetrain.training.folder import claim, read_key
 from tests.support.processes import DEADLINE_S
 
 FACTS = DataFacts("digits", 9, 3, "digits 9+3 0", "", [True, [[3, 32, 32], "float32"]])

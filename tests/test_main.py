@@ -27,7 +27,7 @@ from pipetrain.cli import compose
 from pipetrain.data import load_data
 from pipetrain.errors import ConfigError
 from pipetrain.launch import Job, Leader
-from pipetrain.replay import read_trace
+from pipetrain.plan.replay import read_trace
 from pipetrain.runtime.mesh import World
 from pipetrain.train import discard_folder, join
 from pipetrain.train import start as begin

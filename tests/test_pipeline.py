@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from pipetrain import ConfigError, Pipeline, ScheduleError, Task, TrainingStopped, pipeline
-from pipetrain.partition.factory import build
-from pipetrain.partition.materialise import named_tensors
+from pipetrain.network.factory import build
+from pipetrain.network.materialise import named_tensors
 from pipetrain.schedule.actions import format_program
 from pipetrain.schedule.programs import one_f_one_b
 from tests.support.factories import FACTORIES, all_trained, peak, pipe_of, saved, trained

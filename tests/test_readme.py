@@ -17,13 +17,13 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from benchmark import cli
-from pipetrain import plan
-from pipetrain.boundary import Boundary, TensorSpec, specs_of
 from pipetrain.cli import conf_dir
 from pipetrain.codec import Codec
 from pipetrain.config import read_settings
-from pipetrain.partition.balance import choose_cuts
-from pipetrain.partition.estimate import estimate
+from pipetrain.network.boundary import Boundary, TensorSpec, specs_of
+from pipetrain.plan import __main__ as plan
+from pipetrain.plan.balance import choose_cuts
+from pipetrain.plan.estimate import estimate
 from pipetrain.schedule.check import check
 from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.lower import lower

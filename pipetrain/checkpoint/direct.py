@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.blueprint import Plan
-from pipetrain.boundary import TensorSpec, bytes_of
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     MANIFEST,
@@ -42,15 +40,17 @@ from pipetrain.checkpoint.state import (
 )
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.partition.crossing import homes
-from pipetrain.partition.materialise import cast_exactly, named_tensors
-from pipetrain.partition.network import Network, Values
+from pipetrain.network.boundary import TensorSpec, bytes_of
+from pipetrain.network.materialise import cast_exactly, named_tensors
+from pipetrain.network.network import Network, Values
+from pipetrain.plan.blueprint import Plan
+from pipetrain.plan.crossing import homes
+from pipetrain.records.figures import Progress
+from pipetrain.runtime.assembly import slots
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.runner import Runner
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.timeline import StageStats
-from pipetrain.training.assembly import slots
-from pipetrain.training.figures import Progress
-from pipetrain.training.runner import Runner
 
 
 def owners(network: Network, plan: Plan) -> dict[str, int]:

@@ -15,9 +15,9 @@ from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.source import Source
 from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
-from pipetrain.partition.profile import PROFILE
-from pipetrain.partition.recompute import Mode
-from pipetrain.training.folder import SUMMARY, is_of
+from pipetrain.plan.profile import PROFILE
+from pipetrain.plan.recompute import Mode
+from pipetrain.records.folder import SUMMARY, is_of
 from pipetrain.training.run import Run
 
 

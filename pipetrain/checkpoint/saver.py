@@ -38,11 +38,11 @@ from pipetrain.checkpoint.files import (
 )
 from pipetrain.checkpoint.state import random_state, residual_state
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
+from pipetrain.records.figures import Progress, best_epoch
 from pipetrain.runtime.coded import Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
 from pipetrain.seal import SealedStore
-from pipetrain.training.figures import Progress, best_epoch
 
 log = logging.getLogger("pipetrain")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipetrain.checkpoint.files import CHECKPOINTS, MANIFEST, Manifest, folders, read_manifest, read_whole
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.errors import ConfigError
-from pipetrain.training.figures import read_progress
+from pipetrain.records.figures import read_progress
 
 AUTO = "auto"
 

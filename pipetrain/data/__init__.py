@@ -9,12 +9,12 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from pipetrain.boundary import Example, TensorSpec
 from pipetrain.data.augment import Augment, ImageSplit
 from pipetrain.data.dataset import as_split
 from pipetrain.data.loader import Sampler, loaded, pieces
 from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, ImageData, Images, Split, prove
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.network.boundary import Example, TensorSpec
 
 __all__ = [
     "Augment",

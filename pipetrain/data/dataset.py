@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from pipetrain.boundary import Example, TensorSpec, Value, as_tuple, specs_of
 from pipetrain.data.augment import draw as draw_words
 from pipetrain.data.augment import key
 from pipetrain.data.sets import Draw, Split, Tensors, checksum
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.network.boundary import Example, TensorSpec, Value, as_tuple, specs_of
 
 _HALVES = ("inputs", "targets")
 _READ_FIRST = 8  # samples that are read before the start, twice

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pipetrain.boundary import Value
 from pipetrain.data.augment import key
 from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.network.boundary import Value
 
 
 def pieces(samples: int, microbatches: int) -> list[int]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from pipetrain.boundary import Example, Value, as_tuple, bytes_of, on_each, specs_of
 from pipetrain.errors import ConfigError
+from pipetrain.network.boundary import Example, Value, as_tuple, bytes_of, on_each, specs_of
 
 
 class DataMissing(ConfigError):

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipetrain.boundary import TensorSpec
 from pipetrain.errors import ChannelError as ChannelError
+from pipetrain.network.boundary import TensorSpec
 from pipetrain.runtime.watch import Deadline, Watch
 from pipetrain.schedule.actions import Tie
 

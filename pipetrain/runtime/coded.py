@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipetrain.boundary import TensorSpec
 from pipetrain.codec import Codec, Codecs, Identity, NotFinite, on_wire
 from pipetrain.errors import TrainingStopped
+from pipetrain.network.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel, Edge, Message
 from pipetrain.schedule.actions import Tie
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pipetrain.boundary import Boundary, TensorSpec, specs_of
-from pipetrain.draws import EVALUATION, Seeds, drawing
 from pipetrain.errors import ActionFailed, TrainingStopped
+from pipetrain.network.boundary import Boundary, TensorSpec, specs_of
+from pipetrain.network.draws import EVALUATION, Seeds, drawing
 from pipetrain.runtime.channel import Channel, ChannelError, Edge, Message
 from pipetrain.runtime.clock import Clock, Stopwatch
 from pipetrain.runtime.held import Meter

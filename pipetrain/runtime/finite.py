@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.partition.network import Part
+from pipetrain.network.network import Part
 
 Blame = Callable[[list[float]], str]  # (numbers) -> a description of them and of the non-finite ones
 Tensors = tuple[Tensor, ...]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipetrain.boundary import Example, Value, as_tuple
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.network.boundary import Example, Value, as_tuple
 
 Tensors = tuple[Tensor, ...]
 Counted = tuple[Tensor, float, int, Mapping[str, Tensor]]

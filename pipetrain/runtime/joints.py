@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from pipetrain.boundary import Boundary, TensorSpec
-from pipetrain.partition.crossing import Seams
+from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.plan.crossing import Seams
 from pipetrain.runtime.channel import Edge
 
 Tensors = tuple[Tensor, ...]

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from pipetrain.boundary import TensorSpec
 from pipetrain.errors import ConfigError
+from pipetrain.network.boundary import TensorSpec
 from pipetrain.runtime.channel import ChannelError, DistChannel, Edge, LoopbackChannel, cause_of
 from pipetrain.schedule.actions import Tie
 from pipetrain.seal import SealedStore

@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipetrain.boundary import differentiable
-from pipetrain.draws import Beginning
-from pipetrain.partition.products import DEAR, Watching
-from pipetrain.partition.saved import storage_of
+from pipetrain.network.boundary import differentiable
+from pipetrain.network.draws import Beginning
+from pipetrain.network.products import DEAR, Watching
+from pipetrain.plan.saved import storage_of
 from pipetrain.runtime.finite import numbers_of
 from pipetrain.runtime.weights import Buffers
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from pipetrain.boundary import Value, as_tuple, on_each
-from pipetrain.draws import Beginning
-from pipetrain.places import standing_in
+from pipetrain.network.boundary import Value, as_tuple, on_each
+from pipetrain.network.draws import Beginning
+from pipetrain.network.places import standing_in
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.stage import Stage, Target
 

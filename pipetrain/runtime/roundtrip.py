@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from pipetrain.boundary import TensorSpec
+from pipetrain.network.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.mesh import Mesh
 

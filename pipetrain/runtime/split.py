@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from pipetrain.partition.products import DEAR, LOWERED, Watching
+from pipetrain.network.products import DEAR, LOWERED, Watching
 
 _CAST = {torch.float32, torch.float16, torch.bfloat16}  # by autocast
 

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from pipetrain import draws
-from pipetrain.boundary import (
+from pipetrain.errors import TrainingStopped
+from pipetrain.network import draws
+from pipetrain.network.boundary import (
     Boundary,
     Value,
     as_tuple,
@@ -27,10 +28,9 @@ from pipetrain.boundary import (
     needs_grad,
     requires_grad,
 )
-from pipetrain.errors import TrainingStopped
-from pipetrain.modes import evaluating
-from pipetrain.numerics import Numerics
-from pipetrain.partition.network import INPUT, Part
+from pipetrain.network.modes import evaluating
+from pipetrain.network.network import INPUT, Part
+from pipetrain.network.numerics import Numerics
 from pipetrain.rate import Rate
 from pipetrain.runtime.finite import (
     DATA,

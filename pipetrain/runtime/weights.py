@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.places import places
+from pipetrain.network.places import places
 from pipetrain.rate import Rate
 from pipetrain.runtime.finite import numbers_of
 from pipetrain.runtime.memory import Memory

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipetrain.boundary import (
+from pipetrain.errors import ConfigError, TrainingStopped, one_line
+from pipetrain.network.boundary import (
     Boundary,
     TensorSpec,
     Value,
@@ -30,7 +31,6 @@ from pipetrain.boundary import (
     scores_of,
     specs_of,
 )
-from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.tally import Tally
 from pipetrain.tasks.metrics import Accuracy, Mean, MeanIoU, Metric, MetricFunction, Perplexity, SquaredError
 
@@ -233,7 +233,7 @@ class ModelLoss(Task):
 
     So do models of Hugging Face, which take `labels` beside their inputs. `labels`: the names of the inputs
     that are the targets. By default they count where they are not -100, or of sequences where those that
-    follow another are not: which one is tried, see training/trial.py.
+    follow another are not: which one is tried, see tasks/trial.py.
     """
 
     def __init__(

@@ -16,8 +16,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from pipetrain.blueprint import Plan, Samples, draft_plan, make_plan, prove_targets
-from pipetrain.boundary import Example
 from pipetrain.building import Models, make_schedule, make_task
 from pipetrain.cli import conf_dir
 from pipetrain.config import Settings, read_settings
@@ -33,12 +31,14 @@ from pipetrain.data import (
     load_data,
 )
 from pipetrain.errors import ConfigError
-from pipetrain.fitting import within_limit
-from pipetrain.optimizer import make_optimizer
-from pipetrain.partition.network import Network
-from pipetrain.partition.profile import Profile
-from pipetrain.partition.sizes import optimizer_state
-from pipetrain.prediction import sized
+from pipetrain.network.boundary import Example
+from pipetrain.network.network import Network
+from pipetrain.plan.blueprint import Plan, Samples, draft_plan, make_plan, prove_targets
+from pipetrain.plan.fitting import within_limit
+from pipetrain.plan.prediction import sized
+from pipetrain.plan.profile import Profile
+from pipetrain.plan.sizes import optimizer_state
+from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import Task
 

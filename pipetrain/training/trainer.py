@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipetrain.boundary import Value
 from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
 from pipetrain.checkpoint.saver import Keeper, is_best
@@ -24,23 +23,24 @@ from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
 from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.data import Draw, loaded
 from pipetrain.errors import TrainingStopped
+from pipetrain.network.boundary import Value
+from pipetrain.plan.windows import window_lengths
+from pipetrain.records.figures import EpochFigures, Progress, Stats, by_update, read_progress
+from pipetrain.records.tracer import Tracer
+from pipetrain.runtime.assembly import slots
 from pipetrain.runtime.engine import Ends, Observer
 from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Listed
+from pipetrain.runtime.runner import Runner
 from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
 from pipetrain.tally import Tally
-from pipetrain.training.assembly import slots
-from pipetrain.training.figures import EpochFigures, Progress, Stats, by_update, read_progress
 from pipetrain.training.run import Run
-from pipetrain.training.runner import Runner
-from pipetrain.training.tracer import Tracer
-from pipetrain.windows import window_lengths
 
 if TYPE_CHECKING:  # the recorder imports Matplotlib and TensorBoard, which training does not need
-    from pipetrain.training.recorder import Recorder
+    from pipetrain.records.recorder import Recorder
 
 
 Values = Iterator[Value] | None

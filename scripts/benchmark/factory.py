@@ -22,8 +22,8 @@ from benchmark.report import Row, Verdict
 from benchmark.tasks import Scale
 from benchmark.worlds import Say, run_world, titled
 from pipetrain import Pipeline
-from pipetrain.boundary import Value
 from pipetrain.models import gpt
+from pipetrain.network.boundary import Value
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.tasks import LossFunction
 

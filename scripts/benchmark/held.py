@@ -11,14 +11,14 @@ from benchmark.contestants import BatchFeed
 from benchmark.report import Row, Verdict
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, fitted, run_world, titled
-from pipetrain.boundary import on_each
-from pipetrain.partition.sizes import optimizer_state
-from pipetrain.prediction import memory, played, sized
+from pipetrain.network.boundary import on_each
+from pipetrain.plan.prediction import memory, played, sized
+from pipetrain.plan.sizes import optimizer_state
+from pipetrain.runtime.assembly import make_engine, make_stages
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Target
 from pipetrain.schedule.memory import PARTS, Peak, peak, peaks
-from pipetrain.training.assembly import make_engine, make_stages
 
 WINDOWS = 2  # the second one is measured: it has the optimizer's state from its start
 BATCHES = 6  # of a window of an asynchronous schedule

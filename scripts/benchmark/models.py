@@ -18,13 +18,13 @@ from benchmark.contestants import FULL, RIVALS, SCHEDULES, Alone, Contestant, Ou
 from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Job, Scale, Task, compose_task, prepare, schedules
 from benchmark.worlds import Say, fitted, run_world, titled
-from pipetrain.blueprint import profile_conditions
-from pipetrain.partition.balance import STRATEGIES, choose_cuts
-from pipetrain.partition.estimate import Layer
-from pipetrain.partition.network import Chain
-from pipetrain.partition.profile import PROFILE
-from pipetrain.profiling import make_profile, measure_together
+from pipetrain.network.network import Chain
+from pipetrain.plan.balance import STRATEGIES, choose_cuts
+from pipetrain.plan.blueprint import profile_conditions
+from pipetrain.plan.estimate import Layer
+from pipetrain.plan.profile import PROFILE
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.profiling import make_profile, measure_together
 
 RANKS = 2
 MODELS = {

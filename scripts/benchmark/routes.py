@@ -18,9 +18,9 @@ from benchmark.contestants import Ours, race
 from benchmark.report import Row, Series, Verdict, ratio
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, run_world, titled
-from pipetrain.boundary import named_layers
 from pipetrain.models import unet
-from pipetrain.partition.network import Pop, Stash
+from pipetrain.network.boundary import named_layers
+from pipetrain.network.network import Pop, Stash
 from pipetrain.runtime.mesh import Mesh
 
 STAGES = (4, 8)  # a process each

@@ -31,8 +31,8 @@ from benchmark.tasks import Scale
 from benchmark.worlds import Say
 from pipetrain.models.gpt import gpt
 from pipetrain.models.vision import resnet18, vgg16
-from pipetrain.partition.network import Chain, Made, Slice
-from pipetrain.partition.saved import strided
+from pipetrain.network.network import Chain, Made, Slice
+from pipetrain.plan.saved import strided
 from pipetrain.runtime.stage import Saving, Stage
 
 SPLIT, MIB = Saving(split=True), 2**20

@@ -17,14 +17,14 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from pipetrain import tasks
-from pipetrain.blueprint import Plan, Samples, make_plan
-from pipetrain.boundary import Example, named_layers
 from pipetrain.building import make_model, make_schedule, make_task
 from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.config import Settings, read_settings
 from pipetrain.data import load_data
-from pipetrain.optimizer import make_optimizer
-from pipetrain.partition.profile import Profile
+from pipetrain.network.boundary import Example, named_layers
+from pipetrain.plan.blueprint import Plan, Samples, make_plan
+from pipetrain.plan.profile import Profile
+from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.weights import OptimizerFactory
 
 LR = 1e-3  # low: the same random batch again and again must not blow up

@@ -20,7 +20,7 @@ from benchmark.contestants import FULL, Ours, race
 from benchmark.report import Row, Series, ratio
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import TIMEOUT_S, Say, fitted, run_world, titled
-from pipetrain.boundary import TensorSpec
+from pipetrain.network.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel, Edge, Message, expired
 from pipetrain.runtime.coded import WrappedChannel
 from pipetrain.runtime.mesh import Mesh

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipetrain.blueprint import Plan
+from pipetrain.plan.blueprint import Plan
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World
 from pipetrain.seal import Seal, SealedStore

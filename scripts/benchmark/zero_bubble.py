@@ -20,11 +20,11 @@ from benchmark.paced import SAMPLE, WIDTH, Paced
 from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Job, Scale, Task, compose_task, prepare
 from benchmark.worlds import Say, fitted, run_world, titled
-from pipetrain.blueprint import Plan, profile_conditions, with_costs
-from pipetrain.partition.network import Chain
-from pipetrain.partition.profile import LayerTime
-from pipetrain.profiling import make_profile, measure_together
+from pipetrain.network.network import Chain
+from pipetrain.plan.blueprint import Plan, profile_conditions, with_costs
+from pipetrain.plan.profile import LayerTime
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.profiling import make_profile, measure_together
 from pipetrain.schedule.actions import SENDS, Op
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Kind

@@ -13,7 +13,7 @@ from benchmark import cli, contestants, memory, models, sleep
 from benchmark.contestants import Ours
 from benchmark.report import Row
 from benchmark.tasks import prepare
-from pipetrain.partition.estimate import Layer
+from pipetrain.plan.estimate import Layer
 from pipetrain.runtime.mesh import World
 from tests.support.deadlines import DEADLINE_S
 

@@ -15,7 +15,7 @@ from benchmark.contestants import Ours, Plain, TorchPipeline
 from benchmark.paced import SAMPLE, Pace, products
 from benchmark.worlds import run_world
 from benchmark.zero_bubble import WAYS, best_cut, bound, copied, costs, prepared
-from pipetrain.partition.profile import LayerTime
+from pipetrain.plan.profile import LayerTime
 from pipetrain.schedule.actions import parse_action
 from pipetrain.schedule.timeline import Row, Span, Timeline
 from tests.support.deadlines import DEADLINE_S

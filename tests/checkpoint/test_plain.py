@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from pipetrain import ConfigError, Pipeline
 from pipetrain.checkpoint.plain import read_weights
-from pipetrain.partition.factory import build
-from pipetrain.partition.materialise import named_tensors
+from pipetrain.network.factory import build
+from pipetrain.network.materialise import named_tensors
 from tests.support.programs import mlp, momentum
 
 

@@ -24,8 +24,8 @@ from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.cli import contained
 from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
+from pipetrain.records.figures import best_epoch
 from pipetrain.runtime.stage import Stage
-from pipetrain.training.figures import best_epoch
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads
 from tests.support.damage import forge, put
 
@@ -85,7 +85,7 @@ def owing(tmp_path_factory) -> Whole:
         *((schedule, 2, "optim=sgd") for schedule in ONE_OF_A_KIND),
         ("1f1b", 1, "optim=sgd"),
         ("pipedream", 3, "optim=adamw"),
-        ("1f1b", 2, "optim._target_=tests.test_optimizer.Rich"),
+        ("1f1b", 2, "optim._target_=tests.runtime.test_optimizer.Rich"),
         ("pipedream", 2, "ema=0.9"),
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from pipetrain.boundary import Example, TensorSpec, Value
 from pipetrain.cli import conf_dir
 from pipetrain.data import (
     Data,
@@ -26,6 +25,7 @@ from pipetrain.data import (
     load_data,
 )
 from pipetrain.errors import ConfigError
+from pipetrain.network.boundary import Example, TensorSpec, Value
 from tests.support.cases import config
 
 CONFIGS = sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml"))

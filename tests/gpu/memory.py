@@ -17,12 +17,12 @@ from torch import Tensor
 
 from benchmark.held import NEAR, WINDOWS, Case, Feed, job_of
 from benchmark.worlds import fitted
-from pipetrain.prediction import memory as over_time
-from pipetrain.prediction import played
+from pipetrain.plan.prediction import memory as over_time
+from pipetrain.plan.prediction import played
+from pipetrain.runtime.assembly import make_engine, make_stages
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Action
-from pipetrain.training.assembly import make_engine, make_stages
 from tests.gpu.rows import MIB, Row, Setting, judged
 
 BATCH = "batch_size=128"  # in 4 microbatches

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from benchmark.worlds import Say, fitted
+from pipetrain.records.tracer import about_trace
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import COMMUNICATION, RECEIVES, SENDS
 from pipetrain.schedule.timeline import TracedWindow
-from pipetrain.training.tracer import about_trace
 from pipetrain.training.trainer import Trainer
 from tests.gpu.rows import Row, Setting, judged
 from tests.gpu.training import FLOAT32, MODELS

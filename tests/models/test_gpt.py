@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipetrain.boundary import Example, TensorSpec
 from pipetrain.building import build
 from pipetrain.data import Split, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.models import gpt
-from pipetrain.partition.crossing import refuse_cuts, shared_weights
-from pipetrain.partition.estimate import estimate
-from pipetrain.partition.network import Chain
+from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.network import Chain
+from pipetrain.plan.crossing import refuse_cuts, shared_weights
+from pipetrain.plan.estimate import estimate
 from pipetrain.training.run import prepare
 from tests.support import cases
 from tests.support.cases import config

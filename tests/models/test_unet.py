@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipetrain.boundary import Example, TensorSpec
 from pipetrain.building import build
 from pipetrain.data.made import shapes
 from pipetrain.errors import ConfigError
 from pipetrain.models import unet
 from pipetrain.models.unet import Concatenate
-from pipetrain.partition.estimate import estimate
-from pipetrain.partition.network import Pop, Stash
+from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.network import Pop, Stash
+from pipetrain.plan.estimate import estimate
 from pipetrain.tasks.metrics import MeanIoU
 from tests.support.cases import Case, compare, config, run_in_threads
 

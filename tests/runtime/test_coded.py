@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipetrain.boundary import specs_of
 from pipetrain.codec import Codec, Codecs, Half, Identity, Int8, TopK, TopKInt8
 from pipetrain.errors import TrainingStopped
+from pipetrain.network.boundary import specs_of
 from pipetrain.runtime.channel import Message
 from pipetrain.runtime.coded import CodedChannel, Feedback
 from pipetrain.runtime.local import LocalChannel, Wire

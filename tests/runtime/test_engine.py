@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.boundary import Boundary, TensorSpec
-from pipetrain.partition.crossing import Seams, seams
-from pipetrain.partition.estimate import estimate
+from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.plan.crossing import Seams, seams
+from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.channel import Message
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine

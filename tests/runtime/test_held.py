@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.boundary import Boundary, TensorSpec
-from pipetrain.partition.crossing import seams
-from pipetrain.partition.estimate import estimate
-from pipetrain.partition.measure import _Live
-from pipetrain.partition.network import Chain
-from pipetrain.partition.sizes import LossSizes, microbatch
+from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.network import Chain
+from pipetrain.plan.crossing import seams
+from pipetrain.plan.estimate import estimate
+from pipetrain.plan.sizes import LossSizes, microbatch
 from pipetrain.runtime.held import Meter
+from pipetrain.runtime.measure import _Live
 from pipetrain.runtime.stage import Saving, Stage
 from pipetrain.schedule.actions import Action, Op
 from pipetrain.schedule.memory import Held

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.boundary import Boundary, TensorSpec
-from pipetrain.partition.crossing import seams
-from pipetrain.partition.estimate import estimate
-from pipetrain.partition.network import Made, Pop, Stash
+from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.network import Made, Pop, Stash
+from pipetrain.plan.crossing import seams
+from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.channel import Edge
 from pipetrain.runtime.joints import Joints
 

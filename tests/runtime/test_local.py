@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipetrain.boundary import TensorSpec
+from pipetrain.network.boundary import TensorSpec
 from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.local import LocalChannel, Wire
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from pipetrain.runtime import assembly
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.local import LocalChannel
 from pipetrain.schedule.actions import COMPUTE, RECEIVES, UPDATE, Action, Op
-from pipetrain.training import assembly
 from tests.support.cases import SCHEDULES, Case, LocalMesh, run_in_threads
 from tests.support.deadlines import DEADLINE_S
 

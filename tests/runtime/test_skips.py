@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from pipetrain.partition.network import Made
+from pipetrain.network.network import Made
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads, stages_of
 from tests.support.models import STASHED
 

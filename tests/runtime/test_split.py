@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipetrain.boundary import leaves_of
 from pipetrain.errors import TrainingStopped
 from pipetrain.models.gpt import gpt
 from pipetrain.models.vision import resnet18, vgg16
-from pipetrain.partition.estimate import estimate, made_up
-from pipetrain.partition.network import INPUT, Made, network_of
+from pipetrain.network.boundary import leaves_of
+from pipetrain.network.network import INPUT, Made, network_of
+from pipetrain.plan.estimate import estimate, made_up
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.stage import WHOLE, Saving, Stage
 from tests.support.hugging_face import gpt2, resnet

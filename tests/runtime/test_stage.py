@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipetrain.boundary import Boundary, TensorSpec, Value
 from pipetrain.errors import TrainingStopped
+from pipetrain.network.boundary import Boundary, TensorSpec, Value
 from pipetrain.runtime.stage import Saving, Stage, Target
 from pipetrain.tasks import Classification, Task
 from tests.support.models import Fork, Join

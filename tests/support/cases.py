@@ -31,7 +31,9 @@ from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import Data, Images, ImageSplit, load_augment
-from pipetrain.draws import Seeds, drawing
+from pipetrain.network.draws import Seeds, drawing
+from pipetrain.records.figures import EpochFigures
+from pipetrain.records.tracer import Trace
 from pipetrain.runtime import engine
 from pipetrain.runtime.channel import Edge, LoopbackChannel
 from pipetrain.runtime.local import LocalChannel, Wire
@@ -39,9 +41,7 @@ from pipetrain.runtime.mesh import World
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Op, Program, Tie, has_norms, ranks_of
 from pipetrain.seal import Seal, SealedStore
-from pipetrain.training.figures import EpochFigures
 from pipetrain.training.run import Run, prepare
-from pipetrain.training.tracer import Trace
 from pipetrain.training.trainer import Trainer
 from tests.support import reference
 from tests.support.deadlines import DEADLINE_S

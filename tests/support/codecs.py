@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipetrain.boundary import TensorSpec
 from pipetrain.codec import Codec
+from pipetrain.network.boundary import TensorSpec
 
 
 class Same(Codec):

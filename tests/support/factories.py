@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from pipetrain import Pipeline
 from pipetrain.models import gpt
+from pipetrain.runtime import assembly
 from pipetrain.runtime.mesh import World
 from pipetrain.seal import SealedStore
-from pipetrain.training import assembly
 from tests.support.live import Live
 from tests.support.programs import DOUBLE, falling, labelled, momentum, process_group
 
@@ -121,7 +121,7 @@ def peak(world: World, store: SealedStore) -> tuple[int, int, int]:
         return stages
 
     options = {"microbatches": 1, "device": "cpu", "threads": 1, "partition": "params"}
-    with process_group(world, store), Live() as live, patch("pipetrain.training.runner.make_stages", noting):
+    with process_group(world, store), Live() as live, patch("pipetrain.runtime.runner.make_stages", noting):
         pipe = Pipeline(large, next_token, sgd, sample=batch, **options)
         built = live.peak
         pipe.step(*batch)

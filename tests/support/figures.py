@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pipetrain.records.figures import EpochFigures
 from pipetrain.schedule.timeline import StageStats
 from pipetrain.tally import Tally
-from pipetrain.training.figures import EpochFigures
 
 
 def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from pipetrain.boundary import TensorSpec, specs_of
 from pipetrain.codec import Codecs
 from pipetrain.errors import ConfigError
-from pipetrain.profiling import measure, take_part
+from pipetrain.network.boundary import TensorSpec, specs_of
 from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.coded import CodedChannel, Feedback
 from pipetrain.runtime.mesh import Mesh, World
+from pipetrain.runtime.profiling import measure, take_part
 from pipetrain.seal import SealedStore
 from pipetrain.training.run import check_early, prepare
 from pipetrain.training.trainer import Trainer

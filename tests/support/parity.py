@@ -20,21 +20,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipetrain.arguments import configuration
-from pipetrain.blueprint import Plan, Samples, make_plan
-from pipetrain.boundary import Example, Value, as_tuple, on_each
 from pipetrain.building import make_schedule
 from pipetrain.config import read_settings
 from pipetrain.data.loader import pieces
-from pipetrain.draws import Seeds, drawing
-from pipetrain.partition.crossing import seams
-from pipetrain.partition.network import Network, network_of
+from pipetrain.network.boundary import Example, Value, as_tuple, on_each
+from pipetrain.network.draws import Seeds, drawing
+from pipetrain.network.network import Network, network_of
+from pipetrain.network.traced import Traced
+from pipetrain.plan.blueprint import Plan, Samples, make_plan
+from pipetrain.plan.crossing import seams
 from pipetrain.runtime.local import Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.runtime.order import Listed
+from pipetrain.runtime.runner import Runner
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import Task
-from pipetrain.tracing.traced import Traced
-from pipetrain.training.runner import Runner
 from tests.support.cases import LocalMesh, drawing_in_turn
 from tests.support.deadlines import DEADLINE_S
 from tests.support.reference import DELAYS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from pipetrain.boundary import Boundary
-from pipetrain.partition.network import Chain, Made, Part, Slice
+from pipetrain.network.boundary import Boundary
+from pipetrain.network.network import Chain, Made, Part, Slice
 
 
 def part_of(

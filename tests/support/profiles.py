@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipetrain.boundary import Boundary, TensorSpec
-from pipetrain.partition.estimate import Layer, estimate
-from pipetrain.partition.network import Made
-from pipetrain.partition.profile import LayerTime, Profile
-from pipetrain.partition.saved import Storages
-from pipetrain.partition.stages import Model, Traffic
+from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.network import Made
+from pipetrain.plan.estimate import Layer, estimate
+from pipetrain.plan.profile import LayerTime, Profile
+from pipetrain.plan.saved import Storages
+from pipetrain.plan.stages import Model, Traffic
 from pipetrain.schedule.memory import Counts, fullest
 
 

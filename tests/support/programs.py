@@ -22,9 +22,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, default_collate
 
 from pipetrain import LanguageModelling, Pipeline, Regression, Task, TrainingStopped
-from pipetrain.boundary import Value, as_tuple
 from pipetrain.checkpoint import direct
 from pipetrain.data import pieces
+from pipetrain.network.boundary import Value, as_tuple
 from pipetrain.runtime.mesh import World
 from pipetrain.seal import SealedStore
 from tests.support.reference import DELAYS, Delay

@@ -18,10 +18,10 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from pipetrain.boundary import as_tuple, named_layers
 from pipetrain.data import Data, Draw, Sampler
-from pipetrain.draws import Seeds, begin, drawing
-from pipetrain.partition.network import Pop, Stash
+from pipetrain.network.boundary import as_tuple, named_layers
+from pipetrain.network.draws import Seeds, begin, drawing
+from pipetrain.network.network import Pop, Stash
 from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 
 IGNORED = -100  # a label that does not count

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.boundary import Example, TensorSpec
-from pipetrain.partition.network import INPUT, Made, Slice
-from pipetrain.tracing.trace import trace
-from pipetrain.tracing.traced import Traced
+from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.network import INPUT, Made, Slice
+from pipetrain.network.trace import trace
+from pipetrain.network.traced import Traced
 
 
 def example(*shapes: tuple[int, ...], names: tuple[str, ...] | None = None) -> Example:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipetrain.boundary import Boundary, TensorSpec, Value
 from pipetrain.errors import ConfigError
+from pipetrain.network.boundary import Boundary, TensorSpec, Value
 from pipetrain.tally import Tally
 from pipetrain.tasks import (
     Accuracy,

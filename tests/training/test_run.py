@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.boundary import Example, TensorSpec
 from pipetrain.building import Models
 from pipetrain.data import DataMissing
 from pipetrain.errors import ConfigError
+from pipetrain.network.boundary import Example, TensorSpec
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.training.run import _even, check_early, obtain_data
 from tests.support.cases import config, prepared

@@ -1,0 +1,1 @@
+"""Any nn.Module as layers and the values between them."""

@@ -1,0 +1,110 @@
+"""A model while a Pipeline has it.
+
+Each rank trains the tensors of its stages. All others of the model would show old numbers there and take its
+memory: they are on the meta device, where computing with them is an error, until `collect` brings the numbers
+of all ranks to rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.errors import ConfigError
+from pipetrain.network.materialise import in_place_of, named_tensors
+from pipetrain.network.network import Network
+from pipetrain.network.places import replace
+
+
+@dataclass(slots=True)
+class _Lent:
+    """Whether rank 0 has the numbers of a model that several ranks have trained."""
+
+    collected: bool = False
+
+
+_lent: WeakKeyDictionary[nn.Module, _Lent] = WeakKeyDictionary()  # by each module of such models
+
+
+class Loan:
+    """What a rank has in the model that was given: `own`, the tensors of its stages by name, and no others.
+
+    A process that is `alone` has all of them.
+    """
+
+    def __init__(self, network: Network, own: Mapping[str, Tensor], alone: bool) -> None:
+        self._model = network.model
+        self._alone = alone
+        self._lent = _Lent()
+        self._swapped: list[tuple[Tensor, Tensor]] = []  # what the stages need, and what was collected
+        tensors = named_tensors(network.model)
+        others = {id(t): own[name] if name in own else _on_meta(t) for name, t in tensors.items()}
+        replace((network.model, *network.modules), others)
+        if not alone:
+            _lent.update(dict.fromkeys(network.model.modules(), self._lent))
+
+    def collect(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put tensors into the model, by name; without any, as on ranks but 0, only note that rank 0 has."""
+        self.take_back()
+        self._swapped = put(self._model, tensors)
+        self._lent.collected = True
+
+    def take_back(self) -> None:
+        """Let the stages have their tensors again, before they train."""
+        self._put_own()
+        self._swapped = []
+        self._lent.collected = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let the stages have their tensors for a while, in which these do not change."""
+        self._put_own()
+        try:
+            yield
+        finally:
+            self._put_collected()
+
+    def end(self, rank: int) -> None:
+        """Leave the model on rank 0 as collected, and elsewhere without numbers."""
+        if not self._alone and not (self._lent.collected and rank == 0):
+            replace([self._model], {id(t): _on_meta(t) for t in named_tensors(self._model).values()})
+
+    def _put_own(self) -> None:
+        replace([self._model], {id(collected): own for own, collected in self._swapped})
+
+    def _put_collected(self) -> None:
+        replace([self._model], {id(own): collected for own, collected in self._swapped})
+
+
+def put(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Put tensors into a model by name; return each that was there with that which is there now."""
+    now = named_tensors(model)
+    others = {name: new for name, new in tensors.items() if new is not now[name]}
+    pairs = [(now[name], in_place_of(now[name], new)) for name, new in others.items()]
+    replace([model], {id(old): new for old, new in pairs})
+    return pairs
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else in_place_of(tensor, torch.empty_like(tensor.data, device="meta"))
+
+
+def renewed(model: nn.Module) -> None:
+    """Give tensors to a model whose numbers rank 0 has collected, to be overwritten by these.
+
+    Raises ConfigError, on all ranks alike, for a model that was not collected.
+    """
+    lent = [_lent[module] for module in model.modules() if module in _lent]
+    if not all(one.collected for one in lent):
+        raise ConfigError(
+            "another Pipeline has trained this model, and its weights are with the ranks of that one: call "
+            "its collect(), on all ranks, before its close(), or make the model anew"
+        )
+    tensors = named_tensors(model).values() if lent else ()
+    empty = {id(t): in_place_of(t, torch.zeros_like(t, device="cpu")) for t in tensors if t.is_meta}
+    replace([model], empty)

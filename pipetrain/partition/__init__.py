@@ -1,1 +1,0 @@
-"""The costs of layers, and the choice of cuts."""

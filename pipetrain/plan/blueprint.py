@@ -1,0 +1,482 @@
+"""The plan of a run: the cut model, and every program that will run, checked.
+
+Every rank makes it from the same configuration, before a process group exists. All programs are lowered,
+checked and simulated at the buffer size of the real channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from pipetrain.building import make_schedule
+from pipetrain.config import Settings
+from pipetrain.data.loader import pieces
+from pipetrain.errors import ConfigError
+from pipetrain.network.boundary import Boundary, Example, Value, cast_floats
+from pipetrain.network.network import INPUT, Made, Network, network_of
+from pipetrain.network.numerics import Numerics
+from pipetrain.plan.balance import GIB, STRATEGIES, balance_times, choose_cuts
+from pipetrain.plan.crossing import (
+    Seams,
+    copies_input,
+    copies_output,
+    cuts_that_may_be,
+    lighter_cuts,
+    refuse_changing,
+    refuse_cuts,
+    seams,
+    shared_weights,
+)
+from pipetrain.plan.estimate import Layer, estimate
+from pipetrain.plan.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
+from pipetrain.plan.recomputation import held_in, may_recompute, reasons, recomputations
+from pipetrain.plan.recompute import Chosen, Mode, modes_of
+from pipetrain.plan.sizes import assumed_loss
+from pipetrain.plan.stages import Model, Pipeline, Prediction, Predictor, Traffic, costs_by_work
+from pipetrain.plan.windows import Links, Window, lowered, prove, refuse_ties, settle_clipping, window_lengths
+from pipetrain.schedule.actions import Op, Program, Schedule, Tie, placement, splits
+from pipetrain.schedule.bounds import edge_bounds, widest
+from pipetrain.schedule.lower import Route, edges, lower
+from pipetrain.schedule.memory import Sizes
+from pipetrain.schedule.policy import Bounds, Policy, Recomputed, with_recomputation
+from pipetrain.schedule.programs import forward_only
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.tailored import Tailored
+from pipetrain.schedule.timeline import Costs
+from pipetrain.tasks import Task
+
+if TYPE_CHECKING:
+    from pipetrain.runtime.order import Order
+
+Estimates = dict[int, list[Layer]]  # number of samples in a microbatch -> the layers as estimated for it
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything known of a run before it starts. Stages are numbered over all ranks, virtual ones too."""
+
+    settings: Settings
+    numerics: Numerics
+    example: Example  # of the input
+    layers: list[Layer]  # as estimated for a full microbatch
+    cuts: list[int]
+    placement: list[int]  # the rank of each stage
+    links: Links
+    seams: Seams  # for a full microbatch
+    evaluated_seams: Seams  # for a microbatch of an evaluation
+    windows: Mapping[int, Window]  # by the number of batches
+    evaluation: Program
+    boundaries: Mapping[int, list[Boundary]]  # the input of each stage, by samples of a microbatch
+    evaluated: Mapping[int, list[Boundary]]  # likewise in an evaluation
+    schedule: Schedule = field(compare=False)  # made for the costs, if it is for any
+    recompute: Sequence[Mode]  # of each stage
+    costs: Costs | None = None  # from a profile
+    prediction: Prediction | None = None  # from a profile
+    sizes: Sequence[Sizes] = ()  # the bytes of each stage, see prediction.sized
+
+    @property
+    def full(self) -> int:
+        """The samples of a full microbatch."""
+        return self.settings.full
+
+    @property
+    def policy(self) -> Policy | None:
+        """What decides the order at run time; the windows' programs are then examples."""
+        return self.schedule if isinstance(self.schedule, Policy) else None
+
+    @property
+    def tailored(self) -> bool:
+        """Whether the order was made for the costs of the stages."""
+        inner = self.schedule.schedule if isinstance(self.schedule, Recomputed) else self.schedule
+        return isinstance(inner, Tailored)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def pipeline(self) -> dict[str, object]:
+        """The cuts, the placement and the numbers of the modes of recomputation, for a checkpoint."""
+        recompute = [[*Mode].index(mode) for mode in self.recompute]
+        return {"cuts": list(self.cuts), "placement": list(self.placement), "recompute": recompute}
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """The pairs of stages that exchange messages, in one fixed order."""
+        return edges(self.window.program, self.routes)
+
+    @property
+    def routes(self) -> list[Route]:
+        """The pairs of stages between which activations travel, ascending."""
+        return self.links.routes
+
+    @property
+    def ties(self) -> list[Tie]:
+        """The groups of stages that share weights, in one fixed order."""
+        return self.links.ties
+
+    @property
+    def window(self) -> Window:
+        return self.windows[max(self.windows)]
+
+    def slice(self, stage: int) -> slice:
+        ends = [0, *self.cuts, len(self.layers)]
+        return slice(ends[stage], ends[stage + 1])
+
+    def layers_on(self, rank: int) -> list[int]:
+        """Return the numbers of the layers of a rank's stages, ascending."""
+        numbers = range(len(self.layers))
+        return [
+            n for stage, on in enumerate(self.placement) if on == rank for n in numbers[self.slice(stage)]
+        ]
+
+    def copies_input(self, stage: int) -> bool:
+        """Return whether a stage's layers modify its input in place."""
+        return copies_input(self.layers, self.seams.slices[stage])
+
+    def copies_output(self, stage: int) -> bool:
+        """Return whether a stage's output may change before it is sent."""
+        return copies_output(self.layers, self.seams.slices[stage])
+
+    def wire_bytes(self, stage: int, size: int) -> tuple[int, int]:
+        """Return the bytes on the wire to a stage, forward, and from it, back, for `size` samples."""
+        return _wire_bytes(self.settings, self.boundaries[size][stage])
+
+    @property
+    def foreign(self) -> dict[str, Tensor]:
+        """The tensors that layers use and that are no weights or buffers, by a layer's name and a number."""
+        return {
+            f"tensor {k} of layer {layer.name}": t
+            for layer in self.layers
+            for k, t in enumerate(layer.foreign)
+        }
+
+    def peaks(self, stage: int) -> Bounds:
+        """Return the peaks of activations, weight versions and staleness of a stage over all windows."""
+        return _peaks(self.windows, stage)
+
+    def order(self, batches: int, rank: int) -> Order:
+        """Return the actions of a rank in a window of `batches` batches, for single use."""
+        from pipetrain.runtime.order import Decided, Listed  # not needed for planning
+
+        if self.policy is None:
+            return Listed(self.windows[batches].program[rank], batches, self.settings.microbatches)
+        size = self.stages, batches, self.settings.microbatches
+        return Decided(self.policy, rank, *size, self.routes)
+
+
+class AnySize(dict[int, list[Boundary]]):
+    """Boundaries by number of samples: of two numbers, from which those of any other follow.
+
+    Each dimension must be a linear function of the samples. The engine compares what a stage really makes.
+    """
+
+    def __missing__(self, size: int) -> list[Boundary]:
+        (few, first), (more, second) = list(self.items())[:2]
+
+        def at(a: int, b: int) -> int:
+            return a + (b - a) * (size - few) // (more - few)
+
+        self[size] = [
+            replace(
+                boundary,
+                specs=tuple(
+                    replace(spec, shape=tuple(map(at, spec.shape, other.shape)))
+                    for spec, other in zip(boundary.specs, beside.specs, strict=True)
+                ),
+            )
+            for boundary, beside in zip(first, second, strict=True)
+        ]
+        return self[size]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The numbers of samples: of each batch of an epoch, and of each microbatch of an evaluation."""
+
+    batches: list[int]
+    evaluation: list[int]
+    resumed: int = 0  # batches already done of the first epoch
+
+
+def profile_conditions(cfg: DictConfig, settings: Settings) -> Facts:
+    """Return the conditions that a profile and the run that reads it must share."""
+    no_work = ("_target_", "_partial_", "lr")  # options that do not affect the optimizer's time
+    options = (f" {key}={value}" for key, value in cfg.optim.items() if key not in no_work)
+    return {
+        "model": settings.model,
+        "microbatch": settings.full,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "precision": settings.precision,
+        "memory_format": settings.memory_format,
+        "optimizer": str(cfg.optim._target_).rsplit(".", 1)[-1] + "".join(options),
+    }
+
+
+def draft_plan(
+    cfg: DictConfig, settings: Settings, model: nn.Module | Network, example: Example, samples: Samples
+) -> Plan:
+    """Plan a run without its data set, by its profile or else by flops. Raises ConfigError, ScheduleError."""
+    profile = None
+    if settings.profile is not None:
+        profile = read_profile(settings.profile, profile_conditions(cfg, settings))
+    elif settings.partition == PROFILE:
+        settings = replace(settings, partition="flops", memory_limit=None)
+    return make_plan(settings, make_schedule(cfg), model, example, samples, profile)
+
+
+def make_plan(
+    settings: Settings,
+    schedule: Schedule,
+    model: nn.Module | Network,
+    example: Example,
+    samples: Samples,
+    profile: Profile | None = None,
+) -> Plan:
+    """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
+
+    This changes `model`, which must not be trained afterwards. `example`: of the input; `profile`: for
+    partition=profile.
+    """
+    m, epoch = settings.microbatches, len(samples.batches)
+    example = _cast("inputs", example, settings.data_dtype)
+    network = network_of(model, example, settings.precision == "bf16")
+    lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
+    plain, schedule = schedule, with_recomputation(schedule, Chosen(settings.recompute))
+    settings = settle_clipping(settings, schedule, max(lengths))
+    windows, proven = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}, schedule
+    where = placement(next(iter(windows.values())).program)
+    modes = modes_of(settings.recompute, len(where))
+
+    full = settings.full
+    sizes = {full, *(size for batch in set(samples.batches) for size in pieces(batch, m))}
+    numerics, trained, evaluated = _estimates(settings, network, example, sizes, set(samples.evaluation))
+    layers = trained[full]
+    predictor = prediction = None
+    if settings.partition == PROFILE:
+        assert profile is not None, "partition=profile cuts by a profile"
+        decided = isinstance(schedule, Policy)
+        without, again = windows, []
+        if may_recompute(settings):
+            everywhere = with_recomputation(plain, range)
+            without = {n: prove(settings, plain, n) for n in windows}
+            all_of_them = {n: prove(settings, everywhere, n) for n in windows}
+            again = recomputations(settings, without, all_of_them, decided)
+        pipeline = _pipeline(settings, where, without, layers, example.of(full), decided)
+        predictor = Predictor(profile, replace(pipeline, again=again))
+        cuts, prediction = _cut_by_times(settings, network, layers, predictor, where)
+        if (chosen := [stage.mode for stage in prediction.stages]) != modes:
+            modes, schedule = chosen, with_recomputation(plain, Chosen(chosen))
+    else:
+        cuts = choose_cuts(settings.partition, layers, len(where), network.joins, where)
+        if settings.partition == "flops":
+            cuts = lighter_cuts(layers, cuts, example.of(full))
+    refuse_cuts(network, layers, cuts)
+    if settings.cuda_graphs and (drawing := [layer.name for layer in layers if layer.draws]):
+        raise ConfigError(
+            f"layer {drawing[0]} draws random numbers, and cuda_graphs=true would repeat them: set "
+            f"cuda_graphs=false, or its dropout to 0"
+        )
+    refuse_changing([*trained.values(), *evaluated.values()], cuts, example.of(full))
+    joined = seams(layers, cuts, example.of(full))
+    links = Links(list(joined.routes), shared_weights(network, cuts))
+    refuse_ties(settings, schedule, links)
+    costs = predictor.costs(cuts, _tied_bytes(network, links), modes) if predictor else None
+    by_work = costs_by_work(layers, cuts, joined.entries, max(where) + 1)
+    schedule = _tailored(schedule, costs or by_work, settings)
+    program = lower(forward_only(where, len(samples.evaluation)), links.routes)
+    links = _bounded(settings, schedule, windows, links, program)
+    # What was proven above had neither ties, nor other routes, nor these costs.
+    if schedule != proven or links.ties or links.routes != list(pairwise(range(len(where)))):
+        windows = {n: prove(settings, schedule, n, links) for n in windows}
+    simulate(program, 1, buffer_size=links.bounds, routes=links.routes)
+    return Plan(
+        settings=settings,
+        numerics=numerics,
+        example=example,
+        layers=layers,
+        cuts=cuts,
+        placement=where,
+        links=links,
+        seams=joined,
+        evaluated_seams=seams(next(iter(evaluated.values())), cuts, example.of(full)),
+        windows=windows,
+        evaluation=program,
+        boundaries=_boundaries(example, trained, cuts),
+        evaluated=_boundaries(example, evaluated, cuts),
+        schedule=schedule,
+        recompute=_effective(modes, windows),
+        costs=costs,
+        prediction=prediction,
+    )
+
+
+def with_costs(plan: Plan, costs: Costs) -> Plan:
+    """Return the plan at measured costs: where the schedule makes its order for them, with that order."""
+    plan = replace(plan, costs=costs, prediction=None)
+    schedule = _tailored(plan.schedule, costs, plan.settings)
+    if schedule == plan.schedule:
+        return plan
+    links = _bounded(plan.settings, schedule, plan.windows, plan.links, plan.evaluation)
+    windows = {n: prove(plan.settings, schedule, n, links) for n in plan.windows}
+    return replace(plan, schedule=schedule, links=links, windows=windows)
+
+
+def _tailored(schedule: Schedule, costs: Costs, settings: Settings) -> Schedule:
+    """Return a schedule that is made for costs as made for these; any other one as it is."""
+    if isinstance(schedule, Recomputed):
+        return replace(schedule, schedule=_tailored(schedule.schedule, costs, settings))
+    return schedule.made_for(costs, settings.buffer_size) if isinstance(schedule, Tailored) else schedule
+
+
+def _bounded(
+    settings: Settings, schedule: Schedule, lengths: Collection[int], links: Links, evaluation: Program
+) -> Links:
+    """Return the links with the bounds of their edges, for windows of these lengths and the evaluation."""
+    programs = [evaluation, *(lowered(settings, schedule, n, links) for n in lengths)]
+    bounds = [edge_bounds(one, links.routes, settings.buffer_size, links.ties) for one in programs]
+    return replace(links, bounds=widest(bounds))
+
+
+def _effective(modes: Sequence[Mode], windows: Mapping[int, Window]) -> list[Mode]:
+    """Return the mode of each stage; one whose backwards all follow their forwards recomputes nothing."""
+    recomputing = {
+        action.stage
+        for window in windows.values()
+        for actions in window.program
+        for action in actions
+        if action.op is Op.R
+    }
+    return [mode if stage in recomputing else Mode.NEVER for stage, mode in enumerate(modes)]
+
+
+def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = None) -> None:
+    """Refuse targets [n, ...] that would be rounded, and a task that cannot use them. Raises ConfigError.
+
+    `classes`: of the data set, None if unknown.
+    """
+    dtype, last = plan.settings.data_dtype, plan.layers[-1]
+    _cast("targets", Example.in_batch(targets), dtype)
+    task.prove(outputs_of(plan), last.name, cast_floats(targets, dtype), classes, plan.settings.microbatches)
+
+
+def outputs_of(plan: Plan) -> Boundary:
+    """Return what a task gets of the model, for some number of samples."""
+    outputs, dtype = plan.layers[-1].output, plan.settings.dtype
+    if not plan.numerics.autocast:
+        return outputs
+    specs = (replace(s, dtype=dtype) if s.dtype.is_floating_point else s for s in outputs.specs)
+    return replace(outputs, specs=tuple(specs))
+
+
+def _cast(what: str, example: Example, dtype: torch.dtype | None) -> Example:
+    try:
+        return example.cast(dtype)
+    except ValueError as error:
+        raise ConfigError(
+            f"the {what} are {example} a sample, and with dtype={str(dtype).removeprefix('torch.')} {error}: "
+            f"let the data set give others, or set dtype=float64"
+        ) from error
+
+
+def _tied_bytes(network: Network, links: Links) -> dict[int, int]:
+    """Return the bytes of the weights that each stage shares with others; only of such stages."""
+    found: dict[int, int] = {}
+    for name, stages in links.shared.items():
+        weight = network.model.get_parameter(name)
+        for stage in stages:
+            found[stage] = found.get(stage, 0) + weight.nbytes
+    return found
+
+
+def _estimates(
+    settings: Settings,
+    network: Network,
+    example: Example,
+    sizes: Collection[int],
+    evaluation: Collection[int],
+) -> tuple[Numerics, Estimates, Estimates]:
+    """Choose the memory format, and estimate the layers for each size in it."""
+
+    def of(numerics: Numerics, sizes: Collection[int], train: bool) -> Estimates:
+        return {size: estimate(network, example.of(size), numerics, train) for size in sorted(sizes)}
+
+    numerics = Numerics(
+        settings.dtype, settings.precision == "bf16", settings.memory_format == "channels_last"
+    )
+    if settings.memory_format == "auto" and settings.dtype == torch.float32:
+        inner = replace(numerics, channels_last=True)
+        try:
+            return inner, of(inner, sizes, True), of(inner, evaluation, False)
+        except ConfigError:  # such as a view that needs the channels outermost
+            pass
+    return numerics, of(numerics, sizes, True), of(numerics, evaluation, False)
+
+
+def _boundaries(example: Example, estimates: Estimates, cuts: Sequence[int]) -> dict[int, list[Boundary]]:
+    return {size: seams(layers, cuts, example.of(size)).entries for size, layers in estimates.items()}
+
+
+def _peaks(windows: Mapping[int, Window], stage: int) -> Bounds:
+    return Bounds(*map(max, *(window.bounds[stage] for window in windows.values()), Bounds(0, 0, 0)))
+
+
+def _pipeline(
+    settings: Settings,
+    where: list[int],
+    windows: Mapping[int, Window],
+    layers: Sequence[Layer],
+    inputs: Boundary,
+    decided: bool,
+) -> Pipeline:
+    held = [held_in(settings, windows.values(), stage, decided) for stage in range(len(where))]
+    loss = assumed_loss(layers[-1].output, settings.data_dtype)
+    model = Model(layers, inputs, loss, settings.ema is not None)
+    values = _traffic(settings, layers, inputs)
+    split = any(splits(window.program) for window in windows.values())
+    return Pipeline(settings.microbatches, settings.buffer_size, where, held, values, model, split)
+
+
+def _traffic(settings: Settings, layers: Sequence[Layer], inputs: Boundary) -> list[Traffic]:
+    """Return the values that layers take, with their bytes on the wire."""
+    users: dict[Made, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for value in layer.takes:
+            users.setdefault(value, []).append(index)
+    made = {
+        value: (inputs if value.layer == INPUT else layers[value.layer].output).only([value.number])
+        for value in users
+    }
+    return [
+        Traffic(value.layer, tuple(users[value]), *_wire_bytes(settings, tensor), tensor.nbytes)
+        for value, tensor in made.items()
+    ]
+
+
+def _wire_bytes(settings: Settings, boundary: Boundary) -> tuple[int, int]:
+    codecs = settings.codecs
+    return codecs.wire_bytes(boundary.specs, True), codecs.wire_bytes(boundary.gradients, False)
+
+
+def _cut_by_times(
+    settings: Settings, network: Network, layers: list[Layer], predictor: Predictor, where: Sequence[int]
+) -> tuple[list[int], Prediction]:
+    """Return the cuts by measured times, and a comparison with the other strategies."""
+    refuse_other_layers(predictor.profile, layers)
+    limit = None if settings.memory_limit is None else settings.memory_limit * GIB
+    way_out = "recompute=auto, " if settings.recompute == Mode.NEVER else ""
+    cuts = balance_times(predictor, cuts_that_may_be(network, layers), limit, way_out)
+    choices = {PROFILE: cuts} | {
+        name: choose_cuts(name, layers, predictor.stages, where=where) for name in STRATEGIES
+    }
+    predicted = {name: predictor.choice(other, limit) for name, other in choices.items()}
+    stages = predictor.stage_times(cuts, predictor.modes_of(cuts, limit))
+    why = reasons(settings, predictor, cuts, stages)
+    return cuts, Prediction(predictor.profile, stages, predicted, why)

@@ -1,0 +1,335 @@
+"""What `python -m pipetrain.plan` prints: a plan as text.
+
+It says where the model is cut, what crosses each cut, the timeline, and what the schedule holds and wastes;
+with a trace, how long it would take by the durations measured there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from shutil import get_terminal_size
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from pipetrain.building import build, make_model, make_schedule, make_task
+from pipetrain.config import read_settings, whole_number
+from pipetrain.data import declared_example, load_data, pieces
+from pipetrain.errors import ConfigError
+from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.network import network_of
+from pipetrain.plan.blueprint import Plan, Samples, draft_plan, make_plan, with_costs
+from pipetrain.plan.comparing import BATCHES, aligned
+from pipetrain.plan.fitting import gpu_bytes, says_whether_it_fits, within_limit
+from pipetrain.plan.prediction import memory, played, sized, unit_of_time
+from pipetrain.plan.profile import PROFILE
+from pipetrain.plan.recompute import Mode
+from pipetrain.plan.replay import Replay, full_of, read_trace
+from pipetrain.plan.sizes import known_state, optimizer_state
+from pipetrain.plan.stages import Prediction
+from pipetrain.schedule.actions import COMMUNICATION, TOLD, has_norms, splits
+from pipetrain.schedule.draw import as_figure, as_text
+from pipetrain.schedule.memory import PARTS, Moment, peaks
+from pipetrain.schedule.theory import theory
+from pipetrain.schedule.timeline import Timeline
+
+
+def show_plan(cfg: DictConfig) -> None:
+    """Print the plan of a configuration and, with `out`, draw its timeline."""
+    traced = read_trace(Path(str(cfg.cost))) if cfg.cost is not None else None
+    # A window that is an epoch is as long as the traced one, or BATCHES.
+    epoch = traced.about["epoch_batches"] if traced else BATCHES
+    plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), epoch)
+    if traced:
+        refuse_other(plan, traced, str(cfg.cost))
+        plan = with_costs(plan, traced.costs)
+        refuse_other(plan, traced, str(cfg.cost))
+    plan = within_limit(sized(plan, make_task(cfg), _state_of(cfg)))
+    span = _span(cfg)
+    if cfg.out is not None:
+        _draw(plan, Path(str(cfg.out)), span)
+    room = gpu_bytes(plan.settings.device)
+    print(describe(plan, get_terminal_size((100, 24)).columns, span, room), end="")
+    if traced:
+        print(f"\n{compare(plan, traced, str(cfg.cost))}", end="")
+    if cfg.out is not None:
+        print(f"\ntimeline drawn in {cfg.out}")
+
+
+def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES) -> Plan:
+    """Plan a configuration whose schedule has this name; `epoch`: its batches. Raises ConfigError."""
+    settings = read_settings(cfg, schedule, None)
+    batches = whole_number(cfg, "batches", 1, optional=True) or min(settings.window or epoch, epoch)
+    if cfg.batches is not None:
+        settings = replace(settings, window=None)
+    samples = Samples([settings.batch_size] * batches, [settings.full])
+    model = make_model(cfg, settings.seed, settings.dtype)
+    example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
+    network = network_of(model, example.cast(settings.dtype), settings.precision == "bf16")
+    plan = draft_plan(cfg, settings, network, example, samples)
+    if cfg.partition != PROFILE:
+        return plan
+    from pipetrain.runtime.profiling import measure_alone  # imports the runtime, not needed otherwise
+
+    print(f"profiling {len(plan.layers)} layers in this process", file=sys.stderr)
+    profile = measure_alone(cfg, plan)
+    return make_plan(settings, make_schedule(cfg), network, example, samples, profile)
+
+
+def _draw(plan: Plan, path: Path, span: tuple[int, int] | None) -> None:
+    run = played(plan)
+    try:
+        as_figure(run, path, _title(plan), unit_of_time(plan), span, memory(plan, run))
+    except OSError as error:
+        raise ConfigError(f"out={path} cannot be written: {error}") from error
+
+
+def _title(plan: Plan) -> str:
+    return f"{plan.settings.model}, {plan.settings.schedule}"
+
+
+def _state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:
+    """Return what tells the bytes of the configured optimizer's state of a parameter."""
+    options = dict(cfg.optim)
+    if (kept := known_state(str(options.get("_target_")), options)) is not None:
+        return lambda spec: kept * spec.nbytes
+    cfg = cfg.copy()
+    OmegaConf.set_struct(cfg, False)
+    for key in ("groups", "fused"):
+        cfg.optim.pop(key, None)
+    return optimizer_state(build(cfg, "optim"))
+
+
+def _span(cfg: DictConfig) -> tuple[int, int] | None:
+    """Return the first and last cell of the timeline to draw; None for what shows it in short."""
+    if cfg.span is None:
+        return None
+    value = str(cfg.span)
+    if value == "all":
+        return 0, sys.maxsize
+    ends = re.fullmatch(r"(\d+)-(\d+)", value)
+    if ends is None or int(ends[1]) >= int(ends[2]):
+        raise ConfigError(f"span={value} must be all, or from which cell to which, such as 0-40")
+    return int(ends[1]), int(ends[2])
+
+
+def describe(
+    plan: Plan, width: int = 100, span: tuple[int, int] | None = None, room: int | None = None
+) -> str:
+    """Return the plan as text: partition, timeline (for `width`, `span` see as_text), and figures.
+
+    `room`: the bytes of each rank's GPU, if it has one.
+    """
+    settings = plan.settings
+    batches = max(plan.windows)
+    head = (
+        f"{settings.model}, schedule {settings.schedule}: {plan.stages} stages on {settings.ranks} ranks, "
+        f"batch {settings.batch_size} in {settings.microbatches} microbatches, window of {batches} "
+        f"batch{'es' * (batches > 1)}, buffer_size {settings.buffer_size}\n"
+    )
+    if not settings.codecs.plain:
+        head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"
+    if settings.clip_grad_norm is not None:
+        head += f"clip_grad_norm {settings.clip_grad_norm:g} by the norm of {_clipped(plan)}\n"
+    for name, stages in plan.links.shared.items():
+        head += f"{name} is trained as one by stages {', '.join(map(str, stages))}\n"
+    run = played(plan)
+    held = memory(plan, run) if plan.sizes else []
+    picture = as_text(run, width, unit_of_time(plan), span, held, _title(plan))
+    split = splits(plan.window.program)
+    for line in plan.prediction.reasons if plan.prediction else ():
+        head += f"{line}\n"
+    predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches, split)]
+    sizes = [_memory(plan, held, room)] if held else []
+    return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, batches)))
+
+
+def _clipped(plan: Plan) -> str:
+    if has_norms(plan.window.program):
+        return "the model: each update waits for the norms of all stages"
+    return "each stage"
+
+
+def _partition(plan: Plan) -> str:
+    size, coded = plan.full, not plan.settings.codecs.plain
+    flops = sum(layer.flops for layer in plan.layers)
+    rows: list[list[str]] = [
+        ["stage", "rank", "layers", "parameters", "work", f"enters, {size} samples", "bytes"]
+    ]
+    rows[0] += ["on the wire", "and back"] if coded else []
+    split = splits(plan.window.program)
+    backward = ["I ms", "W ms"] if split else ["B ms"]
+    recomputes = any(mode is not Mode.NEVER for mode in plan.recompute)
+    rows[0] += ["recompute"] if recomputes else []
+    times = ["F ms", *["R ms"] * recomputes, *backward, "messages ms", "STEP ms", "batch ms"]
+    rows[0] += [*times, "MiB"] if plan.prediction else []
+    for stage, rank in enumerate(plan.placement):
+        held, slice_ = plan.layers[plan.slice(stage)], plan.slice(stage)
+        entry = plan.boundaries[size][stage]
+        row = [str(stage), str(rank), f"{slice_.start}-{slice_.stop - 1} {held[0].name}..{held[-1].name}"]
+        row.append(f"{sum(layer.params for layer in held):,}")
+        row += [f"{sum(layer.flops for layer in held) / flops:.1%}", _entering(plan, stage, size)]
+        row.append(f"{entry.nbytes:,}")
+        if coded:
+            row += [f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size)]
+        row += [plan.recompute[stage].value] if recomputes else []
+        if plan.prediction is not None:
+            taken = plan.prediction.stages[stage]
+            seconds = [taken.input_s, taken.weight_s] if split else [taken.backward_s]
+            if recomputes:
+                seconds = [0.0 if plan.recompute[stage] is Mode.NEVER else taken.again_s, *seconds]
+            seconds = [taken.forward_s, *seconds, taken.messages_s, taken.step_s, taken.batch_s]
+            row += [*(f"{1e3 * s:.2f}" for s in seconds), f"{taken.held_bytes / 2**20:.1f}"]
+        rows.append(row)
+    return aligned(rows)
+
+
+def _entering(plan: Plan, stage: int, size: int) -> str:
+    """Return what enters a stage, and what of it comes from another than the one before."""
+    entry = plan.boundaries[size][stage]
+    parts = [
+        f"{entry.only(carried.entered)}{f' from {source}' if source != stage - 1 else ''}"
+        for (source, to), carried in plan.seams.routes.items()
+        if to == stage
+    ]
+    return " + ".join(parts) if stage else str(entry)
+
+
+def _predicted(run: Timeline, prediction: Prediction, batches: int, split: bool) -> str:
+    profile = prediction.profile
+    messages = f"messages {1e3 * profile.latency_s:.3f} ms + {1e3 * 2**20 * profile.s_per_byte:.3f} ms/MiB"
+    if profile.latency_s == profile.s_per_byte == 0:
+        messages = "messages free, as none were measured"
+    machine = ", ".join(f"{key} {value}" for key, value in profile.machine.items())
+    rows = [("partition", "cut before layers", "slowest stage, ms a batch", "fullest stage, MiB", "")]
+    for name, one in prediction.choices.items():
+        held = f"{one.held_bytes / 2**20:.1f}"
+        excess = "" if one.fits else "does not fit into memory_limit"
+        rows.append((name, str(one.cuts), f"{1e3 * one.slowest_s:.2f}", held, excess))
+    return (
+        f"{'F, I, W' if split else 'F, B'} and messages of a microbatch, STEP and all of a batch; "
+        f"profiled on {machine}\n"
+        f"{messages}; the schedule at these times: {1e3 * run.makespan / batches:.2f} ms a batch\n\n"
+        + aligned(rows)
+    )
+
+
+def _memory(plan: Plan, held: Sequence[Sequence[Moment]], room: int | None) -> str:
+    rows = [["stage", "MiB held", *PARTS]]
+    for stage, of in enumerate(peaks(held)):
+        parts = (getattr(of.parts, name) for name in PARTS)
+        rows.append([str(stage), *(f"{nbytes / 2**20:.1f}" for nbytes in (of.total, *parts))])
+    note = "the peak of each stage, and of each part of it; without what an action needs while it runs\n"
+    if plan.settings.memory_limit is not None:
+        a = "stage" if plan.settings.partition == PROFILE else "rank"
+        note += f"memory_limit {plan.settings.memory_limit * 1024:.1f} MiB a {a}\n"
+    if room is not None:
+        note += f"{says_whether_it_fits(plan.settings, held, room)}\n"
+    return aligned(rows) + note
+
+
+def _figures(plan: Plan, batches: int) -> str:
+    settings, simulation = plan.settings, plan.window.simulation
+    virtual = plan.stages // settings.ranks
+    size = settings.microbatches, virtual
+    formula = theory(settings.schedule, settings.ranks, batches, *size)
+    if formula and not any(formula.staleness) and has_norms(plan.window.program):
+        formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
+    if plan.tailored:  # the formulas are for an order that was made for equal stages
+        formula, simulation = None, played(plan)
+    bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.2%}"
+    which = "these" if plan.tailored else "equal"
+    rows = [[f"details of {which} stages", "simulated"], ["bubble", f"{simulation.bubble:.2%}", bubble]]
+    rows[0].append("at most" if plan.policy else "formula")
+    bounds = zip(*map(plan.peaks, range(plan.stages)), strict=True)
+    for name, bound in zip(("activations", "versions", "staleness"), bounds, strict=True):
+        expected = bound if plan.policy else getattr(formula, name, None)
+        rows.append([name, _list(getattr(simulation, name)), _list(expected) if expected else "-"])
+    note = "by stage; activations in microbatches, staleness in updates\n"
+    note += f"the timeline and its bubble go by the {'times' if plan.costs else 'work'} of the stages, "
+    note += "as do these details and the order\n" if plan.tailored else "these details as if all were equal\n"
+    if plan.policy:
+        note += "the order is decided while it runs: this is how it goes if times are even\n"
+    return aligned(rows) + note
+
+
+def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
+    """Refuse a plan for which a trace has no times. Raises ConfigError."""
+    settings, about = plan.settings, traced.about
+    cut = len(about["partition"]) + 1
+    if cut != plan.stages and about["ranks"] == settings.ranks:  # which no other partition mends
+        raise ConfigError(
+            f"cost={path} is of {about['schedule']} with {cut} stages on {about['ranks']} ranks, and "
+            f"{settings.schedule} has {plan.stages}: trace a run of {settings.schedule}"
+        )
+    traced_microbatch = full_of(about)
+    # Key, value in the trace, value here.
+    both = [
+        ("model", about["model"], settings.model),
+        ("stages", about["ranks"], settings.ranks),
+        ("partition", about["partition"], plan.cuts),
+        ("dtype", about["dtype"], str(settings.dtype).removeprefix("torch.")),
+        ("precision", about["precision"], settings.precision),
+        ("memory_format", about["memory_format"], plan.numerics.memory_format),
+        # The size of a microbatch is what counts.
+        ("batch_size", traced_microbatch * settings.microbatches, settings.full * settings.microbatches),
+        ("codec.forward", about.get("codec_forward", "identity"), str(settings.codecs.forward)),
+        ("codec.backward", about.get("codec_backward", "identity"), str(settings.codecs.backward)),
+    ]
+    other = [f"{key}={theirs}".replace(" ", "") for key, theirs, mine in both if theirs != mine]
+    if other:
+        raise ConfigError(
+            f"cost={path} is of {about['model']} cut before layers {about['partition']}, {traced_microbatch} "
+            f"samples a microbatch: pass {' '.join(other)}, or trace a run of this plan"
+        )
+    if sum(layer.params for layer in plan.layers) != about["parameters"]:
+        raise ConfigError(
+            f"cost={path} is of another {about['model']}, with {about['parameters']:,} parameters: trace a "
+            f"run of this plan"
+        )
+    for actions in plan.window.program:
+        for action in actions:
+            own = action.op not in COMMUNICATION | TOLD
+            if own and (action.stage, action.op) not in traced.costs.seconds:
+                raise ConfigError(
+                    f"cost={path} has no {action.op} of stage {action.stage}, which {settings.schedule} "
+                    f"needs: trace a run of {settings.schedule}, or of one with the same kinds of actions"
+                )
+
+
+def compare(plan: Plan, traced: Replay, path: str) -> str:
+    """Return the times of the traced schedule, measured and simulated, and of this plan, as text."""
+    settings, about = plan.settings, traced.about
+    mine = traced.figures(
+        plan.window.program,
+        pieces(settings.batch_size, settings.microbatches) * max(plan.windows),
+        batch_size=settings.batch_size,
+        buffer_size=plan.links.bounds,
+        ties=plan.ties,
+        repeated=settings.window is not None,
+    )
+    rows = [["", "seconds a batch", "samples/s", "bubble, by rank", "wait, by rank"]]
+    measured_rate = about["batch_size"] / traced.measured.batch_s
+    for name, figures, batch_size in (
+        (f"{about['schedule']}, measured", traced.measured, about["batch_size"]),
+        (f"{about['schedule']}, replayed", traced.again, about["batch_size"]),
+        (f"{settings.schedule}, this plan", mine, settings.batch_size),
+    ):
+        rate = batch_size / figures.batch_s
+        off = f" ({rate / measured_rate - 1:+.1%})" if rate != measured_rate else ""
+        shares = (_shares(figures.bubble), _shares(figures.wait))
+        rows.append([name, f"{figures.batch_s:.4f}", f"{rate:.1f}{off}", *shares])
+    windows = "1 window" if len(traced.windows) == 1 else f"{len(traced.windows)} windows"
+    return f"by the durations of {windows} in {path}\n" + aligned(zip(*rows, strict=True))
+
+
+def _shares(values: Iterable[float]) -> str:
+    return " ".join(f"{value:.1%}" for value in values)
+
+
+def _list(values: Iterable[int]) -> str:
+    return " ".join(map(str, values))

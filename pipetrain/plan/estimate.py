@@ -1,0 +1,407 @@
+"""Estimates each layer's cost and output, and which gradients are needed, by running it once.
+
+A layer runs on copies of its tensors, so that weights, BatchNorm's statistics and the random generators do
+not change. A cheap layer runs on real numbers, if few bytes of them are kept. Others, and those of a model on
+the meta device, run under FakeTensorMode, on tensors without data, which is fast for any size but loads
+torch's compiler, which takes a second. A layer that branches on values (`if torch.rand(()) < p`) always needs
+real numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from pipetrain.errors import ConfigError, one_line
+from pipetrain.network.boundary import Boundary, Packing, TensorSpec, describe, leaves_of, specs_of
+from pipetrain.network.network import INPUT, Chain, Made, Network, Tensors, Values
+from pipetrain.network.numerics import Numerics
+from pipetrain.network.places import places, standing_in
+from pipetrain.plan.saved import NONE, Saving, Storages, storage_of, strided
+
+CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
+MOST_REAL = 2**30  # most bytes of a real input
+MOST_KEPT = 2**27  # most bytes of all cheap layers, whose graphs are kept until the last one has run
+
+_ATEN = torch.ops.aten
+# PyTorch has no formula for the CPU's fused attention; it multiplies as much as the GPU's.
+_COUNTED_AS = {_ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer between possible cuts, as estimated for one microbatch size."""
+
+    name: str
+    params: int  # elements, each shared parameter once
+    flops: int  # of one forward, plus one per output element
+    output: Boundary
+    takes: tuple[Made, ...] = ()
+    reached: tuple[bool, ...] = ()  # which of these get a gradient from this layer
+    draws: bool = False  # random numbers
+    writes_input: bool = False  # modifies its input in place
+    hands_through: bool = False  # its output shares memory with its input
+    keeps_output: bool = False  # its output may change later: the layer keeps it, or returns it twice
+    borrows: tuple[str, ...] = ()  # tensors of other layers that it uses, not registered in it
+    storages: Storages = NONE  # of its forward
+    narrows: frozenset[int] = frozenset()  # its outputs that cross a cut in another dtype
+    weights: Mapping[str, TensorSpec] = field(default_factory=dict)  # what it trains, by name in the model
+    frozen: Mapping[str, TensorSpec] = field(default_factory=dict)
+    buffers: Mapping[str, TensorSpec] = field(default_factory=dict)
+    foreign: tuple[Tensor, ...] = field(default=(), compare=False)  # used, and no weights or buffers
+    weight_flops: int = 0  # those of `flops` that have a trained weight, whose gradient takes as many
+
+
+def estimate(
+    model: nn.Sequential | Network,
+    entry: Boundary,
+    numerics: Numerics | None = None,
+    training: bool = True,
+) -> list[Layer]:
+    """Estimate every layer of a model for one microbatch, the tensors of `entry`.
+
+    `training`: in the modes of its modules, and the boundaries tell which gradients are needed; otherwise in
+    evaluation mode. Raises ConfigError with the name of a layer that cannot process what it takes, or trains
+    unregistered weights.
+    """
+    network = model if isinstance(model, Network) else Chain(model)
+    trial = _Trial(network.model, numerics or Numerics(), network.values, training)
+    runs: list[_Run] = []
+    mode = nullcontext() if training else network.evaluating()
+    with quiet(), torch.random.fork_rng([]), mode:
+        torch.default_generator.manual_seed(0)  # so that every rank plans alike
+        try:
+            with fake_mode() if entry.nbytes > MOST_REAL else nullcontext():
+                inputs = tuple(map(made_up, entry.specs))
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"a microbatch of {entry} cannot be made: {one_line(error)}") from error
+        values = {Made(INPUT, number): t for number, t in enumerate(inputs)}
+        made = [entry]
+        for index, (name, module) in enumerate(zip(network.names, network.modules, strict=True)):
+            takes = network.takes(index, made)
+            given = tuple(values[value] for value in takes)
+            call = partial(network.call, index, made=tuple(made))
+            last = index == len(network.names) - 1
+            try:
+                run = trial.run(_Call(name, module, takes, call, last), given)
+            except Exception as error:
+                raise ConfigError(
+                    f"layer {index} ({name}) of the model cannot take {describe(given)}: {one_line(error)}"
+                ) from error
+            if run.wrong:
+                raise ConfigError(f"layer {index} ({name}) of the model {run.wrong}")
+            for number, t in enumerate(run.outputs):  # without graph
+                values[Made(index, number)] = t.detach().requires_grad_(t.requires_grad)
+            made.append(run.layer.output)
+            runs.append(run)
+        return _with_gradients(runs) if training else [run.layer for run in runs]
+
+
+def made_up(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
+    """Return a tensor of ordinary numbers; whole numbers are 0, which every embedding has."""
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        return torch.rand(spec.shape, dtype=spec.dtype, device=device)
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    layer: Layer
+    inputs: tuple[Tensor, ...]  # leaves of its graph
+    outputs: tuple[Tensor, ...]
+    wrong: str  # a reason why a pipeline would train it differently than one process, or ""
+    on_copies: Callable[[], AbstractContextManager[object]]  # installs the copies of its tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A layer to be tried."""
+
+    name: str
+    module: nn.Module
+    takes: tuple[Made, ...]
+    call: Callable[[Tensors], Any]
+    last: bool  # returns what the model does
+
+
+class _Trial:
+    def __init__(self, model: nn.Module, numerics: Numerics, values: Values | None, training: bool) -> None:
+        self._numerics = numerics
+        self._values = values
+        self._train = training
+        self._kept = 0  # bytes of input of the cheap layers so far
+        registered = [*model.named_parameters(), *model.named_buffers()]
+        self._meta = any(t.is_meta for _, t in registered)
+        self._ids = {id(t): name for name, t in registered}
+        self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
+
+    def run(self, layer: _Call, given: Tensors) -> _Run:
+        """Run a layer on real or, if it is expensive, fake tensors; if that fails, the other way."""
+        # Each weight is multiplied at every position of an image.
+        positions = max(
+            (t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in given), default=1
+        )
+        nbytes = sum(t.nbytes for t in given)
+        work = positions * sum(p.numel() for p in layer.module.parameters())
+        dear = self._kept + nbytes > MOST_KEPT or work > CHEAP or self._meta
+        self._kept += 0 if dear else nbytes
+        try:
+            return self._run(layer, given, fake_mode() if dear else None)
+        except Exception as error:
+            if nbytes > MOST_REAL:
+                raise
+            if not dear and "dtype" not in str(error) and "scalar type" not in str(error):
+                with suppress(Exception):  # such as a layer that only a GPU can run
+                    return self._run(layer, given, fake_mode())
+                raise
+        return self._run(layer, given, None)
+
+    def _run(self, run: _Call, given: Tensors, mode: FakeTensorMode | None) -> _Run:
+        module = run.module
+        named = self._named(module)
+        others = {
+            id(place.tensor): self._stand_in(place.tensor, mode)
+            for place in places(module)
+            if id(place.tensor) in self._ids
+        }
+
+        @contextmanager
+        def on_copies() -> Iterator[None]:
+            with mode or nullcontext(), standing_in(module, others):
+                yield
+
+        with torch.set_grad_enabled(self._train), on_copies():
+            # In the memory format in which they arrive over a cut.
+            leaves = tuple(
+                self._numerics.arrange(_copied(t, mode)).detach().requires_grad_(t.requires_grad)
+                for t in given
+            )
+            inputs = tuple(leaf.clone() for leaf in leaves)  # a leaf must not be modified in place
+            versions = [t._version for t in inputs]
+            known = [*others.values(), *inputs]
+            storages, registered = [storage_of(t) for t in known], _registered(module)
+            trained = [t for t in others.values() if t.requires_grad and t.dim() > 1]  # a bias is added
+            with (
+                self._numerics.context("cpu"),
+                _Spy(self._names, known, trained) as spy,
+                Saving(others.values()) as saving,
+            ):
+                result = run.call(inputs)
+            packing = Packing.of(result)
+            if packing is not None and not run.last and (other := packing.other):
+                raise TypeError(
+                    f"it returns {other}, and a layer before the last must return a tensor, or tuples, lists "
+                    f"or dicts of tensors"
+                )
+            outputs, wrong = leaves_of(result), spy.wrong
+            returned = [storage_of(t) for t in outputs]
+            kept = {storage_of(place.tensor) for place in places(module)}
+            if storages != [storage_of(t) for t in known]:
+                wrong = "replaces the data of a parameter or of its input; change these in place"
+            elif new := sorted(_registered(module) - registered):
+                wrong = f"makes its {new[0]} when it first runs; make it when the layer is made"
+            narrowed = tuple(map(self._numerics.narrow, outputs))
+            layer = Layer(
+                name=run.name,
+                params=sum(p.numel() for p in module.parameters()),
+                flops=spy.flops + sum(t.numel() for t in outputs),
+                weight_flops=spy.weight_flops,
+                output=replace(
+                    describe(narrowed),
+                    single=isinstance(result, Tensor),
+                    packing=packing,
+                ),
+                takes=run.takes,
+                draws=spy.draws,
+                writes_input=[t._version for t in inputs] != versions,
+                hands_through=not {storage_of(t) for t in inputs}.isdisjoint(returned),
+                keeps_output=not kept.isdisjoint(returned) or len(set(returned)) < len(returned),
+                borrows=tuple(sorted(spy.borrowed)),
+                foreign=tuple(spy.foreign.values()),
+                storages=saving.storages(inputs, outputs),
+                narrows=frozenset(n for n, t in enumerate(outputs) if narrowed[n] is not t),
+                weights=named["weights"],
+                frozen=named["frozen"],
+                buffers=named["buffers"],
+            )
+        return _Run(layer, leaves, outputs, wrong, on_copies)
+
+    def _named(self, module: nn.Module) -> dict[str, dict[str, TensorSpec]]:
+        """Return the specs of what a layer trains, of its frozen parameters and of its buffers, by name."""
+        found: dict[str, dict[str, TensorSpec]] = {"weights": {}, "frozen": {}, "buffers": {}}
+        for tensor in (place.tensor for place in places(module)):
+            if id(tensor) in self._ids:
+                trained = "weights" if tensor.requires_grad else "frozen"
+                kind = trained if isinstance(tensor, nn.Parameter) else "buffers"
+                found[kind][self._ids[id(tensor)]] = specs_of([tensor])[0]
+        return found
+
+    def _stand_in(self, tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
+        with torch.no_grad():
+            if tensor.is_meta:
+                other = self._of_meta(tensor, mode)
+            else:
+                other = mode.from_tensor(tensor) if mode else tensor.clone()
+            if isinstance(tensor, nn.Parameter):
+                other = self._numerics.arrange(other)
+        return other.requires_grad_(tensor.requires_grad)
+
+    def _of_meta(self, tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
+        """Return a tensor in host memory with the form or, without a mode, the numbers of one on meta."""
+        if mode is not None:
+            with mode:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        assert self._values is not None
+        name = self._ids[id(tensor)]
+        return self._values.tensors([name])[name].to(tensor.dtype)
+
+
+def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
+    if mode is not None:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return real.uniform_() if real.is_floating_point() else real.zero_()
+
+
+def _with_gradients(runs: Sequence[_Run]) -> list[Layer]:
+    """Find which tensors have a gradient, from the last layer to the first as in a backward."""
+    layers: list[Layer] = []
+    last = len(runs) - 1
+    needed = {Made(last, number): t.requires_grad for number, t in enumerate(runs[last].outputs)}
+    for index, run in reversed(list(enumerate(runs))):
+        needs = tuple(needed.get(Made(index, number), False) for number in range(len(run.outputs)))
+        reached = _reached(run, needs)
+        for value, reaches in zip(run.layer.takes, reached, strict=True):
+            needed[value] = needed.get(value, False) or reaches
+        requires = tuple(t.requires_grad for t in run.outputs)
+        output = replace(run.layer.output, needs_grad=needs, requires_grad=requires)
+        layers.append(replace(run.layer, output=output, reached=reached))
+    return layers[::-1]
+
+
+def _reached(run: _Run, needed: Sequence[bool]) -> tuple[bool, ...]:
+    """Return which inputs of a layer have a gradient if these outputs have one."""
+    outputs = [t for t, need in zip(run.outputs, needed, strict=True) if need and t.requires_grad]
+    nodes, todo = set(), [t.grad_fn for t in outputs]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            todo += [before for before, _ in node.next_functions]
+    if not any(isinstance(node, BackwardCFunction) for node in nodes):
+        ends = {id(getattr(node, "variable", None)) for node in nodes}
+        return tuple(id(leaf) in ends for leaf in run.inputs)
+    # A custom autograd Function may return no gradient for an input: only a backward tells.
+    try:
+        with run.on_copies():  # a layer that recomputes runs forward once more
+            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+    except Exception:  # a Function that needs real numbers: assume that every possible gradient exists
+        return tuple(leaf.requires_grad for leaf in run.inputs)
+    return tuple(leaf.grad is not None for leaf in run.inputs)
+
+
+class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts a layer's work, and finds tensors that it uses apart from the `known` ones.
+
+    `names`: storage -> name of each tensor of the model, and whether it is trained; `trained`: the layer's
+    weights.
+    """
+
+    def __init__(
+        self, names: Mapping[int, tuple[str, bool]], known: Sequence[Tensor], trained: Sequence[Tensor]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self._known = {storage_of(t) for t in known}
+        self._trained = {storage_of(t) for t in trained}  # and of their casts
+        self.flops = 0
+        self.weight_flops = 0
+        self.draws = False
+        self.wrong = ""
+        self.borrowed: set[str] = set()
+        self.foreign: dict[object, Tensor] = {}  # by storage
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # avoids loading torch's compiler
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in strided(args, kwargs):
+            if storage_of(tensor) not in self._known:
+                self._look_at(tensor)
+        result = func(*args, **(kwargs or {}))
+        self.draws = self.draws or _draws(func, args, kwargs or {})
+        if formula := flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket)):
+            flops = formula(*args, **(kwargs or {}), out_val=result)
+            self.flops += flops
+            self.weight_flops += flops if self._trains(args) else 0
+        elif func is _ATEN._to_copy.default and self._trains(args):
+            self._trained.add(storage_of(result))
+        self._known.update(map(storage_of, strided(result)))
+        return result
+
+    def _trains(self, args: tuple[Any, ...]) -> bool:
+        return any(isinstance(t, Tensor) and storage_of(t) in self._trained for t in args)
+
+    def _look_at(self, tensor: Tensor) -> None:
+        name, trained = self._names.get(storage_of(tensor), ("", False))
+        if name and not trained:
+            self.borrowed.add(name)
+        elif name or (tensor.requires_grad and tensor.is_leaf):
+            what = f"parameter {name}" if name else f"a parameter {list(tensor.shape)} of no layer"
+            self.wrong = (
+                f"uses {what}, which is not registered in it and would not be trained as in one process; "
+                f"make it an attribute of the layer"
+            )
+        elif tensor.requires_grad:
+            self.wrong = (
+                f"uses a tensor {list(tensor.shape)} that a layer before it has made and not returned: hand "
+                f"it on from layer to layer, as one of a tuple"
+            )
+        elif not isinstance(tensor, FakeTensor):
+            self.foreign[storage_of(tensor)] = tensor
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation draws random numbers; attention without dropout is only marked so."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = (argument.name for argument in func._schema.arguments)
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(named.get("dropout_p", 1.0))
+
+
+def _registered(module: nn.Module) -> set[str]:
+    return {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
+
+
+@cache
+def fake_mode() -> FakeTensorMode:
+    """Return the mode under which tensors have no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from logging a traceback of an error that is reported otherwise."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled

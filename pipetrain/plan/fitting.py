@@ -1,0 +1,103 @@
+"""Whether the ranks hold what the plan predicts: within `memory_limit=`, or in the memory of their GPUs.
+
+A prediction is no proof, as it leaves out what an action needs only while it runs: that a GPU may be too
+small is said, and refused is only what is above a limit that was given.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+
+from pipetrain.config import Settings
+from pipetrain.errors import ActionFailed, ConfigError
+from pipetrain.plan.balance import GIB
+from pipetrain.plan.blueprint import Plan
+from pipetrain.plan.prediction import memory, played
+from pipetrain.plan.profile import PROFILE
+from pipetrain.plan.recompute import AUTO, Mode
+from pipetrain.schedule.memory import Moment
+
+
+def gpu_bytes(device: str, processes: int = 1) -> int | None:
+    """Return a process's share of the smallest GPU, if `device` is one; `processes`: of this machine."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    count = torch.cuda.device_count()
+    smallest = min(torch.cuda.get_device_properties(n).total_memory for n in range(count))
+    return int(smallest) // math.ceil(processes / count)
+
+
+def peaks_by_rank(held: Sequence[Sequence[Moment]]) -> list[int]:
+    """Return the most bytes that the stages of each rank hold together."""
+    return [max((moment.total for moment in moments), default=0) for moments in held]
+
+
+def says_whether_it_fits(settings: Settings, held: Sequence[Sequence[Moment]], room: int) -> str:
+    """Return a sentence that compares the fullest rank with the `room` bytes of each rank's GPU."""
+    rank, peak = _fullest(held)
+    if peak <= room:
+        return (
+            f"each rank fits into its GPU: of {_gib(room)} GiB rank {rank}, the fullest, is predicted to "
+            f"hold {_gib(peak)}"
+        )
+    return (
+        f"rank {rank} is likely to run out of memory: it is predicted to hold {_gib(peak)} GiB, and its GPU "
+        f"has {_gib(room)}; {_ways(settings)}"
+    )
+
+
+def within_limit(plan: Plan) -> Plan:
+    """Return a plan that is `sized`. Raises ConfigError if a rank is predicted to hold more than the limit.
+
+    The cut of partition=profile keeps to it itself, by what was measured.
+    """
+    limit = plan.settings.memory_limit
+    if limit is None or plan.settings.partition == PROFILE:
+        return plan
+    rank, peak = _fullest(memory(plan, played(plan)))
+    if peak > limit * GIB:
+        raise ConfigError(
+            f"memory_limit={limit:g} is too small: rank {rank} is predicted to hold {_gib(peak)} GiB; "
+            f"{_ways(plan.settings)}, or choose partition={PROFILE}, which keeps to it where it can"
+        )
+    return plan
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an allocator raised it."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def explained(error: ActionFailed, plan: Plan, rank: int, device: torch.device) -> ActionFailed:
+    """Return the error of an action that ran out of memory, with what the plan predicted and what helps."""
+    room = gpu_bytes(device.type) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whose = "its GPU" if device.type == "cuda" else "its machine"
+    predicted = ""
+    if plan.sizes:
+        peak = peaks_by_rank(memory(plan, played(plan)))[rank]
+        predicted = f" and it was predicted to hold {_gib(peak)} GiB at its peak"
+    return ActionFailed(f"{error}; {whose} has {_gib(room)} GiB{predicted}: {_ways(plan.settings)}")
+
+
+def _fullest(held: Sequence[Sequence[Moment]]) -> tuple[int, int]:
+    """Return the rank that holds most, and its bytes."""
+    peaks = peaks_by_rank(held)
+    return peaks.index(max(peaks)), max(peaks)
+
+
+def _ways(settings: Settings) -> str:
+    """Say what would make a rank hold less."""
+    ways = ["more stages", "more microbatches"]
+    if settings.recompute in (AUTO, Mode.NEVER):
+        ways.append("recompute=always" if settings.compile else "recompute=selective or always")
+    if settings.precision != "bf16" and settings.dtype == torch.float32:
+        ways.append("precision=bf16")
+    return f"to hold less, choose {', '.join(ways)}"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.4g}"

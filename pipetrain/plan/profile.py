@@ -1,0 +1,131 @@
+"""The measured times and sizes of each layer, and their file format.
+
+A profile records its conditions. Those that affect the measurement must match the run that reads it; the
+machine is recorded for information only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pipetrain.checkpoint.untrusted import read_as
+from pipetrain.errors import ConfigError
+from pipetrain.plan.estimate import Layer
+
+PROFILE = "profile"  # the strategy's name
+VERSION = 2
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """One layer, as measured for one microbatch; times in seconds.
+
+    A shared parameter counts at the first layer that has it.
+    """
+
+    name: str
+    forward_s: float
+    recorded_s: float  # a forward whose backward is split
+    kept_s: float  # a forward that keeps dear results, and
+    again_s: float  # the one that takes them, see runtime/recompute.py
+    backward_s: float  # for the gradients of inputs and parameters
+    input_s: (
+        float  # the half for the inputs, and what of the parameters is not put off; 0 without such inputs
+    )
+    weight_s: float  # the other half
+    step_s: float  # the optimizer's step, once a batch
+    peak_bytes: int  # additional peak in forward and backward
+    output_bytes: int  # the forward message of a cut behind it
+    gradient_bytes: int  # the backward message
+    state_bytes: int  # of the optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A whole model, as measured on all ranks at the same time, and the time of a message."""
+
+    conditions: Facts  # must match the run's
+    machine: Facts
+    latency_s: float  # per message; 0 if not measured
+    s_per_byte: float
+    layers: list[LayerTime]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"pipetrain_profile": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Profile:
+        if not isinstance(data, dict) or data.get("pipetrain_profile") != VERSION:
+            raise ValueError(f"it is no profile of version {VERSION}")
+        values = {key: value for key, value in data.items() if key != "pipetrain_profile"}
+        profile: Profile = read_as(cls, values, "its content")
+        records: list[tuple[str, Profile | LayerTime]] = [("it", profile)]
+        for what, record in [*records, *((layer.name, layer) for layer in profile.layers)]:
+            for key, value in asdict(record).items():
+                if isinstance(value, float) and value < 0:
+                    raise ValueError(f"{what} has {key}={value}")
+        return profile
+
+
+def read_profile(path: str, conditions: Facts) -> Profile:
+    """Read a profile measured under `conditions`. Raises ConfigError."""
+    file = Path(path).expanduser()
+    try:
+        profile = Profile.from_json(json.loads(file.read_text()))
+    except OSError as error:
+        raise ConfigError(
+            f"partition.profile={path} cannot be read: {error.strerror}; name the profile.json of a run "
+            f"that had partition=profile"
+        ) from error
+    except ValueError as error:  # not JSON, not text, or not a profile
+        raise ConfigError(
+            f"partition.profile={path} holds no profile: {error}; make one anew with partition=profile"
+        ) from error
+    for key in sorted(conditions.keys() | profile.conditions.keys()):
+        theirs, ours = profile.conditions.get(key), conditions.get(key)
+        if theirs != ours:
+            raise ConfigError(
+                f"partition.profile={path} was taken with {key}={theirs}, and this run has {key}={ours}; "
+                f"make one for it with partition=profile"
+            )
+    return profile
+
+
+def refuse_other_layers(profile: Profile, layers: Sequence[Layer]) -> None:
+    """Refuse a profile whose layers have other names or outputs than the model's. Raises ConfigError."""
+    for index, (theirs, ours) in enumerate(zip(profile.layers, layers, strict=False)):
+        if (theirs.name, theirs.output_bytes) != (ours.name, ours.output.nbytes):
+            raise ConfigError(
+                f"the profile is of another model: its layer {index} is {theirs.name} and returns "
+                f"{theirs.output_bytes} bytes, and the model's is {ours.name} and returns "
+                f"{ours.output.nbytes}; make one with partition=profile"
+            )
+    if len(profile.layers) != len(layers):
+        raise ConfigError(
+            f"the profile is of another model: it has {len(profile.layers)} layers, and the model "
+            f"{len(layers)}; make one with partition=profile"
+        )
+
+
+def average(ranks: Sequence[Sequence[LayerTime]]) -> list[LayerTime]:
+    """Return each layer with the medians of the times over all ranks."""
+    return [
+        replace(
+            layers[0],
+            forward_s=median(layer.forward_s for layer in layers),
+            recorded_s=median(layer.recorded_s for layer in layers),
+            kept_s=median(layer.kept_s for layer in layers),
+            again_s=median(layer.again_s for layer in layers),
+            backward_s=median(layer.backward_s for layer in layers),
+            input_s=median(layer.input_s for layer in layers),
+            weight_s=median(layer.weight_s for layer in layers),
+            step_s=median(layer.step_s for layer in layers),
+        )
+        for layers in zip(*ranks, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""What a run did: numbers, drawings and files."""

@@ -1,0 +1,134 @@
+"""Traces the first windows (`trace=`): keeps their spans, and gathers them on rank 0.
+
+Every rank sends its spans once, after the epoch of the last traced window. Its clock is compared with rank
+0's before and after; a linear drift is assumed in between.
+"""
+
+from __future__ import annotations
+
+import platform
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipetrain.checkpoint.files import Position
+from pipetrain.plan.windows import window_lengths
+from pipetrain.runtime.engine import Observer
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.schedule.actions import Op
+from pipetrain.schedule.timeline import Row, Timeline, TracedWindow
+from pipetrain.training.run import Run
+
+MOST_ACTIONS = 100_000  # per rank, in whole windows; one window is always traced
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The trace of all ranks. `clock_error_s`: the bound of the difference of the ranks' clocks."""
+
+    windows: list[TracedWindow]
+    cut: str  # where the trace ends before the requested windows; empty if it is complete
+    clock_error_s: float
+
+
+class Tracer:
+    """One rank's trace of the first windows from a position on. All ranks make the same calls."""
+
+    def __init__(self, run: Run, mesh: Mesh, position: Position) -> None:
+        self._run = run
+        self._mesh = mesh
+        lengths = _lengths(run, position)[: run.settings.trace]
+        longest = {n: max(map(len, window.program)) for n, window in run.plan.windows.items()}
+        actions = list(accumulate(longest[n] for n in lengths))
+        self._left = max(1, bisect_right(actions, MOST_ACTIONS))
+        self._cut = "" if self._left == len(lengths) else f"at {MOST_ACTIONS} actions of a rank"
+        self._windows: list[tuple[int, list[int]]] = []  # epoch, samples of microbatches
+        self._rows: list[Row] = []  # of each window
+        self._began = self._compare_clocks()
+
+    @property
+    def over(self) -> bool:
+        return not self._left
+
+    def observer(self, epoch: int, batches: Sequence[Sequence[Tensor]]) -> Observer | None:
+        """Return the observer of the next window, of these sample ids; None if it is not traced."""
+        if self.over:
+            return None
+        self._left -= 1
+        return partial(self._take, epoch, batches)
+
+    def collect(self) -> Trace:
+        """Gather the spans of all ranks, on the clock of rank 0."""
+        (began, first, error), (ended, last, other_error) = self._began, self._compare_clocks()
+        drift = (last - first) / (ended - began)
+        rows = [_shifted(row, lambda moment: moment + first + drift * (moment - began)) for row in self._rows]
+        ranks: list[Any] = self._mesh.gather("the trace", (rows, max(error, other_error)))
+        m = self._run.settings.microbatches
+        return Trace(
+            [
+                TracedWindow(epoch, samples, Timeline([rows[n] for rows, _ in ranks], m))
+                for n, (epoch, samples) in enumerate(self._windows)
+            ],
+            "where the run was stopped" if self._left else self._cut,
+            max(error for _, error in ranks),
+        )
+
+    def _take(self, epoch: int, batches: Sequence[Sequence[Tensor]], row: Row) -> None:
+        done = max(action.version for action in row.actions if action.op is Op.STEP)
+        self._windows.append((epoch, [len(ids) for batch in batches[:done] for ids in batch]))
+        self._rows.append(row)
+
+    def _compare_clocks(self) -> tuple[float, float, float]:
+        """Return the present, the offset to rank 0's clock, and its error, in seconds."""
+        return perf_counter(), *self._mesh.clock_offset()
+
+
+def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
+    """Return the conditions of a trace, needed to replay it."""
+    settings, plan = run.settings, run.plan
+    return {
+        "model": settings.model,
+        "parameters": sum(layer.params for layer in plan.layers),
+        "data": run.facts.name,
+        "schedule": settings.schedule,
+        "ranks": settings.ranks,
+        "placement": plan.placement,
+        "partition": plan.cuts,
+        "batch_size": settings.batch_size,
+        "microbatches": settings.microbatches,
+        "window": settings.window,
+        "epoch_batches": len(run.sampler.batch_sizes),
+        "buffer_size": settings.buffer_size,
+        "bounds": [[*edge, bound] for edge, bound in plan.links.bounds.items()],
+        "ties": [list(tie) for tie in plan.ties],
+        "codec_forward": str(settings.codecs.forward),
+        "codec_backward": str(settings.codecs.backward),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "precision": settings.precision,
+        "memory_format": plan.numerics.memory_format,
+        "threads": torch.get_num_threads(),
+        "device": device,
+        "clock_error_us": round(1e6 * trace.clock_error_s, 1),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def _lengths(run: Run, position: Position) -> list[int]:
+    batches, window = len(run.sampler.batch_sizes), run.settings.window
+    return [
+        length
+        for epoch in range(position.epoch, run.settings.epochs)
+        for length in window_lengths(batches, window, position.batch if epoch == position.epoch else 0)
+    ]
+
+
+def _shifted(row: Row, shift: Callable[[float], float]) -> Row:
+    spans = [span._replace(start=shift(span.start), end=shift(span.end)) for span in row.spans]
+    return Row(shift(row.began), shift(row.ended), spans)

@@ -1,0 +1,136 @@
+"""Tries the loss of a model that computes it itself, by its last layer with made-up inputs.
+
+What its labels count for cannot be read from the model: a causal language model leaves out the first of each
+sequence, others do not. Wrong weights would train otherwise than one process does, so the loss of a batch,
+and its gradients, must be those of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipetrain.errors import ConfigError, TrainingStopped, one_line
+from pipetrain.network.boundary import Value, as_tuple
+from pipetrain.network.modes import evaluating
+from pipetrain.network.network import INPUT, Made, Part
+from pipetrain.network.traced import TracedPart
+from pipetrain.plan.blueprint import Plan, outputs_of
+from pipetrain.tasks import IGNORED, ModelLoss, few, prove_sum
+
+
+class ModelTrial:
+    """Tries a task on the rank of the last stage. `part`: its layers."""
+
+    def __init__(self, task: ModelLoss, plan: Plan, part: Part, device: torch.device) -> None:
+        if not isinstance(part, TracedPart):
+            raise ConfigError(
+                "an nn.Sequential takes no labels beside its inputs: give a loss= of outputs and targets, or "
+                "a model of another class that takes them by name"
+            )
+        self._task = task
+        self._plan = plan
+        self._part = part
+        self._device = device
+        self._layer = part.last_layer()
+        self._filled = 0  # with what whole numbers are made up
+
+    def settle(self) -> None:
+        """Find what the labels of sequences count for. Raises ConfigError if none of the weights is right."""
+        labels = self._plan.example.specs[self._numbers[0]]
+        made = torch.full((2, *labels.shape), IGNORED, dtype=labels.dtype)
+        if (
+            len(self._task.weights) == 1
+            or labels.dtype.is_floating_point
+            or made.dim() < 2
+            or len(made[0]) < 2
+        ):
+            return
+        made[:, 1] = 0
+        made[0, 0] = 0  # which counts, or does not
+        others = tuple(
+            torch.zeros((2, *self._plan.example.specs[n].shape), dtype=self._plan.example.specs[n].dtype)
+            for n in self._numbers[1:]
+        )
+        wanted = (made, *others) if others else made
+        refused: Exception
+        for filled in (0, 1):
+            self._filled = filled
+            for weight in self._task.weights:
+                try:
+                    if self._loss(self._made_up(2), wanted).isfinite():
+                        prove_sum("the model", self._loss, weight, self._made_up(2), wanted, self._device)
+                        self._task.weights = [weight]
+                        return
+                    refused = ValueError("it is not finite")
+                except Exception as error:  # the model's code may raise anything
+                    refused = error
+        if self._plan.settings.microbatches == 1:  # nothing is added up
+            return
+        raise ConfigError(
+            f"the loss that the model computes is no mean over labels that are not {IGNORED}, nor over those "
+            f"after the first of each sequence: give weight=, a function of the labels that says what they "
+            f"count for ({one_line(refused)})"
+        )
+
+    def prove(self, targets: Value) -> None:
+        """Try a batch's targets, in host memory. Raises TrainingStopped."""
+        n = few(outputs_of(self._plan), targets)
+        wanted = _first(targets, n)
+        try:
+            prove_sum("the model", self._loss, self._task.weight, self._made_up(n), wanted, self._device)
+        except ConfigError as error:
+            raise TrainingStopped(str(error)) from error
+
+    @property
+    def _numbers(self) -> list[int]:
+        """The numbers of the labels among the model's inputs."""
+        names = self._plan.example.names or ()
+        for label in self._task.labels:
+            if label not in names:
+                raise ConfigError(
+                    f"the model's inputs are {', '.join(names) or 'without names'}, and {label} is not among "
+                    f"them: name the labels, by targets= or on the command line task.labels="
+                )
+        return [names.index(label) for label in self._task.labels]
+
+    def _made_up(self, samples: int) -> tuple[Tensor, ...]:
+        """Return made-up values of what the layer takes beside labels, as far as it is by the sample."""
+        made = tuple(self._tensor(value, samples) for value in self._others if self._is_varied(value))
+        return made or (torch.zeros(samples),)
+
+    @property
+    def _others(self) -> Sequence[Made]:
+        labels = {Made(INPUT, number) for number in self._numbers}
+        return [value for value in self._layer.takes if value not in labels]
+
+    def _is_varied(self, value: Made) -> bool:
+        one, two = (self._layer.spec(value, samples).shape for samples in (2, 3))
+        return one != two
+
+    def _tensor(self, value: Made, samples: int) -> Tensor:
+        spec = self._layer.spec(value, samples)
+        if spec.dtype.is_floating_point:
+            generator = torch.Generator().manual_seed(value.layer * 1000 + value.number + 2000)
+            return torch.rand(spec.shape, generator=generator).to(self._device, spec.dtype)
+        return torch.full(spec.shape, self._filled, dtype=spec.dtype, device=self._device)
+
+    def _loss(self, given: Value, wanted: Value) -> Tensor:
+        labels = dict(zip(self._numbers, as_tuple(wanted), strict=True))
+        varied = iter(as_tuple(given))
+        tensors = []
+        for value in self._layer.takes:
+            if value.layer == INPUT and value.number in labels:
+                tensors.append(labels[value.number].to(self._device))
+            elif self._is_varied(value):
+                tensors.append(next(varied))
+            else:
+                tensors.append(self._tensor(value, 1))
+        with evaluating(self._part), torch.enable_grad():
+            return self._task.loss(self._layer(tensors), wanted)
+
+
+def _first(targets: Value, n: int) -> Value:
+    return targets[:n] if isinstance(targets, Tensor) else tuple(t[:n] for t in as_tuple(targets))

@@ -1,1 +1,0 @@
-"""Any nn.Module as layers and the values between them, by torch.export."""

@@ -1,0 +1,52 @@
+"""What crosses a cut: its sizes, its words, and what comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipetrain.network.boundary import Boundary, TensorSpec, as_tuple, describe
+
+HALF = TensorSpec((2, 3), torch.float16)
+IDS = TensorSpec((5,), torch.int64)
+
+
+def test_sizes_in_bytes():
+    assert TensorSpec((4, 3, 2), torch.float64).nbytes == 4 * 3 * 2 * 8
+    assert TensorSpec((), torch.float32).nbytes == 4  # a scalar
+    assert TensorSpec((0, 7), torch.float32).nbytes == 0
+    assert Boundary((HALF, IDS), single=False).nbytes == 2 * 3 * 2 + 5 * 8
+
+
+def test_words():
+    assert str(HALF) == "float16[2, 3]"
+    assert str(Boundary((HALF, IDS), single=False)) == "float16[2, 3] + int64[5]"
+
+
+def test_gradients_come_back_for_floating_point_alone():
+    assert Boundary((HALF, IDS, HALF), single=False).gradients == (HALF, HALF)
+    assert Boundary((IDS,)).gradients == ()
+
+
+def test_describe_is_what_the_layer_returned():
+    x, ids = torch.zeros(2, 3, dtype=torch.float16), torch.arange(5)
+    assert describe(x) == Boundary((HALF,), single=True)
+    assert describe((x,)) == Boundary((HALF,), single=False)
+    assert describe((x, ids)) == Boundary((HALF, IDS), single=False)
+    assert describe(x) != describe((x,))
+
+
+def test_as_tuple():
+    x = torch.zeros(1)
+    for value in (x, (x,), [x]):
+        (only,) = as_tuple(value)
+        assert only is x
+
+
+@pytest.mark.parametrize(
+    ("value", "named"), [((), "tuple"), ([torch.zeros(1), 3], "list"), ({"a": 1}, "dict"), ("", "str")]
+)
+def test_what_is_no_tensor_is_refused(value: Tensor, named: str):
+    with pytest.raises(TypeError, match=f"a tensor or a tuple of tensors, not {named}"):
+        as_tuple(value)

@@ -1,0 +1,176 @@
+"""Random numbers of a forward: of four numbers alone, whatever else draws."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipetrain.network import draws
+from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.draws import EVALUATION, Seeds, _mixed, begin, drawing
+from pipetrain.network.network import Chain, Pop, Stash
+from pipetrain.plan.crossing import seams
+from pipetrain.plan.estimate import estimate
+from tests.support.models import Join
+
+NUMBERS = st.integers(-1, 2**62)
+
+
+def test_seeds_are_known():
+    """The first is the one that SplitMix64 is published with; the others, that they stay what they are."""
+    assert _mixed(0) == 0xE220A8397B1DCDAF
+    assert Seeds(0, 0, 0).of(0) == 0x10983A4555640134
+    assert Seeds(0, 0, 0).of(1) == 0x1527888D9DF2BB8A
+    assert Seeds(7, EVALUATION, 3).of(12) == 0xDC00CE1F7355794
+
+
+def test_seeds_are_distinct_over_all_four_numbers():
+    near = list(product(range(6), repeat=4))
+    assert len({Seeds(*three).of(layer) for *three, layer in near}) == len(near)
+    evaluated = {Seeds(0, EVALUATION, mb).of(layer) for mb, layer in product(range(30), range(30))}
+    trained = {Seeds(0, update, mb).of(layer) for update, mb, layer in product(range(30), repeat=3)}
+    assert evaluated.isdisjoint(trained)
+
+
+@settings(derandomize=True, deadline=None)
+@given(NUMBERS, NUMBERS, NUMBERS, NUMBERS)
+def test_a_seed_is_one_that_a_generator_takes(seed, update, microbatch, layer):
+    made = Seeds(seed, update, microbatch).of(layer)
+    assert 0 <= made < 2**63
+    torch.Generator().manual_seed(made)
+    assert made == Seeds(seed, update, microbatch).of(layer)
+
+
+def test_each_bit_of_a_seed_is_set_half_of_the_time():
+    seeds = [Seeds(0, 0, mb).of(layer) for mb in range(40) for layer in range(40)]
+    for bit in range(63):
+        assert 0.45 < sum(seed >> bit & 1 for seed in seeds) / len(seeds) < 0.55
+
+
+def drawn(layer: int) -> list[float]:
+    begin(layer)
+    return torch.rand(3).tolist()
+
+
+def test_what_is_drawn_depends_on_nothing_that_drew_before():
+    with drawing(Seeds(1, 2, 3)):
+        first, second = drawn(4), drawn(5)
+        torch.rand(7)
+        assert drawn(4) == first
+        with drawing(Seeds(1, 2, 4)):
+            assert drawn(4) != first
+        assert drawn(5) == second
+    assert first != second
+
+
+def test_other_code_draws_as_if_no_layer_had():
+    """An augmentation on rank 0 would otherwise depend on the last layer of its stage, and so on the cut."""
+    torch.manual_seed(0)
+    wanted = torch.rand(3).tolist()
+    torch.manual_seed(0)
+    with drawing(Seeds(1, 2, 3)):
+        for layer in (4, 5):
+            drawn(layer)
+        with suppress(ValueError), drawing(Seeds(1, 2, 4)):
+            raise ValueError(drawn(4))
+        assert drawn(5) != wanted
+    assert torch.rand(3).tolist() == wanted
+
+
+def test_outside_a_forward_of_a_pipeline_the_generators_go_on():
+    torch.manual_seed(0)
+    wanted = torch.rand(3).tolist()
+    torch.manual_seed(0)
+    assert drawn(4) == wanted
+    with drawing(None):
+        assert drawn(4) != wanted
+
+
+def test_seeds_end_with_the_forward_that_fails():
+    with pytest.raises(ValueError, match="no"), drawing(Seeds(1, 2, 3)):
+        raise ValueError("no")
+    torch.manual_seed(0)
+    wanted = torch.rand(3).tolist()
+    torch.manual_seed(0)
+    assert drawn(4) == wanted
+
+
+def test_threads_have_seeds_of_their_own():
+    """Of two that overlap, the one that ended last left the other's behind."""
+    first, second = drawing(Seeds(1, 2, 3)), drawing(Seeds(4, 5, 6))
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        one.submit(first.__enter__).result()
+        other.submit(second.__enter__).result()
+        one.submit(first.__exit__, None, None, None).result()
+        other.submit(second.__exit__, None, None, None).result()
+        assert one.submit(draws._running.get).result() is None
+        assert other.submit(draws._running.get).result() is None
+
+
+# A chain in parts
+
+
+class Noisy(nn.Linear):
+    """Draws from torch's generator, and from one more dropout inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x) + torch.randn_like(x), 0.5, self.training)
+
+
+def noisy() -> nn.Sequential:
+    stash = Stash()
+    layers = [nn.Linear(6, 6), nn.Dropout(0.3), stash, Noisy(6, 6), nn.RReLU(), Pop(stash), Join()]
+    return nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(6, 6), nn.Dropout(0.0))
+
+
+ENTRY = Boundary((TensorSpec((5, 6), torch.float32),), needs_grad=(False,), requires_grad=(False,))
+
+
+def run(model: nn.Sequential, cuts: list[int], x: Tensor, between: bool = False) -> Tensor:
+    joined = seams(estimate(model, ENTRY), cuts, ENTRY)
+    left = dict.fromkeys(joined.slices[0].enters, x)
+    for slice in joined.slices:
+        if between:
+            torch.rand(11)
+        with drawing(Seeds(3, 1, 4)):
+            made = Chain(model).part(slice)(*(left[value] for value in slice.enters))
+        left |= zip(slice.leaves, made, strict=True)
+    return made[0]
+
+
+def test_layers_that_draw_are_found():
+    assert [layer.draws for layer in estimate(noisy(), ENTRY)] == [n in (1, 3, 4, 7) for n in range(10)]
+    evaluated = estimate(noisy(), ENTRY, training=False)
+    assert [n for n, layer in enumerate(evaluated) if layer.draws] == [3, 4]  # RReLU as far as can be seen
+
+
+@pytest.mark.parametrize("cuts", [[1], [2], [3], [4, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
+def test_the_cut_does_not_change_what_is_drawn(cuts):
+    model, x = noisy(), torch.randn(5, 6)
+    wanted = run(model, [], x)
+    assert torch.equal(run(model, cuts, x, between=True), wanted)
+    assert not torch.equal(model(x), wanted)  # from the generators as they are
+
+
+def test_torch_compile_does_not_look_at_seeds(monkeypatch):
+    """It made a new graph for each, up to its limit, and then none."""
+    monkeypatch.setattr(draws, "_seed", draws._seed)
+    draws.leave_to_python()
+
+    def forward(x: Tensor) -> Tensor:
+        draws.begin(3)
+        return nn.functional.dropout(x, 0.5)
+
+    compiled, x = torch.compile(forward, backend="eager", dynamic=False), torch.ones(64)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=2):
+        for update in range(6):
+            with drawing(Seeds(0, update, 1)):
+                wanted, made = forward(x), compiled(x)
+            assert torch.equal(made, wanted), update

@@ -1,0 +1,139 @@
+"""Precision and layout: what is planned is what runs, and the result is that of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipetrain.errors import ConfigError
+from pipetrain.network.boundary import Example, TensorSpec, specs_of
+from pipetrain.network.numerics import Numerics
+from pipetrain.network.trace import trace
+from pipetrain.plan.crossing import seams
+from pipetrain.plan.estimate import estimate
+from pipetrain.runtime.mesh import World
+from pipetrain.runtime.stage import Stage
+from pipetrain.seal import SealedStore
+from tests.support.cases import Case, compare, make_run, run_in_threads
+from tests.support.jobs import train_cases
+from tests.support.worlds import run_world
+
+pytestmark = pytest.mark.slow
+
+NORM = "model._target_=tests.support.models.with_norm"
+BF16 = ("precision=bf16", "dtype=float32", "memory_format=contiguous", "optim.lr=0.02", "epochs=2")
+
+
+class Rows(nn.Module):
+    """Wants its input's channels outermost."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1)
+
+
+def wants_rows() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.ReLU(), Rows(), nn.Linear(64, 10))
+
+
+ROWS = "model._target_=tests.network.test_numerics.wants_rows"
+
+
+# bf16
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
+def test_bf16_equals_one_process_in_bf16_with_the_same_delays(schedule):
+    """Storage of the weights goes round here: a cast kept from an older version would be far off."""
+    case = Case(schedule, 3, (NORM, "partition=[1,6]", "microbatches=3", *BF16))
+    state, figures = run_in_threads(case)
+    compare(case, state, figures, 1e-5)
+
+
+def test_bf16_travels_in_bf16():
+    case = Case("pipedream", 2, (NORM, "partition=[3]", "microbatches=2", *BF16))
+    plan = make_run(case).plan
+    assert {spec.dtype for spec in plan.boundaries[6][1].specs} == {torch.bfloat16}
+    assert plan.boundaries[6][0].specs[0].dtype == torch.float32  # images
+    whole = make_run(replace(case, overrides=(*case.overrides, "precision=fp32"))).plan
+    assert plan.boundaries[6][1].nbytes * 2 == whole.boundaries[6][1].nbytes
+
+
+def test_bf16_of_float64_is_refused():
+    with pytest.raises(ConfigError, match="precision=bf16 needs dtype=float32"):
+        make_run(Case("1f1b", 2, (NORM, "precision=bf16")))
+
+
+def test_what_leaves_a_stage_is_narrowed_and_integers_are_not():
+    narrow = [*map(Numerics(autocast=True).narrow, (torch.ones(2), torch.ones(2, dtype=torch.int64)))]
+    assert [t.dtype for t in narrow] == [torch.bfloat16, torch.int64]
+    assert Numerics().narrow(one := torch.ones(2)) is one
+
+
+class Scaled(nn.Module):
+    """Uses its second input last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x)) * scale
+
+
+def test_data_that_crosses_a_cut_is_not_narrowed():
+    """Neither is it in one process."""
+    example, numerics = Example((TensorSpec((4,), torch.float32),) * 2, single=False), Numerics(autocast=True)
+    network, inputs = trace(Scaled(), example), example.of(2)
+    joined = seams(estimate(network, inputs, numerics), [1], inputs)
+    part = network.part(joined.slices[0])
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    stage = Stage(0, part, sgd, lambda update: 1.0, exit=joined.exits[0], numerics=numerics)
+    made = stage.forward(0, (torch.ones(2, 4), torch.full((2, 4), 1.001)), 0)
+    assert [str(spec) for spec in specs_of(made)] == ["float32[2, 4]", "bfloat16[2, 4]"]
+    assert specs_of(made) == joined.exits[0].specs
+    assert made[0].eq(1.001).all()
+
+
+# Layout
+
+
+def train_both(world: World, store: SealedStore, layout: Sequence[Case], bf16: Case) -> None:
+    train_cases(world, store.under("layout"), layout, 1e-10)
+    train_cases(world, store.under("bf16"), [bf16], 1e-5)
+
+
+def test_channels_last_and_bf16_over_gloo_equal_one_process():
+    words = ("memory_format=channels_last", "microbatches=2", "partition=[3]")
+    layout = [Case("pipedream", 2, (NORM, *words, "epochs=2"))]
+    bf16 = Case("pipedream", 2, (NORM, "partition=[3]", "microbatches=2", *BF16))
+    assert make_run(layout[0]).plan.numerics.channels_last
+    run_world(train_both, 2, layout, bf16)
+
+
+def test_auto_is_channels_last_in_float32_unless_a_layer_does_not_take_it():
+    def chosen(*overrides: str) -> str:
+        return make_run(Case("1f1b", 2, ("partition=[2]", *overrides))).plan.numerics.memory_format
+
+    assert chosen(NORM, "dtype=float32") == "channels_last"
+    assert chosen(NORM, "dtype=float64") == "contiguous"
+    assert chosen(ROWS, "dtype=float32") == "contiguous"
+    assert chosen(NORM, "dtype=float32", "memory_format=contiguous") == "contiguous"
+
+
+def test_a_layer_that_does_not_take_channels_last_is_named():
+    with pytest.raises(ConfigError, match=r"layer 2 \(2\) of the model cannot take"):
+        make_run(Case("1f1b", 2, (ROWS, "memory_format=channels_last")))
+
+
+def test_weights_keep_their_values_and_lie_with_their_channels_innermost():
+    layer = nn.Conv2d(3, 4, 3)
+    before = layer.weight.detach().clone()
+    Numerics(channels_last=True).arrange_weights(layer)
+    assert torch.equal(layer.weight, before)
+    assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not layer.weight.is_contiguous()

@@ -1,0 +1,247 @@
+"""Cuts: against every way of cutting, and every way of asking for what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipetrain.errors import ConfigError
+from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.plan.balance import GIB, STRATEGIES, balance, balance_ranks, balance_times, choose_cuts
+from pipetrain.plan.estimate import Layer
+from pipetrain.plan.profile import LayerTime
+from pipetrain.plan.stages import Pipeline, Predictor, Traffic
+from tests.support.profiles import estimates_of, handed_on, held_by, layer, profile
+
+steady = settings(derandomize=True, deadline=None)
+OUT = Boundary((TensorSpec((1, 10), torch.float32),))
+
+
+def layers(params: list[int], flops: list[int]) -> list[Layer]:
+    return [Layer(f"l{i}", p, f, OUT) for i, (p, f) in enumerate(zip(params, flops, strict=True))]
+
+
+FOUR = layers(params=[9, 1, 1, 1], flops=[1, 1, 1, 9])
+ALL_FOUR = "0 l0, 1 l1, 2 l2, 3 l3"
+ONE_OF_FOUR = f"give 1 first layers out of: {ALL_FOUR}"
+RISING = f"give 1 rising numbers from 1 to 3 out of: {ALL_FOUR}"
+
+
+def loads(weights: list[int], cuts: list[int]) -> list[int]:
+    return [sum(weights[a:b]) for a, b in pairwise([0, *cuts, len(weights)])]
+
+
+def test_balance_can_be_seen():
+    assert balance([1, 1, 1, 9], 2) == [3]
+    assert balance([9, 1, 1, 1], 2) == [1]
+    assert balance([2, 3, 4, 5, 6, 7], 3) == [3, 5]  # 2 3 4 | 5 6 | 7: nothing is below 11
+    assert balance([4, 4, 4, 4], 4) == [1, 2, 3]
+    assert balance([5], 1) == []
+
+
+@steady
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
+def test_balance_is_the_best_of_all_cuts(weights, data):
+    stages = data.draw(st.integers(1, len(weights)))
+    cuts = balance(weights, stages)
+    every = [list(cut) for cut in combinations(range(1, len(weights)), stages - 1)]
+    assert cuts in every  # rising, inside the model, no stage empty
+    assert max(loads(weights, cuts)) == min(max(loads(weights, cut)) for cut in every)
+
+
+def test_strategies_weigh_different_things():
+    assert choose_cuts("params", FOUR, 2) == [1]
+    assert choose_cuts("flops", FOUR, 2) == [3]
+    assert choose_cuts("even", FOUR, 2) == [2]
+    assert {choose_cuts(strategy, FOUR, 1) == [] for strategy in STRATEGIES} == {True}
+
+
+@steady
+@given(st.integers(1, 60), st.data())
+def test_even_stages_differ_by_one_layer_at_most(n, data):
+    stages = data.draw(st.integers(1, n))
+    sizes = loads([1] * n, choose_cuts("even", layers([0] * n, [0] * n), stages))
+    assert len(sizes) == stages
+    assert min(sizes) >= 1
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("partition", "stages", "says"),
+    [
+        ("flops", 5, f"stages=5 needs at least as many layers, but the model has 4: {ALL_FOUR}"),
+        ([1, 2], 2, f"partition=[1, 2] cuts the model into 3 stages, but there are 2; {ONE_OF_FOUR}"),
+        ([0], 2, f"partition=[0] leaves a stage without layers; {RISING}"),
+        ([4], 2, f"partition=[4] leaves a stage without layers; {RISING}"),
+        ("middle", 2, "partition=middle is unknown; choose one of even, params, flops, profile, or give the"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_list_of_layers(partition, stages, says):
+    with pytest.raises(ConfigError) as refusal:
+        choose_cuts(partition, FOUR, stages)
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@steady
+@given(st.lists(st.integers(-3, 7), max_size=5), st.integers(1, 6))
+def test_any_given_cuts_are_sound_or_refused(cuts, stages):
+    try:
+        chosen = choose_cuts(cuts, FOUR, stages)
+    except ConfigError:
+        assert stages > 4 or len(cuts) != stages - 1 or loads([1] * 4, cuts) != sorted_positive(cuts)
+    else:
+        assert chosen == cuts
+        assert len(chosen) == stages - 1
+        assert min(loads([1] * 4, chosen)) >= 1
+
+
+def sorted_positive(cuts: list[int]) -> list[int] | None:
+    """The stage sizes that these cuts make, or None where they make none."""
+    sizes = [b - a for a, b in pairwise([0, *cuts, 4])]
+    return sizes if min(sizes) > 0 else None
+
+
+# Several stages a rank
+
+
+def size(weights: list[float], cuts: Sequence[int], where: Sequence[int]) -> float:
+    """The largest rank and the largest stage together."""
+    held = dict.fromkeys(where, 0.0)
+    sums = loads(weights, list(cuts))
+    for rank, weight in zip(where, sums, strict=True):
+        held[rank] += weight
+    return max(held.values()) + max(sums)
+
+
+def test_the_two_stages_of_a_rank_of_a_v_add_up() -> None:
+    """Nearly equal stages would leave rank 0 with 9 of 16."""
+    weights = [3.0, 1.0, 4.0, 1.0, 2.0, 5.0]
+    assert loads(weights, balance(weights, 4)) == [4, 4, 3, 5]
+    assert loads(weights, balance_ranks(weights, [0, 1, 1, 0])) == [3, 5, 3, 5]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data(), st.integers(2, 3), st.booleans())
+def test_ranks_of_several_stages_are_nearly_as_even_as_any_cuts_make_them(
+    data: st.DataObject, ranks: int, v: bool
+) -> None:
+    weights = data.draw(st.lists(st.floats(0, 5), min_size=2 * ranks, max_size=10))
+    where = [*range(ranks), *(reversed(range(ranks)) if v else range(ranks))]
+    cuts = balance_ranks(weights, where)
+    found = size(weights, cuts, where)
+    every = combinations(range(1, len(weights)), len(where) - 1)
+    least = min(size(weights, other, where) for other in every)
+    assert found <= size(weights, balance(weights, len(where)), where) + 1e-12
+    assert found <= 1.15 * least + 1e-12
+
+
+def test_a_stage_a_rank_and_one_rank_are_cut_into_even_stages() -> None:
+    weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+    assert balance_ranks(weights, [0, 1, 2, 3]) == balance(weights, 4)
+    assert balance_ranks(weights, [0, 0, 0, 0]) == balance(weights, 4)
+
+
+# By times
+
+BYTES = st.integers(0, 20)
+LAYER = st.builds(
+    layer,
+    forward_s=BYTES,
+    backward_s=BYTES,
+    step_s=BYTES,
+    peak_bytes=BYTES,
+    output_bytes=BYTES,
+    gradient_bytes=BYTES,
+)
+
+
+@st.composite
+def predictors(draw: st.DrawFn) -> Predictor:
+    """Any profile of few layers under any pipeline, interleaved ones too, with skips."""
+    held = draw(st.lists(LAYER, min_size=1, max_size=7))
+    stages = draw(st.integers(1, len(held)))
+    counts = st.lists(st.integers(1, 4), min_size=stages, max_size=stages)
+    ranks = draw(st.integers(1, stages))
+    placement = [s % ranks for s in range(stages)]
+    pairs = st.lists(st.integers(-1, len(held) - 1), min_size=2, max_size=4, unique=True).map(sorted)
+    skips = [
+        Traffic(made, tuple(users), draw(BYTES), draw(BYTES), draw(BYTES))
+        for made, *users in draw(st.lists(pairs))
+    ]
+    peaks = held_by(draw(counts), draw(counts))
+    bytes_each = st.lists(BYTES, min_size=len(held), max_size=len(held))
+    model = estimates_of(held, draw(bytes_each), draw(bytes_each), draw(BYTES))
+    values = [*handed_on(held), *skips]
+    pipeline = Pipeline(draw(st.integers(1, 4)), 2, placement, peaks, values, model)
+    return Predictor(profile(held, draw(BYTES), draw(BYTES)), pipeline)
+
+
+def every_cut(predictor: Predictor, allowed: set[int], limit: float) -> list[list[int]]:
+    """All cuts that are allowed and stay below the limit."""
+    return [
+        list(cuts)
+        for cuts in combinations(sorted(allowed), predictor.stages - 1)
+        if max(stage.held_bytes for stage in predictor.stage_times(cuts)) <= limit
+    ]
+
+
+@steady
+@given(predictors(), st.data())
+def test_cuts_by_times_are_the_best_of_all_that_may_be(predictor, data):
+    inner = range(1, len(predictor.layers))
+    allowed = data.draw(st.sets(st.sampled_from(inner)) if inner else st.just(set()))
+    limit = data.draw(st.one_of(st.none(), st.integers(0, 400)))
+    every = every_cut(predictor, allowed, float("inf") if limit is None else limit)
+    if every:
+        cuts = balance_times(predictor, allowed, limit)
+        assert cuts in every
+        best = min(predictor.slowest_s(other) for other in every)
+        assert predictor.slowest_s(cuts) == pytest.approx(best)
+    else:
+        with pytest.raises(ConfigError):
+            balance_times(predictor, allowed, limit)
+
+
+def pipeline(held: Sequence[LayerTime], stages: int, saved: Sequence[int] = ()) -> Pipeline:
+    peaks = held_by([1] * stages, [1] * stages)
+    return Pipeline(1, 1, list(range(stages)), peaks, handed_on(held), estimates_of(held, saved))
+
+
+def test_messages_move_a_cut():
+    """1 1 2 by compute alone is cut in the middle; where that sends a lot, before it."""
+    small, big = layer("small", 1, 0, output_bytes=1), layer("big", 1, 0, output_bytes=100)
+    slow = layer("slow", 2, 0)
+    held = [small, big, slow]
+    assert balance_times(Predictor(profile(held), pipeline(held, 2)), {1, 2}) == [2]
+    assert balance_times(Predictor(profile(held, s_per_byte=0.1), pipeline(held, 2)), {1, 2}) == [1]
+
+
+def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
+    held = [layer(str(i), seconds, 0) for i, seconds in enumerate([1, 1, 1, 3])]
+    predictor = Predictor(profile(held), pipeline(held, 2, [n * GIB // 8 for n in (4, 4, 1, 1)]))
+    assert balance_times(predictor, {1, 2, 3}) == [3]  # 9/8 GiB and 1/8
+    assert balance_times(predictor, {1, 2, 3}, limit=1.0 * GIB) == [2]
+    assert balance_times(predictor, {1, 2, 3}, limit=0.75 * GIB) == [1]
+    with pytest.raises(ConfigError) as error:
+        balance_times(predictor, {1, 2, 3}, limit=0.7 * GIB)
+    assert str(error.value) == (
+        "memory_limit=0.7 is too small: the smallest with which 2 stages fit is 0.7500 GiB; "
+        "choose that, more stages or smaller microbatches"
+    )
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_where_no_cut_may_be_that_is_said(limit):
+    held = [layer()] * 4
+    with pytest.raises(ConfigError) as error:
+        balance_times(Predictor(profile(held), pipeline(held, 3)), {2}, limit)
+    assert "partition=profile cannot cut this model into 3 stages: only 1 of its 3 cuts part no" in str(
+        error.value
+    )
+    assert "\n" not in str(error.value)

@@ -1,0 +1,453 @@
+"""The plan of a run: what it says, and that what cannot run is refused on paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipetrain.building import make_schedule
+from pipetrain.config import Settings, read_settings
+from pipetrain.data import Sampler
+from pipetrain.errors import ConfigError
+from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.plan.blueprint import Plan, Samples, make_plan, prove_targets
+from pipetrain.plan.profile import Profile
+from pipetrain.plan.recompute import Mode
+from pipetrain.plan.windows import prove, window_lengths
+from pipetrain.schedule.actions import (
+    Action,
+    Op,
+    Program,
+    Schedule,
+    ScheduleError,
+    has_norms,
+    parse_program,
+)
+from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
+from pipetrain.schedule.simulate import Deadlock, simulate
+from pipetrain.tasks import Regression, Task
+from tests.support.cases import config
+from tests.support.models import Fork, complex_inside, shared_statistics, skipping, tied, with_norm
+from tests.support.profiles import profile_of
+
+IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
+UPDATES = Samples([12, 12, 12], [11])
+
+
+def settings_of(*overrides: str, ranks: int = 2) -> Settings:
+    cfg = config(["data=digits", "batch_size=12", "microbatches=4", *overrides])
+    return read_settings(cfg, "1f1b", ranks)
+
+
+def plan(
+    *overrides: str,
+    ranks: int = 2,
+    schedule: Schedule = one_f_one_b,
+    model: nn.Sequential | None = None,
+    samples: Samples = UPDATES,
+    profile: Profile | None = None,
+) -> Plan:
+    chosen = settings_of("partition=even", *overrides, ranks=ranks)
+    return make_plan(chosen, schedule, model or with_norm(), IMAGE, samples, profile)
+
+
+# Windows
+
+
+@pytest.mark.parametrize(
+    ("done", "lengths"), [(0, [3, 3, 2]), (3, [3, 2]), (4, [2, 2]), (6, [2]), (7, [1]), (8, [])]
+)
+def test_windows_end_where_they_would_have_ended_however_the_last_one_was_left(done, lengths):
+    assert window_lengths(8, 3, done) == lengths
+    assert window_lengths(8, None, done) == [8 - done] * (done < 8)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 300), st.one_of(st.none(), st.integers(1, 300)))
+def test_every_window_of_an_epoch_has_a_program(batches, window):
+    length = window or batches
+    cut = [len(range(batches)[start : start + length]) for start in range(0, batches, length)]
+    assert set(window_lengths(batches, window)) == set(cut)
+
+
+def test_a_plan_has_a_proved_program_for_each_length():
+    made = plan("window=2", schedule=pipedream)
+    assert set(made.windows) == {2, 1}
+    assert made.window is made.windows[2]
+    assert sum(action.op is Op.STEP for action in made.windows[1].program[0]) == 1
+
+
+# What it says
+
+
+def test_slices_cover_the_model_in_order():
+    made = plan("partition=[3,5,9]", ranks=4)
+    assert [made.slice(stage) for stage in range(4)] == [slice(0, 3), slice(3, 5), slice(5, 9), slice(9, 10)]
+    assert made.cuts == [3, 5, 9]
+    assert made.stages == 4
+    assert made.placement == [0, 1, 2, 3]
+    assert made.edges == [edge for a, b in pairwise(range(4)) for edge in ((a, b), (b, a))]
+
+
+def test_peaks_are_the_largest_of_any_window():
+    made = plan("window=4", "microbatches=1", ranks=3, schedule=pipedream, samples=Samples([12] * 5, [11]))
+    assert set(made.windows) == {4, 1}
+    assert [made.peaks(stage) for stage in range(3)] == [(3, 3, 2), (2, 2, 1), (1, 1, 0)]
+    short = plan("window=1", "microbatches=1", ranks=3, schedule=pipedream)
+    assert [short.peaks(stage) for stage in range(3)] == [(1, 1, 0)] * 3
+
+
+def test_boundaries_of_every_size_that_will_be_seen():
+    """43 samples in batches of 12 cut into 4: three of 3 each, then 7 as 2 2 2 1; 11 are evaluated."""
+    sampler, words = Sampler(43, 12, 4, seed=0), ("partition=[4,8]", "dtype=float64")
+    samples = Samples(sampler.batch_sizes, [6, 5])
+    made = plan(*words, ranks=3, model=with_norm().double(), samples=samples)
+    assert (set(made.boundaries), set(made.evaluated)) == ({3, 2, 1}, {6, 5})
+    for size, boundaries in {**made.boundaries, **made.evaluated}.items():
+        entry, fork, flat = boundaries
+        assert entry.specs == (TensorSpec((size, 3, 32, 32), torch.float64),)
+        assert fork.specs == (TensorSpec((size, 4, 4, 4), torch.float64),) * 2
+        assert not fork.single
+        assert flat.specs == (TensorSpec((size, 4, 4, 4), torch.float64),)
+
+
+def test_an_evaluation_visits_every_stage_with_every_microbatch():
+    made = plan(ranks=3, samples=Samples([12], [5, 5, 4]))
+    forwards = [(a.stage, a.mb) for actions in made.evaluation for a in actions if a.op is Op.F]
+    assert sorted(forwards) == [(stage, mb) for stage in range(3) for mb in range(3)]
+    assert {a.op for actions in made.evaluation for a in actions} == {Op.F, Op.SEND_F, Op.RECV_F}
+
+
+def test_virtual_stages_go_round_the_ranks():
+    schedule = make_schedule(config(["data=digits", "schedule=interleaved_1f1b"]))
+    made = plan(schedule=schedule)
+    assert made.placement == [0, 1, 0, 1]
+    assert made.slice(3) == slice(8, 10)
+
+
+def test_planning_leaves_the_model_as_it_was():
+    model = with_norm().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan(model=model)
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+# By measured times
+
+
+def by_times(seconds: list[float], *overrides: str, **arguments: Any) -> Plan:
+    """Plan by a profile of layers whose forwards take so long, with messages of a second each."""
+    model = arguments.pop("model", with_norm)
+    measured = profile_of(model(), IMAGE.of(3), seconds, latency_s=arguments.pop("latency_s", 1))
+    measured = replace(measured, s_per_byte=arguments.pop("s_per_byte", 0.0))
+    return plan("partition=profile", *overrides, model=model(), profile=measured, **arguments)
+
+
+def test_a_profile_s_cuts_costs_and_rivals():
+    made = by_times([1, 1, 1, 1, 1, 1, 1, 1, 1, 7])
+    assert made.cuts == [8]  # 8 | 1 + 7
+    assert (plan().costs, plan().prediction) == (None, None)
+    assert made.costs is not None
+    assert [made.costs(Action(stage, Op.F)) for stage in (0, 1)] == [8, 8]
+    assert [made.costs(Action(stage, Op.B)) for stage in (0, 1)] == [16, 16]
+    assert made.costs(Action(0, Op.SEND_F)) == made.costs(Action(1, Op.SEND_B)) == 1
+    assert made.prediction is not None
+    assert made.prediction.slowest_s == 4 * (8 + 16 + 2)
+    assert made.prediction.choices["even"][:2] == ([5], 4 * (11 + 22 + 2))
+    assert list(made.prediction.choices) == ["profile", "even", "params", "flops"]
+    run = simulate(made.window.program, 4, cost=made.costs)
+    assert run.busy == [4 * 24, 4 * 24]
+
+
+def test_a_profile_s_messages_are_priced_as_they_are_on_the_wire():
+    seconds = [1.0] * 10
+    half = by_times(seconds, "codec.forward=half", s_per_byte=1e-3)
+    assert half.costs is not None
+    entry = half.boundaries[3][1]
+    assert half.wire_bytes(1, 3) == (entry.nbytes // 2, entry.nbytes)
+    assert half.costs(Action(0, Op.SEND_F)) == 1 + 1e-3 * entry.nbytes / 2
+    assert half.costs(Action(1, Op.SEND_B)) == 1 + 1e-3 * entry.nbytes
+
+
+def test_the_schedule_s_versions_count_against_the_limit():
+    """PipeDream's first stage holds two microbatches and two versions, its last one of each."""
+    words, window = ("microbatches=1", "batch_size=3", "window=8"), Samples([3] * 8, [3])
+
+    def cut(*limit: str) -> Plan:
+        words_too = (*words, *limit, "recompute=never")
+        return by_times([1.0] * 10, *words_too, schedule=pipedream, samples=window)
+
+    free = cut()
+    assert free.cuts == [5]
+    assert free.prediction is not None
+    first, last = (stage.held_bytes for stage in free.prediction.stages)
+    assert first > last
+    assert cut(f"memory_limit={first / 2**30}").cuts == [5]
+    assert cut(f"memory_limit={(first - 1) / 2**30}").cuts == [4]
+
+
+def test_a_memory_limit_chooses_the_least_recomputation_that_fits():
+    """Four stages of gpipe, which hold all microbatches: stage by stage, and the plan says why."""
+    words, window = ("microbatches=8", "batch_size=24"), Samples([24] * 2, [3])
+
+    def cut(limit: int | None, *more: str) -> Plan:
+        limits = () if limit is None else (f"memory_limit={limit / 2**30!r}",)
+        return by_times([1.0] * 10, *words, *limits, *more, ranks=2, schedule=gpipe, samples=window)
+
+    def held(plan: Plan) -> list[int]:
+        assert plan.prediction is not None
+        return [stage.held_bytes for stage in plan.prediction.stages]
+
+    free, always, selective = cut(None), cut(None, "recompute=always"), cut(None, "recompute=selective")
+    assert [*free.recompute] == ["never"] * 2
+    assert always.costs is not None
+    assert selective.costs is not None
+    r = Action(0, Op.R)
+    assert always.costs(r) == always.costs(Action(0, Op.F)) == 4 * selective.costs(r)
+    assert max(held(always)) < max(held(selective)) < max(held(free))
+    assert [*cut(max(held(free))).recompute] == ["never"] * 2
+    one_more = cut(max(held(free)) - 1)
+    assert "selective" in one_more.recompute
+    assert "always" not in one_more.recompute
+    assert one_more.prediction is not None
+    (why,) = one_more.prediction.reasons
+    stage = one_more.recompute.index(Mode.SELECTIVE)
+    assert why.startswith(f"stage {stage} recomputes, selective: it holds 0.0")
+    assert "and with never 0.0" in why
+    least = cut(max(held(always)))
+    assert "always" in least.recompute
+    assert {a.stage for actions in least.window.program for a in actions if a.op is Op.R} == {
+        stage for stage, mode in enumerate(least.recompute) if mode is not Mode.NEVER
+    }
+    with pytest.raises(ConfigError, match=r"is too small: .* choose that, more stages or smaller"):
+        cut(1)
+    with pytest.raises(ConfigError, match="choose that, recompute=auto, more stages or smaller"):
+        cut(1, "recompute=never")
+
+
+def test_cuts_by_times_keep_together_what_is_shared():
+    assert by_times([9, 1, 1, 1], model=shared_statistics, latency_s=0).cuts == [3]  # not [1]
+
+
+def test_cuts_by_times_leave_complex_tensors_alone():
+    assert by_times([9, 1, 9, 1], model=complex_inside, latency_s=0).cuts == [1]  # not [2]
+
+
+def test_skips_are_priced_as_messages_and_move_a_cut():
+    """Within both skips four tensors would cross, behind the inner one two: its own and the outer skip."""
+    model = partial(skipping, norm=False)
+    tensor = 3 * 64 * 4  # bytes
+    free, dear = (by_times([1] * 15, model=model, latency_s=0, s_per_byte=k / tensor) for k in (0, 2))
+    assert free.cuts[0] in (7, 8)
+    assert dear.cuts == [10]
+    assert dear.prediction is not None
+    assert dear.prediction.slowest_s == pytest.approx(4 * (30 + 2 * 2 * 2))
+    (carried,) = dear.seams.routes.values()
+    assert carried.left == carried.entered == (0, 1)
+    assert dear.costs is not None
+    assert dear.costs(Action(0, Op.SEND_F, peer=1)) == dear.costs(Action(1, Op.SEND_B, peer=0)) == 4
+
+
+def test_a_profile_of_another_model_is_refused():
+    measured = profile_of(tied(), IMAGE.of(3), [1] * 5)
+    assert refused(overrides=("partition=profile",), profile=measured).startswith(
+        "the profile is of another model: its layer 1 is 1 and returns 576 bytes, and the model's is 1 and"
+    )
+
+
+# What is refused
+
+
+def refused(**arguments: object) -> str:
+    overrides = arguments.pop("overrides", ())
+    with pytest.raises((ConfigError, ScheduleError)) as error:
+        plan(*overrides, **arguments)  # type: ignore[misc, arg-type]
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_statistics_that_two_stages_share_are_refused():
+    assert refused(overrides=("partition=[2]",), model=shared_statistics()) == (
+        "layer 2 (2) of stage 1 shares its 1.running_mean with stage 0; "
+        "choose a partition that keeps both layers in one stage, or give each its own"
+    )
+    assert plan("partition=[3]", model=shared_statistics()).stages == 2
+
+
+def test_a_weight_that_two_stages_share_is_known_with_its_stages():
+    made = plan("partition=[2]", model=tied())
+    assert dict(made.links.shared) == {"1.weight": (0, 1)}
+    assert [str(a) for a in made.window.program[0] if a.op is Op.TIE] == ["0TIE@1"]
+    assert not plan("partition=[1]", model=tied()).ties
+
+
+def test_shared_weights_need_a_fixed_order_and_one_norm():
+    overrides = ("partition=[2]", "clip_grad_norm=1", "clip_grad_norm_over=stage")
+    assert "1.weight is a weight of stages 0 and 1, and clip_grad_norm_over=stage" in refused(
+        overrides=overrides, model=tied()
+    )
+
+
+def test_weights_shared_by_way_of_another_stage_and_skipped_updates_are_refused():
+    """Stage 2 would not hear that stage 0 leaves an update out, but stage 1 would."""
+    model = nn.Sequential(FLAT, *(nn.Linear(48, 48) for _ in range(4)))
+    model[2].weight, model[4].weight = model[1].weight, model[3].weight
+    together = {"overrides": ("partition=[2,4]", "on_nan=skip"), "ranks": 3, "model": model}
+    assert "stages 0 to 2 share weights by way of another one, and with on_nan=skip" in refused(**together)
+    assert len(plan("partition=[2,4]", "on_nan=skip", "clip_grad_norm=1", ranks=3, model=model).ties) == 2
+
+
+def test_too_few_layers_are_refused():
+    assert "stages=11 needs at least as many layers, but the model has 10: 0 0, 1 1" in refused(ranks=11)
+
+
+FLAT = nn.Sequential(nn.AvgPool2d(8), nn.Flatten())
+
+
+def test_inputs_that_the_run_s_dtype_would_round_are_refused():
+    wide = Example((TensorSpec((3, 32, 32), torch.float64), TensorSpec((4,), torch.int64)), single=False)
+    with pytest.raises(ConfigError) as error:
+        make_plan(settings_of("partition=even"), one_f_one_b, with_norm(), wide, UPDATES)
+    assert str(error.value) == (
+        "the inputs are float64[3, 32, 32] + int64[4] a sample, and with dtype=float32 float64 numbers would "
+        "be rounded: let the data set give others, or set dtype=float64"
+    )
+
+
+def test_targets_that_the_run_s_dtype_would_round_are_refused():
+    made = plan("partition=even", model=nn.Sequential(FLAT, nn.Linear(48, 4), nn.Linear(4, 2)))
+    with pytest.raises(ConfigError, match=r"the targets are float64\[2\] a sample, .* would be rounded"):
+        prove_targets(made, Regression(), torch.zeros(4, 2, dtype=torch.float64))
+
+
+def test_a_task_gets_float32_from_layers_in_bf16():
+    """BCELoss takes only outputs and targets of one dtype."""
+    model = nn.Sequential(FLAT, nn.Linear(48, 2), nn.Sigmoid())
+    prove_targets(
+        plan("partition=even", "precision=bf16", model=model), Task(nn.BCELoss()), torch.zeros(4, 2)
+    )
+
+
+def test_a_layer_that_cannot_take_what_it_is_given_is_named():
+    model = nn.Sequential(FLAT, nn.Linear(48, 10), nn.BatchNorm2d(10))
+    assert refused(model=model).startswith("layer 2 (2) of the model cannot take float32[3, 10]: ")
+
+
+class Splits(nn.Module):
+    """Returns a pair, but one tensor for few samples or in evaluation."""
+
+    def __init__(self, few: int) -> None:
+        super().__init__()
+        self.linear, self.few = nn.Linear(48, 10), few
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return (y, y) if self.training and len(x) > self.few else y
+
+
+class Sums(nn.Module):
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        return x if isinstance(x, Tensor) else x[0] + x[1]
+
+
+class UsesSome(Sums):
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return x[0] + x[1] if len(x[0]) == 3 else x[0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "what"),
+    [
+        ((Splits(0), Sums()), "it is one tensor or a tuple"),
+        ((Splits(2), Sums()), "it is one tensor or a tuple"),
+        ((Fork(nn.Linear(48, 48)), UsesSome(), nn.Linear(48, 10)), "gradients are needed there"),
+    ],
+)
+def test_a_cut_over_which_other_things_go_now_and_then_is_refused(layers, what):
+    model = nn.Sequential(nn.Sequential(FLAT, nn.Linear(48, 48), layers[0]), *layers[1:])
+    said = refused(overrides=["partition=[1]"], model=model, samples=Samples([12, 8], [11]))
+    assert said.startswith(
+        f"whether {what} behind layer 0 (0) changes with the size of a microbatch, or in eva"
+    )
+
+
+def given_program(text: str) -> Schedule:
+    """A schedule of one batch of four microbatches that is written by hand."""
+
+    def schedule(ranks: int, batches: int, microbatches: int) -> Program:
+        return parse_program(text)
+
+    return schedule
+
+
+ONE_RANK = "0F0@0 0B0@0 0F1@0 0B1@0 0F2@0 0B2@0 0F3@0 0B3@0 0STEP@1"
+SECOND_RANK = ONE_RANK.replace("0F", "1F").replace("0B", "1B").replace("0STEP", "1STEP")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{ONE_RANK.replace('0B3@0 ', '')}\n{SECOND_RANK}", "rank 0 has 0STEP@1"),  # a backward is missing
+        (ONE_RANK.replace("0STEP@1", "") + f"\n{SECOND_RANK}", "0 updates of 1"),
+        (f"{ONE_RANK}\n{ONE_RANK}", "stage 0 is on rank 0, yet rank 1 has 0F0@0"),
+    ],
+)
+def test_an_unsound_schedule_is_refused(text, says):
+    assert says in refused(schedule=given_program(text), samples=Samples([12], [11]), overrides=("window=1",))
+
+
+def deadlocking(ranks: int, batches: int, microbatches: int) -> Program:
+    """The first rank sends all it has before it takes anything back; the second gives back one by one."""
+    (first,), (second,) = gpipe(1, batches, microbatches), one_f_one_b(1, batches, microbatches)
+    return [first, [replace(action, stage=1) for action in second]]
+
+
+def test_a_schedule_that_deadlocks_is_refused_and_who_waits_for_whom_is_said():
+    enough = plan("buffer_size=4", schedule=deadlocking, samples=Samples([12], [11]))
+    assert enough.stages == 2
+    said = refused(
+        overrides=("batch_size=48", "microbatches=12", "buffer_size=1"),
+        schedule=deadlocking,
+        samples=Samples([48], [11]),
+    )
+    assert said.startswith("deadlock with buffer_size=1: rank 0 at 0SEND_F")
+    assert "rank 1 at 1SEND_B" in said
+
+
+@pytest.mark.parametrize(("window", "over"), [("1", "model"), ("2", "stage"), ("null", "stage")])
+def test_windows_of_all_lengths_are_clipped_alike_also_a_short_last_one_that_reads_nothing_late(window, over):
+    made = plan(f"window={window}", "clip_grad_norm=1", schedule=pipedream)
+    assert made.settings.clip_grad_norm_over == over
+    assert {has_norms(w.program) for w in made.windows.values()} == {over == "model"}
+
+
+def test_what_is_proved_is_the_buffer_that_will_be_enforced():
+    chosen = settings_of("batch_size=48", "microbatches=12")
+    assert prove(replace(chosen, buffer_size=12), deadlocking, 1).simulation.makespan > 0
+    with pytest.raises(Deadlock, match="buffer_size=2"):
+        prove(replace(chosen, buffer_size=2), deadlocking, 1)
+
+
+def test_a_schedule_that_cannot_be_called_is_refused():
+    assert refused(schedule=lambda ranks: []).startswith("schedule 1f1b cannot be made: ")
+
+
+def test_a_list_of_modes_for_other_stages_is_refused_in_its_own_words():
+    assert refused(overrides=("recompute=[always]",)).startswith(
+        "recompute=[always] has modes of 1 stages, and there are 2:"
+    )
+
+
+def test_a_schedule_s_own_refusal_comes_through():
+    cfg = config(["data=digits", "schedule=pipedream_2bw"])
+    said = refused(schedule=make_schedule(cfg), overrides=("microbatches=1",))
+    assert said == "schedule pipedream_2bw needs microbatches >= stages; got microbatches=1, stages=2"

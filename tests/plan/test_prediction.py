@@ -1,0 +1,82 @@
+"""What the plan says that each stage's time goes to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipetrain.building import make_model, make_schedule
+from pipetrain.config import read_settings
+from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.plan.blueprint import Plan, Samples, make_plan
+from pipetrain.plan.prediction import played, predict
+from pipetrain.plan.stages import costs_by_work
+from pipetrain.schedule.actions import Op
+from pipetrain.schedule.timeline import Costs
+from tests.support.cases import config
+
+IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
+
+
+def planned(schedule: str, *words: str, batches: int = 1) -> Plan:
+    cfg = config(["data=digits", "model=mlp", f"schedule={schedule}", "stages=2", "microbatches=4", *words])
+    read = read_settings(cfg, schedule, None)
+    samples = Samples([read.batch_size] * batches, [read.batch_size])
+    return make_plan(read, make_schedule(cfg), make_model(cfg, 0, read.dtype), IMAGE, samples)
+
+
+def predicted(plan):
+    return predict(plan, played(plan))
+
+
+def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known():
+    plan = planned("gpipe", "partition=[3]")
+    costs = costs_by_work(plan.layers, plan.cuts, plan.seams.entries, len(plan.window.program))
+    work = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in (0, 1)]
+    assert costs.seconds[0, Op.F] / costs.seconds[1, Op.F] == pytest.approx(work[0] / work[1])
+    assert costs.seconds[1, Op.B] == pytest.approx(2 * costs.seconds[1, Op.F])
+    first, second = predicted(plan)
+    assert (first.stage_time_s, second.stage_time_s) == (None, None)
+    # A flush: all that is no computing is waiting, for a message or for the next window's first.
+    for stage in (first, second):
+        assert stage.wait == pytest.approx(stage.bubble)
+        assert 0 < stage.bubble < 1
+    # The first stage has more work here, so it waits less.
+    assert work[0] > work[1]
+    assert first.bubble < second.bubble
+
+
+def test_without_costs_w_is_the_work_on_weights_and_all_of_it_at_the_first_stage():
+    plan = planned("zb_h1", "partition=[3]", "model=mlp")
+    costs = costs_by_work(plan.layers, plan.cuts, plan.seams.entries, len(plan.window.program)).seconds
+    held = plan.layers[plan.slice(1)]
+    share = sum(layer.weight_flops for layer in held) / sum(layer.flops for layer in held)
+    assert 0.9 < share < 1  # what is not products with weights is differentiated in I alone
+    assert costs[1, Op.W] == pytest.approx(share * costs[1, Op.F])
+    assert costs[1, Op.I] + costs[1, Op.W] == costs[1, Op.B] == 2 * costs[1, Op.R]
+    assert (costs[0, Op.I], costs[0, Op.W]) == (0, costs[0, Op.B])
+
+
+def test_with_costs_seconds_are_known_too():
+    costs = {(0, Op.F): 1.0, (0, Op.B): 2.0, (1, Op.F): 1.0, (1, Op.B): 2.0, (0, Op.STEP): 0.5}
+    first, second = predicted(replace(planned("gpipe"), costs=Costs(costs)))
+    assert (first.stage_time_s, second.stage_time_s) == pytest.approx((12.5, 12.0))
+    assert (first.bubble, second.bubble) == pytest.approx((3 / 15.5, 3.5 / 15.5))
+    assert (first.wait, second.wait) == pytest.approx((3 / 15.5, 3.5 / 15.5))
+
+
+def test_seconds_are_of_a_batch_and_the_end_of_an_epoch_is_no_wait():
+    costs = Costs({(s, op): n for s in (0, 1) for op, n in ((Op.F, 1.0), (Op.B, 2.0))})
+    first, second = predicted(replace(planned("pipedream", batches=5), costs=costs))
+    makespan = 5 * 12 + 3
+    assert (first.stage_time_s, second.stage_time_s) == pytest.approx((12.0, 12.0))
+    assert (first.bubble, second.bubble) == pytest.approx((3 / makespan, 3 / makespan))
+    assert (first.wait, second.wait) == pytest.approx((3 / makespan, 1 / makespan))  # it ends 2 earlier
+
+
+def test_stages_of_one_rank_share_its_bubble():
+    stages = predicted(planned("interleaved_1f1b"))
+    assert len(stages) == 4
+    assert (stages[0].bubble, stages[1].bubble) == (stages[2].bubble, stages[3].bubble)
