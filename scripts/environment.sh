@@ -35,7 +35,7 @@ use_environment() {
 # _has_all run|test: whether `python` finds the packages, the current folder not counted.
 _has_all() {
     local modules=(pipetrain torch hydra tensorboard numpy tqdm matplotlib sklearn scipy jinja2 safetensors)
-    [[ $1 == run ]] || modules+=(hypothesis mypy pdoc pytest ruff xdist)
+    [[ $1 == run ]] || modules+=(hypothesis importlinter mypy pdoc pytest ruff xdist)
     "$python" -P -c 'import sys; from importlib.util import find_spec
 sys.exit(not all(map(find_spec, sys.argv[1:])))' "${modules[@]}" >/dev/null 2>&1
 }

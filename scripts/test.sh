@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check everything: lint, format, types, tests.
+# Check everything: lint, format, types, which floor imports which, tests.
 #
 #     scripts/test.sh                  all
 #     scripts/test.sh --quick          without the tests that start processes or train for seconds
@@ -27,4 +27,6 @@ fi
 step ruff check .
 step ruff format --check .
 step mypy
+echo "== lint-imports"
+PYTHONPATH=$PYTHONPATH:scripts "$python" -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo --no-cache
 step pytest -n 3 --dist worksteal "${chosen[@]}" "$@"

@@ -26,6 +26,7 @@ here=$(dirname "$0")
 case "$*" in
     "-P -c "*) [[ -e $here/packages ]] && exit 0 || exit 1 ;;
     "-c "*ensurepip*) exit "${NO_ENSUREPIP:-0}" ;;
+    "-c from importlinter"*) ;;
     "-c "*) exit 0 ;;
     --version) echo "Python 3.11.2"; exit 0 ;;
 esac
@@ -91,7 +92,8 @@ VENV = "OMP= -m venv {root}/.venv"
 RUN = "OMP= -m pip install -q -c constraints.txt -e ."
 TEST = "OMP= -m pip install -q -c constraints.txt -e .[test]"
 TRAIN = "OMP= -m pipetrain.launcher epochs=1"
-LINT = ["OMP=1 -m ruff check .", "OMP=1 -m ruff format --check .", "OMP=1 -m mypy"]
+IMPORTS = "OMP=1 -c from importlinter.cli import lint_imports_command as lint; lint() --no-logo --no-cache"
+LINT = ["OMP=1 -m ruff check .", "OMP=1 -m ruff format --check .", "OMP=1 -m mypy", IMPORTS]
 PYTEST = "OMP=1 -m pytest -n 3 --dist worksteal"
 
 
@@ -205,7 +207,7 @@ def test_a_python_that_will_not_do_is_named(checkout, script, environment, why):
 
 def test_testing_stops_at_the_first_tool_that_fails_and_may_be_quick(checkout, start):
     checkout.installed()
-    for steps, tool in enumerate(("ruff check", "ruff format", "mypy", "pytest"), 1):
+    for steps, tool in enumerate(("ruff check", "ruff format", "mypy", "importlinter", "pytest"), 1):
         assert len(start("scripts/test.sh", status=7, FAIL=tool)) == steps
     assert checkout.run("scripts/test.sh", "--quick", "-x").returncode == 0
     assert checkout.calls() == [*LINT, f"{PYTEST} -m not processes and not slow -x"]
