@@ -5,7 +5,7 @@
     print(pipe.evaluate(test_loader))
 
 Every process of torchrun runs the same program, and each holds the stages of its rank; without torchrun there
-is one process. What runs the windows is Runner, as for the command line.
+is one process. What runs the windows is Session, as for the command line.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ from pipetrain.runtime.mesh import Mesh, World, choose_device
 from pipetrain.runtime.optimizer import prove_optimizer
 from pipetrain.runtime.order import Listed
 from pipetrain.runtime.profiling import make_profile, measure_together
-from pipetrain.runtime.runner import Runner
+from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 from pipetrain.schedule.actions import Schedule, placement
@@ -241,7 +241,7 @@ class Pipeline:
         self._model = model
         self._form: Form | None = None
         self._given: Given | None = None  # from the first batch on
-        self._runner: Runner | None = None  # from the first batch on
+        self._runner: Session | None = None  # from the first batch on
         self._loan: Loan | None = None  # from the first batch on
         self._source: Source | None = None  # what was loaded before it
         self._stopped = ""  # the error that ended it
@@ -495,7 +495,7 @@ class Pipeline:
             )
 
     @property
-    def _begun(self) -> Runner:
+    def _begun(self) -> Session:
         self._refuse_stopped()
         if self._runner is None:
             raise ConfigError("the plan is made with the first batch: give Pipeline sample=(inputs, targets)")
@@ -526,7 +526,7 @@ class Pipeline:
         self._settings, self._form = settings, form
         with self._together():
             self._owners = direct.owners(network, plan)
-            self._runner = Runner(plan, network, self._task, self._optimizer, self._rate, self._mesh)
+            self._runner = Session(plan, network, self._task, self._optimizer, self._rate, self._mesh)
             last = plan.placement[-1]
             self._on_one(last, "the model's loss", self._runner.settle if self.rank == last else None)
         own = direct.own_tensors(self._runner, self._names)

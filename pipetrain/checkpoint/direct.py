@@ -46,9 +46,8 @@ from pipetrain.network.network import Network, Values
 from pipetrain.plan.blueprint import Plan
 from pipetrain.plan.crossing import homes
 from pipetrain.records.figures import Progress
-from pipetrain.runtime.assembly import slots
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.runner import Runner
+from pipetrain.runtime.session import Session, slots
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.timeline import StageStats
 
@@ -78,7 +77,7 @@ def open_weights(path: str | Path, model: nn.Module, mesh: Mesh, rest: Values | 
     return found[0]
 
 
-def own_tensors(runner: Runner, names: Mapping[str, str], ema: bool = False) -> dict[str, Tensor]:
+def own_tensors(runner: Session, names: Mapping[str, str], ema: bool = False) -> dict[str, Tensor]:
     """Return the tensors of this rank's stages by name; `names`: see `all_names`.
 
     `ema`: with the moving average of the weights.
@@ -127,7 +126,7 @@ def merged(
 
 
 def save(
-    folder: Path, runner: Runner, mesh: Mesh, conditions: Mapping[str, Any], updates: int, keep: int | None
+    folder: Path, runner: Session, mesh: Mesh, conditions: Mapping[str, Any], updates: int, keep: int | None
 ) -> Path:
     """Write a checkpoint under `folder`, and keep the newest `keep`; None: all. Return its folder.
 
@@ -213,7 +212,7 @@ def load_random(source: Source, mesh: Mesh) -> None:
         set_random_state(tensors, mesh.world.rank, mesh.device)
 
 
-def load_source(source: Source, runner: Runner, mesh: Mesh, optimizer: OptimizerFactory) -> None:
+def load_source(source: Source, runner: Session, mesh: Mesh, optimizer: OptimizerFactory) -> None:
     """Load a checkpoint's weights, optimizer state and seed; of the same pipeline, its codecs' residuals too.
 
     Raises DamagedCheckpoint.

@@ -27,12 +27,11 @@ from pipetrain.network.boundary import Value
 from pipetrain.plan.windows import window_lengths
 from pipetrain.records.figures import EpochFigures, Progress, Stats, by_update, read_progress
 from pipetrain.records.tracer import Tracer
-from pipetrain.runtime.assembly import slots
 from pipetrain.runtime.engine import Ends, Observer
 from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Listed
-from pipetrain.runtime.runner import Runner
+from pipetrain.runtime.session import Session, slots
 from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
@@ -71,7 +70,7 @@ class Trainer:
         self._keeper = keeper
         self._rate = run.settings.rate(run.updates)
         # The whole model is built, as its initial weights depend on the order of layers, and then dropped.
-        self.runner = Runner(run.plan, run.take_network(), run.task, run.optimizer, self._rate, mesh)
+        self.runner = Session(run.plan, run.take_network(), run.task, run.optimizer, self._rate, mesh)
         self.runner.settle()
         self.stages, self._engine = self.runner.stages, self.runner.engine
         # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.

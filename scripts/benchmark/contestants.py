@@ -32,11 +32,11 @@ from benchmark.report import Series
 from benchmark.tasks import LR, Job
 from benchmark.worlds import Say, fitted
 from pipetrain.network.boundary import TensorSpec
-from pipetrain.runtime.assembly import make_engine, make_stages
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.runtime.stage import Target
 from pipetrain.schedule.timeline import StageStats
 

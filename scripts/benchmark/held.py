@@ -14,9 +14,9 @@ from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.network.boundary import on_each
 from pipetrain.plan.prediction import memory, played, sized
 from pipetrain.plan.sizes import optimizer_state
-from pipetrain.runtime.assembly import make_engine, make_stages
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.runtime.stage import Target
 from pipetrain.schedule.memory import PARTS, Peak, peak, peaks
 

@@ -19,9 +19,9 @@ from benchmark.held import NEAR, WINDOWS, Case, Feed, job_of
 from benchmark.worlds import fitted
 from pipetrain.plan.prediction import memory as over_time
 from pipetrain.plan.prediction import played
-from pipetrain.runtime.assembly import make_engine, make_stages
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.schedule.actions import Action
 from tests.gpu.rows import MIB, Row, Setting, judged
 

@@ -21,7 +21,7 @@ def test_gradients_and_versions_at_fixed_addresses_train_alike(schedule, options
     case = Case(schedule, 2, (*TWO, *options))
     plain, _ = run_in_threads(case)
     fixed: dict[int, set[int]] = {}
-    train = trainer.Runner.train
+    train = trainer.Session.train
 
     def fix(self: Any, *args: Any, **kwargs: Any) -> Any:
         for index, stage in self.stages.items():
@@ -33,7 +33,7 @@ def test_gradients_and_versions_at_fixed_addresses_train_alike(schedule, options
                 assert stage.weights.storage(stage.weights.newest) in fixed[index]
         return train(self, *args, **kwargs)
 
-    with patch.object(trainer.Runner, "train", fix):
+    with patch.object(trainer.Session, "train", fix):
         state, _ = run_in_threads(case)
     assert all(fixed.values())
     for name, tensor in plain.items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipetrain.runtime import assembly
+from pipetrain.runtime import session
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.local import LocalChannel
@@ -25,7 +25,7 @@ UNEVEN = ("microbatches=3", "epochs=2", "window=2")  # microbatches of 4, 3 and 
 @contextmanager
 def rehearsed() -> Iterator[None]:
     """Let the engines of this process rehearse."""
-    with patch.object(assembly, "rehearses", lambda device: True):
+    with patch.object(session, "rehearses", lambda device: True):
         yield
 
 
@@ -151,7 +151,7 @@ def loading() -> Iterator[list[ColdEngine]]:
     def channel(mesh: Any, bounds: Any, channels_last: bool = False) -> Spinning:
         return Spinning(mesh._wire, bounds, DEADLINE_S)
 
-    with patch.object(LocalMesh, "channel", channel), patch.object(assembly, "Engine", make):
+    with patch.object(LocalMesh, "channel", channel), patch.object(session, "Engine", make):
         yield engines
 
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from pipetrain import Pipeline
 from pipetrain.models import gpt
-from pipetrain.runtime import assembly
 from pipetrain.runtime.mesh import World
+from pipetrain.runtime.session import make_stages
 from pipetrain.seal import SealedStore
 from tests.support.live import Live
 from tests.support.programs import DOUBLE, falling, labelled, momentum, process_group
@@ -116,12 +116,12 @@ def peak(world: World, store: SealedStore) -> tuple[int, int, int]:
     held: list[int] = []
 
     def noting(*given: Any) -> Any:
-        stages = assembly.make_stages(*given)
+        stages = make_stages(*given)
         held.extend(t.nbytes for stage in stages.values() for t in stage.module.state_dict().values())
         return stages
 
     options = {"microbatches": 1, "device": "cpu", "threads": 1, "partition": "params"}
-    with process_group(world, store), Live() as live, patch("pipetrain.runtime.runner.make_stages", noting):
+    with process_group(world, store), Live() as live, patch("pipetrain.runtime.session.make_stages", noting):
         pipe = Pipeline(large, next_token, sgd, sample=batch, **options)
         built = live.peak
         pipe.step(*batch)

@@ -32,7 +32,7 @@ from pipetrain.plan.crossing import seams
 from pipetrain.runtime.local import Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.runtime.order import Listed
-from pipetrain.runtime.runner import Runner
+from pipetrain.runtime.session import Session
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import Task
 from tests.support.cases import LocalMesh, drawing_in_turn
@@ -125,13 +125,13 @@ def planned(subject: Subject, way: Way) -> Plan:
     return make_plan(settings, make_schedule(cfg), subject.network, example, samples)
 
 
-def runner(subject: Subject, plan: Plan, way: Way, mesh: Any) -> Runner:
+def runner(subject: Subject, plan: Plan, way: Way, mesh: Any) -> Session:
     """Make the stages of one rank."""
-    return Runner(plan, subject.copied(), subject.task, way.optimizer, _constant, mesh)
+    return Session(plan, subject.copied(), subject.task, way.optimizer, _constant, mesh)
 
 
 def trained(
-    runner: Runner, subject: Subject, plan: Plan, rank: int, meet: Callable[[], object] = lambda: None
+    runner: Session, subject: Subject, plan: Plan, rank: int, meet: Callable[[], object] = lambda: None
 ) -> tuple[list[float], float | None]:
     """Train and evaluate on one rank; return the loss of each update and of the evaluation, where known.
 
