@@ -29,7 +29,7 @@ from pipetrain.network.boundary import Example, specs_of
 from pipetrain.network.materialise import cast_exactly, named_tensors
 from pipetrain.network.modes import evaluating
 from pipetrain.network.network import Chain, Network, Values, network_of
-from pipetrain.plan.saved import storage_of
+from pipetrain.network.tensors import storage_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
 

@@ -22,8 +22,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.boundary import Example
 from pipetrain.network.places import standing_in
+from pipetrain.network.tensors import made_up
 from pipetrain.network.watching import Watch, watching
-from pipetrain.plan.estimate import made_up
 
 SAMPLES = 3  # of a microbatch; the trace holds for any number
 

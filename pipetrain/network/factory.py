@@ -29,7 +29,7 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.deferred import WAY_OUT, Constant, Deferred, Ref
 from pipetrain.network.materialise import named_tensors
 from pipetrain.network.places import places, replace
-from pipetrain.plan.estimate import quiet
+from pipetrain.network.tensors import quiet
 
 Factory = Callable[[], nn.Module]
 

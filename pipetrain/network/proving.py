@@ -23,9 +23,9 @@ from pipetrain.network import draws
 from pipetrain.network.boundary import Example, as_tuple, cast_floats, leaves_of, specs_of
 from pipetrain.network.exporting import as_arguments
 from pipetrain.network.network import INPUT, Made, Tensors
+from pipetrain.network.tensors import made_up
 from pipetrain.network.traced import Traced
 from pipetrain.network.watching import watching
-from pipetrain.plan.estimate import made_up
 
 SAMPLES = 2
 MOST_WORK = 4e10  # floating-point operations of a forward: some seconds for all runs on one core

@@ -9,7 +9,6 @@ real numbers.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,8 @@ from pipetrain.network.boundary import Boundary, Packing, TensorSpec, describe, 
 from pipetrain.network.network import INPUT, Chain, Made, Network, Tensors, Values
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import places, standing_in
-from pipetrain.plan.saved import NONE, Saving, Storages, storage_of, strided
+from pipetrain.network.tensors import made_up, quiet, storage_of, strided
+from pipetrain.plan.saved import NONE, Saving, Storages
 
 CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
 MOST_REAL = 2**30  # most bytes of a real input
@@ -106,13 +106,6 @@ def estimate(
             made.append(run.layer.output)
             runs.append(run)
         return _with_gradients(runs) if training else [run.layer for run in runs]
-
-
-def made_up(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
-    """Return a tensor of ordinary numbers; whole numbers are 0, which every embedding has."""
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
-        return torch.rand(spec.shape, dtype=spec.dtype, device=device)
-    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,14 +387,3 @@ def _registered(module: nn.Module) -> set[str]:
 def fake_mode() -> FakeTensorMode:
     """Return the mode under which tensors have no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep torch from logging a traceback of an error that is reported otherwise."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled

@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.network.products import DEAR, Watching, overloads
+from pipetrain.network.tensors import storage_of, strided
 
 # By a selective recomputation, as they cost nothing:
 _NOT_KEPT = {F.embedding, *overloads(torch.ops.aten.embedding)}
@@ -43,16 +44,6 @@ class Storages:
 
 
 NONE = Storages()
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return the address of the storage that a tensor shares with its views."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def strided(*values: Any) -> list[Tensor]:
-    """Return all tensors in a tree of values, except sparse ones."""
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout is torch.strided]
 
 
 class Saving:

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from pipetrain.network.boundary import Boundary, TensorSpec, leaves_of
 from pipetrain.network.network import INPUT, Made
-from pipetrain.plan.estimate import Layer, fake_mode, made_up, quiet
+from pipetrain.network.tensors import made_up, quiet
+from pipetrain.plan.estimate import Layer, fake_mode
 from pipetrain.plan.saved import NONE, Saving, Storages
 from pipetrain.tasks import Task
 

@@ -28,9 +28,9 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.boundary import Boundary, Value, as_tuple, describe, leaves_of
 from pipetrain.network.network import INPUT, Chain, Made, Network, Tensors
 from pipetrain.network.numerics import Numerics
+from pipetrain.network.tensors import strided
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import LayerTime
-from pipetrain.plan.saved import strided
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.recompute import Again
 from pipetrain.runtime.split import Deferred

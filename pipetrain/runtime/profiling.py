@@ -19,9 +19,9 @@ from pipetrain.config import Settings, share_of_cores
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.boundary import Example
 from pipetrain.network.network import Chain, Network
+from pipetrain.network.tensors import made_up
 from pipetrain.plan.balance import STRATEGIES
 from pipetrain.plan.blueprint import Plan, profile_conditions
-from pipetrain.plan.estimate import made_up
 from pipetrain.plan.profile import Facts, LayerTime, Profile, average
 from pipetrain.plan.stages import Prediction
 from pipetrain.runtime.measure import measure_layers

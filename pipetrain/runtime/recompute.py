@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from pipetrain.network.boundary import differentiable
 from pipetrain.network.draws import Beginning
 from pipetrain.network.products import DEAR, Watching
-from pipetrain.plan.saved import storage_of
+from pipetrain.network.tensors import storage_of
 from pipetrain.runtime.finite import numbers_of
 from pipetrain.runtime.weights import Buffers
 

@@ -32,7 +32,7 @@ from benchmark.worlds import Say
 from pipetrain.models.gpt import gpt
 from pipetrain.models.vision import resnet18, vgg16
 from pipetrain.network.network import Chain, Made, Slice
-from pipetrain.plan.saved import strided
+from pipetrain.network.tensors import strided
 from pipetrain.runtime.stage import Saving, Stage
 
 SPLIT, MIB = Saving(split=True), 2**20

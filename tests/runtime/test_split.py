@@ -23,7 +23,8 @@ from pipetrain.models.gpt import gpt
 from pipetrain.models.vision import resnet18, vgg16
 from pipetrain.network.boundary import leaves_of
 from pipetrain.network.network import INPUT, Made, network_of
-from pipetrain.plan.estimate import estimate, made_up
+from pipetrain.network.tensors import made_up
+from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.stage import WHOLE, Saving, Stage
 from tests.support.hugging_face import gpt2, resnet
