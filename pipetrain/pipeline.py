@@ -82,7 +82,7 @@ from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.mesh import Mesh, World, choose_device
 from pipetrain.runtime.optimizer import prove_optimizer
-from pipetrain.runtime.order import Listed
+from pipetrain.runtime.order import Listed, order_of
 from pipetrain.runtime.profiling import make_profile, measure_together
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
@@ -438,7 +438,7 @@ class Pipeline:
         runner, source, loan = self._begun, self._source_of(cut, reader), self._loan
         assert loan is not None
         loan.take_back()
-        order, tick = runner.plan.order(len(cut), self.rank), self._tick("training", len(cut))
+        order, tick = order_of(runner.plan, len(cut), self.rank), self._tick("training", len(cut))
         losses = runner.train(order, cut, source.inputs, source.targets, tick)
         source.close()
         return losses

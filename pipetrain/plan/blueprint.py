@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import DictConfig
@@ -51,9 +50,6 @@ from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.tailored import Tailored
 from pipetrain.schedule.timeline import Costs
 from pipetrain.tasks import Task
-
-if TYPE_CHECKING:
-    from pipetrain.runtime.order import Order
 
 Estimates = dict[int, list[Layer]]  # number of samples in a microbatch -> the layers as estimated for it
 
@@ -161,15 +157,6 @@ class Plan:
     def peaks(self, stage: int) -> Bounds:
         """Return the peaks of activations, weight versions and staleness of a stage over all windows."""
         return _peaks(self.windows, stage)
-
-    def order(self, batches: int, rank: int) -> Order:
-        """Return the actions of a rank in a window of `batches` batches, for single use."""
-        from pipetrain.runtime.order import Decided, Listed  # not needed for planning
-
-        if self.policy is None:
-            return Listed(self.windows[batches].program[rank], batches, self.settings.microbatches)
-        size = self.stages, batches, self.settings.microbatches
-        return Decided(self.policy, rank, *size, self.routes)
 
 
 class AnySize(dict[int, list[Boundary]]):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from pipetrain.plan.blueprint import Plan
 from pipetrain.runtime.stage import Saving
 from pipetrain.schedule.actions import RECEIVES, Action, Op, last_uses, shortened
 from pipetrain.schedule.lower import Route, Wiring
@@ -127,3 +128,11 @@ class Decided:
 
     def shorten(self, batches: int) -> None:
         self.batches = batches
+
+
+def order_of(plan: Plan, batches: int, rank: int) -> Order:
+    """Return the actions of a rank in a window of `batches` batches, for single use."""
+    m = plan.settings.microbatches
+    if plan.policy is None:
+        return Listed(plan.windows[batches].program[rank], batches, m)
+    return Decided(plan.policy, rank, plan.stages, batches, m, plan.routes)

@@ -60,7 +60,14 @@ class Session:
     def settle(self) -> None:
         """Find what the labels of a model count for that computes its loss. Raises ConfigError."""
         if self.last is not None and isinstance(self._task, ModelLoss):
-            self._trial = ModelTrial(self._task, self.plan, self.last.module, self._mesh.device)
+            self._trial = ModelTrial(
+                self._task,
+                self.plan.example,
+                outputs_of(self.plan),
+                self.plan.settings.microbatches,
+                self.last.module,
+                self._mesh.device,
+            )
             self._trial.settle()
 
     def train(

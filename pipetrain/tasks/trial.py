@@ -13,25 +13,37 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
-from pipetrain.network.boundary import Value, as_tuple
+from pipetrain.network.boundary import Boundary, Example, Value, as_tuple
 from pipetrain.network.modes import evaluating
 from pipetrain.network.network import INPUT, Made, Part
 from pipetrain.network.traced import TracedPart
-from pipetrain.plan.blueprint import Plan, outputs_of
 from pipetrain.tasks import IGNORED, ModelLoss, few, prove_sum
 
 
 class ModelTrial:
-    """Tries a task on the rank of the last stage. `part`: its layers."""
+    """Tries a task on the rank of the last stage. `part`: its layers.
 
-    def __init__(self, task: ModelLoss, plan: Plan, part: Part, device: torch.device) -> None:
+    `example`: of the model's inputs; `outputs`: what it returns; `microbatches`: of a batch.
+    """
+
+    def __init__(
+        self,
+        task: ModelLoss,
+        example: Example,
+        outputs: Boundary,
+        microbatches: int,
+        part: Part,
+        device: torch.device,
+    ) -> None:
         if not isinstance(part, TracedPart):
             raise ConfigError(
                 "an nn.Sequential takes no labels beside its inputs: give a loss= of outputs and targets, or "
                 "a model of another class that takes them by name"
             )
         self._task = task
-        self._plan = plan
+        self._example = example
+        self._outputs = outputs
+        self._microbatches = microbatches
         self._part = part
         self._device = device
         self._layer = part.last_layer()
@@ -39,7 +51,7 @@ class ModelTrial:
 
     def settle(self) -> None:
         """Find what the labels of sequences count for. Raises ConfigError if none of the weights is right."""
-        labels = self._plan.example.specs[self._numbers[0]]
+        labels = self._example.specs[self._numbers[0]]
         made = torch.full((2, *labels.shape), IGNORED, dtype=labels.dtype)
         if (
             len(self._task.weights) == 1
@@ -51,7 +63,7 @@ class ModelTrial:
         made[:, 1] = 0
         made[0, 0] = 0  # which counts, or does not
         others = tuple(
-            torch.zeros((2, *self._plan.example.specs[n].shape), dtype=self._plan.example.specs[n].dtype)
+            torch.zeros((2, *self._example.specs[n].shape), dtype=self._example.specs[n].dtype)
             for n in self._numbers[1:]
         )
         wanted = (made, *others) if others else made
@@ -67,7 +79,7 @@ class ModelTrial:
                     refused = ValueError("it is not finite")
                 except Exception as error:  # the model's code may raise anything
                     refused = error
-        if self._plan.settings.microbatches == 1:  # nothing is added up
+        if self._microbatches == 1:  # nothing is added up
             return
         raise ConfigError(
             f"the loss that the model computes is no mean over labels that are not {IGNORED}, nor over those "
@@ -77,7 +89,7 @@ class ModelTrial:
 
     def prove(self, targets: Value) -> None:
         """Try a batch's targets, in host memory. Raises TrainingStopped."""
-        n = few(outputs_of(self._plan), targets)
+        n = few(self._outputs, targets)
         wanted = _first(targets, n)
         try:
             prove_sum("the model", self._loss, self._task.weight, self._made_up(n), wanted, self._device)
@@ -87,7 +99,7 @@ class ModelTrial:
     @property
     def _numbers(self) -> list[int]:
         """The numbers of the labels among the model's inputs."""
-        names = self._plan.example.names or ()
+        names = self._example.names or ()
         for label in self._task.labels:
             if label not in names:
                 raise ConfigError(

@@ -30,7 +30,7 @@ from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.engine import Ends, Observer
 from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.order import Listed
+from pipetrain.runtime.order import Listed, order_of
 from pipetrain.runtime.session import Session, slots
 from pipetrain.schedule.actions import Action, Op, Program
 from pipetrain.schedule.check import check
@@ -217,7 +217,7 @@ class Trainer:
             chosen = batches[start : start + length]
             only = epoch + 1 == run.settings.epochs and start + length == len(batches)
             meter = self._engine.meter = self._meter(only)
-            order = run.plan.order(length, self._mesh.world.rank)
+            order = order_of(run.plan, length, self._mesh.world.rank)
             self._losses += self.runner.train(
                 order,
                 [[len(ids) for ids in batch] for batch in chosen],

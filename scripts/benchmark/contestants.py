@@ -36,6 +36,7 @@ from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.runtime.stage import Target
 from pipetrain.schedule.timeline import StageStats
@@ -176,7 +177,7 @@ class Ours:
         """Train whole windows. The rank of the last stage knows when the pipeline was full."""
         self._updates.clear()
         for _ in range(self._windows):
-            order = self.plan.order(max(self.plan.windows), self._rank)
+            order = order_of(self.plan, max(self.plan.windows), self._rank)
             self._engine.train(order, self._feed, self.microbatches, self._count, self.observe)
         if self._last:
             self.losses = self._stages[self.plan.stages - 1].take_losses()

@@ -16,6 +16,7 @@ from pipetrain.plan.prediction import memory, played, sized
 from pipetrain.plan.sizes import optimizer_state
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.runtime.stage import Target
 from pipetrain.schedule.memory import PARTS, Peak, peak, peaks
@@ -111,7 +112,7 @@ def measure(mesh: Mesh, say: Say, case: Case) -> list[Found]:
     for number in range(WINDOWS):
         say(f"{case}: window {number + 1}")
         engine.meter = Meter(stages, mesh.device) if number + 1 == WINDOWS else None
-        order = plan.order(max(plan.windows), mesh.world.rank)
+        order = order_of(plan, max(plan.windows), mesh.world.rank)
         engine.train(order, Feed(job, mesh.device), job.microbatches)
     assert engine.meter is not None
     measured = engine.meter.close()

@@ -21,6 +21,7 @@ from pipetrain.plan.prediction import memory as over_time
 from pipetrain.plan.prediction import played
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.schedule.actions import Action
 from tests.gpu.rows import MIB, Row, Setting, judged
@@ -126,7 +127,7 @@ def _measure(mesh: Mesh, case: Case) -> Held:
     for number in range(WINDOWS):
         if cuda and number + 1 == WINDOWS:
             engine.meter = ByAction(stages, mesh.device)
-        engine.train(plan.order(max(plan.windows), mesh.world.rank), feed, job.microbatches)
+        engine.train(order_of(plan, max(plan.windows), mesh.world.rank), feed, job.microbatches)
     meter = engine.meter
     records = sorted(engine.stats.items())
     return Held(

@@ -31,7 +31,7 @@ from pipetrain.plan.blueprint import Plan, Samples, make_plan
 from pipetrain.plan.crossing import seams
 from pipetrain.runtime.local import Wire
 from pipetrain.runtime.mesh import World
-from pipetrain.runtime.order import Listed
+from pipetrain.runtime.order import Listed, order_of
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import Task
@@ -140,7 +140,7 @@ def trained(
     sizes = [pieces(samples, MICROBATCHES) for samples in SAMPLES]
     flat = [size for batch in sizes for size in batch]
     fed = [_cut(value, flat) for value in (subject.inputs, subject.targets)]
-    losses = runner.train(plan.order(len(SAMPLES), rank), sizes, *fed)
+    losses = runner.train(order_of(plan, len(SAMPLES), rank), sizes, *fed)
     meet()
     batches = [_cut(value, [*SAMPLES]) for value in (subject.inputs, subject.targets)]
     runner.evaluate(Listed(plan.evaluation[rank], len(SAMPLES)), [*SAMPLES], *batches)
