@@ -22,10 +22,10 @@ from torch import Tensor
 
 from pipetrain.checkpoint.files import CHECKPOINTS, Tensors, best
 from pipetrain.checkpoint.source import Source, find_source
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
 from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.records.figures import best_epoch, read_progress
+from pipetrain.untrusted import DamagedCheckpoint, read_as
 
 _COMPLEX = {torch.float16: "complex32", torch.float32: "complex64", torch.float64: "complex128"}
 

@@ -37,7 +37,6 @@ from typing import Any, Literal
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipetrain.checkpoint.untrusted import read_as
 from pipetrain.data.sets import DataFacts
 from pipetrain.ending import FAILED, INTERRUPTED, REFUSED
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped
@@ -45,6 +44,7 @@ from pipetrain.records.folder import LOCK, read_key
 from pipetrain.runtime.mesh import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.seal import MAC_BYTES, SECRET, Seal, SealedStore, forged
+from pipetrain.untrusted import read_as
 
 _RUN_DIR = "pipetrain/run_dir"
 _ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipetrain.checkpoint.files import CHECKPOINTS, newest_first
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint
+from pipetrain.untrusted import DamagedCheckpoint
 from tests.support.processes import living, started
 
 RUN = ["data.train_limit=null", "data.test_limit=null", "epochs=60", "schedule=pipedream", "window=4"]

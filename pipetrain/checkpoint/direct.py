@@ -38,7 +38,6 @@ from pipetrain.checkpoint.state import (
     saved_residuals,
     set_random_state,
 )
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.network.boundary import TensorSpec, bytes_of
 from pipetrain.network.materialise import cast_exactly, named_tensors
@@ -50,6 +49,7 @@ from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.session import Session, slots
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.timeline import StageStats
+from pipetrain.untrusted import DamagedCheckpoint
 
 
 def owners(network: Network, plan: Plan) -> dict[str, int]:

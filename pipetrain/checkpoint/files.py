@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint, opened, read_as, read_json
+from pipetrain.untrusted import DamagedCheckpoint, opened, read_as, read_json
 
 CHECKPOINTS, MANIFEST, BEST, PARTIAL = "checkpoints", "manifest.json", "best", ".partial"
 VERSION = 3

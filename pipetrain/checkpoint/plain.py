@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from pipetrain.building import state_names
 from pipetrain.checkpoint.files import CHECKPOINTS, MANIFEST
 from pipetrain.checkpoint.source import Source, find_source
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint, opened, read_json
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.boundary import TensorSpec, specs_of
 from pipetrain.network.materialise import named_tensors
 from pipetrain.network.network import Values
+from pipetrain.untrusted import DamagedCheckpoint, opened, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_BYTES = 2**26  # of an index

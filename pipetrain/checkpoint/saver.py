@@ -37,12 +37,12 @@ from pipetrain.checkpoint.files import (
     write_part,
 )
 from pipetrain.checkpoint.state import random_state, residual_state
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
 from pipetrain.records.figures import Progress, best_epoch
 from pipetrain.runtime.coded import Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
 from pipetrain.seal import SealedStore
+from pipetrain.untrusted import DamagedCheckpoint, read_as
 
 log = logging.getLogger("pipetrain")
 

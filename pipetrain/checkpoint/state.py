@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipetrain.checkpoint.files import Tensors, described
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.errors import one_line
 from pipetrain.runtime.coded import Slot
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
+from pipetrain.untrusted import DamagedCheckpoint
 
 
 def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFactory) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipetrain.checkpoint.untrusted import read_as
 from pipetrain.errors import ConfigError
 from pipetrain.plan.estimate import Layer
+from pipetrain.untrusted import read_as
 
 PROFILE = "profile"  # the strategy's name
 VERSION = 2

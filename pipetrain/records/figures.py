@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from pipetrain.checkpoint.files import Manifest
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint, read_as
 from pipetrain.schedule.timeline import StageStats
 from pipetrain.tally import Tally
+from pipetrain.untrusted import DamagedCheckpoint, read_as
 
 Stats = dict[int, StageStats]
 Loss = Annotated[float, "or infinite, or NaN"]

@@ -20,7 +20,6 @@ from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
 from pipetrain.checkpoint.saver import Keeper, is_best
 from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.data import Draw, loaded
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.boundary import Value
@@ -37,6 +36,7 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
 from pipetrain.tally import Tally
 from pipetrain.training.run import Run
+from pipetrain.untrusted import DamagedCheckpoint
 
 if TYPE_CHECKING:  # the recorder imports Matplotlib and TensorBoard, which training does not need
     from pipetrain.records.recorder import Recorder

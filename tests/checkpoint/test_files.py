@@ -29,7 +29,7 @@ from pipetrain.checkpoint.files import (
     remove_unfinished,
     write_part,
 )
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint
+from pipetrain.untrusted import DamagedCheckpoint
 from tests.support.damage import NOT_JSON, ODD, forge, put
 
 TENSORS = {"model/a": torch.arange(1000.0), "model/b": torch.tensor(3)}

@@ -20,12 +20,12 @@ from pipetrain.checkpoint import files
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, Tensors, read_whole
 from pipetrain.checkpoint.resume import conditions, lengthens, refuse_other, with_cuts_of
 from pipetrain.checkpoint.source import Source, find_source, refuse_older
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint
 from pipetrain.cli import contained
 from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
 from pipetrain.records.figures import best_epoch
 from pipetrain.runtime.stage import Stage
+from pipetrain.untrusted import DamagedCheckpoint
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads
 from tests.support.damage import forge, put
 

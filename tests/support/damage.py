@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.checkpoint import files
-from pipetrain.checkpoint.untrusted import MOST_NESTED
+from pipetrain.untrusted import MOST_NESTED
 
 
 def listening(path: Path) -> None:

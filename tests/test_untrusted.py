@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import pytest
 
-from pipetrain.checkpoint.untrusted import DamagedCheckpoint, opened, read_as, read_json
 from pipetrain.ending import REFUSED, guarded
 from pipetrain.errors import ConfigError
+from pipetrain.untrusted import DamagedCheckpoint, opened, read_as, read_json
 from tests.support.damage import NOT_JSON, ODD
 
 
