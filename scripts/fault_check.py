@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,12 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from safetensors.torch import load_file
 from torch import Tensor
 
+from comparison.processes import marked
 from pipetrain.checkpoint.files import CHECKPOINTS, newest_first
 from pipetrain.untrusted import DamagedCheckpoint
-from tests.support.processes import living, started
 
-RUN = ["data.train_limit=null", "data.test_limit=null", "epochs=60", "schedule=pipedream", "window=4"]
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "PIPETRAIN_FAULT_CHECK"
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+RUN = ["model=mlp", "data=digits", "batch_size=64", "device=cpu", "threads=1"]
+RUN += ["data.train_limit=null", "data.test_limit=null", "epochs=60", "schedule=pipedream", "window=4"]
 RUN += ["checkpoint.every=5", "checkpoint.unit=updates", "resume=auto"]
+DEADLINE_S = 600.0
 MISSES = 5  # runs that may end before they are killed, for one that is
 
 
@@ -79,18 +85,35 @@ def train(
     run_dir: Path, words: Sequence[str], rank: int = 0, kill_after: float | None = None
 ) -> tuple[int, bool, str]:
     """Train once; kill a rank after so many seconds. Returns the status, if it was hit, what was said."""
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, "-m", *TORCHRUN, "-m", "pipetrain", *RUN, f"run_dir={run_dir}", *words],
+        cwd=run_dir.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     hit = False
-    with started(run_dir.parent, [*RUN, f"run_dir={run_dir}", *words], restarts=3) as process:
+    try:
         try:
             said, _ = process.communicate(timeout=kill_after)
         except subprocess.TimeoutExpired:
-            for pid, variables in living(process.mark).items():
-                if variables.get("RANK") == str(rank):
-                    with suppress(ProcessLookupError):  # it has just ended
-                        os.kill(pid, signal.SIGKILL)
-                        hit = True
-            said, _ = process.communicate()
-        return process.returncode, hit, said
+            hit = kill(marked(f"{MARK}={mark}".encode()) & marked(f"RANK={rank}".encode()))
+            said, _ = process.communicate(timeout=DEADLINE_S)
+    finally:  # ranks outlive a torchrun that is killed
+        kill(marked(f"{MARK}={mark}".encode()))
+    return process.returncode, hit, said
+
+
+def kill(pids: set[int]) -> bool:
+    """Kill processes; return whether any was there to be killed."""
+    hit = False
+    for pid in pids:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, signal.SIGKILL)
+            hit = True
+    return hit
 
 
 def weights(run_dir: Path) -> dict[str, Tensor]:

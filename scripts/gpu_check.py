@@ -7,10 +7,10 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ["OMP_NUM_THREADS"] = "1"  # of every rank, and of the reference: what is trained is tiny
+ROOT = Path(__file__).resolve().parents[1]
 
-from tests.gpu.cli import main
-
-if __name__ == "__main__":  # the ranks import this file too
-    sys.exit(main())
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # of every rank, and of the reference: what is trained is tiny
+    paths = [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "tests.gpu", *sys.argv[1:]])

@@ -89,15 +89,15 @@ class Workers:
 
     def _kill(self, but: int = 0) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while (left := _marked(self._mark.encode()) - {but}) and time.monotonic() < deadline:
+        while (left := marked(self._mark.encode()) - {but}) and time.monotonic() < deadline:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
 
 
-def _marked(mark: bytes) -> set[int]:
-    """Return the live processes with this mark in their environment. Where there is no /proc: none."""
+def marked(mark: bytes) -> set[int]:
+    """Return the processes with this `NAME=value` in their environment. Where there is no /proc: none."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended, or is somebody else's

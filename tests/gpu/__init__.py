@@ -1,4 +1,4 @@
-"""What only a GPU can prove, in one command: scripts/gpu_check.py.
+"""What only a GPU can prove, in one command, which scripts/gpu_check.py starts.
 
 Here and not in pytest, because a machine with a GPU is seldom at hand, and then for minutes: torch and Hydra
 must be enough for most of it, each group of checks fits in 8 minutes, and what was found is left in a table

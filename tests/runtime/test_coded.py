@@ -15,11 +15,11 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.network.boundary import specs_of
 from pipetrain.runtime.channel import Message
 from pipetrain.runtime.coded import CodedChannel, Feedback
-from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.schedule.actions import COMMUNICATION, SENDS
 from tests.support.cases import Case, Listener, run_in_threads
 from tests.support.codecs import Signs
 from tests.support.jobs import exchange_coded
+from tests.support.local import LocalChannel, Wire
 from tests.support.worlds import run_world
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from pipetrain.runtime import session
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.engine import Engine
-from pipetrain.runtime.local import LocalChannel
 from pipetrain.schedule.actions import COMPUTE, RECEIVES, UPDATE, Action, Op
 from tests.support.cases import SCHEDULES, Case, LocalMesh, run_in_threads
 from tests.support.deadlines import DEADLINE_S
+from tests.support.local import LocalChannel
 
 UNEVEN = ("microbatches=3", "epochs=2", "window=2")  # microbatches of 4, 3 and 2 samples
 

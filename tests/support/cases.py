@@ -36,7 +36,6 @@ from pipetrain.records.figures import EpochFigures
 from pipetrain.records.tracer import Trace
 from pipetrain.runtime import engine
 from pipetrain.runtime.channel import Edge, LoopbackChannel
-from pipetrain.runtime.local import LocalChannel, Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Op, Program, Tie, has_norms, ranks_of
@@ -45,6 +44,7 @@ from pipetrain.training.run import Run, prepare
 from pipetrain.training.trainer import Trainer
 from tests.support import reference
 from tests.support.deadlines import DEADLINE_S
+from tests.support.local import LocalChannel, Wire
 
 GROUPS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
 SCHEDULES = sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml"))

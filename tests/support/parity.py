@@ -29,7 +29,6 @@ from pipetrain.network.network import Network, network_of
 from pipetrain.network.traced import Traced
 from pipetrain.plan.blueprint import Plan, Samples, make_plan
 from pipetrain.plan.crossing import seams
-from pipetrain.runtime.local import Wire
 from pipetrain.runtime.mesh import World
 from pipetrain.runtime.order import Listed, order_of
 from pipetrain.runtime.session import Session
@@ -37,6 +36,7 @@ from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import Task
 from tests.support.cases import LocalMesh, drawing_in_turn
 from tests.support.deadlines import DEADLINE_S
+from tests.support.local import Wire
 from tests.support.reference import DELAYS
 
 SAMPLES = (7, 7, 6)  # of the batches, each an update; microbatches have 2 or 3 samples

@@ -1,4 +1,4 @@
-"""Messages between threads of one process, with the bounds of a real channel, for tests and trials."""
+"""Messages between threads of one process, with the bounds of a real channel."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 
 from pipetrain.network.boundary import TensorSpec
 from pipetrain.runtime.channel import ChannelError, Message
-from pipetrain.runtime.local import LocalChannel, Wire
+from tests.support.local import LocalChannel, Wire
 
 SPECS = (TensorSpec((2,), torch.float32),)
 
