@@ -261,9 +261,9 @@ def digest(program: Program) -> int:
 def prove_same(mesh: Mesh, what: str, mine: Mapping[str, Any]) -> None:
     """Refuse ranks that have different values under a name. Raises ConfigError, on all of them alike."""
     texts = {name: json.dumps(value, default=_in_words) for name, value in mine.items()}
-    if len(set(mesh.agree(what, zlib.crc32(json.dumps(texts).encode())))) == 1:
+    if len(set(mesh.gather(what, zlib.crc32(json.dumps(texts).encode())))) == 1:
         return
-    first, *others = mesh.agree(what, texts)
+    first, *others = mesh.gather(what, texts)
     for rank, theirs in enumerate(others, start=1):
         for name in first | theirs:
             expected, other = (texts.get(name, "nothing") for texts in (first, theirs))
@@ -394,7 +394,7 @@ def level_tensors(what: str, tensors: Mapping[str, Tensor], mesh: Mesh, made: in
     forms = [[name, str(t.dtype), list(t.shape)] for name, t in tensors.items()]
     held = {name: t for name, t in tensors.items() if t.device.type == "cpu"}
     digests = [zlib.crc32(bytes_of(t).numpy().data) for t in held.values()]
-    told = mesh.agree(what, [zlib.crc32(json.dumps([forms, [*held]]).encode()), made, digests])
+    told = mesh.gather(what, [zlib.crc32(json.dumps([forms, [*held]]).encode()), made, digests])
     for rank, (form, making, _) in enumerate(told):
         if form != told[0][0]:
             raise ConfigError(

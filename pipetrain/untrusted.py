@@ -16,6 +16,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from pipetrain.errors import ConfigError
@@ -65,11 +66,13 @@ def _depth(data: object) -> int:
 def read_as(kind: Any, data: Any, where: str) -> Any:
     """Build a value of type `kind` (dataclass, list, mapping, int, float, bool, str, Any) from JSON data.
 
-    A dataclass needs exactly its fields. Integers are in [0, 2**63), floats are finite and of size below
-    2**63; an Annotated float may be infinite or NaN. Raises DamagedCheckpoint, whose message starts with
-    `where`.
+    `kind | None` is null or one of these. A dataclass needs exactly its fields. Integers are in [0, 2**63),
+    floats are finite and of size below 2**63; an Annotated float may be infinite or NaN. Raises
+    DamagedCheckpoint, whose message starts with `where`.
     """
     origin, inner = get_origin(kind) or kind, get_args(kind)
+    if origin is UnionType:
+        return None if data is None else read_as(inner[0], data, where)
     if is_dataclass(kind):
         hints = _hints(kind)  # type: ignore[arg-type]
         if not isinstance(data, dict) or data.keys() != hints.keys():

@@ -232,7 +232,7 @@ def _agreed(mesh: Mesh, what: str, verb: str, act: Callable[[], Any]) -> list[An
         mine = [act(), ""]
     except (OSError, TypeError, ValueError, DamagedCheckpoint) as error:
         mine = [None, f"rank {mesh.world.rank} cannot {verb}: {error}"]
-    told = mesh.agree(what, mine)
+    told = mesh.gather(what, mine)
     for _, failure in told:
         if failure:
             raise TrainingStopped(failure)

@@ -22,8 +22,8 @@ from pipetrain.checkpoint.files import Position
 from pipetrain.plan.windows import window_lengths
 from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.schedule.actions import Op
-from pipetrain.schedule.timeline import Row, Timeline, TracedWindow
+from pipetrain.schedule.actions import Op, parse_action
+from pipetrain.schedule.timeline import Row, Span, Timeline, TracedWindow
 from pipetrain.training.run import Run
 
 MOST_ACTIONS = 100_000  # per rank, in whole windows; one window is always traced
@@ -69,15 +69,16 @@ class Tracer:
         (began, first, error), (ended, last, other_error) = self._began, self._compare_clocks()
         drift = (last - first) / (ended - began)
         rows = [_shifted(row, lambda moment: moment + first + drift * (moment - began)) for row in self._rows]
-        ranks: list[Any] = self._mesh.gather("the trace", (rows, max(error, other_error)))
+        mine = {"windows": list(map(_as_json, rows)), "clock_error_s": max(error, other_error)}
+        ranks = self._mesh.gather("the trace", mine)
         m = self._run.settings.microbatches
         return Trace(
             [
-                TracedWindow(epoch, samples, Timeline([rows[n] for rows, _ in ranks], m))
+                TracedWindow(epoch, samples, Timeline([_as_row(rank["windows"][n]) for rank in ranks], m))
                 for n, (epoch, samples) in enumerate(self._windows)
             ],
             "where the run was stopped" if self._left else self._cut,
-            max(error for _, error in ranks),
+            max(rank["clock_error_s"] for rank in ranks),
         )
 
     def _take(self, epoch: int, batches: Sequence[Sequence[Tensor]], row: Row) -> None:
@@ -127,6 +128,16 @@ def _lengths(run: Run, position: Position) -> list[int]:
         for epoch in range(position.epoch, run.settings.epochs)
         for length in window_lengths(batches, window, position.batch if epoch == position.epoch else 0)
     ]
+
+
+def _as_json(row: Row) -> list[Any]:
+    return [row.began, row.ended, [[span.action and str(span.action), *span[1:]] for span in row.spans]]
+
+
+def _as_row(data: list[Any]) -> Row:
+    """Return the row of `_as_json`."""
+    began, ended, spans = data
+    return Row(began, ended, [Span(action and parse_action(action), *rest) for action, *rest in spans])
 
 
 def _shifted(row: Row, shift: Callable[[float], float]) -> Row:

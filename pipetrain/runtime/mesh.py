@@ -12,7 +12,6 @@ import fcntl
 import itertools
 import json
 import os
-import pickle
 import re
 import socket
 import struct
@@ -127,17 +126,6 @@ def _own_address(host: str) -> bytes:
         return socket.inet_aton(probe.getsockname()[0])
 
 
-def _all_gather(content: bytes, ranks: int, group: Any) -> list[bytes]:
-    size = torch.tensor([len(content)])
-    sizes = [torch.zeros_like(size) for _ in range(ranks)]
-    dist.all_gather(sizes, size, group=group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    gathered = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(gathered, padded, group=group)
-    return [bytes(t[: int(n)].numpy()) for t, n in zip(gathered, sizes, strict=True)]
-
-
 _meetings = itertools.count()
 
 
@@ -151,7 +139,7 @@ class Mesh:
     """The process groups of one run. `placement[stage]` is the stage's rank. `ties`: see `open`.
 
     `staged`: whether messages go through host memory, over gloo; None: if ranks share a GPU. What `gather`
-    exchanges is sealed as the store is; messages are not.
+    and `tell` exchange is sealed as the store is; messages are not.
     """
 
     def __init__(
@@ -287,23 +275,7 @@ class Mesh:
 
     def meet(self) -> None:
         """Wait for all ranks to call it. Raises ChannelError."""
-        self.agree("the rehearsal", None)
-
-    def gather(self, what: str, item: object) -> list[object]:
-        """Return one picklable object per rank; `what` names it. Raises ChannelError, TrainingStopped."""
-        if self.world.size == 1:
-            return [item]
-        names = [f"{what} of rank {rank}" for rank in range(self.world.size)]
-        mine = pickle.dumps(item)
-        if self._seal:
-            mine = self._seal.close(names[self.world.rank], mine)
-        try:
-            gathered = _all_gather(mine, self.world.size, self._all)
-        except RuntimeError as error:
-            raise self._lost(f"gather {what} of all ranks", error) from error
-        if self._seal:
-            gathered = [self._seal.open(*sealed) for sealed in zip(names, gathered, strict=True)]
-        return [pickle.loads(content) for content in gathered]
+        self.gather("the rehearsal", None)
 
     def tell(self, what: str, item: Any = None, source: int = 0) -> Any:
         """Return on every rank what rank `source` gives as `item`: JSON, as nothing else is safe to read.
@@ -337,8 +309,12 @@ class Mesh:
             )
         return told
 
-    def agree(self, what: str, item: Any) -> list[Any]:
-        """Return each rank's `item`: JSON. Raises ChannelError."""
+    def gather(self, what: str, item: Any) -> list[Any]:
+        """Return each rank's `item` as JSON has it: lists for tuples, keys that are strings.
+
+        Raises ChannelError.
+        """
+        item = json.loads(json.dumps(item))
         return [
             self.tell(f"{what} of rank {rank}", item if rank == self.world.rank else None, rank)
             for rank in range(self.world.size)
@@ -427,7 +403,7 @@ class Mesh:
         """Destroy the process groups, after a successful run; one that the program made itself stays."""
         if self.backend == "nccl" and self.world.size > 1:
             torch.cuda.synchronize()  # a rank that goes breaks what others still receive
-            self.agree("the end", None)
+            self.gather("the end", None)
         for group in self._let_go():
             dist.destroy_process_group(group)
 

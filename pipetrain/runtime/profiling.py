@@ -98,7 +98,7 @@ def measure_together(mesh: Mesh, draft: Plan, make: Callable[[], Measured]) -> F
     """
     link = slowest_link(mesh, draft.settings.buffer_size)
     layers = _layers(draft, mesh.device, make)
-    told = mesh.agree(
+    told = mesh.gather(
         "the times of the layers", layers if isinstance(layers, str) else list(map(asdict, layers))
     )
     return Found(

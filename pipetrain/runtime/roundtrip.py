@@ -39,7 +39,7 @@ def slowest_link(mesh: Mesh, buffer_size: int) -> Link:
         if len(set(ranks)) == 2 and frozenset(ranks) not in met and mesh.world.rank in ranks:
             mine.append(_measure(channel, mesh, stage))
         met.add(frozenset(ranks))
-    told = mesh.agree("the times of messages", list(map(astuple, mine)))
+    told = mesh.gather("the times of messages", list(map(astuple, mine)))
     links = [Link(*link) for found in told for link in found]
     return max(links, key=lambda link: link.seconds(LARGE), default=Link())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,19 +24,19 @@ from pipetrain.data import Draw, loaded
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.boundary import Value
 from pipetrain.plan.windows import window_lengths
-from pipetrain.records.figures import EpochFigures, Progress, Stats, by_update, read_progress
+from pipetrain.records.figures import EpochFigures, Loss, Progress, Stats, by_update, read_progress
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.engine import Ends, Observer
 from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Listed, order_of
 from pipetrain.runtime.session import Session, slots
-from pipetrain.schedule.actions import Action, Op, Program
+from pipetrain.schedule.actions import Action, Op, Program, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
 from pipetrain.tally import Tally
 from pipetrain.training.run import Run
-from pipetrain.untrusted import DamagedCheckpoint
+from pipetrain.untrusted import DamagedCheckpoint, read_as
 
 if TYPE_CHECKING:  # the recorder imports Matplotlib and TensorBoard, which training does not need
     from pipetrain.records.recorder import Recorder
@@ -47,14 +47,31 @@ Ran = list[list[Action]]  # the actions of a rank in each window of an epoch, ke
 
 
 @dataclass(frozen=True, slots=True)
-class _RankFigures:
-    """One rank's figures of an epoch. Times in seconds."""
+class _Counted:
+    """What the last stage's rank has counted in an epoch so far. `losses`: one an update."""
 
-    counted: tuple[Tally, Tally, list[float]] | None  # training, evaluation, losses; on the last stage's rank
+    trained: Tally
+    losses: list[Loss]
+    evaluated: Tally | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _RankProgress:
+    """One rank's part of an epoch that is not over."""
+
+    counted: _Counted | None
+    stages: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class _RankFigures:
+    """One rank's figures of an epoch. Times in seconds. `ran`: the actions of each window, as text."""
+
+    counted: _Counted | None
     train_s: float
     eval_s: float
     stages: Stats
-    ran: Ran
+    ran: list[list[str]]
     held: Measured | None  # of the window whose memory was measured, if it was of this epoch
 
 
@@ -168,20 +185,24 @@ class Trainer:
         """Start to save a checkpoint; on all ranks at the same window, with the pipeline drained."""
         assert self._keeper is not None
         last = self.stages.get(self._run.plan.stages - 1)
-        counted = last and (last.trained_so_far, self._losses)
-        mine = (counted, self._engine.stats)
-        gathered: list[Any] = self._mesh.gather("what is known of the epoch", mine)
-        trained, losses = next(counted for counted, _ in gathered if counted is not None)
+        counted = None if last is None else _Counted(last.trained_so_far, self._losses)
+        ranks = self._gather("what is known of the epoch", _RankProgress(counted, self._engine.stats))
+        known = next(one.counted for one in ranks if one.counted is not None)
         progress = Progress(
             history=self._progress.history,
-            trained=trained,
+            trained=known.trained,
             train_s=train_s,
             elapsed_s=self._elapsed(),
-            stages={stage: stats for _, stages in gathered for stage, stats in stages.items()},
-            losses=losses,
+            stages={stage: stats for one in ranks for stage, stats in one.stages.items()},
+            losses=known.losses,
         )
         residuals, pipeline = self.runner.feedback.residuals, self._run.plan.pipeline
         self._keeper.save(self.stages, self._mesh, self._position, pipeline, progress, residuals)
+
+    def _gather(self, what: str, mine: Any) -> list[Any]:
+        """Return each rank's figures, of the type of `mine`. Raises ChannelError."""
+        told = self._mesh.gather(what, asdict(mine))
+        return [read_as(type(mine), one, f"{what} of rank {rank}") for rank, one in enumerate(told)]
 
     def _elapsed(self) -> float:
         """Return the seconds of the run, without pauses between a stop and a resume."""
@@ -291,14 +312,18 @@ class Trainer:
         counted = None
         last = self.stages.get(self._run.plan.stages - 1)
         if last is not None:
-            counted, self._losses = (*last.take_tallies(), self._losses), []
-        mine = _RankFigures(counted, train_s, eval_s, self._engine.take_stats(), self._ran, self._held)
+            tallies = last.take_tallies()
+            counted, self._losses = _Counted(tallies[0], self._losses, tallies[1]), []
+        ran = [list(map(str, actions)) for actions in self._ran]
+        mine = _RankFigures(counted, train_s, eval_s, self._engine.take_stats(), ran, self._held)
         self._ran, self._held = [], None
-        gathered = self._mesh.gather(f"the figures of epoch {epoch + 1}", mine)
-        ranks = [figures for figures in gathered if isinstance(figures, _RankFigures)]
+        ranks: list[_RankFigures] = self._gather(f"the figures of epoch {epoch + 1}", mine)
         if self._mesh.world.rank == 0:
-            self._prove(epoch, [list(ran) for ran in zip(*(figures.ran for figures in ranks), strict=True)])
-        trained, evaluated, losses = next(figures.counted for figures in ranks if figures.counted is not None)
+            windows = zip(*(figures.ran for figures in ranks), strict=True)
+            self._prove(epoch, [[list(map(parse_action, actions)) for actions in ran] for ran in windows])
+        known = next(figures.counted for figures in ranks if figures.counted is not None)
+        trained, evaluated, losses = known.trained, known.evaluated, known.losses
+        assert evaluated is not None
         if self._run.settings.on_nan == "stop" and math.isnan(evaluated.mean_loss):
             raise TrainingStopped(
                 f"the loss of the evaluation after update {self._position.update} is nan: the weights "

@@ -99,7 +99,7 @@ def _turn(mesh: Mesh, contestant: Contestant) -> tuple[float, float | None]:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)  # a rank that knows no loss has not waited for its GPU
     end = time.perf_counter()
-    laps: list[tuple[float, float, float | None]] = mesh.gather("a turn's times", (start, end, full))  # type: ignore[assignment]
+    laps: list[tuple[float, float, float | None]] = mesh.gather("a turn's times", (start, end, full))
     starts, ends, known = zip(*laps, strict=True)
     seconds = (max(ends) - min(starts)) / contestant.batches
     return seconds, next((f for f in known if f is not None), None)

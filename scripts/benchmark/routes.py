@@ -58,7 +58,7 @@ def measure(mesh: Mesh, say: Say, scale: Scale) -> Found:
     contestants = [Ours(name, job, mesh) for name, job in jobs.items()]
     series = race(mesh, contestants, scale.rounds, say)
     mine = {one.name: (_sent(one), one.losses) for one in contestants}
-    ranks: list[dict[str, tuple[int, list[float]]]] = mesh.gather("what was sent", mine)  # type: ignore[assignment]
+    ranks: list[dict[str, tuple[int, list[float]]]] = mesh.gather("what was sent", mine)
     batches = scale.rounds + 1  # with the warm-up
     return Found(
         series,

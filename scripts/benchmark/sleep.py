@@ -225,7 +225,7 @@ def measure_jitter(
         contestants.append(Ours(name, prepare(work, schedule, ranks, nap.pieces), mesh))
     series = race(mesh, contestants, rounds, say)
     mine = {one.name: record.mean_staleness for one in contestants for record in one.stats.values()}
-    by_rank: list[dict[str, float]] = mesh.gather("how late gradients were", mine)  # type: ignore[assignment]
+    by_rank: list[dict[str, float]] = mesh.gather("how late gradients were", mine)
     return series, jitter_bounds(ranks, nap, rounds), by_rank[0]
 
 

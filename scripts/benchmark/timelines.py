@@ -13,7 +13,7 @@ from benchmark.contestants import Ours, race
 from benchmark.paced import Paced
 from benchmark.report import Row, timed_row
 from benchmark.tasks import Scale
-from benchmark.worlds import Say, run_world, titled
+from benchmark.worlds import Say, gather_objects, run_world, titled
 from benchmark.zero_bubble import Way, bound, prepared
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule import page as drawn
@@ -66,7 +66,7 @@ def measure(mesh: Mesh, say: Say, names: Sequence[str], product_s: float, rounds
         taken[name], paper[name] = rows, BATCHES * bound(job.plan, one_s)
         contestants.append(Paced(ours, one_s))
     race(mesh, contestants, rounds, say)
-    by_rank: list[dict[str, list[Spans]]] = mesh.gather("the spans", taken)  # type: ignore[assignment]
+    by_rank: list[dict[str, list[Spans]]] = gather_objects(taken)
     shown = []
     for name in names:
         turns = zip(*(rank[name] for rank in by_rank), strict=True)  # each with the rows of all ranks

@@ -130,7 +130,7 @@ def measure(mesh: Mesh, say: Say, bandwidth: float, scale: Scale) -> Found:
             contestants.append(Ours(f"{schedule}, {name}", job, mesh, batches, channel))
     series = race(mesh, contestants, scale.rounds, say)
     mine = {one.name: _sent(one, one.batches * (scale.rounds + 1)) for one in contestants}
-    ranks: list[dict[str, tuple[float, float]]] = mesh.gather("what was sent", mine)  # type: ignore[assignment]
+    ranks: list[dict[str, tuple[float, float]]] = mesh.gather("what was sent", mine)
     mib, codec_ms = ({name: sum(of[name][i] for of in ranks) for name in mine} for i in range(2))
     return Found(series, mib, codec_ms)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmark.held import NEAR, WINDOWS, Case, Feed, job_of
-from benchmark.worlds import fitted
+from benchmark.worlds import fitted, gather_objects
 from pipetrain.plan.prediction import memory as over_time
 from pipetrain.plan.prediction import played
 from pipetrain.runtime.held import Meter
@@ -114,7 +114,7 @@ def measure(mesh: Mesh, case: Case) -> list[Held]:
     for _ in range(2 if mesh.device.type == "cuda" else 1):
         held = _measure(mesh, case)
         gc.collect()
-    return mesh.gather("what was held", held)  # type: ignore[return-value]
+    return gather_objects(held)
 
 
 def _measure(mesh: Mesh, case: Case) -> Held:

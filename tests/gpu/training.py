@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from benchmark.worlds import Say, fitted
+from benchmark.worlds import Say, fitted, gather_objects
 from pipetrain.config import Settings
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.mesh import Mesh
@@ -58,17 +58,17 @@ def train(mesh: Mesh, case: Case) -> Trained:
     trainer = Trainer(run, fitted(mesh, run.plan), None if mesh.world.rank else listener)  # type: ignore[arg-type]
     trainer.fit()
     return Trained(
-        whole(mesh, state_of(trainer, run)),
+        whole(state_of(trainer, run)),
         [(f.trained.mean_loss, f.evaluated.mean_loss, f.score) for f in listener.epochs],
         sum(stats.bytes_sent for f in listener.epochs for stats in f.stages.values()),
         listener.epochs.ran,
     )
 
 
-def whole(mesh: Mesh, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def whole(mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state of all ranks, in host memory."""
-    states = mesh.gather("the weights", {name: tensor.cpu() for name, tensor in mine.items()})
-    return {name: tensor for state in states for name, tensor in state.items()}  # type: ignore[attr-defined]
+    states = gather_objects({name: tensor.cpu() for name, tensor in mine.items()})
+    return {name: tensor for state in states for name, tensor in state.items()}
 
 
 def exactly() -> None:
@@ -204,10 +204,10 @@ def train_module(mesh: Mesh, item: tuple[str, str]) -> Trained:
     plan = parity.planned(subject, way)
     runner = parity.runner(subject, plan, way, fitted(mesh, plan))
     losses, evaluated = parity.trained(runner, subject, plan, mesh.world.rank)
-    told = mesh.gather("the losses", (losses, evaluated))
-    losses, evaluated = next(one for one in told if one[1] is not None)  # type: ignore[index, misc]
+    told = gather_objects((losses, evaluated))
+    losses, evaluated = next(one for one in told if one[1] is not None)
     states = {n: t for stage in runner.stages.values() for n, t in stage.module.state_dict().items()}
-    return Trained(whole(mesh, states), [(*losses, evaluated)])
+    return Trained(whole(states), [(*losses, evaluated)])
 
 
 # What is rounded

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pipetrain.checkpoint.files import Position
@@ -88,7 +90,7 @@ class Shifted:
         return next(self._offsets)
 
     def gather(self, what: str, item: object) -> list[object]:
-        return [item]
+        return [json.loads(json.dumps(item))]
 
 
 def test_times_are_put_on_rank_0_s_clock_and_drift_is_evened_out(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -235,8 +236,8 @@ class LocalMesh:
     def channel(self, buffer_size: int, channels_last: bool = False) -> LocalChannel:
         return LocalChannel(self._wire, buffer_size, DEADLINE_S)
 
-    def gather(self, what: str, item: object) -> list[object]:
-        self._board[self.world.rank] = item
+    def gather(self, what: str, item: object) -> list[Any]:
+        self._board[self.world.rank] = json.loads(json.dumps(item))
         self._barrier.wait(DEADLINE_S)
         gathered = list(self._board)
         self._barrier.wait(DEADLINE_S)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from benchmark.worlds import gather_objects
 from pipetrain.codec import Codecs
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import TensorSpec, specs_of
@@ -34,10 +35,10 @@ def train_cases(world: World, store: SealedStore, cases: Sequence[Case], toleran
         listener = Listener()
         trainer = Trainer(run, mesh, listener if world.rank == 0 else None)  # type: ignore[arg-type]
         trainer.fit()
-        states = mesh.gather("the weights", state_of(trainer, run))
+        states = gather_objects(state_of(trainer, run))
         mesh.close()
         if world.rank == 0:
-            whole = {name: tensor for state in states for name, tensor in state.items()}  # type: ignore[attr-defined]
+            whole = {name: tensor for state in states for name, tensor in state.items()}
             compare(case, whole, listener.epochs, tolerance)
     return len(cases)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ class Paper:
         return LocalChannel(Wire(), buffer_size, timeout=1)
 
     def gather(self, what: str, item: object) -> list[object]:
-        return [item]
+        return [json.loads(json.dumps(item))]
 
 
 def trainer_of(run: Run, rank: int = 0, size: int = 1, recorder: Listener | None = None) -> Trainer:
