@@ -1,8 +1,7 @@
-"""What a program gives Pipeline, turned into the terms of the configuration and refused where it is wrong."""
+"""What a program gives Pipeline, read and refused where it is wrong."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from pipetrain.building import make_schedule
-from pipetrain.cli import conf_dir
+from pipetrain.building import make_schedule, names_of, shipped
 from pipetrain.data.loading import NamedTargets
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import Value, bytes_of
@@ -42,18 +40,14 @@ from pipetrain.schedule.actions import (
     parse_program,
 )
 from pipetrain.schedule.lower import ADDED
+from pipetrain.settings import PIPELINE_OPTIONS, SEED, Settings, refuse_unknown
 from pipetrain.tasks import LossFunction, Metric, ModelLoss, Task
 from pipetrain.tasks.metrics import MetricFunction
 
-_OTHERS = {  # keys of the configuration that the arguments and methods of Pipeline stand for
-    "model", "data", "task", "loss", "metrics", "optim", "schedule", "lr_schedule", "experiment", "defaults",
-    "epochs", "batch_size", "label_smoothing", "warmup", "log_every", "trace", "checkpoint", "resume",
-    "run_dir", "hydra", "codec", "logger", "weights", "build",
-}  # fmt: skip
 COMPARED_UPDATES = (0, 1, 2, 3, 10)  # whose learning rates are compared between ranks
-_ARGUMENTS = (  # beside the keys of the configuration
+_ARGUMENTS = (  # beside the options
     "model", "loss", "optimizer", "schedule", "task", "metrics", "weight", "param_groups", "lr_schedule",
-    "sample", "targets", "codec_forward", "codec_backward", "weights",
+    "sample", "targets", "weights",
 )  # fmt: skip
 
 
@@ -170,80 +164,31 @@ def read_rate(lr_schedule: Rate | None) -> Rate:
     return learning_rate(lr_schedule, 0.0, 1)
 
 
-def configuration(
-    model: object,
-    schedule: str | Path | Schedule,
-    microbatches: int | None,
-    window: int | None,
-    dtype: torch.dtype | str | None,
-    options: Mapping[str, Any],
-) -> tuple[DictConfig, str]:
-    """Return the configuration with these values, and the schedule's name. Raises ConfigError."""
-    base = OmegaConf.load(conf_dir() / "config.yaml")
-    assert isinstance(base, DictConfig)
-    path = conf_dir() / "schedule" / f"{schedule}.yaml"
-    if isinstance(schedule, str) and path.is_file():
-        name, chosen = schedule, OmegaConf.load(path)
-    else:
-        name = str(getattr(schedule, "__name__", type(schedule).__name__))
-        name = Path(schedule).stem if isinstance(schedule, str | Path) else name
-        chosen = OmegaConf.create({"microbatches": 1, "window": 1})
-    codecs = {way: str(options.get(f"codec_{way}", "identity")) for way in ("forward", "backward")}
-    for way, codec in codecs.items():
-        if not (conf_dir() / "codec" / f"{codec}.yaml").is_file():
-            raise ConfigError(f"codec_{way}={codec} is unknown; choose one of {_names('codec')}")
-    known = [str(key) for key in base if key not in _OTHERS]
-    for key in options.keys() - {f"codec_{way}" for way in codecs}:
-        if key not in known:
-            names = [*known, *_ARGUMENTS]
-            close = [name for name in names if name.startswith(f"{key}_")]
-            close = close or difflib.get_close_matches(key, names, n=1)
-            meant = f"; did you mean {' or '.join(close)}" if close else f"; choose of {', '.join(known)}"
-            raise ConfigError(f"Pipeline takes no {key}{meant}")
-    if dtype is None:
-        dtype = own_dtype(model) or torch.float32
-    given = {
-        key: read_plain(key, value) for key, value in options.items() if key in known and value is not None
-    }
-    given |= {"microbatches": microbatches} if microbatches is not None else {}
-    given |= {"window": window} if window is not None else {}
-    fixed = {
-        "model": {"_target_": type(model).__name__},
-        "optim": {"lr": 1.0},
-        "data": {"workers": 0, "drop_last": False},
-        "codec": {
-            way: OmegaConf.load(conf_dir() / "codec" / f"{codec}.yaml") for way, codec in codecs.items()
-        },
-        "dtype": str(dtype).removeprefix("torch."),
-        "lr_schedule": "constant",
-        "warmup": 0.0,
-        "label_smoothing": 0.0,
-        "epochs": 1,
-        "run_dir": "",
-    }
-    cfg = OmegaConf.merge(base, chosen, fixed, given)
-    assert isinstance(cfg, DictConfig)
-    cfg.batch_size = cfg.microbatches  # until the first batch
-    return cfg, name
+def read_options(
+    given: Mapping[str, Any], model: object, schedule: str, defaults: Mapping[str, Any], ranks: int
+) -> Settings:
+    """Return the settings of keyword options; None is as not given. Raises ConfigError.
 
-
-def conditions(
-    cfg: DictConfig, schedule: str, optimizer: Optimizer, program: Program, rate: Rate
-) -> dict[str, Any]:
-    """Return what must be the same on all ranks: settings, program, rates, the optimizer with its options.
-
-    A process may have its own number of threads, and its own patience.
+    `defaults`: of the schedule. Without dtype= the weights have their own.
     """
-    own = [str(key) for key in cfg if key not in _OTHERS and key not in ("threads", "timeout", "partition")]
-    settings = {key: cfg[key] for key in ("partition", "microbatches", "window", *own)}
-    settings |= {f"codec_{way}": codec for way, codec in cfg.codec.items()}
-    found = {"schedule": schedule, "optimizer": type(optimizer).__name__}
+    options = {name: value for name, value in given.items() if value is not None}
+    refuse_unknown(given, PIPELINE_OPTIONS, _ARGUMENTS)
+    own = own_dtype(model)
+    values = {**defaults, "dtype": own or torch.float32, **options}
+    values["batch_size"] = values["microbatches"]  # until the first batch
+    as_given = own is None and "dtype" not in options
+    known = {"model": type(model).__name__, "schedule": schedule, "as_given": as_given}
+    return Settings.read(values, ranks, **known)
+
+
+def conditions(settings: Settings, optimizer: Optimizer, program: Program, rate: Rate) -> dict[str, Any]:
+    """Return what must be the same on all ranks: settings, program, rates, the optimizer with its options."""
+    found = {"optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         of = f"optimizer.{number}" if number else "optimizer"
         found |= {f"{of}.{key}": value for key, value in group.items() if key != "params"}
-    plain: Any = OmegaConf.to_container(OmegaConf.create(settings))
     rates = {f"lr_schedule({update})": _rate_of(rate, update) for update in COMPARED_UPDATES}
-    return {**found, **plain, **rates, "program": digest(program)}
+    return {**settings.shared(), **found, **rates, "program": digest(program)}
 
 
 def _rate_of(rate: Rate, update: int) -> float | str:
@@ -285,27 +230,27 @@ def own_dtype(model: object) -> torch.dtype | None:
     return found.pop() if found in ({torch.float32}, {torch.float64}) else None
 
 
-def _names(group: str) -> str:
-    return ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+def read_schedule(schedule: str | Path | Schedule) -> tuple[str, Schedule, dict[str, Any]]:
+    """Return the name, the function, and the default microbatches and window of a schedule.
 
-
-def read_schedule(cfg: DictConfig, schedule: str | Path | Schedule) -> Schedule:
-    """Return a program function by its name, or of a program's file. Raises ConfigError."""
+    It is given by name, as a function, or as the path of a program's file. Raises ConfigError.
+    """
+    own = {"microbatches": 1, "window": 1}
     if callable(schedule):
-        return schedule
-    if isinstance(schedule, str) and (conf_dir() / "schedule" / f"{schedule}.yaml").is_file():
-        return make_schedule(cfg)
+        return str(getattr(schedule, "__name__", type(schedule).__name__)), schedule, own
+    if isinstance(schedule, str) and (chosen := shipped("schedule", schedule)) is not None:
+        return schedule, make_schedule(chosen), {key: chosen[key] for key in own}
+    names = names_of("schedule")
     if not isinstance(schedule, str | Path):
-        raise ConfigError(
-            f"schedule={schedule} must be one of {_names('schedule')}, a function or the path of a file"
-        )
+        raise ConfigError(f"schedule={schedule} must be one of {names}, a function or the path of a file")
     try:
         program = parse_program(Path(schedule).read_text())
     except OSError as error:
         raise ConfigError(
-            f"schedule={schedule} is neither a file nor one of {_names('schedule')}: {error.strerror}"
+            f"schedule={schedule} is neither a file nor one of {names}: {error.strerror}"
         ) from error
-    return FixedProgram(str(schedule), [[a for a in actions if a.op not in ADDED] for actions in program])
+    program = [[action for action in actions if action.op not in ADDED] for actions in program]
+    return Path(schedule).stem, FixedProgram(str(schedule), program), own
 
 
 class FixedProgram:
@@ -341,13 +286,13 @@ class FixedProgram:
         return replace(action, mb=action.mb + shift, version=action.version + batch)
 
 
-def read_model(model: nn.Module | Factory, seed: int | None) -> tuple[nn.Module, Deferred | None]:
+def read_model(model: nn.Module | Factory, seed: Any) -> tuple[nn.Module, Deferred | None]:
     """Return a model; if a factory is given, without its numbers, and where these come from.
 
     Raises ConfigError for a factory that fails, and a model that is not in host memory.
     """
     if callable(model) and not isinstance(model, nn.Module):
-        return build(model, seed if type(seed) is int else 0)  # a wrong seed is refused with the settings
+        return build(model, int(seed) if SEED.holds(seed) else 0)  # a wrong one is refused with the settings
     if isinstance(model, nn.Module):
         renewed(model)
         _refuse_elsewhere(model)

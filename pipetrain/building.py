@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from torch import nn
 
+from pipetrain.cli import conf_dir
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import factory
@@ -41,20 +42,38 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 def build(cfg: DictConfig, group: str) -> Any:
     """Build a group's `_target_`. Raises ConfigError."""
-    if not isinstance(cfg[group], DictConfig) or "_target_" not in cfg[group]:
-        raise ConfigError(f"{group} needs a _target_: the dotted name of what builds it")
+    return build_node(group, cfg[group])
+
+
+def build_node(key: str, node: object) -> Any:
+    """Build the `_target_` of a key's node. Raises ConfigError."""
+    if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
+        raise ConfigError(f"{key} needs a _target_: the dotted name of what builds it")
+    node = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
     try:
-        made = instantiate(cfg[group], _convert_="all")  # lists and dicts, as callers in Python give
+        made = instantiate(node, _convert_="all")  # lists and dicts, as callers in Python give
     except InstantiationException as error:
-        raise not_built(group, cfg[group], error) from error
+        raise not_built(key, node, error) from error
     except InterpolationKeyError as error:
         missing = one_line(error).split("'")[1]
         raise ConfigError(
-            f"{group} needs {missing}, which the configuration does not have: choose another {group}= or "
+            f"{key} needs {missing}, which the configuration does not have: choose another {key}= or "
             f"{missing.split('.')[0]}="
         ) from error
-    _refuse_ignored(group, cfg[group])
+    _refuse_ignored(key, node)
     return made
+
+
+def shipped(group: str, name: object) -> DictConfig | None:
+    """Return what conf/ has by a name of a group; None if it has none of that name."""
+    path = conf_dir() / group / f"{name}.yaml"
+    content = OmegaConf.load(path) if isinstance(name, str) and path.is_file() else None
+    return content if isinstance(content, DictConfig) else None
+
+
+def names_of(group: str) -> str:
+    """Return the names that conf/ has in a group, in words."""
+    return ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
 
 
 def _refuse_ignored(key: str, node: object) -> None:
@@ -351,14 +370,13 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         tensor.data = cast_exactly(name, old, wanted)
 
 
-def make_codec(cfg: DictConfig, direction: str) -> Codec:
-    """Return the codec of a direction (forward or backward), after a trial. Raises ConfigError."""
-    key = f"codec.{direction}"
-    try:
-        node = OmegaConf.select(cfg, key)
-    except OmegaConfBaseException:
-        node = None
-    if not isinstance(node, DictConfig) or "_target_" not in node:
+def make_codec(key: str, node: object) -> Codec:
+    """Return the codec of a name of conf/, or of a `_target_`, after a trial. Raises ConfigError."""
+    if isinstance(node, str) and (named := shipped("codec", node)) is None:
+        raise ConfigError(f"{key}={node} is unknown; choose one of {names_of('codec')}")
+    if isinstance(node, str):
+        node = named
+    if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
         raise ConfigError(f"{key} must be a codec's name, or have a _target_: the dotted name of its class")
     try:
         codec = instantiate(node, _convert_="all")
@@ -368,7 +386,7 @@ def make_codec(cfg: DictConfig, direction: str) -> Codec:
             raise ConfigError(f"{key}.{one_line(cause)}") from error
         raise not_built(key, node, error) from error
     if not isinstance(codec, Codec):
-        raise ConfigError(f"{key}: {node._target_} must be a {Codec.__module__}.Codec")
+        raise ConfigError(f"{key}: {node['_target_']} must be a {Codec.__module__}.Codec")
     _try_codec(key, codec)
     return codec
 

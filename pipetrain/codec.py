@@ -43,6 +43,9 @@ class Codec(ABC):
     def __str__(self) -> str:
         return self.name or type(self).__name__
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value}' for key, value in vars(self).items())})"
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 

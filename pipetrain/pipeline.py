@@ -28,15 +28,14 @@ from torch import Tensor, nn
 from pipetrain.arguments import (
     FixedProgram,
     conditions,
-    configuration,
     copied,
     digest,
     level,
     level_tensors,
-    own_dtype,
     prove_same,
     python_numbers,
     read_model,
+    read_options,
     read_path,
     read_plain,
     read_rate,
@@ -51,7 +50,6 @@ from pipetrain.checkpoint.plain import of_checkpoint
 from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
-from pipetrain.config import Settings, as_given, read_settings, share_of_cores
 from pipetrain.data import pieces
 from pipetrain.data.loading import BadBatch, Batches, Form, Reader, WindowSource
 from pipetrain.ending import end_by_sentence
@@ -73,7 +71,7 @@ from pipetrain.plan.blueprint import (
 from pipetrain.plan.describe import describe
 from pipetrain.plan.fitting import within_limit
 from pipetrain.plan.prediction import sized
-from pipetrain.plan.profile import PROFILE, read_profile
+from pipetrain.plan.profile import read_profile
 from pipetrain.plan.sizes import optimizer_state
 from pipetrain.plan.windows import prove, settle_clipping
 from pipetrain.rate import Rate
@@ -90,6 +88,7 @@ from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 from pipetrain.schedule.actions import Schedule, placement
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.programs import forward_only
+from pipetrain.settings import COUNT, PROFILE, Settings, share_of_cores
 from pipetrain.stopping import Stopping
 from pipetrain.tally import Tally
 from pipetrain.tasks import LossFunction, Metric, Task
@@ -182,18 +181,13 @@ class Pipeline:
         keep_freed_memory()
         if optimizer is None:
             raise ConfigError("Pipeline needs optimizer=, such as lambda p: torch.optim.SGD(p, 0.01)")
-        microbatches, window, param_groups, options = python_numbers(
-            (microbatches, window, param_groups, options)
-        )
         self._task = read_task(loss, task, metrics, weight, targets)
         self._named = read_targets(targets, self._task)
         world = World.current()
         model, record = read_model(model, options.get("seed"))
-        cfg, name = configuration(model, schedule, microbatches, window, dtype, options)
-        self._schedule = read_schedule(cfg, schedule)
-        self._settings = replace(read_settings(cfg, name, world.size), model=type(model).__name__)
-        if dtype is None and own_dtype(model) is None:
-            self._settings = as_given(self._settings)
+        name, self._schedule, defaults = read_schedule(schedule)
+        given = {"microbatches": microbatches, "window": window, "dtype": dtype, **options}
+        self._settings = read_options(given, model, name, defaults, world.size)
         prove_model(model, "Pipeline needs", None if dtype is None else self._settings.dtype)
         self._least = self._schedule.batches if isinstance(self._schedule, FixedProgram) else 1
         batches = self._least if self._least > 1 else 4  # several tell whether weights are read late
@@ -210,13 +204,12 @@ class Pipeline:
                 f"have it"
             )
         self._optimizer = prove_optimizer(
-            optimizer, read_plain("param_groups", param_groups), model, len(where)
+            optimizer, read_plain("param_groups", python_numbers(param_groups)), model, len(where)
         )
         self._rate = read_rate(lr_schedule)
         made = optimizer_over(self._optimizer, small_parameters(model))
         self._peak = float(made.param_groups[0].get("lr", 0.0))
-        cfg.optim = {"_target_": type(made).__name__}
-        self._cfg = cfg
+        self._optim = {"_target_": type(made).__name__}
         torch.set_num_threads(self._settings.threads or share_of_cores(world.local_size))
         device = choose_device(world, self._settings.device)
         self._mesh = mesh = Mesh(world, where, [], device, None, self._settings.timeout)
@@ -224,7 +217,7 @@ class Pipeline:
         self._signals = Stopping(self, world.rank)
         self._stopping = False  # as agreed after the last window
         with self._together():
-            mine = conditions(cfg, name, made, window_of.program, self._rate)
+            mine = conditions(self._settings, made, window_of.program, self._rate)
             prove_same(mesh, "the settings", mine | form_of(model))
             mesh.open(edges(window_of.program))
             level(model, mesh, record)
@@ -302,9 +295,7 @@ class Pipeline:
         for a loader without batches, and TrainingStopped for a batch that cannot be trained on, and if
         numbers are not finite.
         """
-        window = python_numbers(window)
-        if window is not None and (type(window) is not int or window < 1):
-            raise ConfigError(f"window={window} must be a whole number of batches, 1 or more")
+        window = COUNT.read("window", window, null=True)
         return self._pass(loader, window or self._settings.window)
 
     def _pass(self, loader: Batches, window: int | None) -> Iterator[float]:
@@ -539,7 +530,7 @@ class Pipeline:
         make = partial(make_plan, schedule=self._schedule, example=example, samples=samples)
         profile = None
         if settings.partition == PROFILE:
-            conditions = profile_conditions(self._cfg, settings)
+            conditions = profile_conditions(settings, self._optim)
             if settings.profile is not None:
                 profile = read_profile(settings.profile, conditions)
             else:

@@ -33,7 +33,6 @@ from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.checkpoint.source import AUTO, Source, find_source, read_source, refuse_older
 from pipetrain.cli import compose, contained, quoted
-from pipetrain.config import share_of_cores
 from pipetrain.data import load_data
 from pipetrain.ending import FAILED, guarded, leave, name_of, terminate
 from pipetrain.errors import ChannelError, ConfigError
@@ -42,7 +41,7 @@ from pipetrain.network.modes import is_in_evaluation, warn_of_evaluation
 from pipetrain.plan.blueprint import Plan
 from pipetrain.plan.describe import describe
 from pipetrain.plan.fitting import gpu_bytes
-from pipetrain.plan.profile import PROFILE, Profile
+from pipetrain.plan.profile import Profile
 from pipetrain.records import folder
 from pipetrain.records.files import Files
 from pipetrain.records.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE, UPDATES
@@ -52,6 +51,7 @@ from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
 from pipetrain.runtime.profiling import measure, take_part, verdict
 from pipetrain.seal import SealedStore
+from pipetrain.settings import PROFILE, share_of_cores
 from pipetrain.training.run import Run, check_early, obtain_data, prepare
 from pipetrain.training.trainer import Trainer
 

@@ -10,8 +10,8 @@ from torch.nn import functional
 from pipetrain import Classification, ConfigError, ScheduleError, Task
 from pipetrain.arguments import (
     FixedProgram,
-    configuration,
     read_model,
+    read_options,
     read_rate,
     read_schedule,
     read_task,
@@ -23,34 +23,36 @@ from pipetrain.schedule.programs import gpipe, one_f_one_b
 MODEL = nn.Linear(2, 2)
 
 
-def settings(schedule="1f1b", microbatches=None, window=None, dtype=None, **options):
-    return configuration(MODEL, schedule, microbatches, window, dtype, options)[0]
+def read(schedule="1f1b", model=MODEL, **given):
+    name, _, defaults = read_schedule(schedule)
+    return read_options(given, model, name, defaults, 1)
 
 
 def test_a_shipped_schedule_brings_its_microbatches_and_window_and_an_argument_replaces_them():
-    assert (settings().microbatches, settings().window) == (4, 1)
-    assert (settings("pipedream").microbatches, settings("pipedream").window) == (1, None)
-    assert (settings("pipedream", 3, 2).microbatches, settings("pipedream", 3, 2).window) == (3, 2)
-    assert (settings(gpipe).microbatches, settings(gpipe).window) == (1, 1)
+    sizes = [(one.microbatches, one.window) for one in (read(), read("pipedream"), read(gpipe))]
+    assert sizes == [(4, 1), (1, None), (1, 1)]
+    given = read("pipedream", microbatches=3, window=2)
+    assert (given.microbatches, given.window) == (3, 2)
 
 
 def test_options_have_the_defaults_of_the_command_line():
-    cfg = settings()
-    assert (cfg.partition, cfg.buffer_size, cfg.timeout, cfg.on_nan) == ("flops", 2, 300, "stop")
-    assert settings(partition=[1], buffer_size=5).partition == [1]
-    assert settings(codec_forward="half").codec.forward != cfg.codec.forward
+    plain = read()
+    assert (plain.partition, plain.buffer_size, plain.timeout, plain.on_nan) == ("flops", 2, 300, "stop")
+    assert read(partition=[1], buffer_size=5).partition == [1]
+    assert read(codec_forward="half").codecs != plain.codecs
 
 
 def test_the_dtype_is_that_of_the_model():
-    assert settings().dtype == "float32"
-    assert configuration(nn.Linear(2, 2).double(), "1f1b", None, None, None, {})[0].dtype == "float64"
-    assert settings(dtype=torch.float64).dtype == "float64"
+    assert read().dtype is torch.float32
+    assert read(model=nn.Linear(2, 2).double()).dtype is torch.float64
+    assert read(dtype=torch.float64).dtype is torch.float64
+    assert read(model=nn.Linear(2, 2).half()).data_dtype is None
 
 
 def test_what_the_arguments_stand_for_is_no_option():
     for key in ("batch_size", "epochs", "optim", "warmup"):
         with pytest.raises(ConfigError, match=f"Pipeline takes no {key}"):
-            settings(**{key: 1})
+            read(**{key: 1})
 
 
 def test_a_loss_and_a_task_are_given_once():
@@ -95,9 +97,10 @@ def test_a_program_of_another_size_is_refused(size):
 def test_a_program_file_is_read_with_or_without_its_messages(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text(format_program(one_f_one_b(2, 1, 4)))
-    assert read_schedule(settings(path), path)(2, 1, 4) == parse_program(path.read_text())
+    name, schedule, _ = read_schedule(path)
+    assert (name, schedule(2, 1, 4)) == ("mine", parse_program(path.read_text()))
     with pytest.raises(ConfigError, match=r"schedule=none.txt is neither a file nor one of 1f1b, fbp"):
-        read_schedule(settings("none.txt"), "none.txt")
+        read_schedule("none.txt")
 
 
 def test_a_model_that_is_elsewhere_is_refused():

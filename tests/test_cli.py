@@ -16,9 +16,9 @@ from omegaconf import DictConfig
 
 from pipetrain.cli import as_hydra, compose, contained
 from pipetrain.codec import Codecs, Half, TopKInt8
-from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import TensorSpec
+from pipetrain.settings import Settings
 from tests.support.cases import config
 
 SPEC = TensorSpec((2,), torch.float32)
@@ -63,7 +63,7 @@ def test_nothing_is_left_behind_where_no_folder_was_wanted(command, tmp_path):
 def test_a_codec_is_chosen_for_each_direction(command):
     words = ("codec.forward=half", "codec.backward=topk_int8", "codec.backward.fraction=0.05")
     status, (cfg,) = command(*words)
-    codecs = read_settings(cfg, "1f1b", 2).codecs
+    codecs = Settings.composed(cfg, "1f1b", 2).codecs
     assert (status, codecs) == (0, Codecs(Half(), TopKInt8(0.05)))
 
 
@@ -75,7 +75,7 @@ def test_hydra_s_own_spelling_and_values_that_speak_of_codecs_are_left_alone():
 @pytest.mark.slow
 def test_a_sweep_is_a_job_a_value(command):
     status, jobs = command("codec.backward=int8,topk", "data=digits", flags=tuple(SWEPT))
-    chosen = [str(read_settings(cfg, "1f1b", 2).codecs.backward) for cfg in jobs]
+    chosen = [str(Settings.composed(cfg, "1f1b", 2).codecs.backward) for cfg in jobs]
     assert (status, chosen) == (0, ["int8", "topk"])
 
 
@@ -83,7 +83,7 @@ def test_a_codec_of_one_s_own_is_a_class_and_a_yaml(command, tmp_path):
     (tmp_path / "codec").mkdir()
     (tmp_path / "codec" / "signs.yaml").write_text("_target_: tests.support.codecs.Signs\nscale: 0.5\n")
     status, (cfg,) = command("codec.backward=signs", "codec.backward.scale=2", f"--config-dir={tmp_path}")
-    codecs = read_settings(cfg, "1f1b", 2).codecs
+    codecs = Settings.composed(cfg, "1f1b", 2).codecs
     assert (status, str(codecs.backward)) == (0, "Signs")
     assert codecs.backward.decode(codecs.backward.encode(torch.tensor([3.0, -1.0])), SPEC).tolist() == [2, -2]
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from pipetrain.building import make_model, make_schedule
 from pipetrain.cli import conf_dir
-from pipetrain.config import read_settings
 from pipetrain.data import load_augment
 from pipetrain.rate import SHAPES
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
+from pipetrain.settings import Settings
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def test_each_command_s_config_resolves_whole(name):
 @options("schedule")
 def test_each_schedule_makes_a_sound_program(option):
     cfg = composed(f"schedule={option}")
-    read = read_settings(cfg, option, None)
+    read = Settings.composed(cfg, option, None)
     for ranks, batches in product((1, 2), (1, 3)):
         check(lower(make_schedule(cfg)(ranks, batches, read.microbatches)), batches, read.microbatches)
 
@@ -73,7 +73,7 @@ def test_each_schedule_makes_a_sound_program(option):
 def test_each_optimizer_is_built_with_each_data_set_s_rate(option, data):
     cfg = composed(f"optim={option}", f"data={data}")
     optimizer = make_optimizer(cfg, nn.Linear(1, 1))([nn.Parameter(torch.zeros(1))])
-    assert optimizer.defaults["lr"] == cfg.data.recipe[f"{option}_lr"] == read_settings(cfg, "1f1b", 2).lr
+    assert optimizer.defaults["lr"] == cfg.data.recipe[f"{option}_lr"] == Settings.composed(cfg, "1f1b", 2).lr
 
 
 @options("data")
@@ -92,7 +92,7 @@ def test_each_data_set_can_be_asked_for(option):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @options("codec")
 def test_each_codec_is_built_for_each_direction(option, direction):
-    codecs = read_settings(composed(f"codec@codec.{direction}={option}"), "1f1b", 2).codecs
+    codecs = Settings.composed(composed(f"codec@codec.{direction}={option}"), "1f1b", 2).codecs
     other = {"forward": "backward", "backward": "forward"}[direction]
     assert (str(getattr(codecs, direction)), str(getattr(codecs, other))) == (option, "identity")
     assert codecs.plain == (option == "identity")
@@ -102,7 +102,7 @@ def test_each_codec_is_built_for_each_direction(option, direction):
 def test_each_experiment_is_a_run(option):
     cfg = composed(f"experiment={option}")
     choices = cfg.hydra.runtime.choices
-    read = read_settings(cfg, choices["schedule"], 2)
+    read = Settings.composed(cfg, choices["schedule"], 2)
     assert len(make_model(cfg, read.seed, read.dtype)) >= 2
     make_optimizer(cfg, nn.Linear(1, 1), 2)
     program = make_schedule(cfg)(2, 2, read.microbatches)

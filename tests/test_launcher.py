@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipetrain import config, launcher
+from pipetrain import launcher, settings
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
 from pipetrain.ending import ONE_S
 from pipetrain.schedule import chrome
@@ -88,7 +88,7 @@ def test_processes_and_threads(monkeypatch, words, environment, gpus, arguments,
     started = []
     monkeypatch.setattr(launcher, "start", lambda given: started.append(" ".join(given)) or 7)
     monkeypatch.setattr(launcher, "cores", lambda: 4)
-    monkeypatch.setattr(config, "cores", lambda: 4)
+    monkeypatch.setattr(settings, "cores", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "environ", dict(environment))
     assert launcher.main(words.split()) == 7
@@ -120,7 +120,7 @@ def test_far_more_stages_than_cores_are_tried_on_paper_first(monkeypatch):
 
 LOSES = """
 import signal, subprocess
-from pipetrain import config, launcher
+from pipetrain import launcher, settings
 
 lost = []
 

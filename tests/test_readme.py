@@ -19,7 +19,6 @@ from hydra.core.global_hydra import GlobalHydra
 from benchmark import cli
 from pipetrain.cli import conf_dir
 from pipetrain.codec import Codec
-from pipetrain.config import read_settings
 from pipetrain.network.boundary import Boundary, TensorSpec, specs_of
 from pipetrain.plan import __main__ as plan
 from pipetrain.plan.balance import choose_cuts
@@ -29,6 +28,7 @@ from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.simulate import simulate
+from pipetrain.settings import Settings
 from tests.comparison.support import asked
 from tests.gpu import cli as gpu
 from tests.support.cases import SCHEDULES, config
@@ -177,7 +177,7 @@ def test_the_table_of_codecs_has_the_bytes_of_each():
     (boundary,) = [TensorSpec((64, 128, 16, 16), torch.float32)]
     said = {name: int(nbytes.replace(",", "")) for name, nbytes in CODEC.findall(readme())}
     names = sorted(path.stem for path in (conf_dir() / "codec").glob("*.yaml"))
-    codecs = {name: read_settings(config([f"codec.forward={name}"]), "1f1b", 2).codecs for name in names}
+    codecs = {name: Settings.composed(config([f"codec.forward={name}"]), "1f1b", 2).codecs for name in names}
     assert said == {name: chosen.wire_bytes([boundary], forward=True) for name, chosen in codecs.items()}
 
 

@@ -13,11 +13,10 @@ from torch import nn
 from pipetrain.building import state_names
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.source import Source
-from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
-from pipetrain.plan.profile import PROFILE
 from pipetrain.plan.recompute import Mode
 from pipetrain.records.folder import SUMMARY, is_of
+from pipetrain.settings import PROFILE, Settings
 from pipetrain.training.run import Run
 
 

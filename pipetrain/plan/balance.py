@@ -13,8 +13,8 @@ from itertools import accumulate, combinations, pairwise, product
 
 from pipetrain.errors import ConfigError
 from pipetrain.plan.estimate import Layer
-from pipetrain.plan.profile import PROFILE
 from pipetrain.plan.stages import Predictor
+from pipetrain.settings import PROFILE
 
 GIB = 2**30
 STRATEGIES = ("even", "params", "flops")

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from pipetrain.building import make_schedule
-from pipetrain.config import Settings
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import Boundary, Example, Value, cast_floats
@@ -34,7 +34,7 @@ from pipetrain.plan.crossing import (
     shared_weights,
 )
 from pipetrain.plan.estimate import Layer, estimate
-from pipetrain.plan.profile import PROFILE, Facts, Profile, read_profile, refuse_other_layers
+from pipetrain.plan.profile import Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.plan.recomputation import held_in, may_recompute, reasons, recomputations
 from pipetrain.plan.recompute import Chosen, Mode, modes_of
 from pipetrain.plan.sizes import assumed_loss
@@ -49,6 +49,7 @@ from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.tailored import Tailored
 from pipetrain.schedule.timeline import Costs
+from pipetrain.settings import PROFILE, Settings
 from pipetrain.tasks import Task
 
 Estimates = dict[int, list[Layer]]  # number of samples in a microbatch -> the layers as estimated for it
@@ -193,17 +194,17 @@ class Samples:
     resumed: int = 0  # batches already done of the first epoch
 
 
-def profile_conditions(cfg: DictConfig, settings: Settings) -> Facts:
-    """Return the conditions that a profile and the run that reads it must share."""
+def profile_conditions(settings: Settings, optim: Mapping[Any, Any]) -> Facts:
+    """Return the conditions that a profile and the run that reads it must share; `optim`: the optimizer's."""
     no_work = ("_target_", "_partial_", "lr")  # options that do not affect the optimizer's time
-    options = (f" {key}={value}" for key, value in cfg.optim.items() if key not in no_work)
+    options = (f" {key}={value}" for key, value in optim.items() if key not in no_work)
     return {
         "model": settings.model,
         "microbatch": settings.full,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "precision": settings.precision,
         "memory_format": settings.memory_format,
-        "optimizer": str(cfg.optim._target_).rsplit(".", 1)[-1] + "".join(options),
+        "optimizer": str(optim["_target_"]).rsplit(".", 1)[-1] + "".join(options),
     }
 
 
@@ -213,7 +214,7 @@ def draft_plan(
     """Plan a run without its data set, by its profile or else by flops. Raises ConfigError, ScheduleError."""
     profile = None
     if settings.profile is not None:
-        profile = read_profile(settings.profile, profile_conditions(cfg, settings))
+        profile = read_profile(settings.profile, profile_conditions(settings, cfg.optim))
     elif settings.partition == PROFILE:
         settings = replace(settings, partition="flops", memory_limit=None)
     return make_plan(settings, make_schedule(cfg), model, example, samples, profile)

@@ -17,7 +17,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.building import build, make_model, make_schedule, make_task
-from pipetrain.config import read_settings, whole_number
 from pipetrain.data import declared_example, load_data, pieces
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import TensorSpec
@@ -26,7 +25,6 @@ from pipetrain.plan.blueprint import Plan, Samples, draft_plan, make_plan, with_
 from pipetrain.plan.comparing import BATCHES, aligned
 from pipetrain.plan.fitting import gpu_bytes, says_whether_it_fits, within_limit
 from pipetrain.plan.prediction import memory, played, sized, unit_of_time
-from pipetrain.plan.profile import PROFILE
 from pipetrain.plan.recompute import Mode
 from pipetrain.plan.replay import Replay, full_of, read_trace
 from pipetrain.plan.sizes import known_state, optimizer_state
@@ -36,6 +34,7 @@ from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.memory import PARTS, Moment, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
+from pipetrain.settings import COUNT, PROFILE, Settings
 
 
 def show_plan(cfg: DictConfig) -> None:
@@ -62,8 +61,8 @@ def show_plan(cfg: DictConfig) -> None:
 
 def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES) -> Plan:
     """Plan a configuration whose schedule has this name; `epoch`: its batches. Raises ConfigError."""
-    settings = read_settings(cfg, schedule, None)
-    batches = whole_number(cfg, "batches", 1, optional=True) or min(settings.window or epoch, epoch)
+    settings = Settings.composed(cfg, schedule, None)
+    batches = COUNT.read("batches", cfg.batches, null=True) or min(settings.window or epoch, epoch)
     if cfg.batches is not None:
         settings = replace(settings, window=None)
     samples = Samples([settings.batch_size] * batches, [settings.full])

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
-from pipetrain.config import Settings
 from pipetrain.errors import ActionFailed, ConfigError
 from pipetrain.plan.balance import GIB
 from pipetrain.plan.blueprint import Plan
 from pipetrain.plan.prediction import memory, played
-from pipetrain.plan.profile import PROFILE
 from pipetrain.plan.recompute import AUTO, Mode
 from pipetrain.schedule.memory import Moment
+from pipetrain.settings import PROFILE, Settings
 
 
 def gpu_bytes(device: str, processes: int = 1) -> int | None:

@@ -17,7 +17,6 @@ from pipetrain.errors import ConfigError
 from pipetrain.plan.estimate import Layer
 from pipetrain.untrusted import read_as
 
-PROFILE = "profile"  # the strategy's name
 VERSION = 2
 Facts = Mapping[str, Any]
 

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from pipetrain.codec import Identity
-from pipetrain.config import Settings
 from pipetrain.plan.balance import GIB
 from pipetrain.plan.recompute import AUTO, Mode, modes_of
 from pipetrain.plan.stages import Predictor, Recomputation, StageTime
@@ -19,6 +18,7 @@ from pipetrain.plan.windows import Window
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.memory import Counts, counts, fullest, most
+from pipetrain.settings import Settings
 
 
 def may_recompute(settings: Settings) -> bool:

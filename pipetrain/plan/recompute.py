@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pipetrain.errors import ConfigError
+from pipetrain.settings import RECOMPUTE
 
 
 class Mode(StrEnum):
@@ -22,8 +23,6 @@ class Mode(StrEnum):
 
 
 AUTO = "auto"
-RECOMPUTE = (AUTO, "never", "except_last", "always", "selective")
-"""The values of recompute=, beside a list of the modes of all stages."""
 
 
 def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:

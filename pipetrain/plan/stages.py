@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pipetrain.network.boundary import Boundary
 from pipetrain.network.network import INPUT
 from pipetrain.plan.estimate import Layer
-from pipetrain.plan.profile import PROFILE, Profile
+from pipetrain.plan.profile import Profile
 from pipetrain.plan.recompute import Mode
 from pipetrain.plan.sizes import (
     NO_LOSS,
@@ -31,6 +31,7 @@ from pipetrain.schedule.actions import Op
 from pipetrain.schedule.lower import Edge
 from pipetrain.schedule.memory import Counts, Sizes, in_bytes
 from pipetrain.schedule.timeline import Costs, Kind
+from pipetrain.settings import PROFILE
 
 
 @dataclass(frozen=True, slots=True)

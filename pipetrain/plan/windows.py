@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, pairwise
 
-from pipetrain.config import Settings
 from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import (
     Action,
@@ -28,6 +27,7 @@ from pipetrain.schedule.policy import Bounds, Policy, compute_program
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined, with_norms, with_ties
+from pipetrain.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import torch
 from omegaconf import DictConfig
 
 from pipetrain.building import Models
-from pipetrain.config import Settings, share_of_cores
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.boundary import Example
 from pipetrain.network.network import Chain, Network
@@ -30,6 +29,7 @@ from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.roundtrip import Link, slowest_link
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.seal import SealedStore
+from pipetrain.settings import Settings, share_of_cores
 
 log = logging.getLogger("pipetrain")
 
@@ -50,7 +50,7 @@ def measure(
     start = time.perf_counter()
     found = take_part(cfg, draft, world, device, store, models)
     log.info("profiled in %.1f s", time.perf_counter() - start)
-    return make_profile(profile_conditions(cfg, draft.settings), device, found)
+    return make_profile(profile_conditions(draft.settings, cfg.optim), device, found)
 
 
 def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:

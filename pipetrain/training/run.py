@@ -18,7 +18,6 @@ from torch import nn
 
 from pipetrain.building import Models, make_schedule, make_task
 from pipetrain.cli import conf_dir
-from pipetrain.config import Settings, read_settings
 from pipetrain.data import (
     Data,
     DataFacts,
@@ -40,6 +39,7 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.sizes import optimizer_state
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.settings import Settings
 from pipetrain.tasks import Task
 
 CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # options kept for a fallback data set
@@ -110,7 +110,7 @@ def check_early(
 
     The data set is not read if the `example` of its inputs is given, or `data.sample` declares it.
     """
-    settings = read_settings(cfg, schedule, ranks)
+    settings = Settings.composed(cfg, schedule, ranks)
     load_augment(cfg.data)
     make_task(cfg)
     example = example or declared_example(cfg.data, settings.dtype)
@@ -140,7 +140,7 @@ def prepare(
     `resumed`: batches already done of the current epoch. `models`: those of `check_early`, which saves
     building the model again. Raises ConfigError and ScheduleError.
     """
-    settings, models = read_settings(cfg, schedule, ranks), models or Models()
+    settings, models = Settings.composed(cfg, schedule, ranks), models or Models()
     named = cfg, settings.seed, settings.dtype
     sampler = Sampler(
         facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last

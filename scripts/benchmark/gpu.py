@@ -18,8 +18,8 @@ from benchmark.contestants import FULL, RIVALS, SCHEDULES, Contestant, Ours, Pla
 from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Place, Say, Work, WorldFailed, run_world, titled
-from pipetrain.config import Settings
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.settings import Settings
 
 RANKS = 2
 BATCHES, WINDOW = 6, 12  # of a turn; of pipedream's window

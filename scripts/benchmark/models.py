@@ -22,9 +22,9 @@ from pipetrain.network.network import Chain
 from pipetrain.plan.balance import STRATEGIES, choose_cuts
 from pipetrain.plan.blueprint import profile_conditions
 from pipetrain.plan.estimate import Layer
-from pipetrain.plan.profile import PROFILE
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.profiling import make_profile, measure_together
+from pipetrain.settings import PROFILE
 
 RANKS = 2
 MODELS = {
@@ -87,7 +87,7 @@ def profiled_cut(mesh: Mesh, task: Task) -> Cut:
     cfg, job = compose_task(whole, "1f1b"), prepare(whole, "1f1b", RANKS)
     draft = job.plan
     found = measure_together(fitted(mesh, draft), draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
-    profile = make_profile(profile_conditions(cfg, draft.settings), mesh.device, found)
+    profile = make_profile(profile_conditions(draft.settings, cfg.optim), mesh.device, found)
     return tuple(prepare(whole.extended("partition=profile"), "1f1b", RANKS, profile=profile).plan.cuts)
 
 

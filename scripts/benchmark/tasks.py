@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from pipetrain import tasks
 from pipetrain.building import make_model, make_schedule, make_task
 from pipetrain.cli import as_hydra, conf_dir
-from pipetrain.config import Settings, read_settings
 from pipetrain.data import load_data
 from pipetrain.network.boundary import Example, named_layers
 from pipetrain.plan.blueprint import Plan, Samples, make_plan
 from pipetrain.plan.profile import Profile
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.settings import Settings
 
 LR = 1e-3  # low: the same random batch again and again must not blow up
 
@@ -99,7 +99,7 @@ def compose_task(task: Task, schedule: str) -> DictConfig:
 def prepare(task: Task, schedule: str, ranks: int, window: int = 1, profile: Profile | None = None) -> Job:
     """Plan and prove a task as a training run does. `window`: its batches, where the schedule sets none."""
     cfg = compose_task(task, schedule)
-    settings = read_settings(cfg, schedule, ranks)
+    settings = Settings.composed(cfg, schedule, ranks)
     spare = make_model(cfg, settings.seed, settings.dtype)
     samples, targets = _batch(task, cfg, settings)
     sizes = Samples([len(samples)] * window, [len(samples)])

@@ -214,7 +214,7 @@ def layer_times(mesh: Mesh, task: Task) -> list[LayerTime]:
     cfg, job = compose_task(task, ONCE), prepare(task, ONCE, RANKS)
     draft = job.plan
     found = measure_together(fitted(mesh, draft), draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
-    return make_profile(profile_conditions(cfg, draft.settings), mesh.device, found).layers
+    return make_profile(profile_conditions(draft.settings, cfg.optim), mesh.device, found).layers
 
 
 def best_cut(plan: Plan, layers: Sequence[LayerTime]) -> list[int]:

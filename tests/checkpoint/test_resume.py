@@ -21,10 +21,10 @@ from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, Tensors,
 from pipetrain.checkpoint.resume import conditions, lengthens, refuse_other, with_cuts_of
 from pipetrain.checkpoint.source import Source, find_source, refuse_older
 from pipetrain.cli import contained
-from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
 from pipetrain.records.figures import best_epoch
 from pipetrain.runtime.stage import Stage
+from pipetrain.settings import Settings
 from pipetrain.untrusted import DamagedCheckpoint
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads
 from tests.support.damage import forge, put
@@ -637,7 +637,7 @@ def lengthened(tmp_path):
         OmegaConf.save(cfg, tmp_path / "config.yaml", resolve=True)
         (tmp_path / "summary.json").write_text(summary)
         cfg = contained(config([*mine, more, "resume=auto"]), tmp_path)
-        return lengthens(tmp_path, cfg, read_settings(cfg, "1f1b", 2))
+        return lengthens(tmp_path, cfg, Settings.composed(cfg, "1f1b", 2))
 
     return asked
 
@@ -668,7 +668,7 @@ def test_a_summary_that_is_none_lengthens_nothing(lengthened, summary):
 
 def test_a_run_without_a_summary_is_not_finished(tmp_path):
     cfg = contained(config(["data=digits"]), tmp_path)
-    assert not lengthens(tmp_path, cfg, read_settings(cfg, "1f1b", 2))
+    assert not lengthens(tmp_path, cfg, Settings.composed(cfg, "1f1b", 2))
 
 
 def test_a_profiled_run_keeps_its_cuts_and_what_it_recomputes():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import pipetrain
-from pipetrain.arguments import configuration
+from pipetrain.settings import PIPELINE_OPTIONS, Settings, refuse_unknown
 from tests.support.deadlines import DEADLINE_S
 from tests.support.processes import CHECKOUT, MARK, kill
 
@@ -128,7 +128,8 @@ def test_the_names_on_the_page_are_there():
 def test_the_options_on_the_page_are_options():
     (call,) = re.findall(r"`(Pipeline\(\.\.\., partition.*?\))`", (DOCS / "python.md").read_text(), re.DOTALL)
     options = eval(call.replace("Pipeline(..., ", "dict("))
-    configuration(None, "1f1b", None, None, "float32", options)
+    refuse_unknown(options, PIPELINE_OPTIONS, ())
+    Settings.read(options)
 
 
 @pytest.mark.parametrize(
@@ -139,4 +140,4 @@ def test_the_options_on_the_page_are_options():
 )
 def test_an_option_of_the_command_line_alone_is_refused(options, said):
     with pytest.raises(pipetrain.ConfigError, match=said):
-        configuration(None, "1f1b", None, None, "float32", options)
+        refuse_unknown(options, PIPELINE_OPTIONS, ())

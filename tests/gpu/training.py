@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmark.worlds import Say, fitted, gather_objects
-from pipetrain.config import Settings
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Program
+from pipetrain.settings import Settings
 from pipetrain.training.trainer import Trainer
 from tests.gpu.rows import NOT_RUN, SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler

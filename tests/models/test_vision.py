@@ -10,8 +10,8 @@ from torch import nn
 
 from pipetrain import models
 from pipetrain.building import make_model
-from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
+from pipetrain.settings import Settings
 from tests.support.cases import config
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def test_every_model_has_a_config_and_is_tested():
 def test_config_makes_the_model_of_published_size(name):
     cfg = config(["data=digits", f"model={name}"])
     assert set(cfg.model) == {"_target_"}  # so that a factory of no arguments can take its place
-    assert read_settings(cfg, "1f1b", 2).model == name
+    assert Settings.composed(cfg, "1f1b", 2).model == name
     model = make_model(cfg, 0, torch.float32)
     assert len(model) == LAYERS[name]
     assert parameters(model) == PARAMETERS[name]

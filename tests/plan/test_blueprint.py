@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipetrain.building import make_schedule
-from pipetrain.config import Settings, read_settings
 from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import Example, TensorSpec
@@ -33,6 +32,7 @@ from pipetrain.schedule.actions import (
 )
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import Deadlock, simulate
+from pipetrain.settings import Settings
 from pipetrain.tasks import Regression, Task
 from tests.support.cases import config
 from tests.support.models import Fork, complex_inside, shared_statistics, skipping, tied, with_norm
@@ -44,7 +44,7 @@ UPDATES = Samples([12, 12, 12], [11])
 
 def settings_of(*overrides: str, ranks: int = 2) -> Settings:
     cfg = config(["data=digits", "batch_size=12", "microbatches=4", *overrides])
-    return read_settings(cfg, "1f1b", ranks)
+    return Settings.composed(cfg, "1f1b", ranks)
 
 
 def plan(

@@ -14,7 +14,6 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from pipetrain.building import make_model, make_schedule
-from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import Example, TensorSpec
 from pipetrain.plan import __main__ as command
@@ -29,6 +28,7 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Costs
+from pipetrain.settings import Settings
 from tests.support.cases import SCHEDULES, config
 from tests.support.profiles import profile_of
 from tests.support.traces import about, as_measured
@@ -41,7 +41,7 @@ IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
 def planned(schedule: str, stages: int, microbatches: int, batches: int, *overrides: str) -> Plan:
     words = [f"schedule={schedule}", f"stages={stages}", f"microbatches={microbatches}", *overrides]
     cfg = config(["data=digits", *words])
-    read = read_settings(cfg, schedule, None)
+    read = Settings.composed(cfg, schedule, None)
     model = make_model(cfg, read.seed, read.dtype)
     samples = Samples([read.batch_size] * batches, [read.batch_size])
     return make_plan(read, make_schedule(cfg), model, IMAGE, samples)
@@ -128,7 +128,7 @@ def test_what_clipping_costs_is_seen(schedule, over, by, bubble):
 
 def test_a_schedule_without_a_formula_says_so():
     cfg = config(["data=digits", "schedule=gpipe", "model=mlp"])
-    read = read_settings(cfg, "homemade", None)
+    read = Settings.composed(cfg, "homemade", None)
     model = make_model(cfg, 0, read.dtype)
     made = make_plan(read, make_schedule(cfg), model, IMAGE, Samples([64], [64]))
     assert {formula for _, formula in figures(describe(made)).values()} == {"-"}
@@ -152,7 +152,7 @@ def test_codecs_and_what_they_make_of_each_cut_are_said():
 def test_a_profile_s_prediction_stands_beside_the_partition():
     """Six layers of 1, 1, 1, 1, 1 and 3 s, twice that backward; 4 microbatches; messages for nothing."""
     cfg = config(["data=digits", "model=mlp", "partition=profile", "stages=2"])
-    read = read_settings(cfg, "1f1b", None)
+    read = Settings.composed(cfg, "1f1b", None)
     measured = profile_of(make_model(cfg, 0, read.dtype), IMAGE.of(16), [1, 1, 1, 1, 1, 3])
     model = make_model(cfg, 0, read.dtype)
     text = describe(make_plan(read, make_schedule(cfg), model, IMAGE, Samples([64], [64]), measured))
@@ -172,7 +172,7 @@ def test_a_profile_s_prediction_stands_beside_the_partition():
 def test_a_profile_s_table_says_which_cut_does_not_fit():
     def table(*words: str) -> dict[str, tuple[str, str]]:
         cfg = config(["data=digits", "model=mlp", "partition=profile", "stages=2", *words])
-        read = read_settings(cfg, "1f1b", None)
+        read = Settings.composed(cfg, "1f1b", None)
         measured = profile_of(make_model(cfg, 0, read.dtype), IMAGE.of(16), [1, 1, 1, 1, 1, 3])
         model = make_model(cfg, 0, read.dtype)
         text = describe(make_plan(read, make_schedule(cfg), model, IMAGE, Samples([64], [64]), measured))

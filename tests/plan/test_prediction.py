@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from pipetrain.building import make_model, make_schedule
-from pipetrain.config import read_settings
 from pipetrain.network.boundary import Example, TensorSpec
 from pipetrain.plan.blueprint import Plan, Samples, make_plan
 from pipetrain.plan.prediction import played, predict
 from pipetrain.plan.stages import costs_by_work
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Costs
+from pipetrain.settings import Settings
 from tests.support.cases import config
 
 IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
@@ -22,7 +22,7 @@ IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
 
 def planned(schedule: str, *words: str, batches: int = 1) -> Plan:
     cfg = config(["data=digits", "model=mlp", f"schedule={schedule}", "stages=2", "microbatches=4", *words])
-    read = read_settings(cfg, schedule, None)
+    read = Settings.composed(cfg, schedule, None)
     samples = Samples([read.batch_size] * batches, [read.batch_size])
     return make_plan(read, make_schedule(cfg), make_model(cfg, 0, read.dtype), IMAGE, samples)
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from pipetrain.config import read_settings
 from pipetrain.errors import ConfigError
 from pipetrain.plan.blueprint import profile_conditions
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import Choice, Prediction
 from pipetrain.runtime.mesh import World
 from pipetrain.runtime.profiling import measure, verdict
+from pipetrain.settings import Settings
 from pipetrain.training.run import check_early
 from tests.support.cases import config
 from tests.support.jobs import profile_that_fails, profile_then_train
@@ -77,7 +77,7 @@ def test_alone_too_and_the_random_generator_is_put_back():
 
 def conditions_of(*words: str) -> dict:
     cfg = config([*WORDS, "model=mlp", *words])
-    return dict(profile_conditions(cfg, read_settings(cfg, "1f1b", 1)))
+    return dict(profile_conditions(Settings.composed(cfg, "1f1b", 1), cfg.optim))
 
 
 def test_conditions_are_what_changes_what_is_measured():

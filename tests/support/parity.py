@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from threading import Barrier
@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pipetrain.arguments import configuration
-from pipetrain.building import make_schedule
-from pipetrain.config import read_settings
+from pipetrain.arguments import read_schedule
 from pipetrain.data.loader import pieces
 from pipetrain.network.boundary import Example, Value, as_tuple, on_each
 from pipetrain.network.draws import Seeds, drawing
@@ -33,6 +31,7 @@ from pipetrain.runtime.mesh import World
 from pipetrain.runtime.order import Listed, order_of
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.settings import Settings
 from pipetrain.tasks import Task
 from tests.support.cases import LocalMesh, drawing_in_turn
 from tests.support.deadlines import DEADLINE_S
@@ -118,11 +117,12 @@ class Trained:
 def planned(subject: Subject, way: Way) -> Plan:
     """Plan one window of all batches, as Pipeline does."""
     options = {"device": "cpu", "seed": 5, "threads": 1, "partition": "even", **way.options}
-    cfg, name = configuration(subject.model, way.schedule, MICROBATCHES, len(SAMPLES), torch.float64, options)
-    settings = replace(read_settings(cfg, name, way.ranks), batch_size=max(SAMPLES))
+    options |= {"microbatches": MICROBATCHES, "window": len(SAMPLES), "batch_size": max(SAMPLES)}
+    name, schedule, _ = read_schedule(way.schedule)
+    settings = Settings.read({"dtype": torch.float64, **options}, way.ranks, schedule=name)
     samples = Samples([*SAMPLES], [*SAMPLES])
     example = Example.in_batch(subject.inputs)
-    return make_plan(settings, make_schedule(cfg), subject.network, example, samples)
+    return make_plan(settings, schedule, subject.network, example, samples)
 
 
 def runner(subject: Subject, plan: Plan, way: Way, mesh: Any) -> Session:

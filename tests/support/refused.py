@@ -241,7 +241,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
         "partition=profile measures a copy of the model, which copy.deepcopy cannot make",
     ),
     "rate": (lambda rank: step(lr_schedule="cosine"), "lr_schedule=cosine must be a function of the update"),
-    "window": (lambda rank: train([batch()], 0), "window=0 must be a whole number of batches"),
+    "window": (lambda rank: train([batch()], 0), "window=0 must be a whole number of at least 1 or null"),
     "small": (lambda rank: train([batch(), batch(3)]), "a batch of 3 samples cannot be cut"),
     "empty": (lambda rank: train([]), "the loader has no batch"),
     "empty evaluation": (lambda rank: pipe().evaluate(iter([])), "the loader has no batch"),
@@ -276,10 +276,10 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "metrics list": (lambda rank: step(metrics=[5]), "metrics must be a list of Metric or a dict of funct"),
     "metrics dict": (lambda rank: step(metrics={"acc": 5}), "metrics must be a list of Metric or a dict of"),
     "task": (lambda rank: step(loss=None, task=5), "task=5 must be a Task, such as pipetrain.Classificat"),
-    "timeout": (lambda rank: step(timeout="1"), "timeout='1' is a string: give the number"),
+    "timeout": (lambda rank: step(timeout="-1"), "timeout='-1' must be a number of seconds above 0"),
     "partition": (
         lambda rank: step(partition=torch.tensor([1])),
-        "partition of Tensor must be made of numbers, strings, lists and dicts",
+        r"partition=tensor\(\[1\]\) must be a strategy's name, a list of layer numbers",
     ),
     "groups": (
         lambda rank: step(param_groups={"norms_and_biases": {"weight_decay": torch.tensor(1.0)}}),

@@ -84,7 +84,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "class": ({}, {"model": partial(layers, nn.ReLU())}, 'model.5="ReLU", and rank 0 has "Dropout"'),
     "attribute": ({}, {"model": partial(layers, nn.Dropout(0.1))}, "model.5.p=0.1, and rank 0 has 0.5"),
     "mode": ({}, {"model": partial(layers, mode=False)}, "model.4.training=false, and rank 0 has true"),
-    "codec": ({}, {"codec_forward": "half"}, "codec_forward={.*Half.*}, and rank 0 has {.*Identity"),
+    "codec": ({}, {"codec_forward": "half"}, r'codec_forward="Half\(.*\)", and rank 0 has "Identity\('),
 }
 
 

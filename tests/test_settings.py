@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from pipetrain.cli import conf_dir
-from pipetrain.config import read_settings, share_of_cores, whole_number
+from pipetrain.settings import Settings, options, share_of_cores
 from tests.support.cases import config
 from tests.support.refusals import JUNK, changed, outcome, refusal
 
@@ -24,7 +25,7 @@ SCALARS += ["memory_limit", "data.workers", "data.drop_last", "trace", "codec", 
 
 
 def test_settings_are_what_was_configured():
-    read = read_settings(config(["data=digits", "model=mlp", "partition=[2]", "seed=7"]), "1f1b", 2)
+    read = Settings.composed(config(["data=digits", "model=mlp", "partition=[2]", "seed=7"]), "1f1b", 2)
     assert (read.model, read.schedule, read.ranks, read.partition) == ("mlp", "1f1b", 2, [2])
     assert (read.batch_size, read.microbatches, read.window, read.buffer_size) == (64, 4, 1, 2)
     assert (read.epochs, read.lr_schedule, read.lr, read.warmup) == (6, "cosine", 0.005, 0.05)
@@ -33,35 +34,35 @@ def test_settings_are_what_was_configured():
 
 
 def test_ranks_are_the_processes_or_on_paper_the_stages():
-    assert read_settings(changed("stages", None), "1f1b", 3).ranks == 3
-    assert read_settings(changed("stages", 3), "1f1b", 3).ranks == 3
-    assert read_settings(changed("stages", 5), "1f1b", None).ranks == 5
-    assert read_settings(changed("stages", None), "1f1b", None).ranks == 2
+    assert Settings.composed(changed("stages", None), "1f1b", 3).ranks == 3
+    assert Settings.composed(changed("stages", 3), "1f1b", 3).ranks == 3
+    assert Settings.composed(changed("stages", 5), "1f1b", None).ranks == 5
+    assert Settings.composed(changed("stages", None), "1f1b", None).ranks == 2
 
 
 def test_a_trace_is_of_no_window_of_all_or_of_the_first_ones():
-    assert read_settings(changed("trace", False), "1f1b", 2).trace == 0
-    assert read_settings(changed("trace", True), "1f1b", 2).trace == sys.maxsize
-    assert read_settings(config(["data=digits", "trace.windows=3"]), "1f1b", 2).trace == 3
+    assert Settings.composed(changed("trace", False), "1f1b", 2).trace == 0
+    assert Settings.composed(changed("trace", True), "1f1b", 2).trace == sys.maxsize
+    assert Settings.composed(config(["data=digits", "trace.windows=3"]), "1f1b", 2).trace == 3
 
 
 def test_a_partition_may_name_the_profile_of_an_earlier_run():
-    read = read_settings(config(["partition.profile=runs/x/profile.json"]), "1f1b", 2)
+    read = Settings.composed(config(["partition.profile=runs/x/profile.json"]), "1f1b", 2)
     assert (read.partition, read.profile) == ("profile", "runs/x/profile.json")
-    assert read_settings(config(["partition=even"]), "1f1b", 2).profile is None
+    assert Settings.composed(config(["partition=even"]), "1f1b", 2).profile is None
 
 
 def test_too_few_processes_are_refused_with_the_way_to_start_more():
-    assert refusal(lambda: read_settings(changed("stages", 4), "1f1b", 2)) == (
+    assert refusal(lambda: Settings.composed(changed("stages", 4), "1f1b", 2)) == (
         "stages=4 needs 4 processes and there are 2; start torchrun with --nproc_per_node=4 "
         "(or NPROC=4 ./launch.sh), or leave stages out"
     )
 
 
 def test_an_unset_optimizer_follows_the_recipe_and_the_rate_its_shape():
-    read = read_settings(config(["data=cifar10", "optim=adamw"]), "1f1b", 1)
+    read = Settings.composed(config(["data=cifar10", "optim=adamw"]), "1f1b", 1)
     assert (read.lr, read.epochs) == (0.001, 150)
-    constant = read_settings(config(["data=digits", "lr_schedule=constant", "warmup=0"]), "1f1b", 1)
+    constant = Settings.composed(config(["data=digits", "lr_schedule=constant", "warmup=0"]), "1f1b", 1)
     assert [constant.rate(3)(update) for update in range(3)] == [1.0] * 3
 
 
@@ -70,15 +71,19 @@ def shrinking(update: int, by: float = 2.0) -> float:
 
 
 def test_the_schedule_of_the_rate_may_be_any_function_of_the_update():
-    words = ["data=digits", "lr_schedule._target_=tests.test_config.shrinking"]
-    assert [read_settings(config(words), "1f1b", 1).rate(3)(update) for update in range(3)] == [1, 0.5, 0.25]
-    assert read_settings(config([*words, "lr_schedule.by=4"]), "1f1b", 1).rate(3)(1) == 0.25
+    words = ["data=digits", "lr_schedule._target_=tests.test_settings.shrinking"]
+    assert [Settings.composed(config(words), "1f1b", 1).rate(3)(update) for update in range(3)] == [
+        1,
+        0.5,
+        0.25,
+    ]
+    assert Settings.composed(config([*words, "lr_schedule.by=4"]), "1f1b", 1).rate(3)(1) == 0.25
 
 
 def test_a_number_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("LR", "0.25")
     cfg = config(["data=digits", "optim.lr=${oc.env:LR}"])
-    assert read_settings(cfg, "1f1b", 1).lr == 0.25
+    assert Settings.composed(cfg, "1f1b", 1).lr == 0.25
 
 
 CODEC = {"_target_": "pipetrain.codec.TopK", "fraction": "x"}
@@ -112,7 +117,7 @@ STRATEGY = "must be a strategy's name, a list of layer numbers such as [8], or p
         ("stages", True, f"stages=True {WHOLE} or null"),
         ("window", 0, f"window=0 {WHOLE} or null"),
         ("window", 1.0, f"window=1.0 {WHOLE} or null"),
-        ("batch_size", "64", f"batch_size=64 {WHOLE}"),
+        ("batch_size", "64", f"batch_size='64' {WHOLE}"),
         ("microbatches", None, f"microbatches=None {WHOLE}"),
         ("microbatches", 65, "batch_size=64 cannot be cut into microbatches=65: choose fewer"),
         ("seed", -1, "seed=-1 must be a whole number of at least 0 and at most 9223372036854775807"),
@@ -153,7 +158,7 @@ STRATEGY = "must be a strategy's name, a list of layer numbers such as [8], or p
     ],
 )
 def test_a_value_that_cannot_be_is_refused(key, value, says):
-    assert says in refusal(lambda: read_settings(changed(key, value), "1f1b", None))
+    assert says in refusal(lambda: Settings.composed(changed(key, value), "1f1b", None))
 
 
 @pytest.mark.parametrize(
@@ -167,14 +172,14 @@ def test_a_value_that_cannot_be_is_refused(key, value, says):
     ],
 )
 def test_weights_that_would_not_count_or_could_not_be_made_are_refused(words, says):
-    assert says in refusal(lambda: read_settings(config(words), "1f1b", None))
-    read_settings(config([words[0], "resume=auto"]), "1f1b", None)
+    assert says in refusal(lambda: Settings.composed(config(words), "1f1b", None))
+    Settings.composed(config([words[0], "resume=auto"]), "1f1b", None)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.sampled_from(SCALARS), JUNK)
 def test_whatever_a_scalar_says_it_is_read_or_refused_in_one_line(key, value):
-    read = outcome(lambda: read_settings(changed(key, value), "1f1b", None))
+    read = outcome(lambda: Settings.composed(changed(key, value), "1f1b", None))
     if isinstance(read, str):
         assert "\n" not in read
     else:  # then it may be trusted
@@ -186,12 +191,29 @@ def test_whatever_a_scalar_says_it_is_read_or_refused_in_one_line(key, value):
         assert 0 <= read.label_smoothing < 1
 
 
-def test_whole_number():
-    cfg = OmegaConf.create({"a": {"b": 3}, "none": None, "half": 2.5, "yes": True})
-    assert whole_number(cfg, "a.b", 3) == 3
-    assert whole_number(cfg, "none", 1, optional=True) is None
-    for key, low in (("a.b", 4), ("none", 1), ("half", 1), ("yes", 0), ("absent", 0)):
-        assert f"{key}=" in refusal(lambda key=key, low=low: whole_number(cfg, key, low))
+@pytest.mark.parametrize("data", sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml")))
+def test_the_files_of_conf_have_the_defaults_of_the_dataclass(data):
+    content = OmegaConf.merge(
+        OmegaConf.load(conf_dir() / "config.yaml"), {"data": OmegaConf.load(conf_dir() / f"data/{data}.yaml")}
+    )
+    chosen = {key: name for line in content.defaults if line != "_self_" for key, name in line.items()}
+    for name, (key, rule, null) in options().items():
+        if key.startswith("codec."):
+            written = chosen[f"codec@{key}"]
+        elif key == "optim.lr" or OmegaConf.is_interpolation(content, key):  # by the data set's recipe
+            continue
+        else:
+            written = OmegaConf.select(content, key, throw_on_missing=True)
+        assert rule.read(key, written, null) == getattr(Settings(), name), key
+
+
+def test_a_program_gives_the_options_by_name_with_numbers_of_python_or_numpy():
+    read = Settings.read({"partition": (np.int64(2),), "codec_forward": "half", "timeout": np.float32(2)}, 3)
+    assert (read.partition, str(read.codecs.forward), read.timeout, read.ranks) == ([2], "half", 2.0, 3)
+    assert Settings.read({"dtype": torch.float64, "device": torch.device("cpu")}).device == "cpu"
+    assert read.changed({"epochs": 3, "checkpoint.every": None}).checkpoint_every is None
+    assert "codec_forward=zip is unknown" in refusal(lambda: Settings.read({"codec_forward": "zip"}))
+    assert "microbatches='4' must be a whole" in refusal(lambda: read.changed({"microbatches": "4"}))
 
 
 # The rest

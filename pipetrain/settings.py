@@ -1,0 +1,405 @@
+"""The settings of a run: every option once, with its type, its default and the rule for its value.
+
+`Settings.read` reads the keyword options of a program, `Settings.composed` what Hydra composed of the command
+line. Both refuse a wrong value by the same rule, in one sentence. (A library would not make this shorter: the
+sentences are ours, and most rules are no types, such as "a strategy's name or a list of layer numbers".)
+
+What an option is for is said by the comment in its line of conf/, which `--help` shows.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from numbers import Integral, Real
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigTypeError
+
+from pipetrain.building import build_node, make_codec
+from pipetrain.codec import Codec, Codecs, Identity
+from pipetrain.errors import ConfigError
+from pipetrain.rate import SHAPES, Rate, learning_rate
+
+MONTH_S = 30 * 24 * 3600
+PROFILE = "profile"  # the strategy that measures
+MODES = ("never", "selective", "always")
+RECOMPUTE = ("auto", "never", "except_last", "always", "selective")
+"""The values of recompute=, beside a list of the modes of all stages."""
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_of_cores(local_size: int) -> int:
+    """Return how many threads each of the `local_size` processes of this machine should use."""
+    return max(1, cores() // local_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule for a value: in words, as a test, and the conversion of a valid value under its key."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    convert: Callable[[str, Any], Any] = lambda key, value: value
+
+    def read(self, key: str, value: Any, null: bool = False) -> Any:
+        """Return a valid value, or None where `null` allows it. Raises ConfigError."""
+        if value is None and null:
+            return None
+        if not self.holds(value):
+            raise ConfigError(f"{key}={_shown(value)} must be {self.words}{' or null' if null else ''}")
+        return self.convert(key, value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return repr(value) if isinstance(value, str) and _is_number(value) else str(value)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def whole(low: int, most: float = math.inf) -> Rule:
+    """Rule a whole number, of Python or NumPy."""
+    words = f"a whole number of at least {low}" + (f" and at most {most}" if most < math.inf else "")
+    return Rule(words, lambda value: _is_whole(value) and low <= value <= most, lambda key, value: int(value))
+
+
+def _number(words: str, holds: Callable[[float], bool]) -> Rule:
+    """Rule a number; in words too, as ${oc.env:NAME} gives it."""
+
+    def is_one(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, Real | str):
+            return False
+        return _is_number(value) and holds(float(value))
+
+    return Rule(words, is_one, lambda key, value: float(value))
+
+
+def _one_of(*names: str) -> Rule:
+    return Rule(
+        f"one of {', '.join(names)}", lambda value: str(value) in names, lambda key, value: str(value)
+    )
+
+
+def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple) and all(map(holds, value))
+
+
+def _is_partition(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return list(value) == [PROFILE] and isinstance(value[PROFILE], str) and value[PROFILE] != ""
+    return isinstance(value, str) or _is_list(value, _is_whole)
+
+
+def _partition(key: str, value: Any) -> str | list[int]:
+    if isinstance(value, Mapping):
+        return PROFILE
+    return value if isinstance(value, str) else [int(layer) for layer in value]
+
+
+def _is_recompute(value: Any) -> bool:
+    return value in RECOMPUTE if isinstance(value, str) else _is_list(value, lambda mode: mode in MODES)
+
+
+def _is_trace(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return list(value) == ["windows"] and COUNT.holds(value["windows"])
+    return isinstance(value, bool)
+
+
+def _traced_windows(key: str, value: Any) -> int:
+    if isinstance(value, Mapping):
+        return int(value["windows"])
+    return sys.maxsize if value else 0
+
+
+def _is_lr_schedule(value: Any) -> bool:
+    return value in SHAPES if isinstance(value, str) else isinstance(value, Mapping) and "_target_" in value
+
+
+def _lr_schedule(key: str, value: Any) -> str | Rate:
+    """Return a shape's name, or the function of a mapping with `_target_`. Raises ConfigError."""
+    if isinstance(value, str):
+        return value
+    function: Rate = build_node(key, {"_partial_": True, **value})
+    if not callable(function):
+        raise ConfigError(f"{key} {value['_target_']} must be a function of the update number")
+    return function
+
+
+COUNT = whole(1)
+SEED = whole(0, 2**63 - 1)
+POSITIVE = _number("a finite number above 0", lambda value: 0 < value < math.inf)
+SHARE = _number("a number from 0 to below 1", lambda value: 0 <= value < 1)
+SECONDS = _number(f"a number of seconds above 0 and at most {MONTH_S}", lambda value: 0 < value <= MONTH_S)
+BOOL = Rule("true or false", lambda value: isinstance(value, bool))
+DTYPES = ("float32", "float64")
+DTYPE = Rule(
+    f"one of {', '.join(DTYPES)}",
+    lambda value: str(value).removeprefix("torch.") in DTYPES,
+    lambda key, value: getattr(torch, str(value).removeprefix("torch.")),
+)
+SOURCE = Rule(
+    "auto, the folder of a checkpoint or of a run,", lambda value: isinstance(value, str) and value != ""
+)
+WEIGHTS = Rule("the path of a file or a folder", lambda value: isinstance(value, str) and value != "")
+PARTITION = Rule(
+    "a strategy's name, a list of layer numbers such as [8], or partition.profile=FILE of an earlier run",
+    _is_partition,
+    _partition,
+)
+PROFILE_FILE = replace(
+    PARTITION, convert=lambda key, value: value[PROFILE] if isinstance(value, Mapping) else None
+)
+RECOMPUTED = Rule(
+    f"one of {', '.join(RECOMPUTE)}, or the mode of each stage, such as [always,selective,never]",
+    _is_recompute,
+    lambda key, value: value if isinstance(value, str) else list(value),
+)
+LR_SCHEDULE = Rule(
+    f"one of {', '.join(SHAPES)}, or lr_schedule._target_=FUNCTION", _is_lr_schedule, _lr_schedule
+)
+TRACE = Rule("true or false; trace.windows=4 traces the first 4 windows", _is_trace, _traced_windows)
+CODEC = Rule("a codec's name", lambda value: True, make_codec)
+MOST_THREADS = max(64, 8 * cores())  # more are probably a mistake
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of one run, validated.
+
+    The value of an Annotated field obeys its rule, and may be null if the type includes None. Its key in the
+    configuration is its name, or what follows the rule.
+    """
+
+    model: str = "model"  # its name, and that of the schedule
+    schedule: str = "1f1b"
+    ranks: int = 2
+    as_given: bool = False  # weights and data keep the dtypes that they have, from Python
+
+    stages: Annotated[int | None, COUNT] = None
+    partition: Annotated[str | list[int], PARTITION] = "flops"
+    profile: Annotated[str | None, PROFILE_FILE, "partition"] = None  # for partition=profile; None: measure
+    memory_limit: Annotated[float | None, POSITIVE] = (
+        None  # GiB: of a stage if partition=profile, else of a rank
+    )
+    recompute: Annotated[str | list[str], RECOMPUTED] = "auto"  # a list: of the modes of all stages
+    microbatches: Annotated[int, COUNT] = 4
+    window: Annotated[int | None, COUNT] = None
+    buffer_size: Annotated[int, COUNT] = 2
+    timeout: Annotated[float, SECONDS] = 300.0
+    codec_forward: Annotated[Codec, CODEC, "codec.forward"] = field(default_factory=Identity)
+    codec_backward: Annotated[Codec, CODEC, "codec.backward"] = field(default_factory=Identity)
+
+    batch_size: Annotated[int, COUNT] = 64
+    epochs: Annotated[int, COUNT] = 1
+    lr_schedule: Annotated[str | Rate, LR_SCHEDULE] = "constant"
+    lr: Annotated[float, POSITIVE, "optim.lr"] = 1.0
+    warmup: Annotated[float, SHARE] = 0.0  # of all updates
+    label_smoothing: Annotated[float, SHARE] = 0.0
+    clip_grad_norm: Annotated[float | None, POSITIVE] = None
+    clip_grad_norm_over: Annotated[str, _one_of("auto", "model", "stage")] = "auto"
+    batchnorm: Annotated[str, _one_of("microbatch", "batch")] = "microbatch"
+    ema: Annotated[float | None, SHARE] = None  # decay
+    seed: Annotated[int, SEED] = 0
+    weights: Annotated[str | None, WEIGHTS] = None
+    build: Annotated[str, _one_of("whole", "stages")] = "whole"
+    on_nan: Annotated[str, _one_of("stop", "skip")] = "stop"
+
+    device: Annotated[str, _one_of("auto", "cpu", "cuda")] = "auto"
+    dtype: Annotated[torch.dtype, DTYPE] = torch.float32
+    precision: Annotated[str, _one_of("fp32", "bf16")] = "fp32"
+    memory_format: Annotated[str, _one_of("auto", "contiguous", "channels_last")] = "auto"
+    cuda_graphs: Annotated[bool, BOOL] = False
+    compile: Annotated[bool, BOOL] = False
+    threads: Annotated[int | None, whole(1, MOST_THREADS)] = None
+    workers: Annotated[int, whole(0, MOST_THREADS), "data.workers"] = 0
+    drop_last: Annotated[bool, BOOL, "data.drop_last"] = False
+
+    log_every: Annotated[int, COUNT] = 10
+    trace: Annotated[int, TRACE] = 0  # windows to trace
+    checkpoint_every: Annotated[int | None, COUNT, "checkpoint.every"] = 1
+    checkpoint_unit: Annotated[str, _one_of("epochs", "updates"), "checkpoint.unit"] = "epochs"
+    checkpoint_keep: Annotated[int, COUNT, "checkpoint.keep"] = 2
+    resume: Annotated[str | None, SOURCE] = None
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], ranks: int | None = None, **known: Any) -> Settings:
+        """Return the settings of values by their names or keys; others have their defaults.
+
+        `ranks`: the processes, None if not started. `known`: fields that are no options. Raises ConfigError.
+        """
+        settings = cls(**known).changed(values)
+        stages = settings.stages
+        if ranks is not None and stages not in (None, ranks):
+            raise ConfigError(
+                f"stages={stages} needs {stages} processes and there are {ranks}; start torchrun with "
+                f"--nproc_per_node={stages} (or NPROC={stages} ./launch.sh), or leave stages out"
+            )
+        return replace(settings, ranks=ranks or stages or 2)
+
+    @classmethod
+    def composed(cls, cfg: DictConfig, schedule: str, ranks: int | None) -> Settings:
+        """Return the settings of a configuration, read as `read` does. Raises ConfigError."""
+        values = {option.key: _value(cfg, option.key) for option in options().values()}
+        model = str(cfg.model.get("_target_", "model")).rpartition(".")[2]
+        return cls.read(values, ranks, model=model, schedule=schedule)
+
+    def changed(self, values: Mapping[str, Any]) -> Settings:
+        """Return the settings with other values, by their names or keys. Raises ConfigError."""
+        read = {}
+        for name, (key, rule, null) in options().items():
+            if (given := key if key in values else name) in values:
+                read[name] = rule.read(given, values[given], null)
+        settings = replace(self, **read)
+        _refuse_together(settings)
+        return settings
+
+    def shared(self) -> dict[str, Any]:
+        """Return what is the same on all ranks: each may have its own threads, and its own patience."""
+        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        named |= {name: repr(named[name]) for name in ("dtype", "codec_forward", "codec_backward")}
+        return {name: value for name, value in named.items() if name not in ("threads", "timeout")}
+
+    @property
+    def codecs(self) -> Codecs:
+        return Codecs(self.codec_forward, self.codec_backward)
+
+    @property
+    def data_dtype(self) -> torch.dtype | None:
+        """What floating-point data become; None: they stay as they are."""
+        return None if self.as_given else self.dtype
+
+    @property
+    def full(self) -> int:
+        """The samples of a full microbatch; some have 1 less if `microbatches` do not divide a batch."""
+        return -(-self.batch_size // self.microbatches)
+
+    def rate(self, updates: int) -> Rate:
+        """Return the learning rate as a fraction of `lr`. Raises ConfigError for a wrong function."""
+        return learning_rate(self.lr_schedule, self.warmup, updates)
+
+
+class Option(NamedTuple):
+    """An option's key in the configuration, the rule for its value, and whether that may be null."""
+
+    key: str
+    rule: Rule
+    null: bool
+
+
+@cache
+def options() -> dict[str, Option]:
+    """Return the options by the names of their fields."""
+    found = {}
+    for name, kind in get_type_hints(Settings, include_extras=True).items():
+        if get_origin(kind) is Annotated:
+            plain, rule, *keys = get_args(kind)
+            found[name] = Option(keys[0] if keys else name, rule, type(None) in get_args(plain))
+    return found
+
+
+_OF_A_RUN = {
+    "profile", "batch_size", "epochs", "lr_schedule", "lr", "warmup", "label_smoothing", "weights", "build",
+    "workers", "drop_last", "log_every", "trace", "checkpoint_every", "checkpoint_unit", "checkpoint_keep",
+    "resume",
+}  # fmt: skip
+PIPELINE_OPTIONS = [name for name in options() if name not in _OF_A_RUN]
+"""The names of the options that are keywords of Pipeline."""
+
+
+def refuse_unknown(given: Collection[str], known: Collection[str], arguments: Collection[str]) -> None:
+    """Refuse a keyword of Pipeline that is neither a known option nor an argument. Raises ConfigError."""
+    for name in sorted(set(given).difference(known)):
+        names = [*known, *arguments]
+        close = [other for other in names if other.startswith(f"{name}_")]
+        close = close or difflib.get_close_matches(name, names, n=1)
+        meant = f"; did you mean {' or '.join(close)}" if close else f"; choose of {', '.join(known)}"
+        raise ConfigError(f"Pipeline takes no {name}{meant}")
+
+
+def _value(cfg: DictConfig, key: str) -> Any:
+    try:
+        value = OmegaConf.select(cfg, key)
+    except ConfigTypeError:  # what should have parts is a list
+        return None
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _refuse_together(settings: Settings) -> None:
+    """Refuse values that contradict each other. Raises ConfigError."""
+    if settings.batch_size < settings.microbatches:
+        raise ConfigError(
+            f"batch_size={settings.batch_size} cannot be cut into microbatches={settings.microbatches}: "
+            f"choose fewer, or a larger batch_size"
+        )
+    if settings.precision == "bf16" and settings.dtype != torch.float32:
+        dtype = str(settings.dtype).removeprefix("torch.")
+        raise ConfigError(f"precision=bf16 needs dtype=float32, for its weights; got dtype={dtype}")
+    if settings.precision == "bf16" and settings.as_given:
+        raise ConfigError(
+            "precision=bf16 needs float32 weights, and the parameters of the model have other dtypes: give "
+            "dtype=torch.float32"
+        )
+    if settings.compile and "selective" in settings.recompute:
+        raise ConfigError(
+            "recompute=selective looks at each operation, and torch.compile joins them: choose "
+            "recompute=always with compile=true, or compile=false"
+        )
+    if settings.compile and settings.batchnorm == "batch":
+        raise ConfigError(
+            "batchnorm=batch looks at each BatchNorm, which torch.compile joins with others: choose "
+            "batchnorm=microbatch with compile=true, or compile=false"
+        )
+    if settings.cuda_graphs:
+        _refuse_graphs(settings)
+    if settings.build == "stages" and settings.partition == PROFILE and settings.profile is None:
+        raise ConfigError(
+            f"partition={PROFILE} measures the whole model in each process, which build=stages does not "
+            f"make: choose partition=flops, or give partition.profile=, a file measured where it fits"
+        )
+    if settings.weights is not None and settings.resume not in (None, "auto"):
+        raise ConfigError(
+            f"resume={settings.resume} begins with the weights of that checkpoint, and weights="
+            f"{settings.weights} with others: leave one of them out"
+        )
+
+
+def _refuse_graphs(settings: Settings) -> None:
+    """Refuse options that look at numbers, or run other passes than were captured. Raises ConfigError."""
+    if settings.device == "cpu" or not torch.cuda.is_available():
+        raise ConfigError("cuda_graphs=true needs a GPU: set cuda_graphs=false")
+    for option, other, way in (
+        ("compile", settings.compile, "false"),
+        ("on_nan", settings.on_nan == "skip", "stop"),
+        ("batchnorm", settings.batchnorm == "batch", "microbatch"),
+        ("recompute", settings.recompute not in ("auto", "never"), "never"),
+        ("memory_limit", settings.memory_limit is not None, "null"),
+    ):
+        if other:
+            raise ConfigError(
+                f"cuda_graphs=true captures each pass once, and {option}={getattr(settings, option)} would "
+                f"have others: set {option}={way}, or cuda_graphs=false"
+            )
