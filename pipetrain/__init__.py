@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipetrain.errors import ActionFailed, ChannelError, ConfigError, TrainingStopped
-    from pipetrain.network.network import Pop, Stash
+    from pipetrain.network.chain import Pop, Stash
     from pipetrain.pipeline import Pipeline, schedules
     from pipetrain.schedule.actions import Action, Op, ScheduleError
     from pipetrain.tasks import (
@@ -36,7 +36,7 @@ _HOMES = {
         "Segmentation",
         "Task",
     ),
-    "pipetrain.network.network": ("Pop", "Stash"),
+    "pipetrain.network.chain": ("Pop", "Stash"),
     "pipetrain.errors": ("ActionFailed", "ChannelError", "ConfigError", "TrainingStopped"),
     "pipetrain.schedule.actions": ("Action", "Op", "ScheduleError"),
 }

@@ -22,11 +22,12 @@ from pipetrain.building import make_schedule, names_of, shipped
 from pipetrain.data.loading import NamedTargets
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import Value, bytes_of
+from pipetrain.network.chain import Chain
 from pipetrain.network.deferred import Deferred
 from pipetrain.network.factory import Factory, build
 from pipetrain.network.loan import renewed
 from pipetrain.network.materialise import named_tensors
-from pipetrain.network.network import Chain, Network
+from pipetrain.network.network import Network
 from pipetrain.rate import Rate, learning_rate
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import (

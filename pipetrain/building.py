@@ -27,9 +27,10 @@ from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import factory
 from pipetrain.network.boundary import Example, specs_of
+from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.materialise import cast_exactly, named_tensors
 from pipetrain.network.modes import evaluating
-from pipetrain.network.network import Chain, Network, Values, network_of
+from pipetrain.network.network import Network, Values
 from pipetrain.network.tensors import storage_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task

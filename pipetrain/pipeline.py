@@ -55,11 +55,12 @@ from pipetrain.data.loading import BadBatch, Batches, Form, Reader, WindowSource
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.network.boundary import Example, Value, as_tuple, specs_of
+from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
 from pipetrain.network.loan import Loan, put
 from pipetrain.network.materialise import named_tensors
-from pipetrain.network.network import Chain, Network, Values, network_of
+from pipetrain.network.network import Network, Values
 from pipetrain.plan.blueprint import (
     AnySize,
     Plan,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.network import Pop, Stash
+from pipetrain.network.chain import Pop, Stash
 
 
 def unet(

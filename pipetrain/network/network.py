@@ -1,8 +1,7 @@
 """A model as layers in their order, and the values that travel between them.
 
 A value is a tensor that a layer makes. Most are used by the next layer alone; one that is used later (a skip
-connection, a mask) travels straight from the stage that makes it to those that need it. An nn.Sequential is
-such a chain of layers as it is, with skips marked by Stash and Pop; any other module is traced, see trace.py.
+connection, a mask) travels straight from the stage that makes it to those that need it.
 """
 
 from __future__ import annotations
@@ -10,15 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from pipetrain.errors import ConfigError
-from pipetrain.network import draws
-from pipetrain.network.boundary import Boundary, Example, Packing, Value, as_tuple, leaves_of, named_layers
+from pipetrain.network.boundary import Boundary, Packing, Value
 from pipetrain.network.modes import evaluating
 
 INPUT = -1  # in place of a layer: the data
@@ -123,196 +119,3 @@ class Network(ABC):
     def evaluating(self) -> AbstractContextManager[None]:
         """Put the model, and all layers, into evaluation mode for a while."""
         return evaluating(self.model, *self.modules)
-
-
-class Stash(nn.Module):
-    """A layer of an nn.Sequential that hands its input on, and keeps it for the Pop that names it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept: list[Value] = []  # at most one, between the two in one process
-
-    def forward(self, value: Value) -> Value:
-        """Return the value itself."""
-        self._kept[:] = [value]
-        return value
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": []}  # what a forward that failed has left is not copied
-
-
-class Pop(nn.Module):
-    """A later layer: hands on its input and what a Stash has kept, as one tuple of tensors.
-
-    The next layer takes that tuple: stash = Stash(); Sequential(down, stash, inner, Pop(stash), join). What
-    is kept travels straight to the stage of the Pop. A Stash has one Pop.
-    """
-
-    def __init__(self, stash: Stash) -> None:
-        super().__init__()
-        self._of = [stash]  # not a module of its own
-
-    @property
-    def stash(self) -> Stash:
-        return self._of[0]
-
-    def forward(self, value: Value) -> Tensors:
-        """Return the tensors of the value, and then those of the stash."""
-        if not self.stash._kept:
-            raise RuntimeError("a Pop ran before its Stash: put the Stash into a layer before it")
-        return (*as_tuple(value), *as_tuple(self.stash._kept.pop()))
-
-
-class Chain(Network):
-    """An nn.Sequential; each layer takes what the one before returns, a Pop what its Stash kept too."""
-
-    model: nn.Sequential
-
-    def __init__(self, model: nn.Sequential) -> None:
-        self.model = model
-        self.names, self.modules = zip(*named_layers(model), strict=True)
-        self.stashes = _stashes(self.names, self.modules)
-        """Pop -> Stash, by the numbers of the layers."""
-
-    def takes(self, index: int, made: Sequence[Boundary]) -> tuple[Made, ...]:
-        layers = [index - 1, *([self.stashes[index]] if index in self.stashes else [])]
-        return tuple(Made(layer, k) for layer in layers for k in range(len(made[layer + 1].specs)))
-
-    def call(self, index: int, tensors: Tensors, made: Sequence[Boundary]) -> Value:
-        module = self.modules[index]
-        if isinstance(module, Pop):
-            return tensors
-        value: Value = made[index].pack(tensors)
-        if isinstance(module, Stash):
-            return value
-        result: Value = module(value)
-        return result
-
-    def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
-        return _ChainPart(self, slice, evaluated)
-
-    def twin(self) -> Chain:
-        made = Chain(deepcopy(self.model))
-        made.values = self.values
-        return made
-
-
-def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:
-    """Return the number of the Stash for that of each Pop. Raises ConfigError for one without the other."""
-    where: dict[int, int] = {}  # Stash -> its layer
-    found: dict[int, int] = {}
-    for index, module in enumerate(modules):
-        if isinstance(module, Stash | Pop) and _does_more(module):
-            raise ConfigError(
-                f"the {type(module).__name__} of layer {index} ({names[index]}) has a hook or a forward of "
-                f"its own, which a pipeline would not run: put what it does into a layer beside it"
-            )
-        if isinstance(module, Stash) and where.setdefault(id(module), index) != index:
-            raise ConfigError(
-                f"layer {index} ({names[index]}) is the Stash of layer {where[id(module)]} once more: make "
-                f"another one"
-            )
-        inner = [m for m in module.modules() if m is not module and isinstance(m, Stash | Pop)]
-        if inner:
-            raise ConfigError(
-                f"layer {index} ({names[index]}) has a {type(inner[0]).__name__} inside: Stash and Pop must "
-                f"be layers of the nn.Sequential itself"
-            )
-        if isinstance(module, Pop):
-            stash = where.get(id(module.stash))
-            if stash is None:
-                raise ConfigError(
-                    f"layer {index} ({names[index]}) is a Pop whose Stash is not a layer before it: put that "
-                    f"Stash into the nn.Sequential, before the Pop"
-                )
-            if stash in found.values():
-                raise ConfigError(
-                    f"layer {index} ({names[index]}) is the second Pop of one Stash (layer {stash}): put "
-                    f"another Stash behind that one"
-                )
-            found[index] = stash
-    for stash in where.values():
-        if stash not in found.values():
-            raise ConfigError(
-                f"layer {stash} ({names[stash]}) is a Stash without a Pop: add one, or leave it out"
-            )
-    return found
-
-
-def _does_more(module: Stash | Pop) -> bool:
-    """Return whether a Stash or Pop does more than a plain one, whose forward is not run."""
-    hooks = (module._forward_pre_hooks, module._forward_hooks)
-    backward = (module._backward_pre_hooks, module._backward_hooks)
-    return any(hooks) or any(backward) or "forward" in vars(module) or type(module) not in (Stash, Pop)
-
-
-class _ChainPart(Part):
-    """Layers of a Chain, under their own names."""
-
-    def __init__(self, chain: Chain, slice: Slice, evaluated: Slice | None) -> None:
-        super().__init__(slice, evaluated)
-        self._stashes = {pop: stash for pop, stash in chain.stashes.items() if slice.start <= pop < slice.end}
-        self._leaving = [made.layer for made in slice.leaves if made.number == 0]
-        for index in range(slice.start, slice.end):
-            self._modules[chain.names[index]] = chain.modules[index]  # add_module refuses a layer named pack
-        self._single = True  # whether the last layer has returned one tensor
-        self._packing: Packing | None = None  # of what it has returned, if it is no tuple either
-
-    def forward(self, *tensors: Tensor) -> Tensors:
-        return self.observed(tensors, None)
-
-    def observed(self, tensors: Tensors, see: See | None) -> Tensors:
-        slice = self.slice
-        entered: dict[int, Tensors] = {}
-        for made, tensor in zip(slice.enters, tensors, strict=True):
-            entered[made.layer] = (*entered.get(made.layer, ()), tensor)
-        kept: dict[int, Value] = {**entered}  # of the layer before, and of stashes
-        before = entered[slice.start - 1]
-        value: Any = before[0] if slice.single else before
-        if slice.packing is not None:
-            value = slice.packing.pack(before)
-        self._packing = None
-        for index, (name, layer) in enumerate(self._modules.items(), slice.start):
-            assert layer is not None
-            if index in slice.drawing:
-                draws.begin(index)
-            if isinstance(layer, Pop):
-                value = (*as_tuple(value), *as_tuple(kept[self._stashes[index]]))
-            elif not isinstance(layer, Stash):
-                value = layer(value)
-            packing = Packing.of(value)
-            if see is not None:
-                seen = see(name, layer, leaves_of(value))
-                value = packing.pack(seen) if packing else seen[0] if isinstance(value, Tensor) else seen
-            if index == slice.end - 1 and packing is not None:
-                self._packing, value = packing, leaves_of(value)
-            if isinstance(layer, Stash):
-                kept[index] = value
-        self._single = isinstance(value, Tensor)
-        kept[slice.end - 1] = value
-        return tuple(t for layer in self._leaving for t in as_tuple(kept[layer]))
-
-    def pack(self, outputs: Tensors) -> Any:
-        if self._packing is not None:
-            return self._packing.pack(outputs)
-        return outputs[0] if self._single else outputs
-
-
-def network_of(model: nn.Module | Network, example: Example, autocast: bool = False) -> Network:
-    """Return a model as a network; `example` of its inputs. Raises ConfigError if it cannot be traced.
-
-    `autocast`: it will run under bf16 autocast, and is compared so with its trace.
-    """
-    if isinstance(model, Network):
-        return model
-    if isinstance(model, nn.Sequential):
-        if example.names is not None:
-            raise ConfigError(
-                f"the inputs are a dict of {', '.join(example.names)}, and an nn.Sequential takes a tensor "
-                f"or a tuple: let the data give that, or the model be a module with forward("
-                f"{', '.join(example.names)})"
-            )
-        return Chain(model)
-    from pipetrain.network.trace import trace  # imports torch.export, which takes a second
-
-    return trace(model, example, autocast)

@@ -19,7 +19,8 @@ from pipetrain.building import make_schedule
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import Boundary, Example, Value, cast_floats
-from pipetrain.network.network import INPUT, Made, Network, network_of
+from pipetrain.network.chain import network_of
+from pipetrain.network.network import INPUT, Made, Network
 from pipetrain.network.numerics import Numerics
 from pipetrain.plan.balance import GIB, STRATEGIES, balance_times, choose_cuts
 from pipetrain.plan.crossing import (

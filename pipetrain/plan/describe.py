@@ -20,7 +20,7 @@ from pipetrain.building import build, make_model, make_schedule, make_task
 from pipetrain.data import declared_example, load_data, pieces
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import TensorSpec
-from pipetrain.network.network import network_of
+from pipetrain.network.chain import network_of
 from pipetrain.plan.blueprint import Plan, Samples, draft_plan, make_plan, with_costs
 from pipetrain.plan.comparing import BATCHES, aligned
 from pipetrain.plan.fitting import gpu_bytes, says_whether_it_fits, within_limit

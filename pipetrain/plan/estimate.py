@@ -24,7 +24,8 @@ from torch.utils.flop_counter import flop_registry
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.boundary import Boundary, Packing, TensorSpec, describe, leaves_of, specs_of
-from pipetrain.network.network import INPUT, Chain, Made, Network, Tensors, Values
+from pipetrain.network.chain import Chain
+from pipetrain.network.network import INPUT, Made, Network, Tensors, Values
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import places, standing_in
 from pipetrain.network.tensors import made_up, quiet, storage_of, strided

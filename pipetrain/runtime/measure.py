@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.boundary import Boundary, Value, as_tuple, describe, leaves_of
-from pipetrain.network.network import INPUT, Chain, Made, Network, Tensors
+from pipetrain.network.chain import Chain
+from pipetrain.network.network import INPUT, Made, Network, Tensors
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import strided
 from pipetrain.plan.estimate import Layer

@@ -17,7 +17,8 @@ from omegaconf import DictConfig
 from pipetrain.building import Models
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.boundary import Example
-from pipetrain.network.network import Chain, Network
+from pipetrain.network.chain import Chain
+from pipetrain.network.network import Network
 from pipetrain.network.tensors import made_up
 from pipetrain.plan.balance import STRATEGIES
 from pipetrain.plan.blueprint import Plan, profile_conditions

@@ -12,8 +12,9 @@ from torch import nn
 from pipetrain.data.feed import WindowFeed
 from pipetrain.errors import ActionFailed
 from pipetrain.network.boundary import Value, cast_floats
+from pipetrain.network.chain import network_of
 from pipetrain.network.materialise import materialise
-from pipetrain.network.network import Network, Part, network_of
+from pipetrain.network.network import Network, Part
 from pipetrain.plan.blueprint import Plan, outputs_of
 from pipetrain.plan.crossing import homes
 from pipetrain.plan.fitting import explained, is_out_of_memory

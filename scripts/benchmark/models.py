@@ -18,7 +18,7 @@ from benchmark.contestants import FULL, RIVALS, SCHEDULES, Alone, Contestant, Ou
 from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Job, Scale, Task, compose_task, prepare, schedules
 from benchmark.worlds import Say, fitted, run_world, titled
-from pipetrain.network.network import Chain
+from pipetrain.network.chain import Chain
 from pipetrain.plan.balance import STRATEGIES, choose_cuts
 from pipetrain.plan.blueprint import profile_conditions
 from pipetrain.plan.estimate import Layer

@@ -31,7 +31,8 @@ from benchmark.tasks import Scale
 from benchmark.worlds import Say
 from pipetrain.models.gpt import gpt
 from pipetrain.models.vision import resnet18, vgg16
-from pipetrain.network.network import Chain, Made, Slice
+from pipetrain.network.chain import Chain
+from pipetrain.network.network import Made, Slice
 from pipetrain.network.tensors import strided
 from pipetrain.runtime.stage import Saving, Stage
 

@@ -20,7 +20,7 @@ from benchmark.paced import SAMPLE, WIDTH, Paced
 from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Job, Scale, Task, compose_task, prepare
 from benchmark.worlds import Say, fitted, run_world, titled
-from pipetrain.network.network import Chain
+from pipetrain.network.chain import Chain
 from pipetrain.plan.blueprint import Plan, profile_conditions, with_costs
 from pipetrain.plan.profile import LayerTime
 from pipetrain.runtime.mesh import Mesh

@@ -14,7 +14,7 @@ from pipetrain.data import Split, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.models import gpt
 from pipetrain.network.boundary import Example, TensorSpec
-from pipetrain.network.network import Chain
+from pipetrain.network.chain import Chain
 from pipetrain.plan.crossing import refuse_cuts, shared_weights
 from pipetrain.plan.estimate import estimate
 from pipetrain.training.run import prepare

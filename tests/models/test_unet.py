@@ -13,7 +13,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.models import unet
 from pipetrain.models.unet import Concatenate
 from pipetrain.network.boundary import Example, TensorSpec
-from pipetrain.network.network import Pop, Stash
+from pipetrain.network.chain import Pop, Stash
 from pipetrain.plan.estimate import estimate
 from pipetrain.tasks.metrics import MeanIoU
 from tests.support.cases import Case, compare, config, run_in_threads

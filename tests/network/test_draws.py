@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pipetrain.network import draws
 from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.draws import EVALUATION, Seeds, _mixed, begin, drawing
-from pipetrain.network.network import Chain, Pop, Stash
 from pipetrain.plan.crossing import seams
 from pipetrain.plan.estimate import estimate
 from tests.support.models import Join

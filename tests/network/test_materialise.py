@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from pipetrain import ConfigError
+from pipetrain.network.chain import Chain
 from pipetrain.network.factory import build
 from pipetrain.network.materialise import cast_exactly, materialise, named_tensors
-from pipetrain.network.network import Chain
 
 
 class Given:

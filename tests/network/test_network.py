@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from pipetrain.building import _is_copied_whole
 from pipetrain.network.boundary import Boundary, TensorSpec, as_tuple
-from pipetrain.network.network import INPUT, Chain, Made, Pop, Stash
+from pipetrain.network.chain import Chain, Pop, Stash
+from pipetrain.network.network import INPUT, Made
 from pipetrain.plan.crossing import seams
 from pipetrain.plan.estimate import estimate
 from tests.support.models import Gather, Join, Pair, skipping

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipetrain.network.boundary import Boundary, Example, TensorSpec
-from pipetrain.network.network import INPUT, Chain, Made, Pop, Slice, Stash
+from pipetrain.network.chain import Chain, Pop, Stash
+from pipetrain.network.network import INPUT, Made, Slice
 from pipetrain.plan.crossing import (
     Seams,
     copies_output,

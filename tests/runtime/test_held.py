@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.network.boundary import Boundary, TensorSpec
-from pipetrain.network.network import Chain
+from pipetrain.network.chain import Chain
 from pipetrain.plan.crossing import seams
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.sizes import LossSizes, microbatch

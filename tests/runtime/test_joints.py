@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.network.boundary import Boundary, TensorSpec
-from pipetrain.network.network import Made, Pop, Stash
+from pipetrain.network.chain import Pop, Stash
+from pipetrain.network.network import Made
 from pipetrain.plan.crossing import seams
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.channel import Edge

@@ -22,7 +22,8 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.models.gpt import gpt
 from pipetrain.models.vision import resnet18, vgg16
 from pipetrain.network.boundary import leaves_of
-from pipetrain.network.network import INPUT, Made, network_of
+from pipetrain.network.chain import network_of
+from pipetrain.network.network import INPUT, Made
 from pipetrain.network.tensors import made_up
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.split import Deferred

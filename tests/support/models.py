@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 from torch.utils.checkpoint import checkpoint
 
-from pipetrain.network.network import Pop, Stash
+from pipetrain.network.chain import Pop, Stash
 
 CLASSES = 10
 

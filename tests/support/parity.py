@@ -22,8 +22,9 @@ from torch.func import functional_call
 from pipetrain.arguments import read_schedule
 from pipetrain.data.loader import pieces
 from pipetrain.network.boundary import Example, Value, as_tuple, on_each
+from pipetrain.network.chain import network_of
 from pipetrain.network.draws import Seeds, drawing
-from pipetrain.network.network import Network, network_of
+from pipetrain.network.network import Network
 from pipetrain.network.traced import Traced
 from pipetrain.plan.blueprint import Plan, Samples, make_plan
 from pipetrain.plan.crossing import seams

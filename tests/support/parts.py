@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from pipetrain.network.boundary import Boundary
-from pipetrain.network.network import Chain, Made, Part, Slice
+from pipetrain.network.chain import Chain
+from pipetrain.network.network import Made, Part, Slice
 
 
 def part_of(
