@@ -6,8 +6,8 @@ next window; the other ranks read its decision after each window. They see it in
 finish a window before the first stage has begun it, and the first stage decides before that.
 
 torchrun kills its ranks 30 seconds after it has forwarded SIGTERM. A window with more than MOST_LEFT_S left
-therefore ends early, at a batch that no rank has begun (see Engine). This is decided in the same way, batch
-by batch; once the time of a batch is known, the ranks check about every LOOK_S seconds.
+therefore ends early, at a batch that no rank has begun (see runtime.order). This is decided in the same way,
+batch by batch; once the time of a batch is known, the ranks check about every LOOK_S seconds.
 
 A stop must not depend on the main thread, which may compile for a minute, or on the other ranks. Before a
 rank's first update there is nothing to save, so SIGTERM ends it at once. Later it leaves, and says what is
@@ -146,7 +146,7 @@ class Asking:
         self._every = 1 if batch_s is None else max(1, int(LOOK_S / max(batch_s, 1e-6)))
 
     def ends_window(self, batches: int, begun: int) -> bool:
-        """Return whether the window ends after `batches` batches; see runtime.engine.Ends."""
+        """Return whether the window ends after `batches` batches; see runtime.order.Ends."""
         if batches % self._every or not self._decides_end(batches, begun):
             return False
         self.ended = True

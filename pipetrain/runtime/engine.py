@@ -26,7 +26,7 @@ from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import Rehearsal, Repeated, attributes_put_back, put_back
 from pipetrain.runtime.stage import Stage, Target
-from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op, Tie
+from pipetrain.schedule.actions import RECEIVES, Action, Op, Tie
 from pipetrain.schedule.policy import Bounds, Wait
 from pipetrain.schedule.timeline import Row, StageStats, stage_stats, total
 
@@ -35,10 +35,6 @@ Specs = tuple[TensorSpec, ...]
 Boundaries = Mapping[int, Sequence[Boundary]]
 Progress = Callable[[int], None]
 """Called with a stage after each counted action (an update, or a microbatch of an evaluation)."""
-Ends = Callable[[int, int], bool]
-"""(batches, begun) -> whether the window, `begun` of whose batches have begun, ends after `batches`.
-
-Every rank calls it with the same numbers of batches, in order."""
 Observer = Callable[[Row], None]  # called with the measured spans of a window, after its end
 
 
@@ -78,7 +74,6 @@ class _Window:
     joints: Joints
     channel: Channel
     first: int  # update
-    ends: Ends | None = None
     specs: dict[tuple[int, int, int], Specs] = field(default_factory=dict)  # by edge and samples
     arrived: dict[tuple[Edge, int], Tensors] = field(
         default_factory=dict
@@ -119,6 +114,9 @@ class _View:
     def room(self, send: Action) -> bool:
         return self.channel.room(self.message(send))
 
+    def forget(self, mb: int) -> None:
+        self.channel.forget(mb)
+
 
 class Engine:
     """Runs programs over the stages of one rank.
@@ -142,7 +140,6 @@ class Engine:
         clock: Clock,
         plain: Channel | None = None,
         seed: int = 0,
-        bound: int = 2,
         rehearsal: Rehearsal | None = None,
     ) -> None:
         self._stages = stages
@@ -157,8 +154,6 @@ class Engine:
         self._clock = clock
         self.seed = seed
         """Of random numbers such as dropout's."""
-        self.bound = bound
-        """The most receives that are posted ahead on an edge."""
         self._rehearsal = rehearsal
         self._ties_of = {index: stage.ties for index, stage in stages.items()}
         self._stats = {stage: StageStats() for stage in stages}
@@ -189,21 +184,18 @@ class Engine:
         microbatches: int,
         progress: Progress = lambda stage: None,
         observe: Observer | None = None,
-        ends: Ends | None = None,
     ) -> None:
         """Run this rank's actions of one window, with batches of `microbatches` each, and drain.
 
-        `progress` is called at each update, `observe` with the measured spans. `ends` may shorten the window:
-        `order` then has the number of batches. Raises ChannelError and TrainingStopped.
+        `progress` is called at each update, `observe` with the measured spans. Raises ChannelError and
+        TrainingStopped.
         """
         self._rehearse(order, feed, microbatches, training=True)
         for stage in self._stages.values():
             stage.begin_window()
         skipped = {index: stage.skipped for index, stage in self._stages.items()}
         first = next(iter(self._stages.values())).weights.updates
-        window = _Window(
-            order, feed, microbatches, self._boundaries, self._joints, self._channel, first, ends
-        )
+        window = _Window(order, feed, microbatches, self._boundaries, self._joints, self._channel, first)
         row = self._run(window, self._train, Op.STEP, progress, self.meter)
         skips = {index: stage.skipped - skipped[index] for index, stage in self._stages.items()}
         self._unread.append(_Ran(row, microbatches, skips, window.raw_bytes, observe))
@@ -236,17 +228,11 @@ class Engine:
             if ran.observe:
                 ran.observe(row)
 
-    def evaluate(
-        self,
-        order: Order,
-        feed: Feed,
-        progress: Progress = lambda stage: None,
-        ends: Ends | None = None,
-    ) -> None:
-        """Run forwards with the newest weights; each microbatch is a batch to `ends`, see `train`."""
+    def evaluate(self, order: Order, feed: Feed, progress: Progress = lambda stage: None) -> None:
+        """Run forwards with the newest weights."""
         self._rehearse(order, feed, 1, training=False)
         joints = self._evaluated_joints
-        window = _Window(order, feed, 1, self._evaluated, joints, self._plain, EVALUATION, ends)
+        window = _Window(order, feed, 1, self._evaluated, joints, self._plain, EVALUATION)
         self._run(window, self._evaluate, Op.F, progress)
         self.settle()
 
@@ -341,7 +327,7 @@ class Engine:
     def _actions(self, window: _Window) -> Iterator[Action | Wait]:
         """Yield the order's actions. Before one that may block, the feed makes the next input."""
         view = _View(window.channel, lambda action: self._message(action, window))
-        for action in self._asking(window, view):
+        for action in window.order.actions(view):
             if isinstance(action, Wait) or action.op in RECEIVES:
                 window.feed.prepare()
             yield action
@@ -376,42 +362,6 @@ class Engine:
         return ActionFailed(
             f"rank {self._placement[stage]}, stage {stage}, action {action}: {type(error).__name__}: {error}"
         )
-
-    # The end of a window
-
-    def _asking(self, window: _Window, view: _View) -> Iterator[Action | Wait]:
-        """Yield the order's actions, checking on the way whether the window ends early.
-
-        It may end before a batch of which no rank has posted a receive. Receives are posted `bound` ahead, so
-        the first stage's rank decides `bound` + 1 microbatches before that batch, before its forward; the
-        others check after they have received that microbatch, and so after the decision.
-        """
-        if window.ends is None:
-            yield from window.order.actions(view)
-            return
-        first = min(self._stages)
-        source = min((src for src, dst in window.joints.routes if dst == first), default=NO_PEER)
-        asking = (first, Op.RECV_F if first else Op.F, source)
-        for action in window.order.actions(view):
-            asks = isinstance(action, Action) and (action.stage, action.op, action.peer) == asking
-            if asks and not first:
-                self._ask(action, window, window.ends)
-            yield action
-            if asks and first:
-                self._ask(action, window, window.ends)
-
-    def _ask(self, action: Action | Wait, window: _Window, ends: Ends) -> None:
-        assert isinstance(action, Action)
-        batches, rest = divmod(action.mb + self.bound + 1, window.microbatches)
-        begun = action.mb // window.microbatches + 1
-        if rest or batches >= window.order.batches or not ends(batches, begun):
-            return
-        window.order.shorten(batches)
-        window.channel.forget(batches * window.microbatches)
-        for index, stage in self._stages.items():
-            for version in stage.weights.older():
-                if not window.order.needed(index, version):
-                    stage.weights.release(version)
 
     # Compute
 
@@ -487,15 +437,17 @@ class Engine:
         stage = self._stages[action.stage]
         keep = window.order.needed(action.stage, action.version - 1)
         stage.step(keep, window.norms.get(action.version))
+        self._release(action, window)
         held = stage.weights.held
         limit = self.bounds[action.stage].versions
         assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"
 
     def _release(self, action: Action, window: _Window) -> None:
-        """Release a version after its last use, unless it is the newest."""
+        """Release the older versions that no action reads any more."""
         weights = self._stages[action.stage].weights
-        if action.version < weights.newest and not window.order.needed(action.stage, action.version):
-            weights.release(action.version)
+        for version in weights.older():
+            if not window.order.needed(action.stage, version):
+                weights.release(version)
 
     # Outputs and gradients: passed directly to a stage on this rank, or kept for the program's SEND
 

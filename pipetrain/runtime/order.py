@@ -3,69 +3,116 @@
 The engine takes one action after the other, and asks whether a weight version is still needed. A list knows
 its later actions; under a policy, forwards read only the newest weights, so an older version is needed while
 a microbatch that read it is open.
+
+A window may end early, where the run is asked to stop: before a batch of which no rank has posted a receive.
+Receives are posted so far ahead, so the first stage's rank decides one microbatch more before that batch,
+before its forward; the others look after they have received that microbatch, and so after the decision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from pipetrain.plan.blueprint import Plan
 from pipetrain.runtime.stage import Saving
-from pipetrain.schedule.actions import RECEIVES, Action, Op, last_uses, shortened
+from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op, last_uses, shortened
 from pipetrain.schedule.lower import Route, Wiring
 from pipetrain.schedule.policy import Policy, View, Wait
 
 SHORT = 2  # batches in which a window does all that it ever does, such as keeping an old version
 
+Ends = Callable[[int, int], bool]
+"""(batches, begun) -> whether the window, `begun` of whose batches have begun, ends after `batches`.
 
-class Order(Protocol):
-    """The actions of one rank in one window. For single use."""
+Every rank calls it with the same numbers of batches, in order."""
 
-    decided: bool  # whether it looks at the channel to decide, so that messages must be watched
-    batches: int  # the number of batches in the window
 
+class Receiving(View, Protocol):
+    """What an order sees of the channel."""
+
+    def forget(self, mb: int) -> None:
+        """Cancel the receives of microbatches from `mb` on, none of which may have been posted."""
+
+
+class Order(ABC):
+    """The actions of one rank in one window of `batches` batches. For single use."""
+
+    decided = False
+    """Whether it looks at the channel to decide, so that messages must be watched."""
+
+    def __init__(self, batches: int, microbatches: int, first: int) -> None:
+        self.batches = batches
+        self._microbatches = microbatches
+        self._first = first  # of the rank's stages
+        self._ends: Ends | None = None
+        self._ahead = 0
+
+    def may_end(self, ends: Ends | None, ahead: int) -> Order:
+        """Let `ends` end the window early; at most `ahead` receives are posted ahead on an edge."""
+        self._ends, self._ahead = ends, ahead
+        return self
+
+    def actions(self, view: Receiving) -> Iterator[Action | Wait]:
+        """Yield the actions; each is done when the next one is requested."""
+        peers = [a.peer for a in self.receives() if (a.stage, a.op) == (self._first, Op.RECV_F)]
+        asking = (self._first, Op.RECV_F if peers else Op.F, min(peers, default=NO_PEER))
+        for action in self._actions(view):
+            asks = isinstance(action, Action) and (action.stage, action.op, action.peer) == asking
+            if asks and not peers:
+                self._ask(action, view)
+            yield action
+            if asks and peers:
+                self._ask(action, view)
+
+    def _ask(self, action: Action | Wait, view: Receiving) -> None:
+        assert isinstance(action, Action)
+        batches, rest = divmod(action.mb + self._ahead + 1, self._microbatches)
+        begun = action.mb // self._microbatches + 1
+        if self._ends is not None and not rest and batches < self.batches and self._ends(batches, begun):
+            self.batches = batches
+            self._shorten()
+            view.forget(batches * self._microbatches)
+
+    @abstractmethod
     def receives(self) -> list[Action]:
         """Return all RECVs, in order on each edge."""
 
-    def actions(self, view: View) -> Iterator[Action | Wait]:
-        """Yield the actions; each is done when the next one is requested."""
-
+    @abstractmethod
     def needed(self, stage: int, version: int) -> bool:
         """Return whether an action after the current one reads a version of a stage's weights."""
 
+    @abstractmethod
     def saving(self, stage: int, mb: int) -> Saving:
         """Return what the forward of a microbatch is to save."""
 
+    @abstractmethod
     def short(self) -> Order:
         """Return an order of few batches that has each kind of action of this one; before it is used."""
 
-    def shorten(self, batches: int) -> None:
-        """End the window after `batches` batches; no later one may have begun."""
+    @abstractmethod
+    def _actions(self, view: View) -> Iterator[Action | Wait]:
+        """Yield the actions of `batches` batches."""
+
+    @abstractmethod
+    def _shorten(self) -> None:
+        """Leave out the batches from number `batches` on, none of which has begun."""
 
 
-class Listed:
+class Listed(Order):
     """A program's list of actions, for `batches` batches of `microbatches` microbatches each."""
 
-    decided = False
-
     def __init__(self, actions: Sequence[Action], batches: int = 1, microbatches: int = 1) -> None:
-        self.batches = batches
-        self._microbatches = microbatches
-        self._actions = list(actions)
-        self._last_uses = last_uses(self._actions)
+        super().__init__(batches, microbatches, min((a.stage for a in actions), default=0))
+        self._list = list(actions)
+        self._last_uses = last_uses(self._list)
         self._split = {(a.stage, a.mb) for a in actions if a.op is Op.I}
         self._recomputed = {(a.stage, a.mb) for a in actions if a.op is Op.R}
         self._position = -1
 
     def receives(self) -> list[Action]:
-        return [action for action in self._actions if action.op in RECEIVES]
-
-    def actions(self, view: View) -> Iterator[Action | Wait]:
-        while self._position + 1 < len(self._actions):
-            self._position += 1
-            yield self._actions[self._position]
+        return [action for action in self._list if action.op in RECEIVES]
 
     def needed(self, stage: int, version: int) -> bool:
         return self._last_uses.get((stage, version), -1) > self._position
@@ -75,64 +122,82 @@ class Listed:
 
     def short(self) -> Order:
         batches = min(SHORT, self.batches)
-        actions = shortened(self._actions, batches, self._microbatches)
+        actions = shortened(self._list, batches, self._microbatches)
         return Listed(actions, batches, self._microbatches)
 
-    def shorten(self, batches: int) -> None:
-        self.batches = batches
-        self._actions = shortened(self._actions, batches, self._microbatches)
-        self._last_uses = last_uses(self._actions)
+    def _actions(self, view: View) -> Iterator[Action | Wait]:
+        while self._position + 1 < len(self._list):
+            self._position += 1
+            yield self._list[self._position]
+
+    def _shorten(self) -> None:
+        self._list = shortened(self._list, self.batches, self._microbatches)
+        self._last_uses = last_uses(self._list)
 
 
-@dataclass(slots=True)
-class Decided:
+class Decided(Order):
     """A policy's decisions for one stage."""
 
-    policy: Policy
-    stage: int
-    stages: int
-    batches: int
-    microbatches: int
-    routes: Sequence[Route] | None = None
-    decided: bool = True
-    _reads: dict[int, int] = field(default_factory=dict)  # open microbatch -> weight version
-    _recomputes: bool = False
+    decided = True
 
-    def __post_init__(self) -> None:
-        size = self.stages, self.batches, self.microbatches
-        self._recomputes = self.policy.recomputes(self.stage, *size)
+    def __init__(
+        self,
+        policy: Policy,
+        stage: int,
+        stages: int,
+        batches: int,
+        microbatches: int,
+        routes: Sequence[Route] | None = None,
+    ) -> None:
+        super().__init__(batches, microbatches, stage)
+        self._policy, self._stages, self._routes = policy, stages, routes
+        self._reads: dict[int, int] = {}  # open microbatch -> weight version
+        self._saving = Saving(recomputed=policy.recomputes(stage, stages, batches, microbatches))
 
     def receives(self) -> list[Action]:
-        wiring = Wiring([(rank,) for rank in range(self.stages)], self.routes)
-        mbs = range(self.batches * self.microbatches)
-        compute = [Action(self.stage, op, mb) for op in (Op.F, Op.B) for mb in mbs]
+        wiring = Wiring([(rank,) for rank in range(self._stages)], self._routes)
+        mbs = range(self.batches * self._microbatches)
+        compute = [Action(self._first, op, mb) for op in (Op.F, Op.B) for mb in mbs]
         return [receive for action in compute for receive in wiring.receives(action)]
 
-    def actions(self, view: View) -> Iterator[Action | Wait]:
-        size = self.stage, self.stages, lambda: self.batches, self.microbatches
-        for action in self.policy.lowered(*size, view, self.routes):
+    def needed(self, stage: int, version: int) -> bool:
+        return version in self._reads.values()
+
+    def saving(self, stage: int, mb: int) -> Saving:
+        return self._saving
+
+    def short(self) -> Order:
+        batches = min(SHORT, self.batches)
+        return Decided(self._policy, self._first, self._stages, batches, self._microbatches, self._routes)
+
+    def _actions(self, view: View) -> Iterator[Action | Wait]:
+        size = self._first, self._stages, lambda: self.batches, self._microbatches
+        for action in self._policy.lowered(*size, view, self._routes):
             if isinstance(action, Action) and action.op is Op.F:
                 self._reads[action.mb] = action.version
             elif isinstance(action, Action) and action.op in (Op.B, Op.W):
                 del self._reads[action.mb]
             yield action
 
-    def needed(self, stage: int, version: int) -> bool:
-        return version in self._reads.values()
-
-    def saving(self, stage: int, mb: int) -> Saving:
-        return Saving(recomputed=self._recomputes)
-
-    def short(self) -> Order:
-        return replace(self, batches=min(SHORT, self.batches), _reads={})
-
-    def shorten(self, batches: int) -> None:
-        self.batches = batches
+    def _shorten(self) -> None:
+        """Do nothing: the policy asks for the number of batches each time."""
 
 
-def order_of(plan: Plan, batches: int, rank: int) -> Order:
-    """Return the actions of a rank in a window of `batches` batches, for single use."""
-    m = plan.settings.microbatches
+def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> Order:
+    """Return the actions of a rank in a window of `batches` batches."""
+    microbatches = plan.settings.microbatches
+    order: Order
     if plan.policy is None:
-        return Listed(plan.windows[batches].program[rank], batches, m)
-    return Decided(plan.policy, rank, plan.stages, batches, m, plan.routes)
+        order = Listed(plan.windows[batches].program[rank], batches, microbatches)
+    else:
+        order = Decided(plan.policy, rank, plan.stages, batches, microbatches, plan.routes)
+    return order.may_end(ends, _ahead(plan))
+
+
+def evaluation_of(plan: Plan, microbatches: int, rank: int, ends: Ends | None = None) -> Order:
+    """Return the actions of a rank in an evaluation of so many microbatches, each a batch to `ends`."""
+    return Listed(plan.evaluation[rank], microbatches).may_end(ends, _ahead(plan))
+
+
+def _ahead(plan: Plan) -> int:
+    return max(plan.links.bounds.values(), default=0)

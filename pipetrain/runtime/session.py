@@ -23,7 +23,7 @@ from pipetrain.rate import Rate
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.coded import CodedChannel, Feedback, Slot
-from pipetrain.runtime.engine import Ends, Engine, Observer
+from pipetrain.runtime.engine import Engine, Observer
 from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.mesh import Mesh
@@ -79,7 +79,6 @@ class Session:
         targets: Iterator[Value] | None,
         tick: Tick = lambda stage: None,
         observe: Observer | None = None,
-        ends: Ends | None = None,
     ) -> list[float]:
         """Train the batches of one window; return the mean loss of each update on the last stage's rank.
 
@@ -89,7 +88,7 @@ class Session:
         """
         feed = self._feed(sizes, inputs, targets, self._prove_batch)
         with self._explaining():
-            self.engine.train(order, feed, self.plan.settings.microbatches, tick, observe, ends)
+            self.engine.train(order, feed, self.plan.settings.microbatches, tick, observe)
         return [] if self.last is None else self.last.take_losses()
 
     def evaluate(
@@ -99,11 +98,10 @@ class Session:
         inputs: Iterator[Value] | None,
         targets: Iterator[Value] | None,
         tick: Tick = lambda stage: None,
-        ends: Ends | None = None,
     ) -> None:
         """Predict microbatches of these `sizes` with the newest weights; the last stage counts."""
         with self._explaining():
-            self.engine.evaluate(order, self._feed([[size] for size in sizes], inputs, targets), tick, ends)
+            self.engine.evaluate(order, self._feed([[size] for size in sizes], inputs, targets), tick)
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -223,7 +221,6 @@ def make_engine(
         clock or Clock(mesh.device),
         plain,
         plan.settings.seed,
-        max(plan.links.bounds.values(), default=0),
         Rehearsal(loopback, mesh.meet, plan.settings.cuda_graphs) if rehearses(mesh.device) else None,
     )
 

@@ -26,10 +26,10 @@ from pipetrain.network.boundary import Value
 from pipetrain.plan.windows import window_lengths
 from pipetrain.records.figures import EpochFigures, Loss, Progress, Stats, by_update, read_progress
 from pipetrain.records.tracer import Tracer
-from pipetrain.runtime.engine import Ends, Observer
+from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.order import Listed, order_of
+from pipetrain.runtime.order import Ends, evaluation_of, order_of
 from pipetrain.runtime.session import Session, slots
 from pipetrain.schedule.actions import Action, Op, Program, parse_action
 from pipetrain.schedule.check import check
@@ -213,10 +213,9 @@ class Trainer:
         run = self._run
         ids = list(torch.split(torch.arange(run.facts.test), run.evaluation_sizes))
         tick = partial(self._tick, f"evaluation {epoch + 1}", len(ids))
-        order = Listed(run.plan.evaluation[self._mesh.world.rank], len(ids))
         eval_s = [figures.eval_s / len(ids) for figures in self._progress.history[-1:]]
-        samples = self._read("test", ids, None)
-        self.runner.evaluate(order, run.evaluation_sizes, *samples, tick, self._ends(len(ids), *eval_s))
+        order = evaluation_of(run.plan, len(ids), self._mesh.world.rank, self._ends(len(ids), *eval_s))
+        self.runner.evaluate(order, run.evaluation_sizes, *self._read("test", ids, None), tick)
         return order.batches == len(ids)
 
     def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
@@ -238,7 +237,7 @@ class Trainer:
             chosen = batches[start : start + length]
             only = epoch + 1 == run.settings.epochs and start + length == len(batches)
             meter = self._engine.meter = self._meter(only)
-            order = order_of(run.plan, length, self._mesh.world.rank)
+            order = order_of(run.plan, length, self._mesh.world.rank, self._ends(length, *batch_s))
             self._losses += self.runner.train(
                 order,
                 [[len(ids) for ids in batch] for batch in chosen],
@@ -246,7 +245,6 @@ class Trainer:
                 targets,
                 tick,
                 self._observer(tracer.observer(epoch, chosen) if tracer else None),
-                self._ends(length, *batch_s),
             )
             if meter:
                 self._held, self._engine.meter = meter.close(), None

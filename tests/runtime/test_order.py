@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
 
 from pipetrain.runtime.order import Decided, Listed, Order
 from pipetrain.schedule.actions import Action, Op
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import ForwardBackward, Wait
-from pipetrain.schedule.programs import pipedream_2bw
+from pipetrain.schedule.programs import gpipe, pipedream_2bw
 
 
 class Late:
@@ -14,6 +17,10 @@ class Late:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.forgotten: list[int] = []
+
+    def forget(self, mb: int) -> None:
+        self.forgotten.append(mb)
 
     def arrived(self, receive: Action) -> bool:
         self.asked += 1
@@ -61,3 +68,20 @@ def test_a_policy_s_stage_receives_all_of_its_window():
     middle = Decided(ForwardBackward(3), 1, 3, 2, 1)
     assert [str(action) for action in middle.receives()] == ["1RECV_F0", "1RECV_F1", "1RECV_B0", "1RECV_B1"]
     assert middle.decided
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_window_ends_before_a_batch_of_which_no_receive_is_posted(rank):
+    """Of 4 batches of 2 microbatches, with one receive ahead: two microbatches before that batch."""
+    order, view, said = Listed(lower(gpipe(3, 4, 2))[rank], 4, 2), Late(), []
+
+    def ends(batches: int, begun: int) -> bool:
+        said.append((batches, begun))
+        return batches == 3
+
+    seen = [(action, len(said)) for action in order.may_end(ends, ahead=1).actions(view)]
+    asked = [str(one) for (_, before), (one, after) in pairwise([(None, 0), *seen]) if after > before]
+    assert asked == [f"{rank}F{mb}@{mb // 2}" for mb in (0, 2, 4)]
+    assert [action for action, _ in seen] == lower(gpipe(3, 3, 2))[rank]
+    assert said == [(1, 1), (2, 2), (3, 3)]
+    assert (order.batches, view.forgotten) == (3, [6])

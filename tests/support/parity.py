@@ -29,7 +29,7 @@ from pipetrain.network.traced import Traced
 from pipetrain.plan.blueprint import Plan, Samples, make_plan
 from pipetrain.plan.crossing import seams
 from pipetrain.runtime.mesh import World
-from pipetrain.runtime.order import Listed, order_of
+from pipetrain.runtime.order import evaluation_of, order_of
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
@@ -144,7 +144,7 @@ def trained(
     losses = runner.train(order_of(plan, len(SAMPLES), rank), sizes, *fed)
     meet()
     batches = [_cut(value, [*SAMPLES]) for value in (subject.inputs, subject.targets)]
-    runner.evaluate(Listed(plan.evaluation[rank], len(SAMPLES)), [*SAMPLES], *batches)
+    runner.evaluate(evaluation_of(plan, len(SAMPLES), rank), [*SAMPLES], *batches)
     return losses, None if runner.last is None else runner.last.take_evaluated().mean_loss
 
 
