@@ -36,6 +36,7 @@ from tests.support.cases import SCHEDULES, config
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLE = "python -m pipetrain.plan compare=all stages=4 microbatches=8"
 CODEC = re.compile(r"^\| `(\w+)`.*?\| ([\d,]+)(?: bytes)? \|", re.MULTILINE)
 
@@ -53,8 +54,7 @@ def timeline() -> str:
 
 def readme() -> str:
     """The README, and the pages that it leads to."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return "\n".join(page.read_text() for page in pages)
+    return "\n".join(page.read_text() for page in PAGES)
 
 
 def commands() -> list[str]:
@@ -151,10 +151,11 @@ def test_its_own_schedule_is_sound():
         assert simulate(program, microbatches).activations == [1] * ranks
 
 
-def test_its_own_model_can_be_cut():
+@pytest.mark.parametrize("factory", ["my_factory", "hourglass"])
+def test_its_own_model_can_be_cut(factory):
     names = {"nn": torch.nn}
-    exec(python_block("my_factory"), names)
-    layers = estimate(names["my_factory"](), Boundary((TensorSpec((2, 3, 32, 32), torch.float32),)))
+    exec(python_block(f"def {factory}"), names)
+    layers = estimate(names[factory](), Boundary((TensorSpec((2, 3, 32, 32), torch.float32),)))
     assert choose_cuts([2], layers, 2) == [2]
 
 
@@ -181,10 +182,27 @@ def test_the_table_of_codecs_has_the_bytes_of_each():
     assert said == {name: chosen.wire_bytes([boundary], forward=True) for name, chosen in codecs.items()}
 
 
-def test_every_page_and_picture_is_there():
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_a_page_leads_to_is_there(page):
+    for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
+
+
+def test_the_tests_of_promises_are_there():
+    """Each promise names its tests by their paths, and each test file that a page names is there."""
+    table, _, _ = (ROOT / "docs" / "reliability.md").read_text().partition("\n## ")
+    _, *promises = re.findall(r"^\| .* \|$", table, re.MULTILINE)
+    assert [promise for promise in promises if not re.search(r"\| `tests/\S+\.py`", promise)] == []
+    named = set(re.findall(r"`([\w/]*\btest_\w+\.py)`", readme()))
+    assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.parametrize(
