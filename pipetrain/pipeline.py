@@ -51,10 +51,10 @@ from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
 from pipetrain.data import pieces
-from pipetrain.data.loading import BadBatch, Batches, Form, Reader, WindowSource
+from pipetrain.data.loading import BadBatch, Form, Loader, Reader
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
-from pipetrain.network.boundary import Example, Value, as_tuple, specs_of
+from pipetrain.network.boundary import Example, TensorSpec, Value, as_tuple, specs_of
 from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
@@ -66,6 +66,7 @@ from pipetrain.plan.blueprint import (
     Plan,
     Samples,
     make_plan,
+    outputs_of,
     profile_conditions,
     prove_targets,
 )
@@ -78,6 +79,7 @@ from pipetrain.plan.windows import prove, settle_clipping
 from pipetrain.rate import Rate
 from pipetrain.records.bar import Bar
 from pipetrain.runtime.allocator import keep_freed_memory
+from pipetrain.runtime.batches import Batches, OfLoader
 from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.mesh import Mesh, World, choose_device
 from pipetrain.runtime.optimizer import prove_optimizer
@@ -96,8 +98,10 @@ from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
 
 TRAINING = "the training"
+NO_BATCH = "the loader has no batch: give one that has, and that can be read again"
 log = logging.getLogger("pipetrain")
 EVALUATED_AT_ONCE = 16  # batches of a window of an evaluation
+PREDICTED_AT_ONCE = 8  # and of a prediction, whose outputs are kept until its end
 _open: weakref.ReferenceType[Pipeline] | None = None  # the pipeline of this process
 
 
@@ -235,7 +239,7 @@ class Pipeline:
         self._model = model
         self._form: Form | None = None
         self._given: Given | None = None  # from the first batch on
-        self._runner: Session | None = None  # from the first batch on
+        self._session: Session | None = None  # from the first batch on
         self._loan: Loan | None = None  # from the first batch on
         self._source: Source | None = None  # what was loaded before it
         self._stopped = ""  # the error that ended it
@@ -262,7 +266,7 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """The cuts, and the program of a window with what was proven of it; prints as pipetrain.plan does."""
-        return (self._runner or self._begun).plan
+        return (self._session or self._begun).plan
 
     @property
     def rank(self) -> int:
@@ -271,9 +275,9 @@ class Pipeline:
     @property
     def updates(self) -> int:
         """The number of updates so far."""
-        if self._runner is None:
+        if self._session is None:
             return self._source.manifest.position.update if self._source else 0
-        return next(iter(self._runner.stages.values())).weights.updates
+        return next(iter(self._session.stages.values())).weights.updates
 
     @property
     def stopping(self) -> bool:
@@ -285,7 +289,7 @@ class Pipeline:
         self._signals.listen()
         return self._stopping
 
-    def train(self, loader: Batches, window: int | None = None) -> Iterator[float]:
+    def train(self, loader: Loader, window: int | None = None) -> Iterator[float]:
         """Train one pass over a loader; yield the mean loss of each update, on every rank.
 
         `loader` yields (inputs, targets), tensors [n, ...] or tuples or dicts of them; or dicts, where
@@ -299,13 +303,14 @@ class Pipeline:
         window = COUNT.read("window", window, null=True)
         return self._pass(loader, window or self._settings.window)
 
-    def _pass(self, loader: Batches, window: int | None) -> Iterator[float]:
+    def _pass(self, loader: Loader, window: int | None) -> Iterator[float]:
         samples, began = 0, time.perf_counter()
         self._passes += 1
         with self._together():
             self._counted(Stage.take_trained)  # what steps, or a pass that was left, have counted
-        for reader, sizes in self._windows(loader, window, f"{TRAINING} (pass {self._passes})"):
-            losses = self._train(sizes, reader)
+        batches = self._batches(loader, f"{TRAINING} (pass {self._passes})")
+        for sizes in self._windows(batches, window):
+            losses = self._losses(self._train(sizes, batches))
             samples += sum(sizes)
             yield from losses
         self.metrics = self._values(
@@ -328,22 +333,48 @@ class Pipeline:
                 f"it: use `for loss in pipe.train(loader)`, or a schedule that flushes, such as 1f1b"
             )
         batch = inputs if targets is None else (inputs, targets)
-        for reader, sizes in self._windows([batch], 1, f"{TRAINING} by step()"):
-            (loss,) = self._train(sizes, reader)
+        batches = self._batches([batch], f"{TRAINING} by step()")
+        for sizes in self._windows(batches, 1):
+            (loss,) = self._losses(self._train(sizes, batches))
             return loss
         return math.nan
 
-    def evaluate(self, loader: Batches) -> dict[str, float]:
+    def evaluate(self, loader: Loader) -> dict[str, float]:
         """Return the mean loss and the metrics over a loader, with the newest weights, on every rank.
 
         Raises ConfigError for a loader without batches, and TrainingStopped for a bad batch.
         """
         with self._together():
             self._counted(Stage.take_evaluated)  # what an evaluation that failed has counted
-        for reader, sizes in self._windows(loader, EVALUATED_AT_ONCE, "the evaluation"):
+        batches = self._batches(loader, "the evaluation")
+        for sizes in self._windows(batches, EVALUATED_AT_ONCE):
             with self._together():
-                self._evaluate(sizes, reader)
+                self._evaluate(sizes, batches)
         return self._values("the evaluation", Stage.take_evaluated)
+
+    def predict(self, loader: Loader) -> Iterator[Any]:
+        """Yield the model's outputs for each batch of a loader, in order and in host memory, on rank 0.
+
+        The other ranks get None for each. `loader` yields inputs; targets beside them are not looked at. The
+        model is in evaluation mode. Raises ConfigError for a loader without batches.
+        """
+        assert self._begun and self._form is not None
+        form = Form(self._form.inputs, Example((TensorSpec((), torch.float32),)))
+        reader = None if self.rank else Reader(loader, "batch", form, self._named, labelled=False)
+        batches = self._of_loader(reader, "the prediction", form, training=False)
+        for sizes in self._windows(batches, PREDICTED_AT_ONCE):
+            with self._together():
+                outputs = self._predict(sizes, batches)
+            yield from outputs
+
+    def _predict(self, sizes: Sequence[int], batches: Batches) -> list[Any]:
+        source, session = batches.open([[size] for size in sizes], self.rank), self._begun
+        last, pack = session.plan.placement[-1], outputs_of(session.plan).pack
+        order, tick = self._forwards(len(sizes)), self._tick("prediction", len(sizes))
+        with self._with_its_own():
+            found = session.predict(order, sizes, source.inputs, tick)
+        moved = direct.brought(found, self._mesh, last)
+        return [pack(tensors) for tensors in moved] if not self.rank else [None] * len(sizes)
 
     def _values(self, what: str, take: Callable[[Stage], Tally], **more: float) -> dict[str, float]:
         """Return what the last stage has counted, and `more` of its rank, on every rank."""
@@ -356,39 +387,50 @@ class Pipeline:
 
     def _counted(self, take: Callable[[Stage], Tally]) -> Tally | None:
         """Return and reset a tally of the last stage; None if another rank holds it."""
-        return take(self._runner.last) if self._runner and self._runner.last else None
+        return take(self._session.last) if self._session and self._session.last else None
 
-    # One pass over a loader
+    # One pass
 
-    def _windows(
-        self, loader: Batches, window: int | None, what: str
-    ) -> Iterator[tuple[Reader | None, list[int]]]:
-        """Yield rank 0's reader and the samples of each batch of a window, until the loader's end.
+    def _batches(self, loader: Loader, what: str) -> Batches:
+        """Return the batches of a pass over a loader; the first one decides the plan.
 
         `what`: the training, by which call, or the evaluation, so that a rank that is at another is found.
         """
         self._refuse_stopped()
         training = what.startswith(TRAINING)
         reader = self._reader(loader, "batch", self._task.weight if training else None)
-        if self._runner is None:
+        if self._session is None:
             self._begin(reader)
-        read = partial(self._next, training=training, window=window)
-        what = f"the next window of {what}"
-        while sizes := self._on_first(what, reader, read):
-            yield reader, sizes
-        if sizes is None:
-            raise ConfigError("the loader has no batch: give one that has, and that can be read again")
+        assert self._form is not None
+        return self._of_loader(reader, what, self._form, training)
 
-    def _reader(
-        self, loader: Batches, what: str, weight: Callable[[Value], Tensor | float] | None = None
-    ) -> Reader | None:
-        return None if self.rank else Reader(loader, what, self._form, self._named, weight)
+    def _of_loader(self, reader: Reader | None, what: str, form: Form, training: bool) -> OfLoader:
+        def told(read: Callable[[Reader], Any]) -> Any:
+            return self._on_first(
+                f"the next window of {what}", reader, partial(self._unchanged, training, read)
+            )
 
-    def _next(self, reader: Reader, training: bool, window: int | None) -> list[int] | None:
-        """Return the samples of each batch of the next window, if the model is still what was cut."""
+        return OfLoader(self._mesh, reader, told, form)
+
+    def _unchanged(self, training: bool, read: Callable[[Reader], Any], reader: Reader) -> Any:
+        """Return what is read, if the model is still what was cut."""
         if self._given is not None:
             self._given.prove(training)
-        return reader.window(window)
+        return read(reader)
+
+    def _windows(self, batches: Batches, window: int | None, done: int = 0) -> Iterator[list[int]]:
+        """Yield the samples of each batch of a window, to the end of the pass, of which so many are done."""
+        self._refuse_stopped()
+        while sizes := batches.next(window and window - done % window):
+            yield sizes
+            done += len(sizes)
+        if sizes is None:
+            raise ConfigError(NO_BATCH)
+
+    def _reader(
+        self, loader: Loader, what: str, weight: Callable[[Value], Tensor | float] | None = None
+    ) -> Reader | None:
+        return None if self.rank else Reader(loader, what, self._form, self._named, weight)
 
     def _on_first(self, what: str, reader: Reader | None, read: Callable[[Reader], Any]) -> Any:
         """Return on every rank what `read` returns on rank 0; raise its error there, and tell the others."""
@@ -411,9 +453,9 @@ class Pipeline:
             raise (ConfigError if refused else TrainingStopped)(f"rank {rank} stopped: {text}")
         return found
 
-    def _train(self, sizes: Sequence[int], reader: Reader | None) -> list[float]:
-        """Train a window on batches of these `sizes`; return their mean losses on every rank."""
-        m, plan = self._settings.microbatches, self.plan
+    def _train(self, sizes: Sequence[int], batches: Batches) -> list[float]:
+        """Train a window on batches of these `sizes`; return their mean losses on the last stage's rank."""
+        m = self._settings.microbatches
         if min(sizes) < m:
             raise BadBatch(
                 f"a batch of {min(sizes)} samples cannot be cut into microbatches={m}: leave it out, as "
@@ -421,33 +463,37 @@ class Pipeline:
             )
         self._prove(len(sizes))
         with self._together():
-            losses = self._train_window([pieces(size, m) for size in sizes], reader)
-            told: list[float] = self._mesh.tell("the losses", losses, plan.placement[-1])
+            return self._train_window([pieces(size, m) for size in sizes], batches)
+
+    def _losses(self, mine: list[float]) -> list[float]:
+        """Return on every rank the losses of the last stage's, and hear whether to stop."""
+        with self._together():
+            told: list[float] = self._mesh.tell("the losses", mine, self.plan.placement[-1])
             self._stopping = self._mesh.any("a stop", self._signals.asked)
         return told
 
-    def _train_window(self, cut: Sequence[Sequence[int]], reader: Reader | None) -> list[float]:
-        runner, source, loan = self._begun, self._source_of(cut, reader), self._loan
+    def _train_window(self, cut: Sequence[Sequence[int]], batches: Batches) -> list[float]:
+        session, loan = self._begun, self._loan
+        source = batches.open(cut, session.plan.placement[-1])
         assert loan is not None
         loan.take_back()
-        order, tick = order_of(runner.plan, len(cut), self.rank), self._tick("training", len(cut))
-        losses = runner.train(order, cut, source.inputs, source.targets, tick)
+        order, tick = order_of(session.plan, len(cut), self.rank), self._tick("training", len(cut))
+        losses = session.train(order, cut, source.inputs, source.targets, tick)
         source.close()
         return losses
 
-    def _evaluate(self, sizes: Sequence[int], reader: Reader | None) -> None:
+    def _evaluate(self, sizes: Sequence[int], batches: Batches) -> None:
         """Evaluate batches of these `sizes`, each as one microbatch: a model may look at the whole batch."""
-        source = self._source_of([[size] for size in sizes], reader)
-        tick = self._tick("evaluation", len(sizes))
-        program = lower(forward_only(self.plan.placement, len(sizes)), self.plan.routes)
-        order = Listed(program[self.rank], len(sizes))
+        source = batches.open([[size] for size in sizes], self.plan.placement[-1])
+        order, tick = self._forwards(len(sizes)), self._tick("evaluation", len(sizes))
         with self._with_its_own():
             self._begun.evaluate(order, sizes, source.inputs, source.targets, tick)
         source.close()
 
-    def _source_of(self, cut: Sequence[Sequence[int]], reader: Reader | None) -> WindowSource:
-        assert self._form is not None
-        return WindowSource(self._mesh, self.plan.placement[-1], cut, self._form, reader)
+    def _forwards(self, microbatches: int) -> Listed:
+        """Return this rank's forwards of so many microbatches."""
+        program = lower(forward_only(self.plan.placement, microbatches), self.plan.routes)
+        return Listed(program[self.rank], microbatches)
 
     def _tick(self, what: str, total: int) -> Tick:
         """Return what shows rank 0's progress in a window of many steps."""
@@ -471,7 +517,7 @@ class Pipeline:
             yield
         except Exception as error:
             self._bar.close()
-            self._stopped, self._runner = one_line(error) or type(error).__name__, None
+            self._stopped, self._session = one_line(error) or type(error).__name__, None
             for cause in (error, error.__cause__):  # frames refer to messages under way
                 traceback.clear_frames(cause.__traceback__ if cause else None)
             self._mesh.abandon()
@@ -489,9 +535,9 @@ class Pipeline:
     @property
     def _begun(self) -> Session:
         self._refuse_stopped()
-        if self._runner is None:
+        if self._session is None:
             raise ConfigError("the plan is made with the first batch: give Pipeline sample=(inputs, targets)")
-        return self._runner
+        return self._session
 
     # The start
 
@@ -499,7 +545,7 @@ class Pipeline:
         """Plan for the first batch of rank 0, prove the task on it, and make this rank's stages."""
         first = self._on_first("the first batch", reader, _first)
         if first is None:
-            return
+            raise ConfigError(NO_BATCH)
         form, samples, model = Form.from_json(first[0]), first[1], self._model
         m = self._settings.microbatches
         full = max(1, samples // m)  # in a microbatch
@@ -518,13 +564,13 @@ class Pipeline:
         self._settings, self._form = settings, form
         with self._together():
             self._owners = direct.owners(network, plan)
-            self._runner = Session(plan, network, self._task, self._optimizer, self._rate, self._mesh)
+            self._session = Session(plan, network, self._task, self._optimizer, self._rate, self._mesh)
             last = plan.placement[-1]
-            self._on_one(last, "the model's loss", self._runner.settle if self.rank == last else None)
-        own = direct.own_tensors(self._runner, self._names)
+            self._on_one(last, "the model's loss", self._session.settle if self.rank == last else None)
+        own = direct.own_tensors(self._session, self._names)
         self._loan, self._initial = Loan(network, own, self._mesh.world.size == 1), None
         if self._source is not None:
-            direct.load_source(self._source, self._runner, self._mesh, self._optimizer)
+            direct.load_source(self._source, self._session, self._mesh, self._optimizer)
 
     def _make_plan(self, settings: Settings, network: Network, example: Example, samples: Samples) -> Plan:
         """Return the plan of a window; for partition=profile, by a profile that is read or measured now."""
@@ -568,7 +614,7 @@ class Pipeline:
         `ema`: with the moving average of the weights, where the option `ema` keeps one. All ranks must call
         it. Raises ConfigError for an average that is not there.
         """
-        if ema and (self._settings.ema is None or self._runner is None or not self.updates):
+        if ema and (self._settings.ema is None or self._session is None or not self.updates):
             raise ConfigError("there is no moving average of the weights: give Pipeline ema=0.999, and train")
         tensors = self._tensors("the state_dict", set(self._state_names.values()), ema)
         for name, tensor in tensors.items():
@@ -593,14 +639,14 @@ class Pipeline:
         """Return tensors by their names in the model, in host memory, on rank 0; none on the others."""
         self._refuse_stopped()
         with self._together():
-            if self._runner is not None:
-                self._runner.engine.settle()
+            if self._session is not None:
+                self._session.engine.settle()
             self._mesh.tell(what)
         specs = {name: spec for name, spec in self._specs.items() if name in names}
-        if self._runner is None:  # nothing has been trained
+        if self._session is None:  # nothing has been trained
             return direct.initial(self._model, self._initial, specs) if not self.rank else {}
         with self._with_its_own():
-            own = direct.own_tensors(self._runner, self._names, ema)
+            own = direct.own_tensors(self._session, self._names, ema)
         return direct.merged(own, self._mesh, specs, self._owners)
 
     def _with_its_own(self) -> AbstractContextManager[None]:
@@ -616,11 +662,11 @@ class Pipeline:
         """
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep} must be a whole number of checkpoints, 1 or more; None keeps all")
-        path, runner = read_path("folder", folder), self._begun
+        path, session = read_path("folder", folder), self._begun
         with self._together():
-            runner.engine.settle()
+            session.engine.settle()
         with self._with_its_own():
-            return direct.save(path, runner, self._mesh, self._conditions, self.updates, keep)
+            return direct.save(path, session, self._mesh, self._conditions, self.updates, keep)
 
     def load(self, folder: str | Path) -> None:
         """Go on from the newest checkpoint under a folder, or this one; of any cuts and schedule.
@@ -663,8 +709,8 @@ class Pipeline:
         if self._closed:
             return
         if self._loan is not None:
-            if self._mesh.world.size == 1 and self._runner is not None:
-                own = direct.own_tensors(self._runner, self._names)
+            if self._mesh.world.size == 1 and self._session is not None:
+                own = direct.own_tensors(self._session, self._names)
                 self._loan.collect(direct.merged(own, self._mesh, self._specs, self._owners))
             self._loan.end(self.rank)
         if not self._stopped:

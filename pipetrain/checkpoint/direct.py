@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -111,17 +111,38 @@ def merged(
     """
     found = {}
     for name, spec in specs.items():
-        owner = owners[name]
-        if mesh.world.rank == owner == 0:
-            found[name] = own[name].cpu()
-        elif mesh.world.rank == 0:
-            sent = TensorSpec((spec.nbytes,), torch.uint8)
-            got = mesh.take_tensor(f"{name} of the model", sent, owner)
-            found[name] = got.view(spec.dtype).reshape(spec.shape)
-        elif mesh.world.rank == owner:
-            work = mesh.post_tensor(bytes_of(own[name].detach().cpu()), 0)
-            assert work is not None
-            work.wait()
+        tensor = _on_first(f"{name} of the model", own.get(name), spec, mesh, owners[name])
+        if tensor is not None:
+            found[name] = tensor
+    return found
+
+
+def _on_first(what: str, mine: Tensor | None, spec: TensorSpec, mesh: Mesh, owner: int) -> Tensor | None:
+    """Return on rank 0, in host memory, the tensor that its `owner` has; None on the others."""
+    rank = mesh.world.rank
+    if rank == owner:
+        assert mine is not None
+        if rank == 0:
+            return mine.cpu()
+        work = mesh.post_tensor(bytes_of(mine.detach().cpu()), 0)
+        assert work is not None
+        work.wait()
+    elif rank == 0:
+        sent = TensorSpec((spec.nbytes,), torch.uint8)
+        return mesh.take_tensor(what, sent, owner).view(spec.dtype).reshape(spec.shape)
+    return None
+
+
+def brought(outputs: Sequence[tuple[Tensor, ...]], mesh: Mesh, owner: int) -> list[tuple[Tensor, ...]]:
+    """Return on rank 0 the outputs that their `owner` has, in host memory; none on the others."""
+    own = [[[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors] for tensors in outputs]
+    told = mesh.tell("the forms of the outputs", own, owner)
+    found = []
+    for number, forms in enumerate(told):
+        specs = [TensorSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in forms]
+        mine = outputs[number] if outputs else [None] * len(specs)
+        tensors = [_on_first("the outputs", t, s, mesh, owner) for t, s in zip(mine, specs, strict=True)]
+        found.append(tuple(t for t in tensors if t is not None))
     return found
 
 

@@ -7,6 +7,7 @@ last targets) computes the same lists without communication.
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pipetrain.data.augment import key
+from pipetrain.data.sets import Draw, Split
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.network.boundary import Value
 
@@ -73,6 +75,54 @@ class Sampler:
         return [
             list(torch.split(ids, sizes)) for ids, sizes in zip(batches, self.microbatch_sizes, strict=True)
         ]
+
+
+class Sampled:
+    """Samples by number, in an order that every rank knows, so that no batch travels between them.
+
+    `split`: None on ranks that need no sample. `sizes`: the samples of each batch. With a `sampler` they are
+    shuffled and augmented, else taken in order, each batch as one microbatch, as an evaluation does. `seed`:
+    of the augmentation.
+    """
+
+    def __init__(
+        self,
+        split: Split | None,
+        sizes: Sequence[int],
+        sampler: Sampler | None = None,
+        seed: int = 0,
+        workers: int = 0,
+        timeout: float = 60.0,
+    ) -> None:
+        self.split = split
+        self.sizes = list(sizes)
+        self.workers = workers
+        self.timeout = timeout
+        self._sampler = sampler
+        self._seed = seed
+
+    def epoch(self, epoch: int) -> list[list[Tensor]]:
+        """Return for each batch of an epoch (from 0) its microbatches' sample ids, int64 [n] each."""
+        if self._sampler is not None:
+            return self._sampler.epoch(epoch)
+        return [[ids] for ids in torch.split(torch.arange(sum(self.sizes)), self.sizes)]
+
+    def draw(self, epoch: int) -> Draw | None:
+        """Return what the random numbers of an epoch's samples derive from."""
+        return None if self._sampler is None else Draw(self._seed, epoch)
+
+    def first(self) -> tuple[Value, Value]:
+        """Return the first batch, inputs and targets."""
+        assert self.split is not None
+        ids = torch.arange(self.sizes[0])
+        return self.split.inputs(ids, self.draw(0)), self.split.targets(ids, self.draw(0))
+
+
+def even(samples: int, most: int) -> list[int]:
+    """Divide samples into the fewest pieces of at most `most`, whose sizes differ by at most 1."""
+    count = math.ceil(samples / most)
+    size, larger = divmod(samples, count)
+    return [size + (i < larger) for i in range(count)]
 
 
 class _Microbatches(Dataset[Value]):

@@ -1,15 +1,10 @@
-"""Batches of a loader: rank 0 reads them, and what the last stage needs travels there.
-
-The ranks of a program each have a loader, and a shuffling one gives each rank other batches. So rank 0 alone
-reads: it tells the others how many samples the batches of a window have, feeds the inputs to the first stage,
-and sends the targets to the last one. No input is ever paired with another's targets.
-"""
+"""The batches of a user's loader, as rank 0 reads them: inputs and targets, in one form."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +14,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.network.boundary import Example, Value, as_tuple, on_each
-from pipetrain.runtime.mesh import Mesh
 from pipetrain.tasks import counted_for
 
 log = logging.getLogger("pipetrain")
 
-Batches = Iterable[Any]
+Loader = Iterable[Any]
 """Yields (inputs, targets): each a tensor [n, ...], or a tuple, list or dict of them; or see NamedTargets."""
 
 _TORCHS_SAMPLERS = {"torch.utils.data.sampler", "torch.utils.data.distributed"}
@@ -90,6 +84,38 @@ def pair(batch: Any, what: str, named: NamedTargets | None = None) -> tuple[Valu
     return inputs, targets
 
 
+def unlabelled(batch: Any, what: str, form: Form, named: NamedTargets | None) -> tuple[Value, Value]:
+    """Return a batch's inputs, with a 0 for each sample in the place of targets. Raises BadBatch.
+
+    Targets beside the inputs are left out. A model that computes its loss gets zeros where they are missing.
+    """
+    tried = [batch]
+    if named is not None and isinstance(batch, Mapping):
+        inputs = {name: batch[name] for name in batch if named.kept or name not in named.listed}
+        tried = [next(iter(inputs.values())) if len(inputs) == 1 and not named.kept else inputs]
+        names, specs = form.inputs.names or (), form.inputs.specs
+        if named.kept and inputs:
+            n = len(next(iter(inputs.values())))
+            blank = {
+                name: torch.zeros((n, *spec.shape), dtype=spec.dtype)
+                for name, spec in zip(names, specs, strict=True)
+                if name in named.listed
+            }
+            tried = [{name: inputs.get(name, blank.get(name)) for name in names if name in {*inputs, *blank}}]
+    elif isinstance(batch, tuple | list) and batch:
+        tried = [batch, batch[0]]
+    for one in tried:
+        try:
+            value = _value(one, f"inputs of {what}")
+        except BadBatch:
+            continue
+        if Example.in_batch(value) == form.inputs:
+            return value, torch.zeros(_samples(value))
+    value = _value(tried[-1], f"inputs of {what}")
+    form.refuse_other(value, torch.zeros(_samples(value)), what)
+    return value, torch.zeros(_samples(value))
+
+
 def _kind(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return f"{type(batch).__name__} of {_listed(batch)}"
@@ -134,7 +160,7 @@ def _named(tensor: Any, name: Any, what: str) -> Tensor:
     )
 
 
-def known_sizes(loader: Batches) -> list[int] | None:
+def known_sizes(loader: Loader) -> list[int] | None:
     """Return the samples of each batch if they are known without reading it, else None.
 
     Only torch's own samplers and its default_collate tell: others may give other numbers of samples.
@@ -182,17 +208,20 @@ class Reader:
 
     `form`: what every sample looks like; None: as those of the first batch. `named`: the targets where
     batches are dicts. `weight`: what targets count for; batches of which nothing does are left out.
+    `labelled`: whether targets are read.
     """
 
     def __init__(
         self,
-        loader: Batches,
+        loader: Loader,
         what: str,
         form: Form | None = None,
         named: NamedTargets | None = None,
         weight: Callable[[Value], Tensor | float] | None = None,
+        labelled: bool = True,
     ) -> None:
         self.form = form
+        self._labelled = labelled
         self._named = named
         self._weight = weight
         self._loader = loader
@@ -275,7 +304,10 @@ class Reader:
         if batch is _END:
             return False
         what = f"{self._what} {self._read}"
-        inputs, targets = pair(batch, what, self._named)
+        if self._labelled or self.form is None:
+            inputs, targets = pair(batch, what, self._named)
+        else:
+            inputs, targets = unlabelled(batch, what, self.form, self._named)
         if self.form is None:
             self.form = Form(Example.in_batch(inputs), Example.in_batch(targets))
         self.form.refuse_other(inputs, targets, what)
@@ -300,70 +332,3 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _samples(value: Value) -> int:
     return len(as_tuple(value)[0])
-
-
-class WindowSource:
-    """The inputs and targets of one window's microbatches, on the ranks that need them.
-
-    `sizes`: the samples of each microbatch of each batch; `reader`: on rank 0.
-    """
-
-    def __init__(
-        self, mesh: Mesh, last: int, sizes: Sequence[Sequence[int]], form: Form, reader: Reader | None
-    ) -> None:
-        self._mesh = mesh
-        self._last = last
-        self._sizes = sizes
-        self._form = form
-        self._reader = reader
-        self._to_read = iter(sizes)
-        self._inputs: deque[Value] = deque()
-        self._targets: deque[Value] = deque()
-        self._posted: list[tuple[Any, Tensor]] = []
-
-    @property
-    def inputs(self) -> Iterator[Value] | None:
-        return None if self._reader is None else self._given(self._inputs)
-
-    @property
-    def targets(self) -> Iterator[Value] | None:
-        if self._mesh.world.rank != self._last:
-            return None
-        return self._given(self._targets) if self._reader is not None else self._received()
-
-    def _given(self, ready: deque[Value]) -> Iterator[Value]:
-        for _ in range(sum(map(len, self._sizes))):
-            if not ready:
-                self._read()
-            yield ready.popleft()
-
-    def _read(self) -> None:
-        assert self._reader is not None
-        sizes = next(self._to_read)
-        inputs, targets = self._reader.take(sum(sizes))
-        self._inputs += _cut(inputs, sizes)
-        if self._last == self._mesh.world.rank:
-            self._targets += _cut(targets, sizes)
-            return
-        self._posted = [sent for sent in self._posted if not sent[0].is_completed()]
-        for tensor in as_tuple(targets):
-            tensor = tensor.contiguous()
-            self._posted.append((self._mesh.post_tensor(tensor, self._last), tensor))
-
-    def _received(self) -> Iterator[Value]:
-        for sizes in self._sizes:
-            boundary = self._form.targets.of(sum(sizes))
-            made = tuple(self._mesh.take_tensor("the targets of a batch", spec, 0) for spec in boundary.specs)
-            yield from _cut(self._form.targets.value(made), sizes)
-
-    def close(self) -> None:
-        """Wait until the targets have been sent."""
-        for work, _ in self._posted:
-            work.wait()
-
-
-def _cut(value: Value, sizes: Sequence[int]) -> list[Value]:
-    """Cut a batch's tensors into microbatches."""
-    form = Example.in_batch(value)
-    pieces = zip(*(torch.split(t, list(sizes)) for t in as_tuple(value)), strict=True)
-    return [form.value(piece) for piece in pieces]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipetrain.data.feed import WindowFeed
 from pipetrain.errors import ActionFailed
@@ -29,7 +29,7 @@ from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import Rehearsal, rehearses
-from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.stage import Stage, Target
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import ModelLoss, Task, prove_batch
 from pipetrain.tasks.trial import ModelTrial
@@ -103,6 +103,22 @@ class Session:
         with self._explaining():
             self.engine.evaluate(order, self._feed([[size] for size in sizes], inputs, targets), tick)
 
+    def predict(
+        self,
+        order: Order,
+        sizes: Sequence[int],
+        inputs: Iterator[Value] | None,
+        tick: Tick = lambda stage: None,
+    ) -> list[tuple[Tensor, ...]]:
+        """Return the outputs for microbatches of these `sizes`, in host memory, on the last stage's rank."""
+        found: list[tuple[Tensor, ...]] = []
+        dtype = self.plan.settings.data_dtype
+        feed = _Unlabelled([[size] for size in sizes], inputs, None, len, self._mesh.device, dtype)
+        feed.take = lambda outputs: found.append(tuple(t.detach().cpu() for t in outputs))
+        with self._explaining():
+            self.engine.evaluate(order, feed, tick)
+        return found
+
     @contextmanager
     def _explaining(self) -> Iterator[None]:
         """Say of an action that ran out of memory what the plan predicted."""
@@ -135,6 +151,23 @@ class Session:
     ) -> WindowFeed:
         dtype = self.plan.settings.data_dtype
         return WindowFeed(sizes, inputs, targets, self._task.weight, self._mesh.device, dtype, prove)
+
+
+class _Unlabelled(WindowFeed):
+    """Microbatches without targets: the last stage's outputs are taken as they are."""
+
+    take: Callable[[tuple[Tensor, ...]], None]
+
+    def target(self, mb: int) -> Target:
+        return self._asking(self.take)
+
+    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
+        self.prepare()
+        return self._ahead, self._asking(lambda outputs: None)
+
+    @staticmethod
+    def _asking(take: Callable[[tuple[Tensor, ...]], None]) -> Target:
+        return Target(torch.zeros(1), 0.0, 0.0, take)
 
 
 def make_stages(

@@ -25,6 +25,7 @@ from pipetrain.network.boundary import (
     as_tuple,
     cast_floats,
     differentiable,
+    leaves_of,
     needs_grad,
     requires_grad,
 )
@@ -101,12 +102,14 @@ def _weight_of(path: str) -> str:
 class Target:
     """The last stage's targets of a microbatch.
 
-    `weight`: how much they count for, and `share`: of what those of the whole batch do.
+    `weight`: how much they count for, and `share`: of what those of the whole batch do. `take`: called with
+    the outputs of a prediction, in place of a loss.
     """
 
     value: Value  # tensors [n, ...]
     weight: float
     share: float
+    take: Callable[[tuple[Tensor, ...]], None] | None = None
 
     @property
     def samples(self) -> int:
@@ -624,6 +627,9 @@ class Stage:
         if self._task is None:
             return self._handed_on(outputs)
         assert target is not None, f"stage {self.index} is the last and needs the targets"
+        if target.take is not None:
+            target.take(leaves_of(self._made(outputs)))
+            return ()
         loss = self._task.evaluation_loss(self._made(outputs), target.value)
         self._evaluated.add(*self._counted(loss, outputs, target))
         return ()

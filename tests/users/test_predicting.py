@@ -1,0 +1,120 @@
+"""The outputs of a model for new data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from pipetrain import ConfigError, Pipeline, TrainingStopped
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.processes
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)
+    ).double()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def data(n: int = 70) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(n, 4, generator=generator, dtype=torch.float64), torch.arange(n) % 3
+
+
+def predicted(schedule: str) -> Any:
+    x, y = data()
+    net = model()
+    pipe = Pipeline(net, functional.cross_entropy, sgd, schedule=schedule, microbatches=2)
+    list(pipe.train([(x[:8], y[:8]), (x[8:16], y[8:16])]))
+    loaders = [
+        DataLoader(TensorDataset(x), batch_size=7),
+        DataLoader(TensorDataset(x, y), batch_size=7),
+        list(torch.split(x, 7)),
+    ]
+    found = [list(pipe.predict(loader)) for loader in loaders]
+    assert net.training
+    whole = pipe.collect()
+    pipe.close()
+    if pipe.rank:
+        return [outputs == [None] * 10 for outputs in found]
+    whole.eval()
+    with torch.no_grad():
+        wanted = whole(x)
+    return [float((torch.cat(outputs) - wanted).abs().max()) for outputs in found]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "zbv"])
+def test_outputs_are_those_of_one_process_in_order_on_rank_0(ranks: Ranks, schedule: str) -> None:
+    first, second = ranks(predicted, schedule)
+    assert max(first) < 1e-12
+    assert second == [True] * 3
+
+
+class Two(nn.Module):
+    """Takes two tensors, and returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.outer = nn.Linear(8, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+        h = torch.relu(self.inner(a) + self.inner(b))
+        return {"scores": self.outer(h), "hidden": h}
+
+
+def named() -> Any:
+    torch.manual_seed(0)
+    net, (x, y) = Two().double(), data(8)
+
+    def loss(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs["scores"], targets)
+
+    batch = {"a": x, "b": x + 1, "label": y}
+    pipe = Pipeline(net, loss, sgd, microbatches=2, targets="label", sample=batch)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        wanted = Two().double()(x, x + 1)
+    found = list(pipe.predict([{"a": x, "b": x + 1}, batch]))
+    pipe.close()
+    if pipe.rank:
+        return found
+    return [{name: float((one[name] - wanted[name]).abs().max()) for name in wanted} for one in found]
+
+
+def test_a_dict_goes_in_and_comes_out(ranks: Ranks) -> None:
+    first, second = ranks(named)
+    assert [sorted(one) for one in first] == [["hidden", "scores"]] * 2
+    assert max(max(one.values()) for one in first) < 1e-12
+    assert second == [None, None]
+
+
+def refused() -> list[str]:
+    x, y = data(8)
+    pipe = Pipeline(model(), functional.cross_entropy, sgd, microbatches=2)
+    with pytest.raises(ConfigError) as unplanned:
+        list(pipe.predict([x]))
+    pipe.step(x, y)
+    with pytest.raises(TrainingStopped) as other:
+        list(pipe.predict([x[:, :3]]))
+    pipe.close()
+    return [str(unplanned.value), str(other.value)]
+
+
+def test_without_a_plan_or_with_other_inputs_it_is_refused_in_a_sentence(ranks: Ranks) -> None:
+    first, second = ranks(refused)
+    assert first[0] == "the plan is made with the first batch: give Pipeline sample=(inputs, targets)"
+    assert second[0] == first[0]
+    assert "batch 0 has inputs float64[3] a sample, and those of the first batch were float64[4]" in first[1]
+    assert first[1] in second[1]
