@@ -62,7 +62,6 @@ from pipetrain.network.loan import Loan, put
 from pipetrain.network.materialise import named_tensors
 from pipetrain.network.network import Network, Values
 from pipetrain.plan.blueprint import (
-    AnySize,
     Plan,
     Samples,
     make_plan,
@@ -70,6 +69,7 @@ from pipetrain.plan.blueprint import (
     profile_conditions,
     prove_targets,
 )
+from pipetrain.plan.cut import AnySize
 from pipetrain.plan.describe import describe
 from pipetrain.plan.fitting import within_limit
 from pipetrain.plan.prediction import sized
@@ -123,7 +123,8 @@ class _OpenPlan(Plan):
     def of(cls, plan: Plan, settings: Settings) -> _OpenPlan:
         """Return a plan made for two batch sizes, with these settings."""
         known = {one.name: getattr(plan, one.name) for one in fields(plan)}
-        known |= {"boundaries": AnySize(plan.boundaries), "evaluated": AnySize(plan.evaluated)}
+        for name, cut in (("cut", plan.cut), ("evaluation_cut", plan.evaluation_cut)):
+            known[name] = replace(cut, specs=AnySize(cut.specs))
         return cls(**known | {"settings": settings, "windows": dict(plan.windows)})
 
 
@@ -492,7 +493,7 @@ class Pipeline:
 
     def _forwards(self, microbatches: int) -> Listed:
         """Return this rank's forwards of so many microbatches."""
-        program = lower(forward_only(self.plan.placement, microbatches), self.plan.routes)
+        program = lower(forward_only(self.plan.placement, microbatches), self.plan.cut.edges)
         return Listed(program[self.rank], microbatches)
 
     def _tick(self, what: str, total: int) -> Tick:
@@ -507,7 +508,7 @@ class Pipeline:
         plan = self.plan
         if batches not in plan.windows:
             assert isinstance(plan.windows, dict)
-            plan.windows[batches] = prove(self._settings, plan.schedule, batches, plan.links)
+            plan.windows[batches] = prove(self._settings, plan.schedule, batches, plan.cut)
             self._begun.engine.bounds = {stage: plan.peaks(stage) for stage in self._begun.stages}
 
     @contextmanager
@@ -557,7 +558,7 @@ class Pipeline:
         with self._together():
             prove_same(self._mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program)})
             level_tensors("the tensors of the layers", plan.foreign, self._mesh)
-            self._mesh.open(plan.edges, plan.ties)
+            self._mesh.open(plan.edges, plan.cut.ties)
         self._on_first("the task", reader, partial(self._prove_task, plan))
         plan = _OpenPlan.of(plan, settings)
         self._given = Given(model, not isinstance(network, Chain))

@@ -20,7 +20,7 @@ from pipetrain.building import Models, make_model, make_schedule, make_task
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import Boundary, Example, TensorSpec, Value
 from pipetrain.network.materialise import materialise
-from pipetrain.plan.crossing import refuse_cuts
+from pipetrain.plan.allowed import refuse_cuts
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.tasks import Classification, LanguageModelling, Regression, Segmentation, Task

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -243,17 +243,23 @@ def differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def requires_grad(boundary: Boundary | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Return which tensors at a boundary depend on weights before it; all that can, if it is unknown."""
-    known = boundary.requires_grad if boundary else None
-    if known is None or len(known) != len(tensors):  # in an evaluation their number may differ
+class Gradients(NamedTuple):
+    """Which tensors that enter or leave a stage depend on weights, and which of these get a gradient."""
+
+    requires: tuple[bool, ...]
+    needs: tuple[bool, ...]
+
+
+def requires_grad(known: Gradients | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Return which tensors depend on weights; all that can, if it is unknown."""
+    if known is None or len(known.requires) != len(tensors):  # in an evaluation their number may differ
         return [differentiable(t) for t in tensors]
-    return known
+    return known.requires
 
 
-def needs_grad(boundary: Boundary | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Return which tensors at a boundary need a gradient."""
-    return (boundary and boundary.needs_grad) or requires_grad(boundary, tensors)
+def needs_grad(known: Gradients | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Return which tensors need a gradient; all that can, if it is unknown."""
+    return known.needs if known else requires_grad(known, tensors)
 
 
 def describe(value: Value) -> Boundary:

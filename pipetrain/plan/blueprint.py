@@ -22,28 +22,19 @@ from pipetrain.network.boundary import Boundary, Example, Value, cast_floats
 from pipetrain.network.chain import network_of
 from pipetrain.network.network import INPUT, Made, Network
 from pipetrain.network.numerics import Numerics
-from pipetrain.plan.balance import GIB, STRATEGIES, balance_times, choose_cuts
-from pipetrain.plan.crossing import (
-    Seams,
-    copies_input,
-    copies_output,
-    cuts_that_may_be,
-    lighter_cuts,
-    refuse_changing,
-    refuse_cuts,
-    seams,
-    shared_weights,
-)
+from pipetrain.plan.allowed import cuts_that_may_be, refuse_changing, refuse_cuts
+from pipetrain.plan.balance import GIB, STRATEGIES, balance_times, choose_cuts, lighter_cuts
+from pipetrain.plan.cut import Cut, copies_input, copies_output, cut_layers, shared_weights
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.profile import Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.plan.recomputation import held_in, may_recompute, reasons, recomputations
 from pipetrain.plan.recompute import Chosen, Mode, modes_of
 from pipetrain.plan.sizes import assumed_loss
 from pipetrain.plan.stages import Model, Pipeline, Prediction, Predictor, Traffic, costs_by_work
-from pipetrain.plan.windows import Links, Window, lowered, prove, refuse_ties, settle_clipping, window_lengths
-from pipetrain.schedule.actions import Op, Program, Schedule, Tie, placement, splits
+from pipetrain.plan.windows import Window, lowered, prove, refuse_ties, settle_clipping, window_lengths
+from pipetrain.schedule.actions import Op, Program, Schedule, placement, splits
 from pipetrain.schedule.bounds import edge_bounds, widest
-from pipetrain.schedule.lower import Route, edges, lower
+from pipetrain.schedule.lower import Edge, lower
 from pipetrain.schedule.memory import Sizes
 from pipetrain.schedule.policy import Bounds, Policy, Recomputed, with_recomputation
 from pipetrain.schedule.programs import forward_only
@@ -64,15 +55,11 @@ class Plan:
     numerics: Numerics
     example: Example  # of the input
     layers: list[Layer]  # as estimated for a full microbatch
-    cuts: list[int]
     placement: list[int]  # the rank of each stage
-    links: Links
-    seams: Seams  # for a full microbatch
-    evaluated_seams: Seams  # for a microbatch of an evaluation
+    cut: Cut
+    evaluation_cut: Cut
     windows: Mapping[int, Window]  # by the number of batches
     evaluation: Program
-    boundaries: Mapping[int, list[Boundary]]  # the input of each stage, by samples of a microbatch
-    evaluated: Mapping[int, list[Boundary]]  # likewise in an evaluation
     schedule: Schedule = field(compare=False)  # made for the costs, if it is for any
     recompute: Sequence[Mode]  # of each stage
     costs: Costs | None = None  # from a profile
@@ -106,19 +93,14 @@ class Plan:
         return {"cuts": list(self.cuts), "placement": list(self.placement), "recompute": recompute}
 
     @property
-    def edges(self) -> list[tuple[int, int]]:
+    def edges(self) -> list[Edge]:
         """The pairs of stages that exchange messages, in one fixed order."""
-        return edges(self.window.program, self.routes)
+        return list(self.cut.bounds)
 
     @property
-    def routes(self) -> list[Route]:
-        """The pairs of stages between which activations travel, ascending."""
-        return self.links.routes
-
-    @property
-    def ties(self) -> list[Tie]:
-        """The groups of stages that share weights, in one fixed order."""
-        return self.links.ties
+    def cuts(self) -> list[int]:
+        """The first layers of stages 1, 2, ..."""
+        return [slice.start for slice in self.cut.slices[1:]]
 
     @property
     def window(self) -> Window:
@@ -137,15 +119,18 @@ class Plan:
 
     def copies_input(self, stage: int) -> bool:
         """Return whether a stage's layers modify its input in place."""
-        return copies_input(self.layers, self.seams.slices[stage])
+        return copies_input(self.layers, self.cut.slices[stage])
 
     def copies_output(self, stage: int) -> bool:
         """Return whether a stage's output may change before it is sent."""
-        return copies_output(self.layers, self.seams.slices[stage])
+        return copies_output(self.layers, self.cut.slices[stage])
 
     def wire_bytes(self, stage: int, size: int) -> tuple[int, int]:
         """Return the bytes on the wire to a stage, forward, and from it, back, for `size` samples."""
-        return _wire_bytes(self.settings, self.boundaries[size][stage])
+        codecs, routes = self.settings.codecs, self.cut.routes_into[stage]
+        there = [codecs.wire_bytes(self.cut.message(route.edge, size), True) for route in routes]
+        back = [codecs.wire_bytes(self.cut.message(route.way_back, size), False) for route in routes]
+        return sum(there), sum(back)
 
     @property
     def foreign(self) -> dict[str, Tensor]:
@@ -159,31 +144,6 @@ class Plan:
     def peaks(self, stage: int) -> Bounds:
         """Return the peaks of activations, weight versions and staleness of a stage over all windows."""
         return _peaks(self.windows, stage)
-
-
-class AnySize(dict[int, list[Boundary]]):
-    """Boundaries by number of samples: of two numbers, from which those of any other follow.
-
-    Each dimension must be a linear function of the samples. The engine compares what a stage really makes.
-    """
-
-    def __missing__(self, size: int) -> list[Boundary]:
-        (few, first), (more, second) = list(self.items())[:2]
-
-        def at(a: int, b: int) -> int:
-            return a + (b - a) * (size - few) // (more - few)
-
-        self[size] = [
-            replace(
-                boundary,
-                specs=tuple(
-                    replace(spec, shape=tuple(map(at, spec.shape, other.shape)))
-                    for spec, other in zip(boundary.specs, beside.specs, strict=True)
-                ),
-            )
-            for boundary, beside in zip(first, second, strict=True)
-        ]
-        return self[size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,33 +233,29 @@ def make_plan(
             f"layer {drawing[0]} draws random numbers, and cuda_graphs=true would repeat them: set "
             f"cuda_graphs=false, or its dropout to 0"
         )
-    refuse_changing([*trained.values(), *evaluated.values()], cuts, example.of(full))
-    joined = seams(layers, cuts, example.of(full))
-    links = Links(list(joined.routes), shared_weights(network, cuts))
-    refuse_ties(settings, schedule, links)
-    costs = predictor.costs(cuts, _tied_bytes(network, links), modes) if predictor else None
-    by_work = costs_by_work(layers, cuts, joined.entries, max(where) + 1)
+    refuse_changing([*trained.values(), *evaluated.values()], cuts)
+    shared = shared_weights(network, cuts)
+    cut = cut_layers({full: layers, **trained}, cuts, example, shared)
+    refuse_ties(settings, schedule, cut)
+    costs = predictor.costs(cuts, _tied_bytes(network, cut), modes) if predictor else None
+    by_work = costs_by_work(layers, cut, max(where) + 1)
     schedule = _tailored(schedule, costs or by_work, settings)
-    program = lower(forward_only(where, len(samples.evaluation)), links.routes)
-    links = _bounded(settings, schedule, windows, links, program)
+    program = lower(forward_only(where, len(samples.evaluation)), cut.edges)
+    cut = _bounded(settings, schedule, windows, cut, program)
     # What was proven above had neither ties, nor other routes, nor these costs.
-    if schedule != proven or links.ties or links.routes != list(pairwise(range(len(where)))):
-        windows = {n: prove(settings, schedule, n, links) for n in windows}
-    simulate(program, 1, buffer_size=links.bounds, routes=links.routes)
+    if schedule != proven or cut.ties or cut.edges != list(pairwise(range(len(where)))):
+        windows = {n: prove(settings, schedule, n, cut) for n in windows}
+    simulate(program, 1, buffer_size=cut.bounds, routes=cut.edges)
     return Plan(
         settings=settings,
         numerics=numerics,
         example=example,
         layers=layers,
-        cuts=cuts,
         placement=where,
-        links=links,
-        seams=joined,
-        evaluated_seams=seams(next(iter(evaluated.values())), cuts, example.of(full)),
+        cut=cut,
+        evaluation_cut=cut_layers(evaluated, cuts, example),
         windows=windows,
         evaluation=program,
-        boundaries=_boundaries(example, trained, cuts),
-        evaluated=_boundaries(example, evaluated, cuts),
         schedule=schedule,
         recompute=_effective(modes, windows),
         costs=costs,
@@ -313,9 +269,9 @@ def with_costs(plan: Plan, costs: Costs) -> Plan:
     schedule = _tailored(plan.schedule, costs, plan.settings)
     if schedule == plan.schedule:
         return plan
-    links = _bounded(plan.settings, schedule, plan.windows, plan.links, plan.evaluation)
-    windows = {n: prove(plan.settings, schedule, n, links) for n in plan.windows}
-    return replace(plan, schedule=schedule, links=links, windows=windows)
+    cut = _bounded(plan.settings, schedule, plan.windows, plan.cut, plan.evaluation)
+    windows = {n: prove(plan.settings, schedule, n, cut) for n in plan.windows}
+    return replace(plan, schedule=schedule, cut=cut, windows=windows)
 
 
 def _tailored(schedule: Schedule, costs: Costs, settings: Settings) -> Schedule:
@@ -326,12 +282,12 @@ def _tailored(schedule: Schedule, costs: Costs, settings: Settings) -> Schedule:
 
 
 def _bounded(
-    settings: Settings, schedule: Schedule, lengths: Collection[int], links: Links, evaluation: Program
-) -> Links:
-    """Return the links with the bounds of their edges, for windows of these lengths and the evaluation."""
-    programs = [evaluation, *(lowered(settings, schedule, n, links) for n in lengths)]
-    bounds = [edge_bounds(one, links.routes, settings.buffer_size, links.ties) for one in programs]
-    return replace(links, bounds=widest(bounds))
+    settings: Settings, schedule: Schedule, lengths: Collection[int], cut: Cut, evaluation: Program
+) -> Cut:
+    """Return the cut with the bounds of their edges, for windows of these lengths and the evaluation."""
+    programs = [evaluation, *(lowered(settings, schedule, n, cut) for n in lengths)]
+    bounds = [edge_bounds(one, cut.edges, settings.buffer_size, cut.ties) for one in programs]
+    return cut.bounded(widest(bounds))
 
 
 def _effective(modes: Sequence[Mode], windows: Mapping[int, Window]) -> list[Mode]:
@@ -375,10 +331,10 @@ def _cast(what: str, example: Example, dtype: torch.dtype | None) -> Example:
         ) from error
 
 
-def _tied_bytes(network: Network, links: Links) -> dict[int, int]:
+def _tied_bytes(network: Network, cut: Cut) -> dict[int, int]:
     """Return the bytes of the weights that each stage shares with others; only of such stages."""
     found: dict[int, int] = {}
-    for name, stages in links.shared.items():
+    for name, stages in cut.shared.items():
         weight = network.model.get_parameter(name)
         for stage in stages:
             found[stage] = found.get(stage, 0) + weight.nbytes
@@ -407,10 +363,6 @@ def _estimates(
         except ConfigError:  # such as a view that needs the channels outermost
             pass
     return numerics, of(numerics, sizes, True), of(numerics, evaluation, False)
-
-
-def _boundaries(example: Example, estimates: Estimates, cuts: Sequence[int]) -> dict[int, list[Boundary]]:
-    return {size: seams(layers, cuts, example.of(size)).entries for size, layers in estimates.items()}
 
 
 def _peaks(windows: Mapping[int, Window], stage: int) -> Bounds:

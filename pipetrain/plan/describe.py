@@ -134,7 +134,7 @@ def describe(
         head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"
     if settings.clip_grad_norm is not None:
         head += f"clip_grad_norm {settings.clip_grad_norm:g} by the norm of {_clipped(plan)}\n"
-    for name, stages in plan.links.shared.items():
+    for name, stages in plan.cut.shared.items():
         head += f"{name} is trained as one by stages {', '.join(map(str, stages))}\n"
     run = played(plan)
     held = memory(plan, run) if plan.sizes else []
@@ -168,11 +168,10 @@ def _partition(plan: Plan) -> str:
     rows[0] += [*times, "MiB"] if plan.prediction else []
     for stage, rank in enumerate(plan.placement):
         held, slice_ = plan.layers[plan.slice(stage)], plan.slice(stage)
-        entry = plan.boundaries[size][stage]
         row = [str(stage), str(rank), f"{slice_.start}-{slice_.stop - 1} {held[0].name}..{held[-1].name}"]
         row.append(f"{sum(layer.params for layer in held):,}")
         row += [f"{sum(layer.flops for layer in held) / flops:.1%}", _entering(plan, stage, size)]
-        row.append(f"{entry.nbytes:,}")
+        row.append(f"{sum(spec.nbytes for spec in plan.cut.entering(stage, size)):,}")
         if coded:
             row += [f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size)]
         row += [plan.recompute[stage].value] if recomputes else []
@@ -189,13 +188,11 @@ def _partition(plan: Plan) -> str:
 
 def _entering(plan: Plan, stage: int, size: int) -> str:
     """Return what enters a stage, and what of it comes from another than the one before."""
-    entry = plan.boundaries[size][stage]
-    parts = [
-        f"{entry.only(carried.entered)}{f' from {source}' if source != stage - 1 else ''}"
-        for (source, to), carried in plan.seams.routes.items()
-        if to == stage
-    ]
-    return " + ".join(parts) if stage else str(entry)
+    parts = [str(spec) for spec in plan.cut.entering(stage, size)] if not stage else []
+    for route in plan.cut.routes_into[stage]:
+        tensors = " + ".join(map(str, plan.cut.message(route.edge, size)))
+        parts.append(f"{tensors} from {route.source}" if route.source != stage - 1 else tensors)
+    return " + ".join(parts)
 
 
 def _predicted(run: Timeline, prediction: Prediction, batches: int, split: bool) -> str:
@@ -307,8 +304,8 @@ def compare(plan: Plan, traced: Replay, path: str) -> str:
         plan.window.program,
         pieces(settings.batch_size, settings.microbatches) * max(plan.windows),
         batch_size=settings.batch_size,
-        buffer_size=plan.links.bounds,
-        ties=plan.ties,
+        buffer_size=plan.cut.bounds,
+        ties=plan.cut.ties,
         repeated=settings.window is not None,
     )
     rows = [["", "seconds a batch", "samples/s", "bubble, by rank", "wait, by rank"]]

@@ -15,7 +15,6 @@ from pipetrain.plan.blueprint import Plan
 from pipetrain.plan.recompute import Mode
 from pipetrain.plan.sizes import loss_sizes, microbatch, tensors_of, weights_of
 from pipetrain.plan.stages import costs_by_work
-from pipetrain.schedule.lower import Edge
 from pipetrain.schedule.memory import Moment, Sizes, over_time
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Timeline
@@ -41,10 +40,10 @@ def played(plan: Plan) -> Timeline:
     return simulate(
         plan.window.program,
         plan.settings.microbatches,
-        buffer_size=plan.links.bounds,
-        cost=plan.costs or costs_by_work(plan.layers, plan.cuts, plan.seams.entries, ranks),
-        routes=plan.routes,
-        ties=plan.ties,
+        buffer_size=plan.cut.bounds,
+        cost=plan.costs or costs_by_work(plan.layers, plan.cut, ranks),
+        routes=plan.cut.edges,
+        ties=plan.cut.ties,
     )
 
 
@@ -71,7 +70,7 @@ def predict(plan: Plan, run: Timeline) -> list[StageTimes]:
 def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan:
     """Return a plan with the bytes of its stages. `state_of`: of the optimizer's state of a parameter."""
     loss = loss_sizes(task, plan.layers[-1].output, plan.settings.data_dtype)
-    messages = _messages(plan)
+    messages = [(edge, plan.cut.message(edge, plan.full)) for edge in plan.cut.message_edges]
     sizes = []
     for stage in range(plan.stages):
         of = plan.slice(stage)
@@ -95,7 +94,7 @@ def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan
                 version=weights.trained,
                 gradient=weights.trained,
                 optimizer=sum(map(state_of, parameters.values())),
-                tied=sum(parameters[name].nbytes for name, tie in plan.links.shared.items() if stage in tie),
+                tied=sum(parameters[name].nbytes for name, tie in plan.cut.shared.items() if stage in tie),
                 wire={edge: plan.settings.codecs.wire_bytes(s, edge[0] < edge[1]) for edge, s in messages},
                 raw={edge: sum(spec.nbytes for spec in s) for edge, s in messages},
             )
@@ -103,19 +102,8 @@ def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan
     return replace(plan, sizes=sizes)
 
 
-def _messages(plan: Plan) -> list[tuple[Edge, list[TensorSpec]]]:
-    """Return the tensors of a message of each edge, forward and back."""
-    found = []
-    for (source, to), carried in plan.seams.routes.items():
-        entry = plan.seams.entries[to]
-        needs = entry.needs_grad or (False,) * len(entry.specs)
-        found.append(((source, to), [entry.specs[position] for position in carried.entered]))
-        found.append(((to, source), [entry.specs[p] for p in carried.entered if needs[p]]))
-    return found
-
-
 def memory(plan: Plan, run: Timeline) -> list[list[Moment]]:
     """Return, by rank, what the stages of a plan that is `sized` hold after each action of a timeline."""
     coded = not isinstance(plan.settings.codecs.forward, Identity)
-    copied = [route for route in plan.routes if coded or plan.copies_output(route[0])]
-    return over_time(run, plan.sizes, plan.links.bounds, plan.routes, copied)
+    copied = [edge for edge in plan.cut.edges if coded or plan.copies_output(edge[0])]
+    return over_time(run, plan.sizes, plan.cut.bounds, plan.cut.edges, copied)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from pipetrain.network.boundary import Boundary
 from pipetrain.network.network import INPUT
+from pipetrain.plan.cut import Cut
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.recompute import Mode
@@ -383,21 +384,19 @@ class Predictor:
         return self.profile.latency_s + nbytes * self.profile.s_per_byte
 
 
-def costs_by_work(
-    layers: Sequence[Layer], cuts: Sequence[int], entries: Sequence[Boundary], ranks: int
-) -> Costs:
+def costs_by_work(layers: Sequence[Layer], cut: Cut, ranks: int) -> Costs:
     """Return each stage's costs by its estimated work, in forwards of the mean rank; messages are free.
 
     So the unit is the same for all schedules, however many stages they have on a rank.
-    `entries`: what enters each stage. Where none of it needs a gradient, W is all of the backward.
+    Where nothing that enters a stage needs a gradient, W is all of the backward.
     """
-    held = [layers[start:end] for start, end in pairwise([0, *cuts, len(layers)])]
     mean = sum(layer.flops for layer in layers) / ranks
     costs: dict[Kind, float] = {}
-    for stage, (mine, entry) in enumerate(zip(held, entries, strict=True)):
+    for stage, slice in enumerate(cut.slices):
+        mine = layers[slice.start : slice.end]
         forward = sum(layer.flops for layer in mine) / mean
         weights = sum(layer.weight_flops for layer in mine) / mean
-        if not stage or not entry.gradients:
+        if not any(cut.inputs(stage).needs):
             weights = 2 * forward
         times = {Op.F: forward, Op.R: forward, Op.B: 2 * forward, Op.I: 2 * forward - weights, Op.W: weights}
         costs |= {(stage, op): seconds for op, seconds in times.items()}

@@ -5,24 +5,24 @@ A window is what runs between two drains of the pipeline. Its length comes from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
 
 from pipetrain.errors import ConfigError
+from pipetrain.plan.cut import Cut
 from pipetrain.schedule.actions import (
     Action,
     Op,
     Program,
     Schedule,
     ScheduleError,
-    Tie,
     has_norms,
     placement,
     splits,
 )
 from pipetrain.schedule.check import check
-from pipetrain.schedule.lower import Edge, Route, lower
+from pipetrain.schedule.lower import Edge, lower
 from pipetrain.schedule.policy import Bounds, Policy, compute_program
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
@@ -37,22 +37,6 @@ class Window:
     program: Program
     simulation: Timeline
     bounds: list[Bounds]  # by stage
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """What joins the stages of a cut model, beside the order of its actions.
-
-    `shared`: the stages of each weight that several have, by its name in the model; `bounds`: of the edges.
-    """
-
-    routes: list[Route]
-    shared: Mapping[str, Tie]
-    bounds: Mapping[Edge, int] = field(default_factory=dict)
-
-    @property
-    def ties(self) -> list[Tie]:
-        return sorted(set(self.shared.values()))
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
@@ -84,7 +68,7 @@ def settle_clipping(settings: Settings, schedule: Schedule, batches: int) -> Set
 
 
 def _compute(
-    settings: Settings, schedule: Schedule, batches: int, routes: Sequence[Route] | None = None
+    settings: Settings, schedule: Schedule, batches: int, routes: Sequence[Edge] | None = None
 ) -> Program:
     size = settings.ranks, batches, settings.microbatches
     try:
@@ -104,14 +88,14 @@ def _compute(
     return program
 
 
-def prove(settings: Settings, schedule: Schedule, batches: int, links: Links | None = None) -> Window:
+def prove(settings: Settings, schedule: Schedule, batches: int, cut: Cut | None = None) -> Window:
     """Make the program of one window, and check it for soundness and deadlock.
 
-    `links`: between the stages; None: from each to the next. Raises ScheduleError and ConfigError.
+    `cut`: None before there is one; each stage then sends to the next. Raises ScheduleError, ConfigError.
     """
-    routes, ties = (links.routes, links.ties) if links else (None, [])
-    buffer_size = links.bounds if links else settings.buffer_size
-    program = lowered(settings, schedule, batches, links)
+    routes, ties = (cut.edges, cut.ties) if cut else (None, [])
+    buffer_size = cut.bounds if cut else settings.buffer_size
+    program = lowered(settings, schedule, batches, cut)
     if settings.compile and splits(program):
         raise ConfigError(
             f"schedule {settings.schedule} splits backwards, and torch.compile runs them whole: set "
@@ -155,20 +139,20 @@ def _norms(settings: Settings) -> bool:
     return settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model"
 
 
-def lowered(settings: Settings, schedule: Schedule, batches: int, links: Links | None) -> Program:
+def lowered(settings: Settings, schedule: Schedule, batches: int, cut: Cut | None) -> Program:
     """Return the lowered program of one window, with the norms and ties that its updates wait for."""
-    routes, ties = (links.routes, links.ties) if links else (None, [])
+    routes, ties = (cut.edges, cut.ties) if cut else (None, [])
     compute = joined(_compute(settings, schedule, batches, routes), routes)
     if _norms(settings):
         compute = with_norms(compute)
     return lower(with_ties(compute, ties) if ties else compute, routes)
 
 
-def refuse_ties(settings: Settings, schedule: Schedule, links: Links) -> None:
+def refuse_ties(settings: Settings, schedule: Schedule, cut: Cut) -> None:
     """Refuse shared weights whose copies would come apart. Raises ConfigError."""
-    if not links.ties:
+    if not cut.ties:
         return
-    name, stages = next(iter(links.shared.items()))
+    name, stages = next(iter(cut.shared.items()))
     several = f"{name} is a weight of stages {' and '.join(map(str, stages))}"
     together = "keep the layers that share it in one stage by partition="
     if isinstance(schedule, Policy):
@@ -181,7 +165,7 @@ def refuse_ties(settings: Settings, schedule: Schedule, links: Links) -> None:
             f"{several}, and clip_grad_norm_over=stage would scale its gradient by the norm of each: choose "
             f"clip_grad_norm_over=model, or {together}"
         )
-    chained = [(a, b) for a, b in combinations(links.ties, 2) if not set(a).isdisjoint(b)]
+    chained = [(a, b) for a, b in combinations(cut.ties, 2) if not set(a).isdisjoint(b)]
     if chained and settings.on_nan == "skip" and settings.clip_grad_norm is None:
         (first, *_), (*_, last) = chained[0]
         raise ConfigError(

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pipetrain.errors import ActionFailed, TrainingStopped
-from pipetrain.network.boundary import Boundary, TensorSpec, specs_of
+from pipetrain.network.boundary import TensorSpec, specs_of
 from pipetrain.network.draws import EVALUATION, Seeds, drawing
+from pipetrain.plan.cut import Cut, divide, merge
 from pipetrain.runtime.channel import Channel, ChannelError, Edge, Message
 from pipetrain.runtime.clock import Clock, Stopwatch
 from pipetrain.runtime.held import Meter
-from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import Rehearsal, Repeated, attributes_put_back, put_back
 from pipetrain.runtime.stage import Stage, Target
@@ -32,7 +32,6 @@ from pipetrain.schedule.timeline import Row, StageStats, stage_stats, total
 
 Tensors = tuple[Tensor, ...]
 Specs = tuple[TensorSpec, ...]
-Boundaries = Mapping[int, Sequence[Boundary]]
 Progress = Callable[[int], None]
 """Called with a stage after each counted action (an update, or a microbatch of an evaluation)."""
 Observer = Callable[[Row], None]  # called with the measured spans of a window, after its end
@@ -70,8 +69,7 @@ class _Window:
     order: Order
     feed: Feed
     microbatches: int
-    boundaries: Boundaries
-    joints: Joints
+    cut: Cut
     channel: Channel
     first: int  # update
     specs: dict[tuple[int, int, int], Specs] = field(default_factory=dict)  # by edge and samples
@@ -121,10 +119,9 @@ class _View:
 class Engine:
     """Runs programs over the stages of one rank.
 
-    `placement[stage]` is a stage's rank; `boundaries[size][stage]` describes what enters a stage for a
-    microbatch of `size` samples, and `joints` from where; `evaluated` and `evaluated_joints` likewise in an
-    evaluation. `bounds[stage]` is asserted while the program runs. `plain` is the channel of evaluations,
-    whose messages are not encoded. `rehearsal`: None for none.
+    `placement[stage]` is a stage's rank; `cut` and `evaluation_cut` tell what the stages send each other, in
+    training and in an evaluation. `bounds[stage]` is asserted while the program runs. `plain` is the channel
+    of evaluations, whose messages are not encoded. `rehearsal`: None for none.
     """
 
     def __init__(
@@ -132,10 +129,8 @@ class Engine:
         stages: Mapping[int, Stage],
         channel: Channel,
         placement: Sequence[int],
-        boundaries: Boundaries,
-        evaluated: Boundaries,
-        joints: Joints,
-        evaluated_joints: Joints,
+        cut: Cut,
+        evaluation_cut: Cut,
         bounds: Mapping[int, Bounds],
         clock: Clock,
         plain: Channel | None = None,
@@ -146,10 +141,8 @@ class Engine:
         self._channel = channel
         self._plain = plain or channel
         self._placement = placement
-        self._boundaries = boundaries
-        self._evaluated = evaluated
-        self._joints = joints
-        self._evaluated_joints = evaluated_joints
+        self._cut = cut
+        self._evaluation_cut = evaluation_cut
         self.bounds = bounds
         self._clock = clock
         self.seed = seed
@@ -195,7 +188,7 @@ class Engine:
             stage.begin_window()
         skipped = {index: stage.skipped for index, stage in self._stages.items()}
         first = next(iter(self._stages.values())).weights.updates
-        window = _Window(order, feed, microbatches, self._boundaries, self._joints, self._channel, first)
+        window = _Window(order, feed, microbatches, self._cut, self._channel, first)
         row = self._run(window, self._train, Op.STEP, progress, self.meter)
         skips = {index: stage.skipped - skipped[index] for index, stage in self._stages.items()}
         self._unread.append(_Ran(row, microbatches, skips, window.raw_bytes, observe))
@@ -231,8 +224,7 @@ class Engine:
     def evaluate(self, order: Order, feed: Feed, progress: Progress = lambda stage: None) -> None:
         """Run forwards with the newest weights."""
         self._rehearse(order, feed, 1, training=False)
-        joints = self._evaluated_joints
-        window = _Window(order, feed, 1, self._evaluated, joints, self._plain, EVALUATION)
+        window = _Window(order, feed, 1, self._evaluation_cut, self._plain, EVALUATION)
         self._run(window, self._evaluate, Op.F, progress)
         self.settle()
 
@@ -276,11 +268,10 @@ class Engine:
         if training:
             for stage in self._stages.values():
                 stage.begin_window()
-            window = _Window(order, feed, microbatches, self._boundaries, self._joints, channel, 0)
+            window = _Window(order, feed, microbatches, self._cut, channel, 0)
             self._run(window, self._train, Op.STEP, lambda stage: None)
         else:
-            joints = self._evaluated_joints
-            window = _Window(order, feed, 1, self._evaluated, joints, channel, EVALUATION)
+            window = _Window(order, feed, 1, self._evaluation_cut, channel, EVALUATION)
             self._run(window, self._evaluate, Op.F, lambda stage: None)
         return bool(window.squares)
 
@@ -454,16 +445,22 @@ class Engine:
     def _inputs(self, action: Action, window: _Window) -> Tensors:
         if action.stage == 0:
             return window.feed.input(action.mb)
-        return window.joints.inputs(action.stage, lambda edge: window.arrived.pop((edge, action.mb)))
+        routes = window.cut.routes_into[action.stage]
+        return merge((route.values, window.arrived.pop((route.edge, action.mb))) for route in routes)
 
     def _grads(self, action: Action, window: _Window) -> Tensors:
-        return window.joints.output_grads(action.stage, lambda edge: window.arrived.pop((edge, action.mb)))
+        routes = window.cut.routes_from[action.stage]
+        return merge((route.returned, window.arrived.pop((route.way_back, action.mb))) for route in routes)
 
     def _hand_on(self, action: Action, outputs: Tensors, window: _Window) -> None:
-        self._hand(action, window.joints.handed_on(action.stage, outputs), window)
+        routes = window.cut.routes_from[action.stage]
+        messages = divide(outputs, [route.values for route in routes])
+        self._hand(action, zip((route.edge for route in routes), messages, strict=True), window)
 
     def _hand_back(self, action: Action, grads: Tensors, window: _Window) -> None:
-        self._hand(action, window.joints.handed_back(action.stage, grads), window)
+        routes = window.cut.routes_into[action.stage]
+        messages = divide(grads, [route.returned for route in routes])
+        self._hand(action, zip((route.way_back for route in routes), messages, strict=True), window)
 
     def _hand(self, action: Action, messages: Iterable[tuple[Edge, Tensors]], window: _Window) -> None:
         for edge, tensors in messages:
@@ -480,7 +477,7 @@ class Engine:
         size = window.feed.size(action.mb)
         specs = window.specs.get((src, dst, size))
         if specs is None:
-            specs = window.joints.specs((src, dst), window.boundaries[size][max(src, dst)])
+            specs = window.cut.message((src, dst), size)
             window.specs[src, dst, size] = specs
         return Message(src, dst, action.mb, specs, (self._placement[src], self._placement[dst]))
 

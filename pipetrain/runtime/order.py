@@ -190,7 +190,7 @@ def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> O
     if plan.policy is None:
         order = Listed(plan.windows[batches].program[rank], batches, microbatches)
     else:
-        order = Decided(plan.policy, rank, plan.stages, batches, microbatches, plan.routes)
+        order = Decided(plan.policy, rank, plan.stages, batches, microbatches, plan.cut.edges)
     return order.may_end(ends, _ahead(plan))
 
 
@@ -200,4 +200,4 @@ def evaluation_of(plan: Plan, microbatches: int, rank: int, ends: Ends | None = 
 
 
 def _ahead(plan: Plan) -> int:
-    return max(plan.links.bounds.values(), default=0)
+    return max(plan.cut.bounds.values(), default=0)

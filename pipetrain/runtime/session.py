@@ -16,7 +16,7 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.materialise import materialise
 from pipetrain.network.network import Network, Part
 from pipetrain.plan.blueprint import Plan, outputs_of
-from pipetrain.plan.crossing import homes
+from pipetrain.plan.cut import homes
 from pipetrain.plan.fitting import explained, is_out_of_memory
 from pipetrain.plan.recompute import Mode
 from pipetrain.rate import Rate
@@ -25,7 +25,6 @@ from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.coded import CodedChannel, Feedback, Slot
 from pipetrain.runtime.engine import Engine, Observer
 from pipetrain.runtime.engine import Progress as Tick
-from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import Rehearsal, rehearses
@@ -191,9 +190,9 @@ def make_stages(
     parts: dict[int, Part] = {}
     names: dict[int, dict[str, str]] = {}
     for index in mine:
-        part = network.part(plan.seams.slices[index], plan.evaluated_seams.slices[index])
+        part = network.part(plan.cut.slices[index], plan.evaluation_cut.slices[index])
         names[index] = {own: known[id(p)] for own, p in part.named_parameters() if known[id(p)] != own}
-        if any(index in tie and not parts.keys().isdisjoint(tie) for tie in plan.ties):
+        if any(index in tie and not parts.keys().isdisjoint(tie) for tie in plan.cut.ties):
             part = deepcopy(part)  # each stage has copies of the weights that it shares
         parts[index] = part.to(mesh.device)
     return {
@@ -203,8 +202,8 @@ def make_stages(
             optimizer,
             rate,
             task=task.to(mesh.device) if index == plan.stages - 1 else None,
-            entry=plan.seams.entries[index],
-            exit=plan.seams.exits[index] if index < plan.stages - 1 else None,
+            inputs=plan.cut.inputs(index),
+            outputs=plan.cut.outputs(index) if index < plan.stages - 1 else None,
             copy_input=plan.copies_input(index),
             copy_output=plan.copies_output(index),
             numerics=plan.numerics,
@@ -216,7 +215,7 @@ def make_stages(
             ema=settings.ema,
             clip_grad_norm=settings.clip_grad_norm,
             names=names[index],
-            shared={name: tie for name, tie in plan.links.shared.items() if index in tie},
+            shared={name: tie for name, tie in plan.cut.shared.items() if index in tie},
             elsewhere={name for name, stage in home.items() if stage != index},
         )
         for index in mine
@@ -233,23 +232,21 @@ def make_engine(
 ) -> Engine:
     """Make the engine for a rank's stages, over `channel` or else the mesh's, with the plan's codecs."""
     codecs, channels_last = plan.settings.codecs, plan.numerics.channels_last
-    plain = channel or mesh.channel(plan.links.bounds, channels_last)
+    plain = channel or mesh.channel(plan.cut.bounds, channels_last)
 
     def encoding(channel: Channel, feedback: Feedback) -> Channel:
         return channel if codecs.plain else CodedChannel(channel, codecs, feedback, channels_last)
 
     def loopback(training: bool) -> Channel:
-        made = mesh.loopback(plan.edges, plan.ties, plan.links.bounds, channels_last)
+        made = mesh.loopback(plan.edges, plan.cut.ties, plan.cut.bounds, channels_last)
         return encoding(made, Feedback()) if training else made
 
     return Engine(
         stages,
         encoding(plain, feedback or Feedback()),
         plan.placement,
-        plan.boundaries,
-        plan.evaluated,
-        Joints(plan.seams),
-        Joints(plan.evaluated_seams),
+        plan.cut,
+        plan.evaluation_cut,
         {stage: plan.peaks(stage) for stage in stages},
         clock or Clock(mesh.device),
         plain,
@@ -260,13 +257,13 @@ def make_engine(
 
 def slots(plan: Plan, rank: int) -> dict[Slot, torch.dtype]:
     """Return the residuals that a rank keeps, with dtypes: one per sent tensor with feedback, and shape."""
-    codecs, joints = plan.settings.codecs, Joints(plan.seams)
+    codecs = plan.settings.codecs
     sent = [
-        (edge, joints.specs(edge, entries[max(edge)]))
+        (edge, plan.cut.message(edge, size))
         for edge in plan.edges
         if plan.placement[edge[0]] == rank
         and (codecs.forward if edge[0] < edge[1] else codecs.backward).error_feedback
-        for entries in plan.boundaries.values()
+        for size in plan.cut.specs
     ]
     return {
         (edge, number, spec.shape): torch.promote_types(spec.dtype, torch.float32)

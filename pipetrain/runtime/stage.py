@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipetrain.errors import TrainingStopped
 from pipetrain.network import draws
 from pipetrain.network.boundary import (
-    Boundary,
+    Gradients,
     Value,
     as_tuple,
     cast_floats,
@@ -156,8 +156,8 @@ class _Saved:
 class Stage:
     """Slice `index` of a model. The last stage has the task; the others pass their outputs on.
 
-    `entry` and `exit` describe what enters and leaves, for any microbatch size, and which of these tensors
-    need a gradient; by default every one but the data that can have a gradient does.
+    `inputs` and `outputs` tell which of the tensors that enter and leave have a gradient; by default every
+    one but the data that can have one does.
     `copy_input`: a layer modifies what enters; `copy_output`: a layer keeps what leaves. `compile`: use
     torch.compile; `cuda_graphs`: `capture` will be called. `selective`: a forward that is to be run again
     keeps dear results, see recompute.py.
@@ -178,8 +178,8 @@ class Stage:
         rate: Rate,
         *,
         task: Task | None = None,
-        entry: Boundary | None = None,
-        exit: Boundary | None = None,
+        inputs: Gradients | None = None,
+        outputs: Gradients | None = None,
         copy_input: bool = False,
         copy_output: bool = False,
         numerics: Numerics | None = None,
@@ -222,8 +222,8 @@ class Stage:
         self._unless: Tensor | None = None  # on a GPU: 1 where the gradient is not finite
         self.skipped = 0  # number of updates skipped because of a non-finite gradient
         self._task = task
-        self._entry = entry
-        self._exit = exit
+        self._inputs = inputs
+        self._outputs = outputs
         self._copy_input = copy_input
         self._copy_output = copy_output
         self._saved: dict[int, _Saved] = {}
@@ -270,7 +270,7 @@ class Stage:
                 return self._replayed(mb, version, replayed, target)
         if self._watch.ignores and self._captures:
             self._example = x, target
-        requires = requires_grad(self._entry, x) if self.index else [False] * len(x)
+        requires = requires_grad(self._inputs, x) if self.index else [False] * len(x)
         x = tuple(t.requires_grad_(require) for t, require in zip(x, requires, strict=True))
         if self._skips:
             self._before[mb] = self.weights.buffers()
@@ -298,7 +298,7 @@ class Stage:
         else:
             made = tuple(t for t in outputs if t.requires_grad)  # not, for example, a mask of -inf
             self._check(f"the activation of microbatch {mb} is not finite", made, forward)
-            planned = requires_grad(self._exit, outputs)
+            planned = requires_grad(self._outputs, outputs)
             for number, (t, require) in enumerate(zip(outputs, planned, strict=True)):
                 if t.requires_grad and not require:
                     raise TrainingStopped(
@@ -343,7 +343,7 @@ class Stage:
         target = None if like is None or value is None else replace(like, value=value)
         outputs = self.forward(_RECORDED, x, 0, target)
         saved = self._saved[_RECORDED]
-        needs = needs_grad(self._exit, saved.outputs)
+        needs = needs_grad(self._outputs, saved.outputs)
         needed = [t for t, need in zip(saved.outputs, needs, strict=True) if need]
         return Recorded(outputs, needed, saved.counted, saved)
 
@@ -653,7 +653,7 @@ class Stage:
 
     def _handed_on(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the outputs to send, copied where the layers may keep or change them."""
-        requires = requires_grad(self._exit, outputs)
+        requires = requires_grad(self._outputs, outputs)
         return tuple(
             t.detach() if require and not self._copy_output else t.detach().clone()
             for t, require in zip(outputs, requires, strict=True)
@@ -705,7 +705,7 @@ class Stage:
         return where
 
     def _backward_origin(self, saved: _Saved, grads: tuple[Tensor, ...]) -> str:
-        needs = needs_grad(self._exit, saved.outputs)
+        needs = needs_grad(self._outputs, saved.outputs)
         if self._task is None:
             left = [value for value, need in zip(self.module.slice.leaves, needs, strict=True) if need]
             for value, grad in zip(left, grads, strict=True):
@@ -746,7 +746,7 @@ class Stage:
     ) -> None:
         if self._task is not None:
             grads = grads or (torch.full_like(saved.outputs[0], saved.share),)
-        needs = needs_grad(self._exit, saved.outputs)
+        needs = needs_grad(self._outputs, saved.outputs)
         outputs = [t for t, need in zip(saved.outputs, needs, strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs:
@@ -766,7 +766,7 @@ class Stage:
         """Return the gradients that the stage before needs. Raises TrainingStopped for any others."""
         if not self.index:
             return ()
-        needs = needs_grad(self._entry, saved.inputs)
+        needs = needs_grad(self._inputs, saved.inputs)
         for number, (t, need) in enumerate(zip(saved.inputs, needs, strict=True)):
             if need != (t.grad is not None):
                 found = "no" if need else "a"

@@ -283,7 +283,7 @@ class Trainer:
         """Check the programs that a policy has decided on, and record them. Raises ScheduleError."""
         for program in programs:
             batches = sum(action.op is Op.STEP for action in program[0])
-            check(program, batches, self._run.settings.microbatches, self._run.plan.routes)
+            check(program, batches, self._run.settings.microbatches, self._run.plan.cut.edges)
         if programs and self._recorder:
             self._recorder.programs(epoch + 1, programs)
 

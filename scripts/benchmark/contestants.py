@@ -296,7 +296,7 @@ def _entering(job: Job, stage: int, samples: Tensor) -> Tensor:
     """Return what enters a stage of TorchPipeline's, made up but for the first one."""
     if stage == 0:
         return samples[: job.size]
-    x = _random(job.plan.boundaries[job.size][stage].specs[0]).to(samples.device)
+    x = _random(job.plan.cut.entering(stage, job.size)[0]).to(samples.device)
     if job.plan.numerics.channels_last and x.dim() == 4:
         x = x.permute(0, 2, 3, 1).contiguous()
     return x.requires_grad_()
@@ -374,14 +374,16 @@ class Alone(Theirs):
         module = job.stage(index)
         numerics.arrange_weights(module)
         super().__init__(name, job, module, batches, job.microbatches)
-        boundaries = job.plan.boundaries[job.size]
         self._inputs = numerics.arrange(job.samples.chunk(job.microbatches)[0])
         self._loss = job.task.loss
         self._targets = job.targets.chunk(job.microbatches)[0]
         if index > 0:
-            self._inputs = numerics.arrange(_random(boundaries[index].specs[0])).requires_grad_()
-        last = index == job.plan.stages - 1
-        self._grads = None if last else numerics.arrange(_random(boundaries[index + 1].specs[0])) * LR
+            (entering,) = job.plan.cut.entering(index, job.size)
+            self._inputs = numerics.arrange(_random(entering)).requires_grad_()
+        self._grads = None
+        if index < job.plan.stages - 1:
+            (leaving,) = job.plan.cut.entering(index + 1, job.size)
+            self._grads = numerics.arrange(_random(leaving)) * LR
 
     def _backward(self) -> None:
         for _ in range(self.microbatches):

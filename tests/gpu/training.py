@@ -218,7 +218,7 @@ def bf16(setting: Setting) -> Iterator[Row]:
     fp32, narrow = (Case("1f1b", 2, (*FLOAT32, f"precision={name}")) for name in ("fp32", "bf16"))
     plan = make_run(narrow).plan
     kinds = {
-        str(s.dtype).removeprefix("torch.") for entry in plan.boundaries.values() for s in entry[1].specs
+        str(s.dtype).removeprefix("torch.") for size in plan.cut.specs for s in plan.cut.entering(1, size)
     }
     yield judged("boundary", ", ".join(kinds), "bfloat16", kinds == {"bfloat16"})
     (_, wide, first), (_, found, second) = setting.each(train, 2, [fp32, narrow])

@@ -15,7 +15,8 @@ from pipetrain.errors import ConfigError
 from pipetrain.models import gpt
 from pipetrain.network.boundary import Example, TensorSpec
 from pipetrain.network.chain import Chain
-from pipetrain.plan.crossing import refuse_cuts, shared_weights
+from pipetrain.plan.allowed import refuse_cuts
+from pipetrain.plan.cut import shared_weights
 from pipetrain.plan.estimate import estimate
 from pipetrain.training.run import prepare
 from tests.support import cases

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipetrain.network import draws
-from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.boundary import Example, TensorSpec
 from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.draws import EVALUATION, Seeds, _mixed, begin, drawing
-from pipetrain.plan.crossing import seams
+from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from tests.support.models import Join
 
@@ -130,11 +130,12 @@ def noisy() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(6, 6), nn.Dropout(0.0))
 
 
-ENTRY = Boundary((TensorSpec((5, 6), torch.float32),), needs_grad=(False,), requires_grad=(False,))
+EXAMPLE = Example((TensorSpec((6,), torch.float32),))
+ENTRY = EXAMPLE.of(5)
 
 
 def run(model: nn.Sequential, cuts: list[int], x: Tensor, between: bool = False) -> Tensor:
-    joined = seams(estimate(model, ENTRY), cuts, ENTRY)
+    joined = cut_layers({5: estimate(model, ENTRY)}, cuts, EXAMPLE)
     left = dict.fromkeys(joined.slices[0].enters, x)
     for slice in joined.slices:
         if between:

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.building import _is_copied_whole
-from pipetrain.network.boundary import Boundary, TensorSpec, as_tuple
+from pipetrain.network.boundary import Example, TensorSpec, as_tuple
 from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.network import INPUT, Made
-from pipetrain.plan.crossing import seams
+from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from tests.support.models import Gather, Join, Pair, skipping
 from tests.support.refusals import refusal
 
-ENTRY = Boundary((TensorSpec((2, 6), torch.float64),), needs_grad=(False,), requires_grad=(False,))
+EXAMPLE = Example((TensorSpec((6,), torch.float64),))
+ENTRY = EXAMPLE.of(2)
 
 
 def linear() -> nn.Module:
@@ -60,7 +61,7 @@ def nested() -> nn.Sequential:
 
 def in_parts(model: nn.Sequential, x: Tensor, cuts: list[int]) -> tuple[Tensor, ...]:
     """Run the parts between cuts, each with what enters it."""
-    joined = seams(estimate(copy.deepcopy(model), ENTRY), cuts, ENTRY)
+    joined = cut_layers({2: estimate(copy.deepcopy(model), ENTRY)}, cuts, EXAMPLE)
     values = {Made(INPUT, 0): x}
     for slice in joined.slices:
         part = Chain(model).part(slice)
@@ -86,7 +87,7 @@ def test_any_two_cuts_compute_what_the_whole_does(build):
 
 def test_what_enters_can_be_seen():
     layers = estimate(around(), ENTRY)
-    joined = seams(layers, [3, 5], ENTRY)
+    joined = cut_layers({2: layers}, [3, 5], EXAMPLE)
     assert [slice.enters for slice in joined.slices] == [
         (Made(INPUT, 0),),
         (Made(1, 0), Made(2, 0)),
@@ -97,7 +98,10 @@ def test_what_enters_can_be_seen():
 
 def test_names_are_those_of_the_model():
     model = nested()
-    parts = [Chain(model).part(slice) for slice in seams(estimate(nested(), ENTRY), [4, 9], ENTRY).slices]
+    parts = [
+        Chain(model).part(slice)
+        for slice in cut_layers({2: estimate(nested(), ENTRY)}, [4, 9], EXAMPLE).slices
+    ]
     names = [name for part in parts for name in part.state_dict()]
     assert names == list(model.state_dict())
     assert [name for name, _ in parts[1].named_children()] == list(dict(model.named_children()))[4:9]
@@ -108,7 +112,7 @@ def test_a_layer_may_be_called_as_a_part_s_own_attributes_are():
     names = ("slice", "pack", "observed", "train")
     model = nn.Sequential()
     model._modules = {name: nn.Linear(6, 6).double() for name in names}
-    (slice,) = seams(estimate(copy.deepcopy(model), ENTRY), [], ENTRY).slices
+    (slice,) = cut_layers({2: estimate(copy.deepcopy(model), ENTRY)}, [], EXAMPLE).slices
     part, x = Chain(model).part(slice), torch.randn(2, 6, dtype=torch.float64)
     assert torch.equal(part(x)[0], model(x))
     assert list(part.state_dict()) == list(model.state_dict())
@@ -116,7 +120,7 @@ def test_a_layer_may_be_called_as_a_part_s_own_attributes_are():
 
 def test_a_part_says_what_each_layer_makes_and_may_be_given_something_else():
     model, seen = around(), []
-    (slice,) = seams(estimate(around(), ENTRY), [], ENTRY).slices
+    (slice,) = cut_layers({2: estimate(around(), ENTRY)}, [], EXAMPLE).slices
     part = Chain(model).part(slice)
 
     def see(name: str, layer: nn.Module, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -133,7 +137,7 @@ def test_a_part_says_what_each_layer_makes_and_may_be_given_something_else():
 @pytest.mark.parametrize("single", [True, False])
 def test_the_last_part_returns_what_the_model_does(single):
     model = nn.Sequential(linear(), linear() if single else Pair(linear())).double()
-    (slice,) = seams(estimate(copy.deepcopy(model), ENTRY), [], ENTRY).slices
+    (slice,) = cut_layers({2: estimate(copy.deepcopy(model), ENTRY)}, [], EXAMPLE).slices
     part, x = Chain(model).part(slice), torch.randn(2, 6, dtype=torch.float64)
     packed, wanted = part.pack(part(x)), model(x)
     assert isinstance(packed, Tensor) == single

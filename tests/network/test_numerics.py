@@ -14,7 +14,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import Example, TensorSpec, specs_of
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.trace import trace
-from pipetrain.plan.crossing import seams
+from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.mesh import World
 from pipetrain.runtime.stage import Stage
@@ -57,10 +57,11 @@ def test_bf16_equals_one_process_in_bf16_with_the_same_delays(schedule):
 def test_bf16_travels_in_bf16():
     case = Case("pipedream", 2, (NORM, "partition=[3]", "microbatches=2", *BF16))
     plan = make_run(case).plan
-    assert {spec.dtype for spec in plan.boundaries[6][1].specs} == {torch.bfloat16}
-    assert plan.boundaries[6][0].specs[0].dtype == torch.float32  # images
+    assert {spec.dtype for spec in plan.cut.entering(1, 6)} == {torch.bfloat16}
+    assert plan.cut.entering(0, 6)[0].dtype == torch.float32  # images
     whole = make_run(replace(case, overrides=(*case.overrides, "precision=fp32"))).plan
-    assert plan.boundaries[6][1].nbytes * 2 == whole.boundaries[6][1].nbytes
+    (narrow,), (wide,) = plan.cut.entering(1, 6), whole.cut.entering(1, 6)
+    assert narrow.nbytes * 2 == wide.nbytes
 
 
 def test_bf16_of_float64_is_refused():
@@ -89,13 +90,13 @@ def test_data_that_crosses_a_cut_is_not_narrowed():
     """Neither is it in one process."""
     example, numerics = Example((TensorSpec((4,), torch.float32),) * 2, single=False), Numerics(autocast=True)
     network, inputs = trace(Scaled(), example), example.of(2)
-    joined = seams(estimate(network, inputs, numerics), [1], inputs)
+    joined = cut_layers({2: estimate(network, inputs, numerics)}, [1], example)
     part = network.part(joined.slices[0])
     sgd = partial(torch.optim.SGD, lr=0.1)
-    stage = Stage(0, part, sgd, lambda update: 1.0, exit=joined.exits[0], numerics=numerics)
+    stage = Stage(0, part, sgd, lambda update: 1.0, outputs=joined.outputs(0), numerics=numerics)
     made = stage.forward(0, (torch.ones(2, 4), torch.full((2, 4), 1.001)), 0)
     assert [str(spec) for spec in specs_of(made)] == ["float32[2, 4]", "bfloat16[2, 4]"]
-    assert specs_of(made) == joined.exits[0].specs
+    assert specs_of(made) == joined.entering(1, 2)
     assert made[0].eq(1.001).all()
 
 

@@ -110,13 +110,15 @@ def test_boundaries_of_every_size_that_will_be_seen():
     sampler, words = Sampler(43, 12, 4, seed=0), ("partition=[4,8]", "dtype=float64")
     samples = Samples(sampler.batch_sizes, [6, 5])
     made = plan(*words, ranks=3, model=with_norm().double(), samples=samples)
-    assert (set(made.boundaries), set(made.evaluated)) == ({3, 2, 1}, {6, 5})
-    for size, boundaries in {**made.boundaries, **made.evaluated}.items():
-        entry, fork, flat = boundaries
-        assert entry.specs == (TensorSpec((size, 3, 32, 32), torch.float64),)
-        assert fork.specs == (TensorSpec((size, 4, 4, 4), torch.float64),) * 2
-        assert not fork.single
-        assert flat.specs == (TensorSpec((size, 4, 4, 4), torch.float64),)
+    assert (set(made.cut.specs), set(made.evaluation_cut.specs)) == ({3, 2, 1}, {6, 5})
+    for cut, size in [(made.cut, size) for size in (3, 2, 1)] + [
+        (made.evaluation_cut, size) for size in (6, 5)
+    ]:
+        entry, fork, flat = (cut.entering(stage, size) for stage in range(3))
+        assert entry == (TensorSpec((size, 3, 32, 32), torch.float64),)
+        assert fork == (TensorSpec((size, 4, 4, 4), torch.float64),) * 2
+        assert flat == (TensorSpec((size, 4, 4, 4), torch.float64),)
+    assert [slice.single for slice in made.cut.slices] == [True, False, True]
 
 
 def test_an_evaluation_visits_every_stage_with_every_microbatch():
@@ -172,10 +174,10 @@ def test_a_profile_s_messages_are_priced_as_they_are_on_the_wire():
     seconds = [1.0] * 10
     half = by_times(seconds, "codec.forward=half", s_per_byte=1e-3)
     assert half.costs is not None
-    entry = half.boundaries[3][1]
-    assert half.wire_bytes(1, 3) == (entry.nbytes // 2, entry.nbytes)
-    assert half.costs(Action(0, Op.SEND_F)) == 1 + 1e-3 * entry.nbytes / 2
-    assert half.costs(Action(1, Op.SEND_B)) == 1 + 1e-3 * entry.nbytes
+    nbytes = sum(spec.nbytes for spec in half.cut.entering(1, 3))
+    assert half.wire_bytes(1, 3) == (nbytes // 2, nbytes)
+    assert half.costs(Action(0, Op.SEND_F)) == 1 + 1e-3 * nbytes / 2
+    assert half.costs(Action(1, Op.SEND_B)) == 1 + 1e-3 * nbytes
 
 
 def test_the_schedule_s_versions_count_against_the_limit():
@@ -251,8 +253,9 @@ def test_skips_are_priced_as_messages_and_move_a_cut():
     assert dear.cuts == [10]
     assert dear.prediction is not None
     assert dear.prediction.slowest_s == pytest.approx(4 * (30 + 2 * 2 * 2))
-    (carried,) = dear.seams.routes.values()
-    assert carried.left == carried.entered == (0, 1)
+    (route,) = dear.cut.routes
+    assert route.values == dear.cut.slices[0].leaves == dear.cut.slices[1].enters
+    assert len(route.values) == 2
     assert dear.costs is not None
     assert dear.costs(Action(0, Op.SEND_F, peer=1)) == dear.costs(Action(1, Op.SEND_B, peer=0)) == 4
 
@@ -285,9 +288,9 @@ def test_statistics_that_two_stages_share_are_refused():
 
 def test_a_weight_that_two_stages_share_is_known_with_its_stages():
     made = plan("partition=[2]", model=tied())
-    assert dict(made.links.shared) == {"1.weight": (0, 1)}
+    assert dict(made.cut.shared) == {"1.weight": (0, 1)}
     assert [str(a) for a in made.window.program[0] if a.op is Op.TIE] == ["0TIE@1"]
-    assert not plan("partition=[1]", model=tied()).ties
+    assert not plan("partition=[1]", model=tied()).cut.ties
 
 
 def test_shared_weights_need_a_fixed_order_and_one_norm():
@@ -303,7 +306,7 @@ def test_weights_shared_by_way_of_another_stage_and_skipped_updates_are_refused(
     model[2].weight, model[4].weight = model[1].weight, model[3].weight
     together = {"overrides": ("partition=[2,4]", "on_nan=skip"), "ranks": 3, "model": model}
     assert "stages 0 to 2 share weights by way of another one, and with on_nan=skip" in refused(**together)
-    assert len(plan("partition=[2,4]", "on_nan=skip", "clip_grad_norm=1", ranks=3, model=model).ties) == 2
+    assert len(plan("partition=[2,4]", "on_nan=skip", "clip_grad_norm=1", ranks=3, model=model).cut.ties) == 2
 
 
 def test_too_few_layers_are_refused():

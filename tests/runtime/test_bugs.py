@@ -47,7 +47,8 @@ def test_a_boundary_that_is_another_in_training():
     """Where a microbatch of an evaluation had the size of one in training, it got that one's boundary."""
     overrides = (_model("wider_in_training"), "partition=[2]", "microbatches=1", "batch_size=11")
     case = Case("1f1b", 2, overrides, train_samples=33)
-    assert make_run(case).plan.boundaries[11] != make_run(case).plan.evaluated[11]
+    plan = make_run(case).plan
+    assert plan.cut.entering(1, 11) != plan.evaluation_cut.entering(1, 11)
     compare(case, *run_in_threads(case))
 
 
@@ -116,9 +117,9 @@ def test_complex_weights_go_on_from_a_checkpoint(optim, tmp_path):
 
 def test_only_gradients_that_are_needed_travel():
     for model, cut in (("masked", "[3]"), ("unused", "[2]")):
-        boundary = make_run(Case("1f1b", 2, (_edge(model), f"partition={cut}"))).plan.boundaries[3][1]
-        assert len(boundary.specs) == 2
-        assert [spec.shape for spec in boundary.gradients] == [(3, 12)]
+        joined = make_run(Case("1f1b", 2, (_edge(model), f"partition={cut}"))).plan.cut
+        assert len(joined.message((0, 1), 3)) == 2
+        assert [spec.shape for spec in joined.message((1, 0), 3)] == [(3, 12)]
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import Boundary, TensorSpec
-from pipetrain.plan.crossing import Seams, seams
+from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.plan.cut import Cut, cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.channel import Message
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine
-from pipetrain.runtime.joints import Joints
 from pipetrain.runtime.order import Listed
 from pipetrain.runtime.stage import Stage, Target
 from pipetrain.schedule.actions import COMPUTE, UPDATE, Action, Op, Program, parse_program
@@ -181,11 +180,11 @@ class Ones:
         return self.input(0), self.target(0)
 
 
-def joined(stages: int) -> Seams:
+def joined(stages: int) -> Cut:
     """Linear layers, each a stage."""
-    inputs = Boundary((TensorSpec((1, 3), torch.float32),), needs_grad=(False,), requires_grad=(False,))
-    layers = estimate(nn.Sequential(*(nn.Linear(3, 3) for _ in range(stages))), inputs)
-    return seams(layers, range(1, stages), inputs)
+    example = Example((TensorSpec((3,), torch.float32),))
+    layers = estimate(nn.Sequential(*(nn.Linear(3, 3) for _ in range(stages))), example.of(1))
+    return cut_layers({1: layers}, range(1, stages), example)
 
 
 def engine(rank_of: list[int], mine: list[int], bounds: Bounds) -> tuple[Engine, Tape]:
@@ -206,10 +205,8 @@ def engine(rank_of: list[int], mine: list[int], bounds: Bounds) -> tuple[Engine,
         stages,
         tape,
         rank_of,
-        boundaries={1: between.entries},
-        evaluated={1: between.entries},
-        joints=Joints(between),
-        evaluated_joints=Joints(between),
+        cut=between,
+        evaluation_cut=between,
         bounds=dict.fromkeys(mine, bounds),
         clock=Clock(torch.device("cpu")),
     )

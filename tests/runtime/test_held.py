@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.boundary import Boundary, Example, TensorSpec
 from pipetrain.network.chain import Chain
-from pipetrain.plan.crossing import seams
+from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.sizes import LossSizes, microbatch
 from pipetrain.runtime.held import Meter
@@ -38,17 +38,18 @@ def network() -> nn.Sequential:
 def made() -> tuple[Stage, Boundary, list]:
     torch.manual_seed(0)
     model = network()
-    entry = Boundary((TensorSpec(SHAPE, torch.float32),), needs_grad=(False,), requires_grad=(False,))
+    example = Example((TensorSpec(SHAPE[1:], torch.float32),))
+    entry = example.of(SHAPE[0])
     layers = estimate(model.train(), entry)
-    joined = seams(layers, [1, 6], entry)
+    joined = cut_layers({SHAPE[0]: layers}, [1, 6], example)
     part = Chain(model).part(joined.slices[STAGE])
     stage = Stage(
         STAGE,
         part,
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         lambda update: 1.0,
-        entry=joined.entries[STAGE],
-        exit=joined.exits[STAGE],
+        inputs=joined.inputs(STAGE),
+        outputs=joined.outputs(STAGE),
     )
     return stage, entry, layers
 

@@ -122,7 +122,7 @@ def second_window(task: Task, schedule: str, ranks: int) -> Second:
     with patch.object(contestants, "fitted", lambda mesh, plan: mesh):
         for rank, (job, launches) in enumerate(zip(jobs, counted, strict=True)):
             mesh: Any = SimpleNamespace(world=World(rank, ranks), device=torch.device("cpu"))
-            channel = Uncounted(wire, job.plan.links.bounds, launches)
+            channel = Uncounted(wire, job.plan.cut.bounds, launches)
             ours.append(Ours(schedule, job, mesh, channel=channel))
 
     def work(rank: int) -> None:

@@ -48,14 +48,16 @@ def test_skips_between_the_virtual_stages_of_ranks(ranks, cuts):
     virtual = (f"schedule.virtual={(len(cuts) + 1) // ranks}", f"partition={cuts}".replace(" ", ""))
     case = Case("interleaved_1f1b", ranks, (*DROPS, "microbatches=4", *virtual))
     plan = make_run(case).plan
-    assert any(plan.placement[to] == plan.placement[source] for source, to in plan.routes if to - source > 1)
+    assert any(
+        plan.placement[to] == plan.placement[source] for source, to in plan.cut.edges if to - source > 1
+    )
     check(case)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_value_that_two_later_stages_use_gets_the_sum_of_their_gradients(schedule):
     case = Case(schedule, 3, (*SKIPS, "partition=[3,9]", "microbatches=6", "buffer_size=1", "window=2"))
-    joined = make_run(case).plan.seams
+    joined = make_run(case).plan.cut
     assert [Made(STASHED, 0) in part.enters for part in joined.slices] == [False, True, True]
     check(case)
 
@@ -86,7 +88,8 @@ def test_bf16_equals_one_process_in_bf16():
     for cuts in ("[3,9]", "[4,10]"):
         bf16 = ("precision=bf16", "dtype=float32", "memory_format=contiguous", "optim.lr=0.02")
         case = Case("pipedream", 3, (*SKIPS, f"partition={cuts}", "microbatches=3", *bf16))
-        specs = {spec.dtype for entry in make_run(case).plan.seams.entries[1:] for spec in entry.specs}
+        plan = make_run(case).plan
+        specs = {spec.dtype for stage in (1, 2) for spec in plan.cut.entering(stage, plan.full)}
         assert specs == {torch.bfloat16}
         check(case, 1e-5)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.boundary import Boundary, TensorSpec, Value
+from pipetrain.network.boundary import Gradients, Value
 from pipetrain.runtime.stage import Saving, Stage, Target
 from pipetrain.tasks import Classification, Task
 from tests.support.models import Fork, Join
@@ -21,15 +20,13 @@ from tests.support.parts import part_of
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 LABELS = torch.tensor([0, 2, 1])
-PAIR = Boundary((TensorSpec((2, 3), torch.float64),) * 2, single=False)
 
 SPLIT = Saving(split=True)
 
 
-def stage(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
+def stage(module: nn.Module, index: int = 1, enters: int = 1, leaves: int = 1, **arguments: object) -> Stage:
     """A stage of these layers; of a later one, the layer before them is layer 4 of the model."""
-    ends = arguments.get("entry"), arguments.get("exit")
-    part = part_of(module.double(), *ends, before=5 if index else 0)  # type: ignore[arg-type]
+    part = part_of(module.double(), enters, leaves, before=5 if index else 0)
     return Stage(index, part, SGD, lambda update: 1.0, **arguments)  # type: ignore[arg-type]
 
 
@@ -115,7 +112,7 @@ def test_tuples_go_in_and_out_with_a_gradient_for_each_floating_point_tensor():
             x, ids = pair
             return 2 * x, ids + 1, 3 * x
 
-    middle = stage(Ids(), entry=PAIR)
+    middle = stage(Ids(), enters=2)
     x, ids = randn(2, 3), torch.arange(2)
     double, more, triple = middle.forward(0, (x, ids), 0)
     assert more.tolist() == [1, 2]
@@ -130,7 +127,7 @@ class First(nn.Module):
 
 
 def test_an_input_that_the_plan_says_is_not_used_has_no_gradient():
-    middle = stage(First(), entry=replace(PAIR, needs_grad=(True, False)))
+    middle = stage(First(), enters=2, inputs=Gradients((True, True), (True, False)))
     (output,) = middle.forward(0, (randn(2), randn(2)), 0)
     (used,) = middle.backward(0, (torch.ones_like(output),), 0)
     assert used.tolist() == [2.0, 2.0]
@@ -138,7 +135,7 @@ def test_an_input_that_the_plan_says_is_not_used_has_no_gradient():
 
 def test_an_input_that_is_not_used_against_the_plan_stops_the_training():
     """Zeros in its place would move weights that one process leaves alone."""
-    middle = stage(First(), entry=PAIR)
+    middle = stage(First(), enters=2)
     (output,) = middle.forward(4, (randn(2), randn(2)), 0)
     with pytest.raises(TrainingStopped, match="no gradient reaches input 1 of stage 1 in microbatch 4, and"):
         middle.backward(4, (torch.ones_like(output),), 0)
@@ -146,7 +143,7 @@ def test_an_input_that_is_not_used_against_the_plan_stops_the_training():
 
 def test_an_input_that_is_used_against_the_plan_stops_the_training():
     """Weights before it would miss its gradient."""
-    middle = stage(Join(), entry=replace(PAIR, needs_grad=(True, False)))
+    middle = stage(Join(), enters=2, inputs=Gradients((True, True), (True, False)))
     output = middle.forward(4, (randn(2), randn(2)), 0)[0]
     with pytest.raises(
         TrainingStopped, match="a gradient reaches input 1 of stage 1 in microbatch 4, and the"
@@ -155,8 +152,8 @@ def test_an_input_that_is_used_against_the_plan_stops_the_training():
 
 
 def test_an_output_that_depends_on_weights_against_the_plan_stops_the_training():
-    never = replace(PAIR, needs_grad=(True, False), requires_grad=(True, False))
-    middle = stage(Fork(nn.Linear(3, 3)), exit=never)
+    never = Gradients((True, False), (True, False))
+    middle = stage(Fork(nn.Linear(3, 3)), leaves=2, outputs=never)
     with pytest.raises(
         TrainingStopped, match="output 1 of stage 1 depends on weights in microbatch 4, and the"
     ):
@@ -169,8 +166,7 @@ class Trimmed(nn.Module):
 
 
 def test_an_evaluation_may_hand_on_fewer_tensors():
-    pair = replace(PAIR, needs_grad=(True, True), requires_grad=(True, True))
-    middle = stage(Trimmed(), exit=pair)
+    middle = stage(Trimmed(), leaves=2, outputs=Gradients((True, True), (True, True)))
     assert len(middle.forward(0, (randn(2),), 0)) == 2
     assert len(middle.predict((randn(2),))) == 1
 
@@ -188,13 +184,13 @@ class Counts(nn.Module):
 
 
 def test_what_has_no_gradient_is_sent_as_a_copy():
-    middle = stage(Counts(), exit=replace(PAIR, needs_grad=(True, False), requires_grad=(True, False)))
+    middle = stage(Counts(), leaves=2, outputs=Gradients((True, False), (True, False)))
     sent = [middle.forward(mb, (randn(2),), 0)[1] for mb in range(3)]
     assert [float(count) for count in sent] == [1.0, 2.0, 3.0]
 
 
 def test_an_output_that_has_no_gradient_leaves_its_weights_alone():
-    middle = stage(Fork(nn.Linear(3, 3)), exit=replace(PAIR, needs_grad=(False, True)))
+    middle = stage(Fork(nn.Linear(3, 3)), leaves=2, outputs=Gradients((True, True), (False, True)))
     _, skip = middle.forward(0, (randn(2, 3),), 0)
     (back,) = middle.backward(0, (torch.ones_like(skip),), 0)
     assert back.tolist() == [[1.0] * 3] * 2
@@ -209,7 +205,7 @@ def test_an_output_that_is_an_input_hands_its_gradient_through():
     assert torch.equal(skip, x)
     (back,) = middle.backward(0, (torch.zeros_like(output), torch.ones_like(skip)), 0)
     assert torch.equal(back, torch.ones_like(x))
-    joined = stage(Join(), entry=PAIR)
+    joined = stage(Join(), enters=2)
     joined.forward(0, (output, skip), 0)
     assert [t.tolist() for t in joined.backward(0, (torch.ones(2, 3).double(),), 0)] == [[[1.0] * 3] * 2] * 2
 
@@ -557,7 +553,7 @@ def right_names(outputs: Value, targets: Value) -> Tensor:
 
 def test_inputs_outputs_and_targets_may_be_tuples():
     task = Task(box_and_name, {"names": right_names})
-    final = stage(Heads(), task=task, entry=PAIR)
+    final = stage(Heads(), task=task, enters=2)
     inputs, targets = (randn(3, 3), 2 * randn(3, 3)), (randn(3, 2), LABELS)
     plain = tuple(t.clone().requires_grad_() for t in inputs)
     loss = box_and_name(final.module(*plain), targets)

@@ -16,7 +16,7 @@ CLIPPED = ("clip_grad_norm=0.25", "clip_grad_norm_over=model")
 
 def both(case: Case) -> None:
     plan = make_run(case).plan
-    assert len(plan.ties) == 1
+    assert len(plan.cut.ties) == 1
     compare(case, *run_in_threads(case))
 
 

@@ -27,7 +27,7 @@ from pipetrain.network.draws import Seeds, drawing
 from pipetrain.network.network import Network
 from pipetrain.network.traced import Traced
 from pipetrain.plan.blueprint import Plan, Samples, make_plan
-from pipetrain.plan.crossing import seams
+from pipetrain.plan.cut import cut_layers
 from pipetrain.runtime.mesh import World
 from pipetrain.runtime.order import evaluation_of, order_of
 from pipetrain.runtime.session import Session
@@ -241,7 +241,7 @@ def compare(subject: Subject, way: Way, tolerance: float = 1e-12) -> Plan:
 def _stages(model: nn.Module, plan: Plan, network: Network) -> dict[str, tuple[str, int]]:
     """Return the first name and the stage of each parameter; of a shared one by each of its names."""
     users: dict[int, list[int]] = {}
-    for stage, slice in enumerate(plan.seams.slices):
+    for stage, slice in enumerate(plan.cut.slices):
         for parameter in network.part(slice).parameters():
             users.setdefault(id(parameter), []).append(stage)
     names: dict[int, list[str]] = {}
@@ -260,7 +260,7 @@ def _called(subject: Subject, plan: Plan, weights: dict[str, Tensor], inputs: Va
         positional = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
         keywords = inputs if isinstance(inputs, dict) else {}
         return functional_call(model, weights, positional, keywords, tie_weights=False)
-    (whole,) = seams(plan.layers, [], plan.example.of(1)).slices
+    (whole,) = cut_layers({1: plan.layers}, [], plan.example).slices
     part, tensors = subject.network.part(whole), as_tuple(inputs)
     weights = {name: weights[name] for name, _ in part.named_parameters()}  # each once
     outputs = functional_call(part, weights, tuple(tensors[made.number] for made in whole.enters))

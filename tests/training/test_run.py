@@ -130,7 +130,7 @@ def test_prepare_brings_the_parts_together():
     assert run.evaluation_sizes == [10, 10, 10]
     assert run.plan.stages == 2
     assert run.sampler.batch_sizes == [12, 12, 12, 8]
-    assert ({3, 2}, {10}) == (set(run.plan.boundaries), set(run.plan.evaluated))
+    assert ({3, 2}, {10}) == (set(run.plan.cut.specs), set(run.plan.evaluation_cut.specs))
     assert (run.facts.train, run.facts.test, run.settings.seed) == (44, 30, 9)
     assert run.facts.example == run.plan.example == Example((TensorSpec((3, 32, 32), torch.float32),))
 

@@ -15,21 +15,16 @@ from torch import Tensor, nn
 from pipetrain.network.boundary import Boundary, Example, TensorSpec
 from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.network import INPUT, Made, Slice
-from pipetrain.plan.crossing import (
-    Seams,
-    copies_output,
-    cuts_that_may_be,
-    lighter_cuts,
-    refuse_changing,
-    refuse_cuts,
-    seams,
-)
+from pipetrain.plan.allowed import cuts_that_may_be, refuse_changing, refuse_cuts
+from pipetrain.plan.balance import lighter_cuts
+from pipetrain.plan.cut import Cut, copies_output, cut_layers
 from pipetrain.plan.estimate import Layer, estimate
 from tests.support.models import Join, Pair
 from tests.support.refusals import outcome, refusal
 
 steady = settings(derandomize=True, deadline=None, max_examples=40)
-ENTRY = Boundary((TensorSpec((2, 3), torch.float32),), needs_grad=(False,), requires_grad=(False,))
+EXAMPLE = Example((TensorSpec((3,), torch.float32),))
+ENTRY = EXAMPLE.of(2)
 
 
 class Into(nn.Module):
@@ -101,7 +96,7 @@ def stage_of(cuts: list[int], layer: int) -> int:
 @given(cut_chains())
 def test_every_value_enters_where_it_is_used_from_where_it_is_made(case):
     _, layers, cuts = case
-    joined = seams(layers, cuts, ENTRY)
+    joined = cut_layers({2: layers}, cuts, EXAMPLE)
     used: list[dict[Made, bool]] = [{} for _ in range(len(cuts) + 1)]  # from elsewhere: with a gradient?
     used[0][Made(INPUT, 0)] = False
     for index, layer in enumerate(layers):
@@ -109,16 +104,17 @@ def test_every_value_enters_where_it_is_used_from_where_it_is_made(case):
         for value, reached in zip(layer.takes, layer.reached, strict=True):
             if value.layer != INPUT and stage_of(cuts, value.layer) != here:
                 used[here][value] = used[here].get(value, False) or reached
-    for stage, (slice, entry) in enumerate(zip(joined.slices, joined.entries, strict=True)):
+    for stage, slice in enumerate(joined.slices):
         assert slice.enters == tuple(sorted(used[stage]))
-        assert entry.needs_grad == tuple(used[stage][value] for value in slice.enters)
+        assert joined.inputs(stage).needs == tuple(used[stage][value] for value in slice.enters)
         made = [ENTRY if v.layer == INPUT else layers[v.layer].output for v in slice.enters]
-        assert entry.specs == tuple(of.specs[v.number] for of, v in zip(made, slice.enters, strict=True))
-    for stage, (slice, leaving) in enumerate(zip(joined.slices[:-1], joined.exits, strict=False)):
+        specs = tuple(of.specs[v.number] for of, v in zip(made, slice.enters, strict=True))
+        assert joined.entering(stage, 2) == specs
+    for stage, slice in enumerate(joined.slices[:-1]):
         later = {v for taken in used[stage + 1 :] for v in taken if stage_of(cuts, v.layer) == stage}
         assert slice.leaves == tuple(sorted(later))
         wanted = tuple(any(taken.get(v, False) for taken in used) for v in slice.leaves)
-        assert leaving.needs_grad == wanted
+        assert joined.outputs(stage).needs == wanted
     assert joined.slices[-1].leaves == (Made(len(layers) - 1, 0),)
     assert [(slice.start, slice.end) for slice in joined.slices] == list(pairwise([0, *cuts, len(layers)]))
 
@@ -127,31 +123,30 @@ def test_every_value_enters_where_it_is_used_from_where_it_is_made(case):
 @given(cut_chains())
 def test_routes_lead_from_each_maker_to_each_user_and_carry_the_same_values(case):
     _, layers, cuts = case
-    joined = seams(layers, cuts, ENTRY)
+    joined = cut_layers({2: layers}, cuts, EXAMPLE)
     needed = {
         (stage_of(cuts, value.layer), stage_of(cuts, index))
         for index, layer in enumerate(layers)
         for value in layer.takes
         if value.layer != INPUT
     }
-    assert list(joined.routes) == sorted(route for route in needed if route[0] != route[1])
-    for (source, to), carried in joined.routes.items():
-        left = [joined.slices[source].leaves[position] for position in carried.left]
-        assert left == [joined.slices[to].enters[position] for position in carried.entered]
-        assert left
-    for stage in range(1, len(cuts) + 1):  # each position is filled by one route
-        filled = [p for route, carried in joined.routes.items() if route[1] == stage for p in carried.entered]
-        assert sorted(filled) == list(range(len(joined.slices[stage].enters)))
+    assert joined.edges == sorted(edge for edge in needed if edge[0] != edge[1])
+    for route in joined.routes:
+        assert route.values
+        assert set(route.values) <= set(joined.slices[route.source].leaves)
+    for stage in range(1, len(cuts) + 1):  # each value comes by one route
+        came = [value for route in joined.routes_into[stage] for value in route.values]
+        assert sorted(came) == list(joined.slices[stage].enters)
 
 
-def apart(model: nn.Sequential, joined: Seams, x: Tensor) -> Tensor:
+def apart(model: nn.Sequential, joined: Cut, x: Tensor) -> Tensor:
     """Run the stages as ranks would: what goes over a route is a tensor of its own."""
     arrived = {(0, Made(INPUT, 0)): x.clone()}
     for stage, slice in enumerate(joined.slices):
         left = Chain(model).part(slice)(*(arrived[stage, value] for value in slice.enters))
-        for (source, to), carried in joined.routes.items():
-            if source == stage:
-                arrived |= {(to, slice.leaves[p]): left[p].clone() for p in carried.left}
+        made = dict(zip(slice.leaves, left, strict=True))
+        for route in joined.routes_from[stage]:
+            arrived |= {(route.target, value): made[value].clone() for value in route.values}
     return left[0]
 
 
@@ -162,7 +157,7 @@ def test_what_may_be_cut_computes_what_one_process_does(case):
     model, layers, cuts = case
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        same = torch.equal(apart(model, seams(layers, cuts, ENTRY), x), model(x.clone()))
+        same = torch.equal(apart(model, cut_layers({2: layers}, cuts, EXAMPLE), x), model(x.clone()))
     said = outcome(lambda: refuse_cuts(Chain(model), layers, cuts))
     assert same or "modifies in place" in str(said)
     assert said is None or any(layer.writes_input for layer in layers)
@@ -184,7 +179,7 @@ def allowed(layers: list[nn.Module], cuts: list[int]) -> bool:
     estimated = estimate(copy.deepcopy(model), ENTRY)
     refuse_cuts(Chain(model), estimated, cuts)
     with torch.no_grad():
-        return torch.equal(apart(model, seams(estimated, cuts, ENTRY), x), model(x.clone()))
+        return torch.equal(apart(model, cut_layers({2: estimated}, cuts, EXAMPLE), x), model(x.clone()))
 
 
 def test_a_value_that_is_modified_by_another_stage_before_its_last_user_is_refused():
@@ -292,7 +287,7 @@ def test_what_changes_with_the_size_is_refused(what):
     entries = [Boundary((TensorSpec((n, 3), torch.float32),), True, (False,), (False,)) for n in (2, 3)]
     sizes = [estimate(copy.deepcopy(model), entry) for entry in entries]
     reason = "it is one tensor or a tuple" if what == "tensors" else "gradients are needed there"
-    assert refusal(lambda: refuse_changing(sizes, [2], entries[0])) == (
+    assert refusal(lambda: refuse_changing(sizes, [2])) == (
         f"whether {reason} behind layer 1 (1) changes with the size of a microbatch, or in evaluation; "
         f"choose a partition that does not cut before layer 2"
     )

@@ -1,0 +1,308 @@
+"""How a model is cut: the layers of each stage, and what the stages send each other.
+
+A value that several stages use goes to each of them, straight from the stage that makes it. The gradients
+that they return are added.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations, pairwise, repeat
+
+from torch import Tensor
+
+from pipetrain.network.boundary import Example, Gradients, TensorSpec
+from pipetrain.network.network import INPUT, Made, Network, Slice, Tensors
+from pipetrain.network.places import places
+from pipetrain.plan.estimate import Layer
+from pipetrain.schedule.actions import Tie
+from pipetrain.schedule.lower import Edge
+
+Estimates = Mapping[int, Sequence[Layer]]  # samples in a microbatch -> the layers as estimated for it
+Specs = Mapping[Made, TensorSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a stage sends to a later one of each microbatch, and the way on which gradients come back.
+
+    `needs_grad`: the values whose gradient the target returns. `bounds`: the most messages under way, there
+    and back; none between stages on one rank.
+    """
+
+    source: int
+    target: int
+    values: tuple[Made, ...]  # ascending
+    needs_grad: tuple[bool, ...]
+    bounds: tuple[int, int] | None = None
+
+    @property
+    def edge(self) -> Edge:
+        return self.source, self.target
+
+    @property
+    def way_back(self) -> Edge:
+        return self.target, self.source
+
+    @property
+    def returned(self) -> tuple[Made, ...]:
+        """The values whose gradients come back."""
+        return tuple(value for value, needs in zip(self.values, self.needs_grad, strict=True) if needs)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model as stages, in training or in an evaluation: the layers of each, and what joins them.
+
+    `specs`: of the values that enter stages, by the number of samples in a microbatch; `requires_grad`: those
+    of them that depend on weights; `shared`: the stages of each weight that several have, by its name in the
+    model.
+    """
+
+    slices: tuple[Slice, ...]  # by stage
+    routes: tuple[Route, ...]  # ascending
+    specs: Mapping[int, Specs]
+    requires_grad: frozenset[Made]
+    shared: Mapping[str, Tie] = field(default_factory=dict)
+
+    @cached_property
+    def routes_into(self) -> list[list[Route]]:
+        """The routes that end at each stage, ascending."""
+        return [
+            [route for route in self.routes if route.target == stage] for stage in range(len(self.slices))
+        ]
+
+    @cached_property
+    def routes_from(self) -> list[list[Route]]:
+        """The routes that begin at each stage, ascending."""
+        return [
+            [route for route in self.routes if route.source == stage] for stage in range(len(self.slices))
+        ]
+
+    @property
+    def edges(self) -> list[Edge]:
+        """The pairs of stages between which activations travel, ascending."""
+        return [route.edge for route in self.routes]
+
+    @property
+    def ties(self) -> list[Tie]:
+        """The groups of stages that share weights, in one fixed order."""
+        return sorted(set(self.shared.values()))
+
+    @cached_property
+    def bounds(self) -> dict[Edge, int]:
+        """The bound of each edge between ranks, in one fixed order; see schedule/bounds.py."""
+        return {
+            edge: bound
+            for route in self.routes
+            for edge, bound in zip((route.edge, route.way_back), route.bounds or (), strict=False)
+        }
+
+    @property
+    def message_edges(self) -> list[Edge]:
+        """The pairs of stages that send messages, activations or gradients."""
+        return list(self._values)
+
+    def bounded(self, bounds: Mapping[Edge, int]) -> Cut:
+        """Return the cut with the bounds of its edges."""
+        routes = (
+            replace(r, bounds=(bounds[r.edge], bounds[r.way_back]) if r.edge in bounds else None)
+            for r in self.routes
+        )
+        return replace(self, routes=tuple(routes))
+
+    def entering(self, stage: int, size: int) -> tuple[TensorSpec, ...]:
+        """Return what enters a stage for a microbatch of `size` samples."""
+        return tuple(self.specs[size][value] for value in self.slices[stage].enters)
+
+    def message(self, edge: Edge, size: int) -> tuple[TensorSpec, ...]:
+        """Return the tensors of a message: activations, or gradients from a later stage to an earlier one."""
+        return tuple(self.specs[size][value] for value in self._values[edge])
+
+    def inputs(self, stage: int) -> Gradients:
+        """Return which of the tensors that enter a stage have gradients."""
+        return self._gradients(self.slices[stage].enters, self.routes_into[stage])
+
+    def outputs(self, stage: int) -> Gradients:
+        """Return which of the tensors that leave a stage have gradients."""
+        return self._gradients(self.slices[stage].leaves, self.routes_from[stage])
+
+    @cached_property
+    def _values(self) -> dict[Edge, tuple[Made, ...]]:
+        there = {route.edge: route.values for route in self.routes}
+        return there | {route.way_back: route.returned for route in self.routes}
+
+    def _gradients(self, values: Sequence[Made], routes: Sequence[Route]) -> Gradients:
+        returned = {value for route in routes for value in route.returned}
+        return Gradients(
+            requires=tuple(value in self.requires_grad for value in values),
+            needs=tuple(value in returned for value in values),
+        )
+
+
+def divide(tensors: Tensors, parts: Sequence[Sequence[Made]]) -> list[Tensors]:
+    """Return the tensors of the values of each part; `tensors`: of all these values, ascending."""
+    of = dict(zip(sorted({value for values in parts for value in values}), tensors, strict=True))
+    return [tuple(of[value] for value in values) for values in parts]
+
+
+def merge(parts: Iterable[tuple[Sequence[Made], Tensors]]) -> Tensors:
+    """Return the tensors of all values, ascending; those of one value are added, in the order of `parts`."""
+    found: dict[Made, Tensor] = {}
+    for values, tensors in parts:
+        for value, tensor in zip(values, tensors, strict=True):
+            found[value] = found[value] + tensor if value in found else tensor
+    return tuple(found[value] for value in sorted(found))
+
+
+class AnySize(dict[int, Specs]):
+    """Specs by number of samples: of two numbers, from which those of any other follow.
+
+    Each dimension must be a linear function of the samples. The engine compares what a stage really makes.
+    """
+
+    def __missing__(self, size: int) -> Specs:
+        (few, first), (more, second) = list(self.items())[:2]
+
+        def at(a: int, b: int) -> int:
+            return a + (b - a) * (size - few) // (more - few)
+
+        self[size] = {
+            value: replace(spec, shape=tuple(map(at, spec.shape, second[value].shape)))
+            for value, spec in first.items()
+        }
+        return self[size]
+
+
+def cut_layers(
+    estimates: Estimates, cuts: Sequence[int], example: Example, shared: Mapping[str, Tie] | None = None
+) -> Cut:
+    """Return a model cut before the layers `cuts`, as the first of its estimates tells.
+
+    `example`: of its inputs, which all enter the first stage.
+    """
+    layers = next(iter(estimates.values()))
+    entering = values_entering(layers, cuts, len(example.specs))
+    routes = tuple(_routes(entering, cuts))
+    used = {value for values in entering for value in values}
+    return Cut(
+        slices=tuple(_slices(layers, cuts, entering, routes, example)),
+        routes=routes,
+        specs={
+            size: {v: (of[v.layer].output if v.layer != INPUT else inputs).specs[v.number] for v in used}
+            for size, of, inputs in ((size, of, example.of(size)) for size, of in estimates.items())
+        },
+        requires_grad=frozenset(v for v in used if _depends_on_weights(layers, v)),
+        shared=shared or {},
+    )
+
+
+def values_entering(layers: Sequence[Layer], cuts: Sequence[int], inputs: int) -> list[dict[Made, bool]]:
+    """Return, by stage, the values that enter it, ascending, and whether it returns their gradients.
+
+    `inputs`: how many the model has.
+    """
+    entering: list[dict[Made, bool]] = [{} for _ in range(len(cuts) + 1)]
+    entering[0] = {Made(INPUT, number): False for number in range(inputs)}
+    for index, layer in enumerate(layers):
+        stage = stage_of(index, cuts)
+        for value, reached in zip(layer.takes, layer.reached or repeat(False), strict=False):
+            if stage_of(value.layer, cuts) != stage:
+                entering[stage][value] = entering[stage].get(value, False) or reached
+    return [dict(sorted(values.items())) for values in entering]
+
+
+def _routes(entering: Sequence[Mapping[Made, bool]], cuts: Sequence[int]) -> Iterator[Route]:
+    for source, target in combinations(range(len(entering)), 2):
+        values = {v: needs for v, needs in entering[target].items() if stage_of(v.layer, cuts) == source}
+        if values:
+            yield Route(source, target, tuple(values), tuple(values.values()))
+
+
+def _slices(
+    layers: Sequence[Layer],
+    cuts: Sequence[int],
+    entering: Sequence[Mapping[Made, bool]],
+    routes: Sequence[Route],
+    example: Example,
+) -> Iterator[Slice]:
+    last = len(layers) - 1
+    for stage, (start, end) in enumerate(pairwise([0, *cuts, len(layers)])):
+        leaves = {value for route in routes if route.source == stage for value in route.values}
+        if end > last:
+            leaves = {Made(last, number) for number in range(len(layers[last].output.specs))}
+        yield Slice(
+            start,
+            end,
+            enters=tuple(entering[stage]),
+            leaves=tuple(sorted(leaves)),
+            drawing=frozenset(n for n in range(start, end) if layers[n].draws),
+            single=layers[start - 1].output.single if start else example.single,
+            packing=layers[start - 1].output.packing if start else None,
+        )
+
+
+def _depends_on_weights(layers: Sequence[Layer], value: Made) -> bool:
+    known = None if value.layer == INPUT else layers[value.layer].output.requires_grad
+    return known is not None and known[value.number]
+
+
+def stage_of(layer: int, cuts: Sequence[int]) -> int:
+    """Return the stage of a layer. The data are of the first one."""
+    return bisect_right(cuts, layer)
+
+
+def homes(network: Network, cuts: Sequence[int]) -> dict[str, int]:
+    """Return the first stage that holds each parameter and buffer, by its name in the model."""
+    named = [*network.model.named_parameters(), *network.model.named_buffers()]
+    names = {id(tensor): name for name, tensor in named}
+    found: dict[str, int] = {}
+    for index, module in enumerate(network.modules):
+        for place in places(module):
+            if id(place.tensor) in names:
+                found.setdefault(names[id(place.tensor)], stage_of(index, cuts))
+    return found
+
+
+def shared_weights(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
+    """Return the stages of each trained parameter that several have, by its name in the model."""
+    names = {id(p): name for name, p in network.model.named_parameters() if p.requires_grad}
+    holders: dict[str, set[int]] = {}
+    for index, module in enumerate(network.modules):
+        for parameter in module.parameters():
+            if id(parameter) in names:
+                holders.setdefault(names[id(parameter)], set()).add(stage_of(index, cuts))
+    return {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
+
+
+def copies_input(layers: Sequence[Layer], slice: Slice) -> bool:
+    """Return whether a stage modifies what enters it in place."""
+    return reaches(layers, slice.enters, range(slice.start, slice.end), lambda layer: layer.writes_input)
+
+
+def copies_output(layers: Sequence[Layer], slice: Slice) -> bool:
+    """Return whether what leaves a stage may change later, because a layer keeps it."""
+    kept: set[int] = set()  # the layers of which that is true
+    for index in range(slice.start, slice.end):
+        layer = layers[index]
+        if layer.keeps_output or (layer.hands_through and any(v.layer in kept for v in layer.takes)):
+            kept.add(index)
+    return any(value.layer in kept for value in slice.leaves)
+
+
+def reaches(
+    layers: Sequence[Layer], values: Iterable[Made], among: Iterable[int], wanted: Callable[[Layer], bool]
+) -> bool:
+    """Return whether a layer that takes one of the values, or shares its memory, is `wanted`."""
+    same = set(values)
+    for index in among:
+        layer = layers[index]
+        if not same.isdisjoint(layer.takes):
+            if wanted(layer):
+                return True
+            if layer.hands_through:
+                same |= {Made(index, number) for number in range(len(layer.output.specs))}
+    return False

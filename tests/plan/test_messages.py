@@ -1,0 +1,145 @@
+"""What leaves a stage is divided into messages, and what enters one is joined of them, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.chain import Pop, Stash
+from pipetrain.network.network import Made
+from pipetrain.plan.cut import Route, cut_layers, divide, merge
+from pipetrain.plan.estimate import estimate
+
+FLOAT = TensorSpec((2, 3), torch.float32)
+MASK = TensorSpec((2, 3), torch.bool)
+EXAMPLE = Example((TensorSpec((3,), torch.float32),))
+ENTRY = EXAMPLE.of(2)
+
+
+class Masked(nn.Linear):
+    """x -> (layer(x), x > 0): a number with a gradient and one without."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x > 0
+
+
+class Use(nn.Module):
+    """Numbers and masks -> their product."""
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack([t.float() for t in tensors]).prod(0)
+
+
+def model() -> nn.Sequential:
+    """Layers 1 and 2 keep a pair and a tensor."""
+    pair, one = Stash(), Stash()
+    return nn.Sequential(
+        *(Masked(3, 3), pair, Use(), one, nn.Linear(3, 3), Pop(one), Use(), Pop(pair), Use(), nn.Linear(3, 3))
+    )
+
+
+# 0: Masked, the pair; 1: Use, one, Linear; 2: Pop(one), Use; 3: Pop(pair) and the rest.
+CUT = cut_layers({2: estimate(model(), ENTRY)}, [2, 5, 7], EXAMPLE)
+
+
+def numbered(n: int, start: int = 0) -> tuple[Tensor, ...]:
+    return tuple(torch.full((2, 3), float(start + k)) for k in range(n))
+
+
+def values(messages: list[tuple[Tensor, ...]]) -> list[list[float]]:
+    return [[float(t.flatten()[0]) for t in tensors] for tensors in messages]
+
+
+def handed_on(stage: int, outputs: tuple[Tensor, ...]) -> list[list[float]]:
+    """What goes to each later stage."""
+    return values(divide(outputs, [route.values for route in CUT.routes_from[stage]]))
+
+
+def handed_back(stage: int, grads: tuple[Tensor, ...]) -> list[list[float]]:
+    """What goes to each earlier stage."""
+    return values(divide(grads, [route.returned for route in CUT.routes_into[stage]]))
+
+
+def inputs(stage: int, *arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    routes = CUT.routes_into[stage]
+    return merge((route.values, tensors) for route, tensors in zip(routes, arrived, strict=True))
+
+
+def output_grads(stage: int, *arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    routes = CUT.routes_from[stage]
+    return merge((route.returned, tensors) for route, tensors in zip(routes, arrived, strict=True))
+
+
+def test_the_routes_can_be_seen():
+    pair, one = (Made(1, 0), Made(1, 1)), Made(3, 0)
+    assert CUT.routes == (
+        Route(0, 1, pair, (True, False)),
+        Route(0, 3, pair, (True, False)),
+        Route(1, 2, (one, Made(4, 0)), (True, True)),
+        Route(2, 3, (Made(6, 0),), (True,)),
+    )
+    assert [slice.enters for slice in CUT.slices[1:]] == [pair, (one, Made(4, 0)), (*pair, Made(6, 0))]
+
+
+def test_each_later_stage_is_handed_what_it_uses():
+    assert handed_on(0, numbered(2)) == [[0, 1], [0, 1]]
+    assert handed_on(1, numbered(2)) == [[0, 1]]
+    assert handed_on(2, numbered(1)) == [[0]]
+    assert handed_on(3, ()) == []
+
+
+def test_what_enters_is_in_its_order_whatever_route_it_came_by():
+    joined = inputs(3, numbered(2, start=10), numbered(1, start=20))
+    assert [float(t[0, 0]) for t in joined] == [10, 11, 20]
+
+
+def test_only_gradients_that_are_needed_go_back():
+    """The mask has none."""
+    assert handed_back(3, numbered(2)) == [[0], [1]]
+    assert handed_back(2, numbered(2)) == [[0, 1]]
+    assert handed_back(1, numbered(1)) == [[0]]
+    assert handed_back(0, ()) == []
+
+
+def test_the_gradients_of_a_value_that_two_stages_use_are_added():
+    (grad,) = output_grads(0, numbered(1, start=1), numbered(1, start=2))
+    assert torch.equal(grad, torch.full((2, 3), 3.0))
+    assert [float(t[0, 0]) for t in output_grads(1, numbered(2, start=5))] == [5, 6]
+    assert output_grads(3) == ()
+
+
+def test_adding_does_not_change_what_has_arrived():
+    """It may be a buffer of the channel, or a gradient that another stage of this rank still holds."""
+    kept = [numbered(1, start=1), numbered(1, start=2)]
+    output_grads(0, *kept)
+    assert values(kept) == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("edge", "specs"),
+    [
+        ((0, 1), (FLOAT, MASK)),
+        ((0, 3), (FLOAT, MASK)),
+        ((1, 2), (FLOAT, FLOAT)),
+        ((1, 0), (FLOAT,)),
+        ((3, 0), (FLOAT,)),
+        ((3, 2), (FLOAT,)),
+    ],
+)
+def test_a_message_s_tensors_are_planned(edge, specs):
+    assert CUT.message(edge, 2) == specs
+
+
+def test_a_message_of_fewer_tensors_than_planned_is_an_error():
+    with pytest.raises(ValueError, match="zip"):
+        inputs(3, numbered(1), numbered(1))
+
+
+def test_an_evaluation_hands_on_and_takes_no_gradient():
+    evaluated = cut_layers({2: estimate(model(), ENTRY, training=False)}, [2, 5, 7], EXAMPLE)
+    assert [(r.edge, r.values, r.returned) for r in evaluated.routes] == [
+        (r.edge, r.values, ()) for r in CUT.routes
+    ]
+    assert evaluated.message((0, 3), 2) == (FLOAT, MASK)
