@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from pipetrain.building import make_schedule, names_of, shipped
 from pipetrain.data.loading import NamedTargets
@@ -90,11 +88,6 @@ def _are_metrics(given: object) -> bool:
     return isinstance(given, Sequence) and all(isinstance(metric, Metric) for metric in given)
 
 
-def python_numbers(given: Any) -> Any:
-    """Return options with Python's own numbers in place of NumPy's."""
-    return tree_map(lambda value: value.item() if isinstance(value, np.generic) else value, given)
-
-
 def read_path(name: str, given: object) -> Path:
     """Return the path of a file or a folder. Raises ConfigError."""
     if isinstance(given, Mapping):
@@ -105,28 +98,6 @@ def read_path(name: str, given: object) -> Path:
     if not isinstance(given, str | PathLike) or not str(given):
         raise ConfigError(f"{name}={given!r} must be the path of a file or a folder")
     return Path(given)
-
-
-def read_plain(name: str, value: Any) -> Any:
-    """Return an option's value as the configuration can have it. Raises ConfigError."""
-    value = str(value) if isinstance(value, torch.device) else value
-    if isinstance(value, str) and _is_number(value):
-        raise ConfigError(f"{name}={value!r} is a string: give the number")
-    try:
-        OmegaConf.create({name: value})
-    except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"{name} of {type(value).__name__} must be made of numbers, strings, lists and dicts of them"
-        ) from error
-    return value
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def read_targets(targets: str | Sequence[str] | None, task: Task) -> NamedTargets | None:
@@ -312,14 +283,6 @@ def _refuse_elsewhere(model: nn.Module) -> None:
                 f"{name} of the model is on {tensor.device}: build the model on the CPU, and Pipeline moves "
                 f"the stages of each rank to its device"
             )
-
-
-def small_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return parameters of a model's names and kinds, of at most 2 in each dimension."""
-    return [
-        (name, nn.Parameter(torch.zeros([min(n, 2) for n in p.shape], dtype=p.dtype), p.requires_grad))
-        for name, p in model.named_parameters()
-    ]
 
 
 def level(model: nn.Module, mesh: Mesh, record: Deferred | None = None) -> None:

@@ -33,16 +33,13 @@ from pipetrain.arguments import (
     level,
     level_tensors,
     prove_same,
-    python_numbers,
     read_model,
     read_options,
     read_path,
-    read_plain,
     read_rate,
     read_schedule,
     read_targets,
     read_task,
-    small_parameters,
 )
 from pipetrain.building import prove_model, state_names
 from pipetrain.checkpoint import direct
@@ -82,7 +79,7 @@ from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.batches import Batches, OfLoader
 from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.mesh import Mesh, World, choose_device
-from pipetrain.runtime.optimizer import prove_optimizer
+from pipetrain.runtime.optimizer import prove_optimizer, small_copies
 from pipetrain.runtime.order import Listed, order_of
 from pipetrain.runtime.profiling import make_profile, measure_together
 from pipetrain.runtime.session import Session
@@ -209,11 +206,9 @@ class Pipeline:
                 f"schedule {name} has stage 0 on rank {where[0]}, and rank 0 reads the batches: let rank 0 "
                 f"have it"
             )
-        self._optimizer = prove_optimizer(
-            optimizer, read_plain("param_groups", python_numbers(param_groups)), model, len(where)
-        )
+        self._optimizer = prove_optimizer(optimizer, param_groups, model, len(where))
         self._rate = read_rate(lr_schedule)
-        made = optimizer_over(self._optimizer, small_parameters(model))
+        made = optimizer_over(self._optimizer, small_copies(model))
         self._peak = float(made.param_groups[0].get("lr", 0.0))
         self._optim = {"_target_": type(made).__name__}
         torch.set_num_threads(self._settings.threads or share_of_cores(world.local_size))

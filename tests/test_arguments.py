@@ -15,7 +15,6 @@ from pipetrain.arguments import (
     read_rate,
     read_schedule,
     read_task,
-    small_parameters,
 )
 from pipetrain.schedule.actions import format_program, parse_program
 from pipetrain.schedule.programs import gpipe, one_f_one_b
@@ -113,10 +112,3 @@ def test_a_function_is_called_to_make_the_model():
     model, record = read_model(lambda: nn.Linear(2, 2), 3)
     assert model.weight.is_meta
     assert record is not None
-
-
-def test_small_parameters_have_the_kinds_of_the_models():
-    small = dict(small_parameters(nn.Linear(5, 1, dtype=torch.float64, device="meta")))
-    assert {name: (p.dtype, *p.shape) for name, p in small.items()} == {
-        "weight": (torch.float64, 1, 2), "bias": (torch.float64, 1),
-    }  # fmt: skip

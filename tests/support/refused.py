@@ -282,8 +282,8 @@ ALIKE: dict[str, tuple[Program, str]] = {
         r"partition=tensor\(\[1\]\) must be a strategy's name, a list of layer numbers",
     ),
     "groups": (
-        lambda rank: step(param_groups={"norms_and_biases": {"weight_decay": torch.tensor(1.0)}}),
-        "param_groups of dict must be made of numbers, strings, lists and dicts",
+        lambda rank: step(param_groups={"norms_and_biases": {"weight_dekay": 0}}),
+        "param_groups.norms_and_biases.weight_dekay: sgd has no weight_dekay; did you mean weight_decay",
     ),
     "groups number": (lambda rank: step(param_groups=5), "param_groups=5 must have a name for each group"),
     "no actions": (
