@@ -51,6 +51,7 @@ from pipetrain.data import pieces
 from pipetrain.data.loading import BadBatch, Form, Loader, Reader
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
+from pipetrain.measure import measure
 from pipetrain.network.boundary import Example, TensorSpec, Value, as_tuple, specs_of
 from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
@@ -81,7 +82,6 @@ from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.mesh import Mesh, World, choose_device
 from pipetrain.runtime.optimizer import prove_optimizer, small_copies
 from pipetrain.runtime.order import Listed, order_of
-from pipetrain.runtime.profiling import make_profile, measure_together
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
@@ -592,8 +592,7 @@ class Pipeline:
                 by_flops = replace(settings, partition="flops", memory_limit=None)
                 draft = make(by_flops, model=copied(network))
                 with self._together():
-                    found = measure_together(self._mesh, draft, lambda: (twin, self._optimizer))
-                profile = make_profile(conditions, self._mesh.device, found)
+                    profile = measure(self._mesh, draft, conditions, lambda: (twin, self._optimizer))
         plan = make(settings, model=copied(network), profile=profile)
         return within_limit(sized(plan, self._task, optimizer_state(self._optimizer)))
 

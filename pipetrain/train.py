@@ -13,6 +13,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,9 +38,10 @@ from pipetrain.data import load_data
 from pipetrain.ending import FAILED, guarded, leave, name_of, terminate
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.launch import START_S, Job, Leader, Part, follow, names_folder
+from pipetrain.measure import measure_run
 from pipetrain.network.modes import is_in_evaluation, warn_of_evaluation
 from pipetrain.plan.blueprint import Plan
-from pipetrain.plan.describe import describe
+from pipetrain.plan.describe import describe, verdict
 from pipetrain.plan.fitting import gpu_bytes
 from pipetrain.plan.profile import Profile
 from pipetrain.records import folder
@@ -49,7 +51,6 @@ from pipetrain.records.history import Machine
 from pipetrain.records.loggers import Loggers, check_loggers, start_loggers
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
-from pipetrain.runtime.profiling import measure, take_part, verdict
 from pipetrain.seal import SealedStore
 from pipetrain.settings import PROFILE, share_of_cores
 from pipetrain.training.run import Run, check_early, obtain_data, prepare
@@ -232,7 +233,7 @@ def obtain_profile(
         device = choose_device(world, cfg.device)
         store = leader.announce(replace(job, task="profile"))
         leader.await_ready(draft.settings.timeout)
-        profile = measure(cfg, draft, world, device, store, models)
+        profile = measure_run(cfg, draft, world, device, store, models)
     elif draft.prediction is not None:
         profile = draft.prediction.profile
     else:
@@ -269,7 +270,7 @@ def join(models: Models, job: Job, world: World) -> Part:
     device = choose_device(world, cfg.device)
     if job.task == "profile":
         draft = check_early(cfg, job.schedule, world.size, models, job.data.example)
-        return lambda store: take_part(cfg, draft, world, device, store, models)
+        return lambda store: _measure(cfg, draft, world, device, store, models)
     profile = None if job.profile is None else Profile.from_json(job.profile)
     source = None if job.resume is None else read_source(Path(job.resume), world.rank)
     done = resume.done_batches(source)
@@ -283,6 +284,19 @@ def join(models: Models, job: Job, world: World) -> Part:
             )
         run = replace(run, data=data)
     return lambda store: train(run, device, world, store, job, source)
+
+
+def _measure(
+    cfg: DictConfig,
+    draft: Plan,
+    world: World,
+    device: torch.device,
+    store: SealedStore | None,
+    models: Models,
+) -> None:
+    """Measure together with rank 0, which says what fails."""
+    with suppress(ConfigError):
+        measure_run(cfg, draft, world, device, store, models)
 
 
 def threads(run: Run, world: World) -> int:

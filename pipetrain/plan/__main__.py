@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -40,11 +41,23 @@ def show(cfg: DictConfig) -> None:
     if cfg.compare is not None:
         from pipetrain.plan.comparing import show_table
 
-        show_table(cfg)
+        show_table(cfg, _by_model)
     else:
         from pipetrain.plan.describe import show_plan
 
-        show_plan(cfg)
+        show_plan(cfg, _measured)
+
+
+def _by_model(name: str, cfg: DictConfig) -> tuple[str, Any]:
+    from pipetrain.plan.describe import by_model  # imports torch
+
+    return by_model(name, cfg)
+
+
+def _measured(cfg: DictConfig, draft: Any) -> Any:
+    from pipetrain.measure import measure_alone  # imports the runtime, which nothing else here needs
+
+    return measure_alone(cfg, draft)
 
 
 if __name__ == "__main__":

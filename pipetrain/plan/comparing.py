@@ -43,8 +43,15 @@ class Played:
     staleness: list[int]
 
 
-def show_table(cfg: DictConfig) -> None:
-    """Print a row for each schedule of `compare=`. Raises ConfigError."""
+ByModel = Callable[[str, DictConfig], tuple[str, Played]]
+"""Plans a configuration by the costs of its model; returns a title, and what its schedule takes."""
+
+
+def show_table(cfg: DictConfig, by_model: ByModel) -> None:
+    """Print a row for each schedule of `compare=`; `by_model`: called where a model is given.
+
+    Raises ConfigError.
+    """
     words = list(HydraConfig.get().overrides.task)
     if unused := [key for key in _NOT_FOR_A_TABLE if cfg[key] is not None]:
         raise ConfigError(f"compare= prints a table, which takes no {unused[0]}=: leave one of them out")
@@ -55,18 +62,18 @@ def show_table(cfg: DictConfig) -> None:
         )
     names, ranks, m = _names(cfg), _count(cfg, "stages") or 2, _count(cfg, "microbatches")
     asked = {name: _composed([*words, f"schedule={name}", f"microbatches={m}"]) for name in names}
-    print(table(asked, ranks, m or 1, _by_model() if _has_model(words) else None), end="")
+    print(table(asked, ranks, m or 1, by_model if _has_model(words) else None), end="")
 
 
 def table(
     asked: dict[str, DictConfig],
     ranks: int,
     microbatches: int,
-    by_model: Callable[[str, DictConfig], tuple[str, Played]] | None = None,
+    by_model: ByModel | None = None,
 ) -> str:
     """Return the table of schedules, given with their configurations, on equal stages.
 
-    `by_model`: returns a schedule's figures by the costs of a model, and the unit of its times.
+    `by_model`: None for a table without the columns of a model.
     """
     rows, notes, title = [], [], ""
     for name, cfg in asked.items():
@@ -111,7 +118,7 @@ def batches_of(cfg: DictConfig) -> int:
     return _count(cfg, "batches") or min(_count(cfg, "window") or BATCHES, BATCHES)
 
 
-def figures(run: Timeline, batches: int, unit: float) -> Played:
+def in_units(run: Timeline, batches: int, unit: float) -> Played:
     """Return the figures of a simulated window; `unit`: of time."""
     programs = [row.actions for row in run.rows]
     stages = [sorted({action.stage for action in program}) for program in programs]
@@ -129,20 +136,7 @@ def _on_equal_stages(cfg: DictConfig, ranks: int, microbatches: int) -> Played:
     schedule = instantiate(cfg.schedule)
     program = lower(joined(compute_program(schedule, ranks, batches, microbatches, buffer_size)))
     run = simulate(program, microbatches, buffer_size=buffer_size)
-    return figures(run, batches, WORK * len(placement(program)) / ranks)
-
-
-def _by_model() -> Callable[[str, DictConfig], tuple[str, Played]]:
-    """Return what plans a configuration, and says what its schedule takes by the costs of its model."""
-    from pipetrain.plan.describe import planned  # imports torch
-    from pipetrain.plan.prediction import played
-
-    def by_model(name: str, cfg: DictConfig) -> tuple[str, Played]:
-        plan = planned(cfg, name)
-        title = f"{plan.settings.model}{' ms' if plan.costs else ''}"
-        return title, figures(played(plan), batches_of(cfg), 1e-3 if plan.costs else WORK)
-
-    return by_model
+    return in_units(run, batches, WORK * len(placement(program)) / ranks)
 
 
 def _has_model(words: Sequence[str]) -> bool:

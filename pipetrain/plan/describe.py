@@ -21,10 +21,12 @@ from pipetrain.data import declared_example, load_data, pieces
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import TensorSpec
 from pipetrain.network.chain import network_of
+from pipetrain.plan.balance import STRATEGIES
 from pipetrain.plan.blueprint import Plan, Samples, draft_plan, make_plan, with_costs
-from pipetrain.plan.comparing import BATCHES, aligned
+from pipetrain.plan.comparing import BATCHES, WORK, Played, aligned, batches_of, in_units
 from pipetrain.plan.fitting import gpu_bytes, says_whether_it_fits, within_limit
 from pipetrain.plan.prediction import memory, played, sized, unit_of_time
+from pipetrain.plan.profile import Profile
 from pipetrain.plan.recompute import Mode
 from pipetrain.plan.replay import Replay, full_of, read_trace
 from pipetrain.plan.sizes import known_state, optimizer_state
@@ -36,13 +38,19 @@ from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.settings import COUNT, PROFILE, Settings
 
+Measure = Callable[[DictConfig, Plan], Profile]
+"""Measures the layers of a configuration's model, of which there is a plan by estimates."""
 
-def show_plan(cfg: DictConfig) -> None:
-    """Print the plan of a configuration and, with `out`, draw its timeline."""
+
+def show_plan(cfg: DictConfig, measure: Measure) -> None:
+    """Print the plan of a configuration and, with `out`, draw its timeline.
+
+    `measure`: called for partition=profile.
+    """
     traced = read_trace(Path(str(cfg.cost))) if cfg.cost is not None else None
     # A window that is an epoch is as long as the traced one, or BATCHES.
     epoch = traced.about["epoch_batches"] if traced else BATCHES
-    plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), epoch)
+    plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), epoch, measure)
     if traced:
         refuse_other(plan, traced, str(cfg.cost))
         plan = with_costs(plan, traced.costs)
@@ -59,7 +67,7 @@ def show_plan(cfg: DictConfig) -> None:
         print(f"\ntimeline drawn in {cfg.out}")
 
 
-def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES) -> Plan:
+def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES, measure: Measure | None = None) -> Plan:
     """Plan a configuration whose schedule has this name; `epoch`: its batches. Raises ConfigError."""
     settings = Settings.composed(cfg, schedule, None)
     batches = COUNT.read("batches", cfg.batches, null=True) or min(settings.window or epoch, epoch)
@@ -70,13 +78,17 @@ def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES) -> Plan:
     example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
     network = network_of(model, example.cast(settings.dtype), settings.precision == "bf16")
     plan = draft_plan(cfg, settings, network, example, samples)
-    if cfg.partition != PROFILE:
+    if cfg.partition != PROFILE or measure is None:
         return plan
-    from pipetrain.runtime.profiling import measure_alone  # imports the runtime, not needed otherwise
-
     print(f"profiling {len(plan.layers)} layers in this process", file=sys.stderr)
-    profile = measure_alone(cfg, plan)
-    return make_plan(settings, make_schedule(cfg), network, example, samples, profile)
+    return make_plan(settings, make_schedule(cfg), network, example, samples, measure(cfg, plan))
+
+
+def by_model(name: str, cfg: DictConfig) -> tuple[str, Played]:
+    """Return a title, and what a schedule takes by the costs of a configuration's model."""
+    plan = planned(cfg, name)
+    title = f"{plan.settings.model}{' ms' if plan.costs else ''}"
+    return title, in_units(played(plan), batches_of(cfg), 1e-3 if plan.costs else WORK)
 
 
 def _draw(plan: Plan, path: Path, span: tuple[int, int] | None) -> None:
@@ -329,3 +341,18 @@ def _shares(values: Iterable[float]) -> str:
 
 def _list(values: Iterable[int]) -> str:
     return " ".join(map(str, values))
+
+
+def verdict(prediction: Prediction) -> str:
+    """Return one line that compares the cuts of a profile with those of the other strategies."""
+    choices, ours = prediction.choices, prediction.slowest_s
+    listed = ", ".join(f"{name} {one.cuts} {1e3 * one.slowest_s:.1f}" for name, one in choices.items())
+    fitting = [name for name in STRATEGIES if choices[name].fits]
+    beaten = [name for name in fitting if choices[name].slowest_s > ours]
+    phrases = [f"profile beats {' and '.join(', '.join(beaten).rsplit(', ', 1))}"] if beaten else []
+    phrases += [f"{name} is as good" for name in fitting if choices[name].slowest_s == ours]
+    phrases += [
+        f"{name} would be faster, but is ruled out" for name in fitting if choices[name].slowest_s < ours
+    ]
+    phrases += [f"{name} does not fit into memory_limit" for name in STRATEGIES if name not in fitting]
+    return f"slowest stage in ms a batch, by cuts: {listed}: {', '.join(phrases)}"

@@ -18,12 +18,12 @@ from benchmark.contestants import FULL, RIVALS, SCHEDULES, Alone, Contestant, Ou
 from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Job, Scale, Task, compose_task, prepare, schedules
 from benchmark.worlds import Say, fitted, run_world, titled
+from pipetrain.measure import measure as measure_costs
 from pipetrain.network.chain import Chain
 from pipetrain.plan.balance import STRATEGIES, choose_cuts
 from pipetrain.plan.blueprint import profile_conditions
 from pipetrain.plan.estimate import Layer
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.profiling import make_profile, measure_together
 from pipetrain.settings import PROFILE
 
 RANKS = 2
@@ -86,8 +86,10 @@ def profiled_cut(mesh: Mesh, task: Task) -> Cut:
     whole = task.extended(WHOLE)
     cfg, job = compose_task(whole, "1f1b"), prepare(whole, "1f1b", RANKS)
     draft = job.plan
-    found = measure_together(fitted(mesh, draft), draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
-    profile = make_profile(profile_conditions(draft.settings, cfg.optim), mesh.device, found)
+    conditions = profile_conditions(draft.settings, cfg.optim)
+    profile = measure_costs(
+        fitted(mesh, draft), draft, conditions, lambda: (Chain(deepcopy(job.model)), job.optimizer)
+    )
     return tuple(prepare(whole.extended("partition=profile"), "1f1b", RANKS, profile=profile).plan.cuts)
 
 

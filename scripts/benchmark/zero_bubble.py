@@ -20,11 +20,11 @@ from benchmark.paced import SAMPLE, WIDTH, Paced
 from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Job, Scale, Task, compose_task, prepare
 from benchmark.worlds import Say, fitted, run_world, titled
+from pipetrain.measure import measure as measure_costs
 from pipetrain.network.chain import Chain
 from pipetrain.plan.blueprint import Plan, profile_conditions, with_costs
 from pipetrain.plan.profile import LayerTime
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.profiling import make_profile, measure_together
 from pipetrain.schedule.actions import SENDS, Op
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Kind
@@ -213,8 +213,10 @@ def layer_times(mesh: Mesh, task: Task) -> list[LayerTime]:
     """Measure the layers for a microbatch, on all ranks at once. All ranks get the same times."""
     cfg, job = compose_task(task, ONCE), prepare(task, ONCE, RANKS)
     draft = job.plan
-    found = measure_together(fitted(mesh, draft), draft, lambda: (Chain(deepcopy(job.model)), job.optimizer))
-    return make_profile(profile_conditions(draft.settings, cfg.optim), mesh.device, found).layers
+    conditions = profile_conditions(draft.settings, cfg.optim)
+    return measure_costs(
+        fitted(mesh, draft), draft, conditions, lambda: (Chain(deepcopy(job.model)), job.optimizer)
+    ).layers
 
 
 def best_cut(plan: Plan, layers: Sequence[LayerTime]) -> list[int]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipetrain.measure import _Live
 from pipetrain.network.boundary import Boundary, Example, TensorSpec
 from pipetrain.network.chain import Chain
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.sizes import LossSizes, microbatch
 from pipetrain.runtime.held import Meter
-from pipetrain.runtime.measure import _Live
 from pipetrain.runtime.stage import Saving, Stage
 from pipetrain.schedule.actions import Action, Op
 from pipetrain.schedule.memory import Held

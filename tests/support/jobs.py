@@ -11,11 +11,11 @@ import torch.distributed as dist
 from benchmark.worlds import gather_objects
 from pipetrain.codec import Codecs
 from pipetrain.errors import ConfigError
+from pipetrain.measure import measure_run
 from pipetrain.network.boundary import TensorSpec, specs_of
 from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.coded import CodedChannel, Feedback
 from pipetrain.runtime.mesh import Mesh, World
-from pipetrain.runtime.profiling import measure, take_part
 from pipetrain.seal import SealedStore
 from pipetrain.training.run import check_early, prepare
 from pipetrain.training.trainer import Trainer
@@ -199,7 +199,7 @@ def profile_then_train(world: World, store: SealedStore, words: Sequence[str]) -
     torch.set_num_threads(1)
     cfg = config([*words, "partition=profile"])
     draft = check_early(cfg, "1f1b", world.size)
-    profile = measure(cfg, draft, world, CPU, store.under("profile"))
+    profile = measure_run(cfg, draft, world, CPU, store.under("profile"))
     data = tiny_data(44, cfg=cfg)
     cuts = prepare(cfg, "1f1b", world.size, data.facts, data, profile).plan.cuts
     ended = []
@@ -222,11 +222,8 @@ def profile_that_fails(world: World, store: SealedStore, words: Sequence[str]) -
     """Profile a model that cannot be; return what is said."""
     cfg = config([*words, "partition=profile"])
     draft = check_early(cfg, "1f1b", world.size)
-    if world.rank:
-        found = take_part(cfg, draft, world, CPU, store)
-        return f"rank {world.rank} goes on: {found.by_rank[0]}"
     try:
-        measure(cfg, draft, world, CPU, store)
+        measure_run(cfg, draft, world, CPU, store)
     except ConfigError as error:
         return str(error)
     return "no error"

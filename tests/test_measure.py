@@ -1,29 +1,46 @@
-"""What is measured of each layer: bytes by hand, times by a clock that a test holds, nothing changed."""
+"""What is measured: bytes of layers by hand, times by a clock that a test holds, messages, all together."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 
+from pipetrain import measure
 from pipetrain.errors import ConfigError
+from pipetrain.measure import LARGE, REPEATS, SMALL, WARM_UP, Link, measure_layers, measure_run, slowest_link
 from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.chain import Chain
 from pipetrain.network.numerics import Numerics
+from pipetrain.plan.blueprint import profile_conditions
 from pipetrain.plan.estimate import estimate
-from pipetrain.plan.profile import LayerTime
-from pipetrain.runtime import measure
-from pipetrain.runtime.measure import REPEATS, WARM_UP, measure_layers
+from pipetrain.plan.profile import LayerTime, Profile
+from pipetrain.runtime.mesh import Mesh, World
 from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.schedule.lower import edges
+from pipetrain.schedule.programs import forward_only
+from pipetrain.seal import SealedStore
+from pipetrain.settings import Settings
+from pipetrain.training.run import check_early
 from tests.support import again, models
+from tests.support.cases import config
+from tests.support.jobs import profile_that_fails, profile_then_train
 from tests.support.models import Fork, Join, Shrink, Through
+from tests.support.worlds import run_world
 
 SGD: OptimizerFactory = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 FLOAT = 4
+WORDS = ["data=digits", "batch_size=12", "microbatches=4", "epochs=2", "timeout=60", "threads=1"]
+CPU = torch.device("cpu")
 
 
 def entry(*shape: int) -> Boundary:
@@ -34,7 +51,7 @@ def measured(
     model: nn.Sequential, shape: tuple[int, ...] = (2, 3, 32, 32), optimizer: OptimizerFactory = SGD
 ) -> list[LayerTime]:
     layers = estimate(deepcopy(model), entry(*shape))
-    return measure_layers(model, torch.randn(shape), layers, optimizer)
+    return measure_layers(Chain(model), torch.randn(shape), layers, optimizer, Numerics())
 
 
 def column(name: str, layers: list[LayerTime]) -> list[int]:
@@ -212,7 +229,7 @@ def test_layers_that_work_in_place_spoil_neither_the_input_nor_each_other():
     before = x.clone()
     layers = estimate(model, entry(2, 3, 32, 32))
     assert [layer.writes_input for layer in layers] == [True, False, False, False, True]
-    measure_layers(model, x, layers, SGD)
+    measure_layers(Chain(model), x, layers, SGD, Numerics())
     assert torch.equal(x, before)
 
 
@@ -254,8 +271,161 @@ def test_a_layer_that_fails_is_named_in_one_sentence(backward, why):
 def test_bf16_is_measured_in_bf16():
     wide = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     whole, half = (
-        measure_layers(wide, torch.randn(3, 8), estimate(wide, entry(3, 8), numerics=numerics), SGD, numerics)
+        measure_layers(
+            Chain(wide), torch.randn(3, 8), estimate(wide, entry(3, 8), numerics=numerics), SGD, numerics
+        )
         for numerics in (Numerics(), Numerics(autocast=True))
     )
     assert [layer.output_bytes for layer in whole] == [3 * 16 * 4, 3 * 16 * 4, 3 * 4 * 4]
     assert [2 * layer.output_bytes for layer in half] == [layer.output_bytes for layer in whole]
+
+
+# Messages
+
+
+def both_ways(placement: list[int]) -> list[tuple[int, int]]:
+    up = edges(forward_only(placement, 1))
+    return [edge for a, b in up for edge in ((a, b), (b, a))]
+
+
+def links(world: World, store: SealedStore, placements: list[list[int]]) -> list[Link]:
+    found = []
+    for number, placement in enumerate(placements):
+        prefix = store.under(str(number))
+        mesh = Mesh(world, placement, both_ways(placement), CPU, prefix, 30)
+        found.append(slowest_link(mesh, buffer_size=2))
+        mesh.close()
+    return found
+
+
+@pytest.mark.processes
+def test_all_ranks_learn_of_the_slowest_link():
+    first, second, third = run_world(links, 3, [[0, 1, 2], [0, 1, 2, 0, 1, 2]])
+    assert first == second == third
+    for link in first:
+        assert 0 <= link.latency_s < 30
+        assert 0 <= link.s_per_byte < 30 / LARGE
+        assert link.seconds(LARGE) > 0
+
+
+def test_alone_messages_take_no_time():
+    assert slowest_link(Mesh(World(), [0, 1], [(0, 1), (1, 0)], CPU, None, 30), 2) == Link(0, 0)
+
+
+def test_the_line_goes_through_both_times(monkeypatch):
+    times = {SMALL: 2.0, LARGE: 5.0}
+    monkeypatch.setattr(measure, "_one_way", lambda channel, mesh, stage, nbytes: times[nbytes])
+    link = measure._line(None, None, 0)  # type: ignore[arg-type]
+    assert math.isclose(link.seconds(SMALL), 2.0)
+    assert math.isclose(link.seconds(LARGE), 5.0)
+    times[LARGE] = 1.0  # noise: no message is faster for being larger
+    assert measure._line(None, None, 0) == Link(2.0, 0.0)  # type: ignore[arg-type]
+
+
+def model(name: str) -> str:
+    return f"model._target_=tests.support.models.{name}"
+
+
+# Together
+
+
+@pytest.mark.processes
+def test_a_run_by_measured_cuts_is_the_run_by_the_same_cuts_to_the_last_bit():
+    (first, cuts), (second, others) = run_world(profile_then_train, 2, [*WORDS, model("dropping")])
+    assert first == second
+    assert cuts == others
+    assert all(a < b for a, b in pairwise([0, *cuts, 5]))
+    measured = Profile.from_json(json.loads(json.dumps(first)))
+    assert measured.machine["ranks"] == 2
+    assert measured.conditions["microbatch"] == 3
+    assert len(measured.layers) == 5
+    assert measured.latency_s + measured.s_per_byte > 0
+
+
+@pytest.mark.processes
+def test_a_layer_that_fails_is_said_once_and_all_ranks_know():
+    sentence = "layer 2 (2) of the model cannot be profiled: RuntimeError: no numbers"
+    said = run_world(profile_that_fails, 2, [*WORDS, model("no_numbers")])
+    assert said == [sentence, sentence]
+
+
+# Alone
+
+
+def test_alone_too_and_the_random_generator_is_put_back():
+    cfg = config([*WORDS, model("dropping"), "partition=profile"])
+    draft = check_early(cfg, "1f1b", 1)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    measured = measure_run(cfg, draft, World(), CPU, None)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (measured.latency_s, measured.s_per_byte) == (0, 0)
+    assert measured.machine == {
+        "device": "cpu",
+        "ranks": 1,
+        "threads": 1,
+        "torch": str(torch.__version__),
+    }
+
+
+# Conditions
+
+
+def conditions_of(*words: str) -> dict:
+    cfg = config([*WORDS, "model=mlp", *words])
+    return dict(profile_conditions(Settings.composed(cfg, "1f1b", 1), cfg.optim))
+
+
+def test_conditions_are_what_changes_what_is_measured():
+    base = conditions_of()
+    assert base == {
+        "model": "mlp",
+        "microbatch": 3,
+        "dtype": "float32",
+        "precision": "fp32",
+        "memory_format": "auto",
+        "optimizer": "SGD momentum=0.9 weight_decay=0.0005 fused=None",
+    }
+    for words in (["optim.lr=0.3"], ["seed=4"], ["epochs=9"], ["schedule=pipedream", "microbatches=4"]):
+        assert conditions_of(*words) == base
+    for word in ("dtype=float64", "optim.momentum=0", "optim=adamw", "microbatches=2", "model=vgg11"):
+        assert conditions_of(word) != base
+
+
+# A draft, and a file
+
+
+def test_a_draft_is_cut_by_flops_until_there_are_times():
+    words = [*WORDS, "model=mlp", "memory_limit=1e-9"]
+    draft = check_early(config([*words, "partition=profile"]), "1f1b", 2)
+    assert draft.cuts == check_early(config([*WORDS, "model=mlp"]), "1f1b", 2).cuts
+    assert (draft.costs, draft.prediction) == (None, None)
+
+
+def test_a_file_is_read_and_refused_before_anything_starts(tmp_path):
+    file = tmp_path / "profile.json"
+
+    def read(*words: str):
+        cfg = config([*WORDS, "model=mlp", *words])
+        OmegaConf.update(cfg, "partition", {"profile": str(file)}, merge=False)
+        return check_early(cfg, "1f1b", 2)
+
+    cfg = config([*WORDS, "model=mlp", "partition=profile"])
+    measured = measure_run(cfg, check_early(cfg, "1f1b", 1), World(), CPU, None)
+    file.write_text(json.dumps(measured.to_json()))
+    plan = read()
+    assert plan.prediction is not None
+    assert plan.prediction.profile == measured
+    assert read().cuts == plan.cuts
+    for words, says in (
+        (["model=vgg11"], "was taken with model=mlp, and this run has model=vgg11"),
+        (["microbatches=2"], "was taken with microbatch=3, and this run has microbatch=6"),
+        (["+model.depth=5"], "its layer 4 is hidden5 and returns 1536 bytes, and the model's is head"),
+        (["+model.width=9"], "its layer 0 is hidden1 and returns 1536 bytes, and the model's is hidden1"),
+        (
+            ["memory_limit=1e-6"],
+            "memory_limit=1e-06 is too small: the smallest with which 2 stages fit is 0.0",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            read(*words)

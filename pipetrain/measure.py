@@ -1,61 +1,225 @@
-"""Measures the time and memory of each layer.
+"""Measures what layers and messages cost, on all ranks at the same time: they compete as in training.
 
 Each layer has a graph of its own: its input is detached, as at a cut, and its backward starts from its own
 output used as the gradient, which has the right shape and ordinary numbers. All layers run forward, then all
 backward in reverse order, so that the caches are in the same state as in training. Then the same with each
 backward in two halves. The times are medians over passes, of which a quick model gets more, since a small
 time is disturbed more easily, without what starting a backward costs, which a stage does once for all its
-layers. Times and bytes are measured in separate passes.
+layers. Times and bytes are measured in separate passes. Messages make round trips on the run's channel.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from omegaconf import DictConfig
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipetrain.building import Models
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import Boundary, Value, as_tuple, describe, leaves_of
+from pipetrain.network.boundary import Boundary, Example, TensorSpec, Value, as_tuple, describe, leaves_of
 from pipetrain.network.chain import Chain
 from pipetrain.network.network import INPUT, Made, Network, Tensors
 from pipetrain.network.numerics import Numerics
-from pipetrain.network.tensors import strided
+from pipetrain.network.tensors import made_up, strided
+from pipetrain.plan.blueprint import Plan, profile_conditions
 from pipetrain.plan.estimate import Layer
-from pipetrain.plan.profile import LayerTime
+from pipetrain.plan.profile import Facts, LayerTime, Profile, average
+from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.clock import Clock, Mark
+from pipetrain.runtime.mesh import Mesh, World, choose_device
+from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.recompute import Again
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.seal import SealedStore
+from pipetrain.settings import Settings, share_of_cores
 
-WARM_UP, REPEATS = 2, 7
-EMPTY = -1  # the number of a layer that computes nothing
+log = logging.getLogger("pipetrain")
+
+WARM_UP, REPEATS = 2, 7  # passes over the layers
 MOST, ENOUGH_S = 30, 0.2  # passes, and seconds after which there are no more than REPEATS
+EMPTY = -1  # the number of a layer that computes nothing
+SMALL, LARGE = 2**10, 2**22  # bytes of a message
+COLD_TRIPS, TRIPS = 3, 11
+
+Measured = tuple[Network, OptimizerFactory]
+
+
+def measure(mesh: Mesh, draft: Plan, conditions: Facts, make: Callable[[], Measured]) -> Profile:
+    """Measure messages, then layers; return the same profile on every rank.
+
+    `draft`: a plan of the run, whose cuts do not matter; `make`: returns a network that is not trained
+    afterwards, in host memory, and its optimizer's factory. Raises ConfigError, on all ranks, for a layer
+    that fails on any, and ChannelError.
+    """
+    link = slowest_link(mesh, draft.settings.buffer_size)
+    mine = _layer_times(draft, mesh.device, make)
+    told = mesh.gather(
+        "the times of the layers", mine if isinstance(mine, str) else [asdict(layer) for layer in mine]
+    )
+    for failure in told:
+        if isinstance(failure, str):
+            raise ConfigError(failure)
+    return Profile(
+        conditions=conditions,
+        machine=_machine(mesh.device, len(told)),
+        latency_s=link.latency_s,
+        s_per_byte=link.s_per_byte,
+        layers=average([[LayerTime(**layer) for layer in layers] for layers in told]),
+    )
+
+
+def measure_run(
+    cfg: DictConfig,
+    draft: Plan,
+    world: World,
+    device: torch.device,
+    store: SealedStore | None,
+    models: Models | None = None,
+) -> Profile:
+    """Measure the model of a configuration, on all ranks. Raises as `measure` does."""
+    settings = draft.settings
+    if world.rank == 0:
+        log.info("pipetrain: profiling %d layers, %d samples at a time", len(draft.layers), settings.full)
+    start = time.perf_counter()
+    local_size = world.local_size if world.size > 1 else settings.ranks
+    torch.set_num_threads(settings.threads or share_of_cores(local_size))
+    mesh = Mesh(world, draft.placement, draft.edges, device, store, settings.timeout)
+    make = partial(_copied, cfg, settings, draft.example, models or Models())
+    profile = measure(mesh, draft, profile_conditions(settings, cfg.optim), make)
+    mesh.close()
+    if world.rank == 0:
+        log.info("profiled in %.1f s", time.perf_counter() - start)
+    return profile
+
+
+def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
+    """Measure the model of a configuration in this process, without messages. Raises ConfigError."""
+    return measure_run(cfg, draft, World(), choose_device(World(), draft.settings.device), None)
+
+
+def _copied(cfg: DictConfig, settings: Settings, example: Example, models: Models) -> Measured:
+    network = models.copy(cfg, settings.seed, settings.dtype, example)
+    if not isinstance(network, Chain):  # it is not a copy
+        network = network.twin()
+    return network, make_optimizer(cfg, network.model)
+
+
+def _machine(device: torch.device, ranks: int) -> Facts:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    threads, version = torch.get_num_threads(), str(torch.__version__)
+    return {"device": name, "ranks": ranks, "threads": threads, "torch": version}
+
+
+# Messages
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The time of a message of n bytes one way: `latency_s` + n `s_per_byte`, in seconds."""
+
+    latency_s: float = 0.0
+    s_per_byte: float = 0.0
+
+    def seconds(self, nbytes: int) -> float:
+        return self.latency_s + nbytes * self.s_per_byte
+
+
+def slowest_link(mesh: Mesh, buffer_size: int) -> Link:
+    """Measure a pair of neighbours at a time; return the slowest link, on every rank. Raises ChannelError."""
+    if mesh.world.size == 1:
+        return Link()
+    channel = mesh.channel(buffer_size)
+    mine = []
+    met: set[frozenset[int]] = set()
+    for stage, ranks in enumerate(pairwise(mesh.placement)):
+        if len(set(ranks)) == 2 and frozenset(ranks) not in met and mesh.world.rank in ranks:
+            mine.append(_line(channel, mesh, stage))
+        met.add(frozenset(ranks))
+    told = mesh.gather("the times of messages", list(map(astuple, mine)))
+    links = [Link(*link) for found in told for link in found]
+    return max(links, key=lambda link: link.seconds(LARGE), default=Link())
+
+
+def _line(channel: Channel, mesh: Mesh, stage: int) -> Link:
+    """Fit a line through the times of a small and of a large message to the next stage."""
+    small, large = (_one_way(channel, mesh, stage, nbytes) for nbytes in (SMALL, LARGE))
+    s_per_byte = max(0.0, (large - small) / (LARGE - SMALL))
+    return Link(max(0.0, small - SMALL * s_per_byte), s_per_byte)
+
+
+def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
+    """Return half the median round trip; the other end, which only answers, measures about the same."""
+    here, there = mesh.placement[stage], mesh.placement[stage + 1]
+    specs = (TensorSpec((nbytes,), torch.uint8),)
+    forth = [Message(stage, stage + 1, i, specs, (here, there)) for i in range(COLD_TRIPS + TRIPS)]
+    back = [Message(stage + 1, stage, i, specs, (there, here)) for i in range(COLD_TRIPS + TRIPS)]
+    leads = mesh.world.rank == here
+    # A posted receive is a kernel that runs, for which the first use of another kernel may wait.
+    payload = [torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)]
+    channel.expect(back if leads else forth)
+    seconds = []
+    for out, answer in zip(forth, back, strict=True):
+        start = time.perf_counter()
+        if leads:
+            channel.send(out, payload)
+            channel.recv(answer)
+        else:
+            channel.send(answer, channel.recv(out))
+        if mesh.device.type == "cuda":  # a receive may order the stream alone
+            torch.cuda.current_stream(mesh.device).synchronize()
+        seconds.append(time.perf_counter() - start)
+    channel.drain()
+    return median(seconds[COLD_TRIPS:]) / 2
+
+
+# Layers
+
+
+def _layer_times(draft: Plan, device: torch.device, make: Callable[[], Measured]) -> list[LayerTime] | str:
+    """Return the times of all layers or, where one fails, why."""
+    cuda, entry = device.type == "cuda", draft.example.of(draft.full)
+    try:
+        with torch.random.fork_rng([device] if cuda else []):
+            network, optimizer = make()
+            for module in (network.model, *network.modules):
+                module.to(device)
+            x = draft.example.value(tuple(made_up(spec, device) for spec in entry.specs))
+            return measure_layers(network, x, draft.layers, optimizer, draft.numerics)
+    except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
+        return one_line(error)
+    finally:
+        if cuda:
+            torch.cuda.empty_cache()
 
 
 def measure_layers(
-    model: nn.Sequential | Network,
+    network: Network,
     x: Value,
     layers: Sequence[Layer],
     optimizer: OptimizerFactory,
-    numerics: Numerics | None = None,
+    numerics: Numerics,
 ) -> list[LayerTime]:
     """Measure every layer for the microbatch `x`, in its own modes, on the device of both.
 
-    This changes the model, which must not be trained afterwards, and the random generators. `layers`: its
+    This changes the network, which must not be trained afterwards, and the random generators. `layers`: its
     estimates. Raises ConfigError with the name of a layer that fails.
     """
-    network = model if isinstance(model, Network) else Chain(model)
-    bench = _Bench(network, layers, optimizer, numerics or Numerics(), as_tuple(x)[0].device)
+    bench = _Bench(network, layers, optimizer, numerics, as_tuple(x)[0].device)
     for _ in range(WARM_UP):
         bench.run(x)
     bench.spans.clear()
@@ -145,7 +309,6 @@ class _Bench:
             if optimizer is not None:
                 with self._timed("step", index):
                     optimizer.step()
-
         self._run_empty()
 
     def _run_empty(self) -> None:
