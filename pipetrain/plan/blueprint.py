@@ -32,9 +32,9 @@ from pipetrain.plan.recompute import Chosen, Mode, modes_of
 from pipetrain.plan.sizes import assumed_loss
 from pipetrain.plan.stages import Model, Pipeline, Prediction, Predictor, Traffic, costs_by_work
 from pipetrain.plan.windows import Window, lowered, prove, refuse_ties, settle_clipping, window_lengths
-from pipetrain.schedule.actions import Op, Program, Schedule, placement, splits
+from pipetrain.schedule.actions import Edge, Op, Program, Schedule, placement, splits
 from pipetrain.schedule.bounds import edge_bounds, widest
-from pipetrain.schedule.lower import Edge, lower
+from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Sizes
 from pipetrain.schedule.policy import Bounds, Policy, Recomputed, with_recomputation
 from pipetrain.schedule.programs import forward_only

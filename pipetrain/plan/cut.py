@@ -18,8 +18,7 @@ from pipetrain.network.boundary import Example, Gradients, TensorSpec
 from pipetrain.network.network import INPUT, Made, Network, Slice, Tensors
 from pipetrain.network.places import places
 from pipetrain.plan.estimate import Layer
-from pipetrain.schedule.actions import Tie
-from pipetrain.schedule.lower import Edge
+from pipetrain.schedule.actions import Edge, Tie
 
 Estimates = Mapping[int, Sequence[Layer]]  # samples in a microbatch -> the layers as estimated for it
 Specs = Mapping[Made, TensorSpec]

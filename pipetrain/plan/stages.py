@@ -28,8 +28,7 @@ from pipetrain.plan.sizes import (
     microbatch,
     weights_of,
 )
-from pipetrain.schedule.actions import Op
-from pipetrain.schedule.lower import Edge
+from pipetrain.schedule.actions import Edge, Op
 from pipetrain.schedule.memory import Counts, Sizes, in_bytes
 from pipetrain.schedule.timeline import Costs, Kind
 from pipetrain.settings import PROFILE

@@ -13,6 +13,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.plan.cut import Cut
 from pipetrain.schedule.actions import (
     Action,
+    Edge,
     Op,
     Program,
     Schedule,
@@ -22,7 +23,7 @@ from pipetrain.schedule.actions import (
     splits,
 )
 from pipetrain.schedule.check import check
-from pipetrain.schedule.lower import Edge, lower
+from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import Bounds, Policy, compute_program
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline

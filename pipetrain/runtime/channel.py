@@ -31,10 +31,9 @@ from torch import Tensor
 from pipetrain.errors import ChannelError as ChannelError
 from pipetrain.network.boundary import TensorSpec
 from pipetrain.runtime.watch import Deadline, Watch
-from pipetrain.schedule.actions import Tie
+from pipetrain.schedule.actions import Edge, Tie
 
 _Post = Callable[..., "dist.Work | None"]
-Edge = tuple[int, int]  # (source stage, destination stage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 from pipetrain.codec import Codec, Codecs, Identity, NotFinite, on_wire
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.boundary import TensorSpec
-from pipetrain.runtime.channel import Channel, Edge, Message
-from pipetrain.schedule.actions import Tie
+from pipetrain.runtime.channel import Channel, Message
+from pipetrain.schedule.actions import Edge, Tie
 
 Slot = tuple[Edge, int, tuple[int, ...]]
 """The key of a residual: the edge, the tensor's number in the message, and its shape."""

@@ -20,13 +20,13 @@ from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.network.boundary import TensorSpec, specs_of
 from pipetrain.network.draws import EVALUATION, Seeds, drawing
 from pipetrain.plan.cut import Cut, divide, merge
-from pipetrain.runtime.channel import Channel, ChannelError, Edge, Message
+from pipetrain.runtime.channel import Channel, ChannelError, Message
 from pipetrain.runtime.clock import Clock, Stopwatch
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import Rehearsal, Repeated, attributes_put_back, put_back
 from pipetrain.runtime.stage import Stage, Target
-from pipetrain.schedule.actions import RECEIVES, Action, Op, Tie
+from pipetrain.schedule.actions import RECEIVES, Action, Edge, Op, Tie
 from pipetrain.schedule.policy import Bounds, Wait
 from pipetrain.schedule.timeline import Row, StageStats, stage_stats, total
 

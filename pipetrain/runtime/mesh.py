@@ -31,8 +31,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import TensorSpec
-from pipetrain.runtime.channel import ChannelError, DistChannel, Edge, LoopbackChannel, cause_of
-from pipetrain.schedule.actions import Tie
+from pipetrain.runtime.channel import ChannelError, DistChannel, LoopbackChannel, cause_of
+from pipetrain.schedule.actions import Edge, Tie
 from pipetrain.seal import SealedStore
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from pipetrain.plan.blueprint import Plan
 from pipetrain.runtime.stage import Saving
-from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op, last_uses, shortened
-from pipetrain.schedule.lower import Route, Wiring
+from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Edge, Op, last_uses, shortened
+from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.policy import Policy, View, Wait
 
 SHORT = 2  # batches in which a window does all that it ever does, such as keeping an old version
@@ -147,7 +147,7 @@ class Decided(Order):
         stages: int,
         batches: int,
         microbatches: int,
-        routes: Sequence[Route] | None = None,
+        routes: Sequence[Edge] | None = None,
     ) -> None:
         super().__init__(batches, microbatches, stage)
         self._policy, self._stages, self._routes = policy, stages, routes
@@ -155,10 +155,10 @@ class Decided(Order):
         self._saving = Saving(recomputed=policy.recomputes(stage, stages, batches, microbatches))
 
     def receives(self) -> list[Action]:
-        wiring = Wiring([(rank,) for rank in range(self._stages)], self._routes)
+        lowering = Lowering([(rank,) for rank in range(self._stages)], self._routes)
         mbs = range(self.batches * self._microbatches)
         compute = [Action(self._first, op, mb) for op in (Op.F, Op.B) for mb in mbs]
-        return [receive for action in compute for receive in wiring.receives(action)]
+        return [receive for action in compute for receive in lowering.receives(action)]
 
     def needed(self, stage: int, version: int) -> bool:
         return version in self._reads.values()

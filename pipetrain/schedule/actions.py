@@ -76,7 +76,7 @@ class Action:
             object.__setattr__(self, "peer", self.stage + _NEIGHBOUR[self.op])
 
     @property
-    def edge(self) -> tuple[int, int]:
+    def edge(self) -> Edge:
         """The (source, destination) stages of a message."""
         return (self.stage, self.peer) if self.op in SENDS else (self.peer, self.stage)
 
@@ -91,6 +91,7 @@ class Action:
 
 Program = list[list[Action]]  # one list of actions per rank
 
+Edge = tuple[int, int]  # (source stage, target stage) of messages; gradients go from a later stage
 Tie = tuple[int, ...]  # the stages that share some weights, ascending
 Ties = Sequence[Collection[int]]  # the stages that share each weight; a stage may share several
 

@@ -12,14 +12,14 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from pipetrain.schedule.actions import COMMUNICATION, SENDS, Op, Program, Ties
-from pipetrain.schedule.lower import Edge, Route, edges
+from pipetrain.schedule.actions import COMMUNICATION, SENDS, Edge, Op, Program, Ties
+from pipetrain.schedule.lower import edges
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Timeline
 
 
 def edge_bounds(
-    program: Program, routes: Sequence[Route] | None, buffer_size: int, ties: Ties = ()
+    program: Program, routes: Sequence[Edge] | None, buffer_size: int, ties: Ties = ()
 ) -> dict[Edge, int]:
     """Return the bound of each edge of a lowered program, for `simulate` and for the channel.
 

@@ -18,13 +18,14 @@ from pipetrain.schedule.actions import (
     COMPUTE,
     UPDATE,
     Action,
+    Edge,
     Op,
     Program,
     ScheduleError,
     Ties,
     ranks_of,
 )
-from pipetrain.schedule.lower import Route, compute_only, lower
+from pipetrain.schedule.lower import compute_only, lower
 from pipetrain.schedule.transforms import with_norms, with_ties, without_norms
 
 _COUNTED = {
@@ -40,7 +41,7 @@ def check(
     program: Program,
     batches: int,
     microbatches: int,
-    routes: Sequence[Route] | None = None,
+    routes: Sequence[Edge] | None = None,
     norms: bool = False,
     ties: Ties = (),
 ) -> None:
@@ -73,7 +74,7 @@ def check(
     _check_communication(program, routes, norms, ties)
 
 
-def _check_communication(program: Program, routes: Sequence[Route] | None, norms: bool, ties: Ties) -> None:
+def _check_communication(program: Program, routes: Sequence[Edge] | None, norms: bool, ties: Ties) -> None:
     compute = with_ties(without_norms(compute_only(program)), ties)
     canonical = lower(with_norms(compute) if norms else compute, routes)
     made_by = " and ".join(["with_ties()"] * bool(ties) + ["with_norms()"] * norms)

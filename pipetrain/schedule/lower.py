@@ -15,6 +15,7 @@ from pipetrain.schedule.actions import (
     COMMUNICATION,
     UPDATE,
     Action,
+    Edge,
     Op,
     Placement,
     Program,
@@ -22,20 +23,17 @@ from pipetrain.schedule.actions import (
     ranks_of,
 )
 
-Route = tuple[int, int]  # (source stage, destination stage) of an activation; its gradient goes the other way
-Edge = tuple[int, int]  # (source stage, destination stage) of messages, activations or gradients
-
 ADDED = COMMUNICATION | {Op.REDUCE}
 
 
-class Wiring:
-    """Which stages exchange messages, and on which ranks they are.
+class Lowering:
+    """Tells which messages an action needs and makes, for stages on these ranks.
 
-    Without `routes` each stage sends to the next. A route to a later stage (a skip connection) goes directly
-    from the stage that makes the tensor to the one that uses it.
+    `routes`: the edges over which activations travel; None: from each stage to the next. One that skips
+    stages goes directly from the stage that makes the tensor to the one that uses it.
     """
 
-    def __init__(self, ranks: Placement, routes: Sequence[Route] | None = None) -> None:
+    def __init__(self, ranks: Placement, routes: Sequence[Edge] | None = None) -> None:
         self.ranks = ranks
         self.routes = sorted(pairwise(range(len(ranks))) if routes is None else routes)
         if wrong := [route for route in self.routes if not 0 <= route[0] < route[1] < len(ranks)]:
@@ -84,7 +82,7 @@ class Wiring:
         return [Action(action.stage, op, action.mb, peer=peer) for peer in peers]
 
 
-def lower(program: Program, routes: Sequence[Route] | None = None) -> Program:
+def lower(program: Program, routes: Sequence[Edge] | None = None) -> Program:
     """Add communication to a compute-only program.
 
     REDUCE comes just before the first of a stage's TIE, NORM and STEP, RECV just before and SEND just after
@@ -97,14 +95,14 @@ def lower(program: Program, routes: Sequence[Route] | None = None) -> Program:
                 raise ScheduleError(
                     f"rank {rank} has {action}: a schedule gives F, B, I, W, R and STEP alone"
                 )
-    wiring = Wiring(ranks_of(program), routes)
+    lowering = Lowering(ranks_of(program), routes)
     reduced_for: dict[int, Op] = {}
     for actions in program:
         for action in actions:
             if action.op in UPDATE:
                 reduced_for.setdefault(action.stage, action.op)
     return [
-        [made for action in actions for made in wiring.lowered(action, reduced_for.get(action.stage))]
+        [made for action in actions for made in lowering.lowered(action, reduced_for.get(action.stage))]
         for actions in program
     ]
 
@@ -114,18 +112,18 @@ def compute_only(program: Program) -> Program:
     return [[action for action in actions if action.op not in ADDED] for actions in program]
 
 
-def edges(program: Program, routes: Sequence[Route] | None = None) -> list[Edge]:
+def edges(program: Program, routes: Sequence[Edge] | None = None) -> list[Edge]:
     """Return the (source stage, destination stage) pairs that carry messages, in one order for all ranks.
 
     Routes ascend, each with its forward edge before its backward edge; a program of forwards has no backward
     edges. Works on lowered and on compute-only programs.
     """
-    wiring = Wiring(ranks_of(program), routes)
+    lowering = Lowering(ranks_of(program), routes)
     backward = any(action.op in (Op.B, Op.I) for actions in program for action in actions)
     return [
         edge
-        for source, to in wiring.routes
-        if any(wiring.apart(source, to, mb) for mb in range(wiring.cycle))
+        for source, to in lowering.routes
+        if any(lowering.apart(source, to, mb) for mb in range(lowering.cycle))
         for edge in ([(source, to), (to, source)] if backward else [(source, to)])
     ]
 

@@ -19,8 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipetrain.schedule.actions import RECEIVES, SENDS, UPDATE, Action, Op, last_uses
-from pipetrain.schedule.lower import Edge, Route
+from pipetrain.schedule.actions import RECEIVES, SENDS, UPDATE, Action, Edge, Op, last_uses
 from pipetrain.schedule.timeline import Timeline
 
 
@@ -124,7 +123,7 @@ def over_time(
     timeline: Timeline,
     sizes: Sequence[Sizes],
     bounds: Mapping[Edge, int],
-    routes: Sequence[Route] | None = None,
+    routes: Sequence[Edge] | None = None,
     copied: Collection[Edge] = (),
 ) -> list[list[Moment]]:
     """Return, by rank, what its stages hold after each action of a timeline; for the rest see `counts`."""
@@ -153,7 +152,7 @@ def peaks(moments: Sequence[Sequence[Moment]]) -> list[Peak]:
 def counts(
     actions: Sequence[Action],
     bounds: Mapping[Edge, int],
-    routes: Sequence[Route] | None = None,
+    routes: Sequence[Edge] | None = None,
     copied: Collection[Edge] = (),
 ) -> Iterator[tuple[Action, dict[int, Counts]]]:
     """Yield each action of a rank's lowered list, and what its stages hold after it.
@@ -214,7 +213,7 @@ class _Rank:
         self,
         actions: Sequence[Action],
         bounds: Mapping[Edge, int],
-        routes: Sequence[Route] | None,
+        routes: Sequence[Edge] | None,
         copied: Collection[Edge],
     ) -> None:
         self.stages = {stage: _Stage() for stage in sorted({action.stage for action in actions})}

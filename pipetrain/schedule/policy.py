@@ -23,6 +23,7 @@ from pipetrain.schedule.actions import (
     COMMUNICATION,
     SENDS,
     Action,
+    Edge,
     Op,
     Program,
     Schedule,
@@ -30,7 +31,7 @@ from pipetrain.schedule.actions import (
     ranks_of,
 )
 from pipetrain.schedule.bounds import free_skips
-from pipetrain.schedule.lower import Route, Wiring
+from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.simulate import BufferSize, Cost, unit_cost
 from pipetrain.schedule.transforms import recomputing
 
@@ -72,7 +73,7 @@ class View(Protocol):
 class Outlook:
     """Tells a policy which computations of its stage would have to wait, over all its routes."""
 
-    wiring: Wiring
+    lowering: Lowering
     view: View
 
     def first_ready(self, actions: Sequence[Action]) -> Action | Wait:
@@ -83,10 +84,11 @@ class Outlook:
         receives: list[Action] = []
         sends: list[Action] = []
         for action in actions:
-            missing = [receive for receive in self.wiring.receives(action) if not self.view.arrived(receive)]
+            needed = self.lowering.receives(action)
+            missing = [receive for receive in needed if not self.view.arrived(receive)]
             full: list[Action] = []
             if action.op is Op.F and not missing:
-                full = [send for send in self.wiring.sends(action) if not self.view.room(send)]
+                full = [send for send in self.lowering.sends(action) if not self.view.room(send)]
             if not missing and not full:
                 return action
             receives += missing
@@ -129,15 +131,15 @@ class Policy(ABC):
         batches: Callable[[], int],
         microbatches: int,
         view: View,
-        routes: Sequence[Route] | None = None,
+        routes: Sequence[Edge] | None = None,
     ) -> Iterator[Action | Wait]:
         """Yield the actions of `decide` with their messages."""
-        wiring = Wiring([(rank,) for rank in range(stages)], routes)
-        for decided in self.decide(stage, stages, batches, microbatches, Outlook(wiring, view)):
+        lowering = Lowering([(rank,) for rank in range(stages)], routes)
+        for decided in self.decide(stage, stages, batches, microbatches, Outlook(lowering, view)):
             if isinstance(decided, Wait):
                 yield decided
             else:
-                yield from wiring.lowered(decided)
+                yield from lowering.lowered(decided)
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ def play(
     *,
     buffer_size: BufferSize = 2,
     cost: Cost = unit_cost,
-    routes: Sequence[Route] | None = None,
+    routes: Sequence[Edge] | None = None,
 ) -> Program:
     """Return a policy's compute-only program at these costs; messages take no time. Raises ScheduleError."""
     policy.refuse(ranks, batches, microbatches)
@@ -269,7 +271,7 @@ def compute_program(
     batches: int,
     microbatches: int,
     buffer_size: int,
-    routes: Sequence[Route] | None = None,
+    routes: Sequence[Edge] | None = None,
 ) -> Program:
     """Return a schedule's compute-only program; for a policy the one at unit costs and with free skips."""
     if isinstance(schedule, Policy):
@@ -291,7 +293,7 @@ class _Play:
         microbatches: int,
         buffer_size: BufferSize,
         cost: Cost,
-        routes: Sequence[Route] | None,
+        routes: Sequence[Edge] | None,
     ) -> None:
         self._buffer_size = buffer_size
         self._cost = cost

@@ -19,6 +19,7 @@ from pipetrain.schedule.actions import (
     TOLD,
     UPDATE,
     Action,
+    Edge,
     Op,
     Program,
     ScheduleError,
@@ -27,7 +28,7 @@ from pipetrain.schedule.actions import (
     ranks_of,
     tied_stages,
 )
-from pipetrain.schedule.lower import Edge, Route, Wiring
+from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.timeline import Row, Span, Timeline
 from pipetrain.schedule.waits import BoundedEdge, Told
 
@@ -54,7 +55,7 @@ def simulate(
     *,
     buffer_size: BufferSize = 2,
     cost: Cost = unit_cost,
-    routes: Sequence[Route] | None = None,
+    routes: Sequence[Edge] | None = None,
     ties: Ties = (),
 ) -> Timeline:
     """Simulate a lowered, checked program (or lowered `forward_only`). Raises Deadlock.
@@ -86,21 +87,21 @@ class _Simulation:
         program: Program,
         buffer_size: BufferSize,
         cost: Cost,
-        routes: Sequence[Route] | None,
+        routes: Sequence[Edge] | None,
         ties: Ties,
     ) -> None:
         self._program = program
         self._buffer_size = buffer_size
         self._cost = cost
-        self._wiring = Wiring(ranks_of(program), routes)
+        self._lowering = Lowering(ranks_of(program), routes)
         self._edges: dict[tuple[int, ...], BoundedEdge] = {}  # by its stages and ranks
-        self._shares = len(set().union(*self._wiring.ranks)) < sum(map(len, self._wiring.ranks))
+        self._shares = len(set().union(*self._lowering.ranks)) < sum(map(len, self._lowering.ranks))
         self._done: set[tuple[int, Op, int]] = set()  # (stage, F or B, microbatch), where ranks have several
         self._reduced: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # each replica's REDUCE
-        stages = range(len(self._wiring.ranks))
-        self._norms = Told("norm", stages if has_norms(program) else (), self._wiring.ranks)
+        stages = range(len(self._lowering.ranks))
+        self._norms = Told("norm", stages if has_norms(program) else (), self._lowering.ranks)
         self._ties = {
-            stage: Told("tied gradient", set().union(*tied), self._wiring.ranks)
+            stage: Told("tied gradient", set().union(*tied), self._lowering.ranks)
             for stage in stages
             if (tied := [tie for tie in ties if stage in tie])
         }
@@ -151,7 +152,7 @@ class _Simulation:
         return now
 
     def _reduce(self, rank: int, action: Action, now: float) -> float | None:
-        replicas, came = self._wiring.ranks[action.stage], self._reduced[action.stage, action.version]
+        replicas, came = self._lowering.ranks[action.stage], self._reduced[action.stage, action.version]
         last = rank not in came and len(came) + 1 == len(replicas)
         came[rank] = now
         if len(came) < len(replicas):
@@ -194,7 +195,7 @@ class _Simulation:
         return freed
 
     def _edge(self, rank: int, action: Action) -> BoundedEdge:
-        other = self._wiring.rank(action.peer, action.mb)
+        other = self._lowering.rank(action.peer, action.mb)
         ranks = (rank, other) if action.op in SENDS else (other, rank)
         key = (*action.edge, *ranks)
         if key not in self._edges:
@@ -209,12 +210,12 @@ class _Simulation:
         """Return what an action needs from other stages on its own rank."""
         stage, mb = action.stage, action.mb
         if action.op is Op.F:
-            needed = [(source, Op.F, mb) for source in self._wiring.sources[stage]]
+            needed = [(source, Op.F, mb) for source in self._lowering.sources[stage]]
         elif action.op in (Op.B, Op.I):
-            needed = [(target, Op.B, mb) for target in self._wiring.targets[stage]]
+            needed = [(target, Op.B, mb) for target in self._lowering.targets[stage]]
         else:
             needed = []
-        return (of for of in needed if not self._wiring.apart(stage, of[0], mb))
+        return (of for of in needed if not self._lowering.apart(stage, of[0], mb))
 
     def _blocked(self) -> Iterator[str]:
         for rank, (actions, row) in enumerate(zip(self._program, self._rows, strict=True)):
@@ -225,7 +226,7 @@ class _Simulation:
     def _awaited(self, rank: int, action: Action) -> str:
         if action.op is Op.REDUCE:
             came = self._reduced[action.stage, action.version]
-            missing = [str(other) for other in self._wiring.ranks[action.stage] if other not in came]
+            missing = [str(other) for other in self._lowering.ranks[action.stage] if other not in came]
             return f"rank {' and '.join(missing)} to do {action}"
         if action.op in UPDATE:
             tied = self._ties.get(action.stage)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pipetrain.schedule.actions import (
     COMPUTE,
     Action,
+    Edge,
     Op,
     Program,
     ScheduleError,
@@ -22,21 +23,21 @@ from pipetrain.schedule.actions import (
     ranks_of,
     tied_stages,
 )
-from pipetrain.schedule.lower import Route, Wiring
+from pipetrain.schedule.lower import Lowering
 
 
-def joined(program: Program, routes: Sequence[Route] | None = None) -> Program:
+def joined(program: Program, routes: Sequence[Edge] | None = None) -> Program:
     """Make one B of each I and its own W between which nothing is sent: one pass costs less than two.
 
     So it is on stage 0, whose I is for nobody, and where the stages before are on the same rank. Elsewhere
     `lower` puts a message between the two, which would have to wait for the W. At equal costs the program
     takes the same time. `routes`: see `lower`.
     """
-    wiring = Wiring(ranks_of(program), routes)
+    lowering = Lowering(ranks_of(program), routes)
 
     def halves(first: Action, second: Action) -> bool:
         own = (first.op, second.op) == (Op.I, Op.W) and (first.stage, first.mb) == (second.stage, second.mb)
-        return own and not wiring.sends(first)
+        return own and not lowering.sends(first)
 
     made: Program = []
     for actions in program:

@@ -21,9 +21,10 @@ from benchmark.report import Row, Series, ratio
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import TIMEOUT_S, Say, fitted, run_world, titled
 from pipetrain.network.boundary import TensorSpec
-from pipetrain.runtime.channel import Channel, Edge, Message, expired
+from pipetrain.runtime.channel import Channel, Message, expired
 from pipetrain.runtime.coded import WrappedChannel
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.schedule.actions import Edge
 
 RANKS = 2
 BANDWIDTHS = (100e6, 12.5e6)  # bytes/s: of a good disk or a shared Ethernet, and of Fast Ethernet

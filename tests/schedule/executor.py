@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipetrain.schedule.actions import RECEIVES, SENDS, Action, Op, Program, Ties, ranks_of
-from pipetrain.schedule.lower import Edge, Route
+from pipetrain.schedule.actions import RECEIVES, SENDS, Action, Edge, Op, Program, Ties, ranks_of
 
 
 @dataclass
@@ -49,7 +48,7 @@ class Executor:
         self,
         program: Program,
         bounds: Mapping[Edge, int],
-        routes: Sequence[Route],
+        routes: Sequence[Edge],
         seed: int,
         ties: Ties = (),
     ) -> None:

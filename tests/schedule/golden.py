@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipetrain.schedule.actions import Schedule, format_program
+from pipetrain.schedule.actions import Edge, Schedule, format_program
 from pipetrain.schedule.check import check
-from pipetrain.schedule.lower import Route, lower
+from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import gpipe, interleaved_1f1b, one_f_one_b, pipedream
 from tests.schedule.cases import CASES, NAMES, Case, accepted
 
@@ -18,7 +18,7 @@ SIZES = [(1, 2, 2), (2, 4, 1), (2, 3, 2), (3, 2, 3), (4, 1, 4)]
 FIRST = "# lowered programs, a line a rank; to write anew: python -m tests.schedule.golden\n"
 
 # name, schedule, (ranks, batches, microbatches), routes
-SKIPS: list[tuple[str, Schedule, tuple[int, int, int], list[Route]]] = [
+SKIPS: list[tuple[str, Schedule, tuple[int, int, int], list[Edge]]] = [
     ("a U-Net on 1f1b", one_f_one_b, (4, 1, 4), [(0, 1), (0, 3), (1, 2), (2, 3)]),
     ("a mask on pipedream", pipedream, (3, 3, 1), [(0, 1), (0, 2), (1, 2)]),
     ("a U-Net on interleaved_1f1b", interleaved_1f1b, (2, 1, 2), [(0, 1), (0, 3), (1, 2), (2, 3)]),

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from pipetrain.schedule.actions import Schedule, ScheduleError
+from pipetrain.schedule.actions import Edge, Schedule, ScheduleError
 from pipetrain.schedule.bounds import edge_bounds, widest
-from pipetrain.schedule.lower import Edge, lower
+from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import (
     forward_only,
     gpipe,

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from pipetrain.schedule.actions import Program, ScheduleError, parse_program, placement
+from pipetrain.schedule.actions import Edge, Program, ScheduleError, parse_program, placement
 from pipetrain.schedule.check import check
-from pipetrain.schedule.lower import Route, compute_only, lower, replicated
+from pipetrain.schedule.lower import compute_only, lower, replicated
 from pipetrain.schedule.simulate import simulate
 from tests.schedule.cases import CASES, NAMES, Case, accepted
 from tests.schedule.mutants import mutants
@@ -154,7 +154,7 @@ EQUIVALENT = {
 TWO_WEIGHT_GRADIENTS = re.compile(r"rank \d: swap \d+W\S+ \S+ and (\d+W|0I)")
 
 
-def refused(program: Program, batches: int, microbatches: int, routes: Sequence[Route] | None = None) -> bool:
+def refused(program: Program, batches: int, microbatches: int, routes: Sequence[Edge] | None = None) -> bool:
     try:
         check(program, batches, microbatches, routes)
     except ScheduleError:

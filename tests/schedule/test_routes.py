@@ -13,10 +13,10 @@ from itertools import pairwise
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schedule.actions import Action, Op, Program, ScheduleError, Ties, ranks_of
+from pipetrain.schedule.actions import Action, Edge, Op, Program, ScheduleError, Ties, ranks_of
 from pipetrain.schedule.bounds import edge_bounds
 from pipetrain.schedule.check import check
-from pipetrain.schedule.lower import Edge, Route, compute_only, edges, lower
+from pipetrain.schedule.lower import compute_only, edges, lower
 from pipetrain.schedule.policy import ForwardBackward, Policy, play
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import Deadlock, simulate
@@ -29,11 +29,11 @@ from tests.schedule.test_check import refused
 
 DECIDED = [case for case in CASES if not isinstance(case.schedule, Policy)]
 Size = tuple[int, int, int]
-Drawn = tuple[Size, Program, list[Route]]
+Drawn = tuple[Size, Program, list[Edge]]
 
 
 @st.composite
-def routes_of(draw: st.DrawFn, stages: int) -> list[Route]:
+def routes_of(draw: st.DrawFn, stages: int) -> list[Edge]:
     """Draw what each stage takes: what its neighbour makes, what others make, or both."""
     routes = []
     for stage in range(1, stages):
@@ -56,7 +56,7 @@ def routed(draw: st.DrawFn, cases: Sequence[Case] = CASES, most_ranks: int = 6, 
     return size, lower(program, routes), routes
 
 
-def simulated(program: Program, bounds: Mapping[Edge, int], routes: list[Route]) -> Timeline | None:
+def simulated(program: Program, bounds: Mapping[Edge, int], routes: list[Edge]) -> Timeline | None:
     try:
         return simulate(program, 1, buffer_size=bounds, routes=routes)
     except Deadlock:

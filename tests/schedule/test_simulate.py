@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipetrain.schedule.actions import (
     COMMUNICATION,
     Action,
+    Edge,
     Op,
     Program,
     ScheduleError,
@@ -17,7 +18,7 @@ from pipetrain.schedule.actions import (
     placement,
 )
 from pipetrain.schedule.bounds import edge_bounds
-from pipetrain.schedule.lower import Route, compute_only, lower, replicated
+from pipetrain.schedule.lower import compute_only, lower, replicated
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream, pipedream_2bw
 from pipetrain.schedule.simulate import Cost, Deadlock, simulate, unit_cost
 from pipetrain.schedule.timeline import Timeline
@@ -238,7 +239,7 @@ def test_a_replica_that_does_not_come_to_the_reduce_is_named() -> None:
         simulate([program[0], program[1][:-2]], 2)
 
 
-def routes_over(stages: int) -> st.SearchStrategy[list[Route]]:
+def routes_over(stages: int) -> st.SearchStrategy[list[Edge]]:
     skips = [(source, to) for source in range(stages) for to in range(source + 2, stages)]
     neighbours = [(stage, stage + 1) for stage in range(stages - 1)]
     return st.sets(st.sampled_from(skips or neighbours)).map(lambda chosen: sorted({*neighbours, *chosen}))

@@ -36,10 +36,10 @@ from pipetrain.network.draws import Seeds, drawing
 from pipetrain.records.figures import EpochFigures
 from pipetrain.records.tracer import Trace
 from pipetrain.runtime import engine
-from pipetrain.runtime.channel import Edge, LoopbackChannel
+from pipetrain.runtime.channel import LoopbackChannel
 from pipetrain.runtime.mesh import World
 from pipetrain.runtime.stage import Stage
-from pipetrain.schedule.actions import Op, Program, Tie, has_norms, ranks_of
+from pipetrain.schedule.actions import Edge, Op, Program, Tie, has_norms, ranks_of
 from pipetrain.seal import Seal, SealedStore
 from pipetrain.training.run import Run, prepare
 from pipetrain.training.trainer import Trainer

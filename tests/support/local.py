@@ -10,8 +10,8 @@ from threading import Condition
 import torch
 from torch import Tensor
 
-from pipetrain.runtime.channel import NORMS, TIED, ChannelError, Edge, Message, bounds_of, expired, not_heard
-from pipetrain.schedule.actions import Tie
+from pipetrain.runtime.channel import NORMS, TIED, ChannelError, Message, bounds_of, expired, not_heard
+from pipetrain.schedule.actions import Edge, Tie
 
 
 class LocalChannel:
