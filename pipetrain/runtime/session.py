@@ -9,7 +9,6 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from pipetrain.data.feed import WindowFeed
 from pipetrain.errors import ActionFailed
 from pipetrain.network.boundary import Value, cast_floats
 from pipetrain.network.chain import network_of
@@ -25,6 +24,7 @@ from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.coded import CodedChannel, Feedback, Slot
 from pipetrain.runtime.engine import Engine, Observer
 from pipetrain.runtime.engine import Progress as Tick
+from pipetrain.runtime.feed import WindowFeed
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import Rehearsal, rehearses

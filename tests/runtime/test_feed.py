@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipetrain.data.feed import Weight, WindowFeed
 from pipetrain.network.boundary import Value
+from pipetrain.runtime.feed import Weight, WindowFeed
 from pipetrain.tasks import Classification
 
 CPU = torch.device("cpu")
