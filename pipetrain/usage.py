@@ -27,26 +27,30 @@ def usage(conf: Path, name: str, words: Sequence[str]) -> str:
     chosen = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word)
     config = (conf / "config.yaml").read_text()
     lines = [f"{_COMMANDS[name]} [OPTION=VALUE ...]", "", "# Choices"]
+    groups = []
     for match in filter(None, map(_CHOICE.fullmatch, config.splitlines())):
-        group = match["key"]
+        groups.append(group := match["key"])
         chosen.setdefault(group, match["value"])
         names = " ".join(sorted(path.stem for path in (conf / group.partition(".")[0]).glob("*.yaml")))
         lines.append(_line(f"{group}={match['value']}", f"{match['says']}: {names}"))
     if name != "config":
         lines += _options((conf / f"{name}.yaml").read_text())
-    files = {group: conf / group / f"{chosen[group]}.yaml" for group in ("data", "optim", "schedule")}
-    texts = {group: file.read_text() for group, file in files.items() if file.is_file()}
-    schedule = texts.pop("schedule", "")
+    schedule = _texts(conf, "schedule", chosen["schedule"])  # sets options of the first level too
     lines += _options(config, given=dict(re.findall(r"^(\w+): *(\w+)", schedule, re.MULTILINE)))
-    texts = {group: re.sub("^", "  ", text, flags=re.MULTILINE) for group, text in texts.items()}
-    parts = {group: list(_options(f"{group}:\n{text}")) for group, text in texts.items()}
-    parts["schedule"] = [line for line in _options(schedule) if line.startswith("  schedule.")]
-    for group, options in parts.items():
-        lines += ["", f"# {group}={chosen[group]}", *options] if options else []
+    for group in groups:
+        text, prefix = (schedule, "") if group == "schedule" else (_texts(conf, group, chosen[group]), group)
+        options = [line for line in _options(text, prefix) if line.startswith(f"  {group}.")]
+        lines += ["", f"# {group}={chosen[group]}", *options] if options and group != "experiment" else []
     return "\n".join([*lines, "", "# Flags", *(_line(*flag) for flag in _FLAGS.items())]) + "\n"
 
 
-def _options(text: str, given: Mapping[str, str] | None = None) -> Iterator[str]:
+def _texts(conf: Path, group: str, choice: str) -> str:
+    """Return what the files of a choice say; there may be several, as in [tensorboard,wandb]."""
+    files = [conf / group.partition(".")[0] / f"{one}.yaml" for one in choice.strip("[]").split(",")]
+    return "\n".join(file.read_text() for file in files if file.is_file())
+
+
+def _options(text: str, prefix: str = "", given: Mapping[str, str] | None = None) -> Iterator[str]:
     """Yield a line for each option of a YAML file, and its headings. `given`: other values of some."""
     above: list[tuple[int, str]] = []
     heading, blank = "", True
@@ -60,7 +64,7 @@ def _options(text: str, given: Mapping[str, str] | None = None) -> Iterator[str]
         above = [one for one in above if one[0] < depth] + [(depth, match["key"])]
         if not value or value == "{}" or any(_NO_OPTION.fullmatch(key) for _, key in above):
             continue
-        key = ".".join(key for _, key in above)
+        key = ".".join(filter(None, (prefix, *(key for _, key in above))))
         value = (given or {}).get(key, value)
         if ("${" in value and not match["says"]) or value.startswith("{"):
             continue

@@ -1,4 +1,4 @@
-"""`--help`: a line for each option, of the file that sets it."""
+"""`--help`: a line for each option, from the file that sets it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ def test_each_option_of_a_command_has_one_line_that_says_what_it_is(name):
         content = OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{file}.yaml"))
         expected = [key for key in leaves(content) if not key.startswith(("hydra.", "defaults"))]
         assert [key for key in expected if not told.get(key, ("", ""))[1]] == []
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"),
+    [(group, path.stem) for group in GROUPS for path in sorted((conf_dir() / group).glob("*.yaml"))],
+)
+def test_each_option_of_a_choice_says_what_it_is(group, choice):
+    key = "codec.forward" if group == "codec" else group
+    options = {name: says for name, (_, says) in helped("config", f"{key}={choice}").items()}
+    assert [name for name, says in options.items() if name.startswith(f"{key}.") and not says] == []
 
 
 @pytest.mark.parametrize("group", GROUPS)
