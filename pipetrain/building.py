@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import is_dataclass
@@ -28,17 +28,12 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import factory
 from pipetrain.network.boundary import Example, specs_of
 from pipetrain.network.chain import Chain, network_of
-from pipetrain.network.materialise import cast_exactly, named_tensors
-from pipetrain.network.modes import evaluating
+from pipetrain.network.materialise import named_tensors
+from pipetrain.network.model import prove_model
 from pipetrain.network.network import Network, Values
 from pipetrain.network.tensors import storage_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
-
-# Methods and hooks of a model that one process would run; a pipeline runs the layers only.
-_METHODS = ("forward", "__call__", "_wrapped_call_impl", "_call_impl")
-_MODES = ("train", "eval")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def build(cfg: DictConfig, group: str) -> Any:
@@ -257,8 +252,6 @@ def _with_values(cfg: DictConfig, seed: int, dtype: torch.dtype) -> tuple[nn.Mod
     else:
         model, values = factory.build(partial(build, cfg, "model"), seed)
     prove_model(model, f"{cfg.model._target_} must return", dtype)
-    if isinstance(model, nn.Sequential):
-        _refuse_own(model, _MODES)  # which a program calls itself
     if weights is not None:
         from pipetrain.checkpoint.plain import read_weights  # which needs this module
 
@@ -266,109 +259,6 @@ def _with_values(cfg: DictConfig, seed: int, dtype: torch.dtype) -> tuple[nn.Mod
     elif values is not None:
         values.prove(named_tensors(model))
     return cast(nn.Module, model), values
-
-
-def prove_model(model: object, needs: str, dtype: torch.dtype | None) -> None:
-    """Refuse what cannot be trained as one process would, and cast it to `dtype`. Raises ConfigError.
-
-    Without `dtype` each parameter and buffer keeps its own.
-    """
-    if not isinstance(model, nn.Module) or (isinstance(model, nn.Sequential) and not len(model)):
-        what = "an empty nn.Sequential" if isinstance(model, nn.Module) else type(model).__name__
-        raise ConfigError(f"{needs} an nn.Module, not {what}")
-    if isinstance(model, nn.Sequential):
-        _refuse_unseen(model)
-    _refuse_parameters(model)
-    if dtype is not None:
-        _cast(model, dtype)
-
-
-def _own(model: nn.Sequential, methods: Sequence[str]) -> Iterator[str]:
-    """Yield the methods that are not those of nn.Sequential."""
-    for method in methods:
-        if method in vars(model) or getattr(type(model), method) is not getattr(nn.Sequential, method):
-            yield method
-
-
-def _refuse_own(model: nn.Sequential, methods: Sequence[str]) -> None:
-    for method in _own(model, methods):
-        raise ConfigError(
-            f"the model is a {type(model).__name__} with its own {method}, which a pipeline would not "
-            f"run: put what it does into layers, and return a plain nn.Sequential of them"
-        )
-
-
-def _modes_of(model: nn.Sequential, *evaluated: nn.Module) -> list[bool]:
-    """Return the modes of all below a model while some modules are evaluated."""
-    with evaluating(model), evaluating(*evaluated):
-        return [module.training for layer in model for module in layer.modules()]
-
-
-def _refuse_unseen(model: nn.Sequential) -> None:
-    """Refuse what a pipeline, which runs the layers one by one, would omit."""
-    _refuse_own(model, _METHODS)
-    if next(_own(model, _MODES), None) and _modes_of(model, model) != _modes_of(model, *model):
-        raise ConfigError(
-            f"the model is a {type(model).__name__} whose eval does not put each layer into evaluation mode, "
-            f"as an evaluation would: put that into the layers"
-        )
-    if any(getattr(model, hooks) for hooks in _HOOKS):
-        raise ConfigError(
-            "the model has a hook on the whole of it, which a pipeline would not call: register it on a layer"
-        )
-    for name in (*model._parameters, *model._buffers):
-        raise ConfigError(f"the model has {name} outside of its layers: put it into the layer that uses it")
-
-
-def _refuse_parameters(model: nn.Module) -> None:
-    """Refuse parameters that would be trained otherwise than in one process."""
-    addresses: dict[object, str] = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(f"layer {name} of the model is lazy: give it its sizes")
-        if type(parameter) is not nn.Parameter:
-            raise ConfigError(
-                f"parameter {name} of the model is a {type(parameter).__name__}, and each weight "
-                f"version would be a plain nn.Parameter: make it one"
-            )
-        address = parameter.data_ptr() or (storage_of(parameter), parameter.storage_offset())  # on meta
-        if (first := addresses.setdefault(address, name)) != name and parameter.numel():
-            raise ConfigError(
-                f"parameters {first} and {name} of the model share memory: use one nn.Parameter for both"
-            )
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"parameter {name} of the model has a hook, which would not be called: each weight version "
-                f"has a gradient of its own; put the hook on the layer's output"
-            )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("the model has no parameter to train: let one require a gradient")
-    state_names(model)
-
-
-def state_names(model: nn.Module) -> dict[str, str]:
-    """Return the parameter or buffer behind each state_dict entry. Raises ConfigError for other values."""
-    names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    state = model.state_dict(keep_vars=True)
-    for key, value in state.items():
-        if id(value) not in names:
-            raise ConfigError(
-                f"the model keeps {key} in its state_dict, which is no parameter or buffer and would not be "
-                f"in a checkpoint: make it a buffer"
-            )
-    return {key: names[id(value)] for key, value in state.items()}
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert weights and buffers to the run's dtype (complex ones to its complex form), but never round.
-
-    In place, so that sharing is kept. (nn.Module.to drops imaginary parts and separates shared buffers.)
-    """
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        old, wanted = tensor.data, dtype.to_complex() if tensor.is_complex() else dtype
-        if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype == wanted:
-            continue
-        tensor.data = cast_exactly(name, old, wanted)
 
 
 def make_codec(key: str, node: object) -> Codec:

@@ -26,22 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.arguments import (
-    FixedProgram,
-    conditions,
-    copied,
-    digest,
-    level,
-    level_tensors,
-    prove_same,
     read_model,
     read_options,
     read_path,
-    read_rate,
     read_schedule,
     read_targets,
     read_task,
 )
-from pipetrain.building import prove_model, state_names
 from pipetrain.checkpoint import direct
 from pipetrain.checkpoint.plain import of_checkpoint
 from pipetrain.checkpoint.resume import tensors_of
@@ -58,6 +49,7 @@ from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
 from pipetrain.network.loan import Loan, put
 from pipetrain.network.materialise import named_tensors
+from pipetrain.network.model import prove_model, state_names, tensor_attributes
 from pipetrain.network.network import Network, Values
 from pipetrain.plan.blueprint import (
     Plan,
@@ -74,8 +66,9 @@ from pipetrain.plan.prediction import sized
 from pipetrain.plan.profile import read_profile
 from pipetrain.plan.sizes import optimizer_state
 from pipetrain.plan.windows import prove, settle_clipping
-from pipetrain.rate import Rate
+from pipetrain.rate import Rate, rate_of
 from pipetrain.records.bar import Bar
+from pipetrain.runtime.alike import conditions, digest, level, prove_same
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.batches import Batches, OfLoader
 from pipetrain.runtime.engine import Progress as Tick
@@ -86,6 +79,7 @@ from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 from pipetrain.schedule.actions import Schedule, placement
+from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.programs import forward_only
 from pipetrain.settings import COUNT, PROFILE, Settings, share_of_cores
@@ -207,7 +201,7 @@ class Pipeline:
                 f"have it"
             )
         self._optimizer = prove_optimizer(optimizer, param_groups, model, len(where))
-        self._rate = read_rate(lr_schedule)
+        self._rate = rate_of(lr_schedule)
         made = optimizer_over(self._optimizer, small_copies(model))
         self._peak = float(made.param_groups[0].get("lr", 0.0))
         self._optim = {"_target_": type(made).__name__}
@@ -218,10 +212,11 @@ class Pipeline:
         self._signals = Stopping(self, world.rank)
         self._stopping = False  # as agreed after the last window
         with self._together():
-            mine = conditions(self._settings, made, window_of.program, self._rate)
-            prove_same(mesh, "the settings", mine | form_of(model))
+            mine = conditions(self._settings, made, window_of.program, self._rate) | form_of(model)
+            drawn = {"what the model's factory draws": record.digest} if record else {}
+            prove_same(mesh, "the settings", mine | drawn)
             mesh.open(edges(window_of.program))
-            level(model, mesh, record)
+            level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
             self._initial: Values | None = record
             if weights is not None:
                 self._initial = direct.open_weights(read_path("weights", weights), model, mesh, record)
@@ -552,7 +547,7 @@ class Pipeline:
         plan = self._make_plan(replace(settings, window=self._least), network, form.inputs, sizes)
         with self._together():
             prove_same(self._mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program)})
-            level_tensors("the tensors of the layers", plan.foreign, self._mesh)
+            level(self._mesh, "the tensors of the layers", plan.foreign)
             self._mesh.open(plan.edges, plan.cut.ties)
         self._on_first("the task", reader, partial(self._prove_task, plan))
         plan = _OpenPlan.of(plan, settings)
@@ -590,10 +585,10 @@ class Pipeline:
                         "choose another partition"
                     ) from error
                 by_flops = replace(settings, partition="flops", memory_limit=None)
-                draft = make(by_flops, model=copied(network))
+                draft = make(by_flops, model=network.spare())
                 with self._together():
                     profile = measure(self._mesh, draft, conditions, lambda: (twin, self._optimizer))
-        plan = make(settings, model=copied(network), profile=profile)
+        plan = make(settings, model=network.spare(), profile=profile)
         return within_limit(sized(plan, self._task, optimizer_state(self._optimizer)))
 
     def _prove_task(self, plan: Plan, reader: Reader) -> None:

@@ -7,12 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipetrain import Classification, ConfigError, ScheduleError, Task
+from pipetrain import Classification, ConfigError, Task
 from pipetrain.arguments import (
-    FixedProgram,
     read_model,
     read_options,
-    read_rate,
     read_schedule,
     read_task,
 )
@@ -68,29 +66,6 @@ def test_a_loss_and_a_task_are_given_once():
 def test_a_weight_is_a_function():
     with pytest.raises(ConfigError, match="weight=5 must be a function of targets: what they count for"):
         read_task(functional.mse_loss, None, (), 5)
-
-
-def test_a_rate_is_a_function_that_works():
-    assert read_rate(None)(3) == 1.0
-    assert read_rate(lambda update: 0.5**update)(3) == 0.125
-    with pytest.raises(ConfigError, match="lr_schedule fails for update 0: ZeroDivisionError"):
-        read_rate(lambda update: 1 / update)
-
-
-def test_a_program_of_one_batch_serves_any_number_of_them():
-    one, three = one_f_one_b(2, 1, 4), one_f_one_b(2, 3, 4)
-    assert FixedProgram("mine.txt", one)(2, 1, 4) == one
-    repeated = FixedProgram("mine.txt", one)(2, 3, 4)
-    assert [sorted(map(str, actions)) for actions in repeated] == [sorted(map(str, a)) for a in three]
-    assert FixedProgram("mine.txt", three)(2, 3, 4) == three
-
-
-@pytest.mark.parametrize("size", [(3, 3, 4), (2, 2, 4), (2, 6, 4), (2, 3, 2)])
-def test_a_program_of_another_size_is_refused(size):
-    with pytest.raises(
-        ScheduleError, match=r"mine.txt is of 2 ranks, 3 batches and 12 .* set microbatches=4"
-    ):
-        FixedProgram("mine.txt", one_f_one_b(2, 3, 4))(*size)
 
 
 def test_a_program_file_is_read_with_or_without_its_messages(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from pipetrain.errors import ConfigError
-from pipetrain.rate import SHAPES, constant, cosine, learning_rate, one_cycle
+from pipetrain.rate import SHAPES, constant, cosine, learning_rate, one_cycle, rate_of
 
 steady = settings(derandomize=True, deadline=None)
 
@@ -144,3 +144,10 @@ def test_what_cannot_be_is_refused(arguments, says):
 def test_a_function_of_the_update_is_taken_as_it_is():
     rate = learning_rate(lambda update: 1 / (1 + update), 0.5, 3)
     assert [rate(update) for update in (2, 0, 1)] == [1 / 3, 1, 1 / 2]
+
+
+def test_a_rate_is_a_function_that_works():
+    assert rate_of(None)(3) == 1.0
+    assert rate_of(lambda update: 0.5**update)(3) == 0.125
+    with pytest.raises(ConfigError, match="lr_schedule fails for update 0: ZeroDivisionError"):
+        rate_of(lambda update: 1 / update)

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pipetrain.building import state_names
 from pipetrain.checkpoint.files import CHECKPOINTS, MANIFEST
 from pipetrain.checkpoint.source import Source, find_source
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.boundary import TensorSpec, specs_of
 from pipetrain.network.materialise import named_tensors
+from pipetrain.network.model import state_names
 from pipetrain.network.network import Values
 from pipetrain.untrusted import DamagedCheckpoint, opened, read_json
 

@@ -10,10 +10,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from pipetrain.building import state_names
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.source import Source
 from pipetrain.errors import ConfigError
+from pipetrain.network.model import state_names
 from pipetrain.plan.recompute import Mode
 from pipetrain.records.folder import SUMMARY, is_of
 from pipetrain.settings import PROFILE, Settings

@@ -88,6 +88,12 @@ class Chain(Network):
         made.values = self.values
         return made
 
+    def spare(self) -> Chain:
+        try:
+            return self.twin()
+        except Exception:  # a layer may hold anything
+            return self
+
 
 def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:
     """Return the number of the Stash for that of each Pop. Raises ConfigError for one without the other."""

@@ -116,6 +116,10 @@ class Network(ABC):
     def twin(self) -> Network:
         """Return a copy, which may be changed. Raises what deepcopy of the model does."""
 
+    def spare(self) -> Network:
+        """Return what planning may run: a copy if layers can keep something of a run, and can be copied."""
+        return self
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Put the model, and all layers, into evaluation mode for a while."""
         return evaluating(self.model, *self.modules)

@@ -1,0 +1,161 @@
+"""The model as a user gives it: what is refused, and what is read of it.
+
+A pipeline runs the layers of an nn.Sequential one by one, and each weight version is a parameter of its own.
+A hook or a method of the whole, or of a parameter, that one process would call is refused here, because the
+comparison of outputs and gradients cannot see all that it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from pipetrain.errors import ConfigError
+from pipetrain.network.materialise import cast_exactly, named_tensors
+from pipetrain.network.modes import evaluating
+from pipetrain.network.tensors import storage_of
+
+# Methods and hooks of a model that one process would run; a pipeline runs the layers only.
+_METHODS = ("forward", "__call__", "_wrapped_call_impl", "_call_impl")
+_MODES = ("train", "eval")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def prove_model(model: object, needs: str, dtype: torch.dtype | None) -> None:
+    """Refuse what cannot be trained as one process would, and cast it to `dtype`. Raises ConfigError.
+
+    Without `dtype` each parameter and buffer keeps its own.
+    """
+    if not isinstance(model, nn.Module) or (isinstance(model, nn.Sequential) and not len(model)):
+        what = "an empty nn.Sequential" if isinstance(model, nn.Module) else type(model).__name__
+        raise ConfigError(f"{needs} an nn.Module, not {what}")
+    if isinstance(model, nn.Sequential):
+        _refuse_unseen(model)
+    _refuse_parameters(model)
+    if dtype is not None:
+        _cast(model, dtype)
+
+
+def _own(model: nn.Sequential, methods: Sequence[str]) -> Iterator[str]:
+    """Yield the methods that are not those of nn.Sequential."""
+    for method in methods:
+        if method in vars(model) or getattr(type(model), method) is not getattr(nn.Sequential, method):
+            yield method
+
+
+def _refuse_own(model: nn.Sequential, methods: Sequence[str]) -> None:
+    for method in _own(model, methods):
+        raise ConfigError(
+            f"the model is a {type(model).__name__} with its own {method}, which a pipeline would not "
+            f"run: put what it does into layers, and return a plain nn.Sequential of them"
+        )
+
+
+def _modes_of(model: nn.Sequential, *evaluated: nn.Module) -> list[bool]:
+    """Return the modes of all below a model while some modules are evaluated."""
+    with evaluating(model), evaluating(*evaluated):
+        return [module.training for layer in model for module in layer.modules()]
+
+
+def _refuse_unseen(model: nn.Sequential) -> None:
+    """Refuse what a pipeline, which runs the layers one by one, would omit."""
+    _refuse_own(model, _METHODS)
+    if next(_own(model, _MODES), None) and _modes_of(model, model) != _modes_of(model, *model):
+        raise ConfigError(
+            f"the model is a {type(model).__name__} whose eval does not put each layer into evaluation mode, "
+            f"as an evaluation would: put that into the layers"
+        )
+    if any(getattr(model, hooks) for hooks in _HOOKS):
+        raise ConfigError(
+            "the model has a hook on the whole of it, which a pipeline would not call: register it on a layer"
+        )
+    for name in (*model._parameters, *model._buffers):
+        raise ConfigError(f"the model has {name} outside of its layers: put it into the layer that uses it")
+
+
+def _refuse_parameters(model: nn.Module) -> None:
+    """Refuse parameters that would be trained otherwise than in one process."""
+    addresses: dict[object, str] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"layer {name} of the model is lazy: give it its sizes")
+        if type(parameter) is not nn.Parameter:
+            raise ConfigError(
+                f"parameter {name} of the model is a {type(parameter).__name__}, and each weight "
+                f"version would be a plain nn.Parameter: make it one"
+            )
+        address = parameter.data_ptr() or (storage_of(parameter), parameter.storage_offset())  # on meta
+        if (first := addresses.setdefault(address, name)) != name and parameter.numel():
+            raise ConfigError(
+                f"parameters {first} and {name} of the model share memory: use one nn.Parameter for both"
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"parameter {name} of the model has a hook, which would not be called: each weight version "
+                f"has a gradient of its own; put the hook on the layer's output"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("the model has no parameter to train: let one require a gradient")
+    state_names(model)
+
+
+def state_names(model: nn.Module) -> dict[str, str]:
+    """Return the parameter or buffer behind each state_dict entry. Raises ConfigError for other values."""
+    names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    state = model.state_dict(keep_vars=True)
+    for key, value in state.items():
+        if id(value) not in names:
+            raise ConfigError(
+                f"the model keeps {key} in its state_dict, which is no parameter or buffer and would not be "
+                f"in a checkpoint: make it a buffer"
+            )
+    return {key: names[id(value)] for key, value in state.items()}
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert weights and buffers to the run's dtype (complex ones to its complex form), but never round.
+
+    In place, so that sharing is kept. (nn.Module.to drops imaginary parts and separates shared buffers.)
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        old, wanted = tensor.data, dtype.to_complex() if tensor.is_complex() else dtype
+        if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype == wanted:
+            continue
+        tensor.data = cast_exactly(name, old, wanted)
+
+
+def refuse_elsewhere(model: nn.Module) -> None:
+    """Refuse a model that is not in host memory. Raises ConfigError."""
+    for name, tensor in named_tensors(model).items():
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{name} of the model is on the meta device and has no values: give the function that makes "
+                f"the model in place of it, Pipeline(lambda: ...)"
+            )
+        if tensor.device.type != "cpu":
+            raise ConfigError(
+                f"{name} of the model is on {tensor.device}: build the model on the CPU, and Pipeline moves "
+                f"the stages of each rank to its device"
+            )
+
+
+def own_dtype(model: object) -> torch.dtype | None:
+    """Return the dtype of all floating-point parameters; None if they have several, or less than float32."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    found = {p.dtype for p in parameters if p.is_floating_point()} or {torch.float32}
+    return found.pop() if found in ({torch.float32}, {torch.float64}) else None
+
+
+def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors in attributes, and in collections there, that are no weights or buffers."""
+    known = {id(tensor) for tensor in named_tensors(model).values()}
+    return {
+        f"{name}.{key}{keystr(path)}".lstrip("."): leaf
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        for path, leaf in tree_flatten_with_path(value)[0]
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in known
+    }

@@ -1,0 +1,76 @@
+"""What is alike on all ranks: settings and programs are compared, and tensors are taken from rank 0."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipetrain.errors import ConfigError
+from pipetrain.network.boundary import bytes_of, specs_of
+from pipetrain.rate import Rate
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.schedule.actions import Program, format_program
+from pipetrain.settings import Settings
+
+COMPARED_UPDATES = (0, 1, 2, 3, 10)  # whose learning rates are compared
+
+
+def conditions(settings: Settings, optimizer: Optimizer, program: Program, rate: Rate) -> dict[str, Any]:
+    """Return what must be the same on all ranks: settings, program, rates, the optimizer with its options."""
+    found = {"optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        of = f"optimizer.{number}" if number else "optimizer"
+        found |= {f"{of}.{key}": value for key, value in group.items() if key != "params"}
+    rates = {f"lr_schedule({update})": _rate_of(rate, update) for update in COMPARED_UPDATES}
+    return {**settings.shared(), **found, **rates, "program": digest(program)}
+
+
+def _rate_of(rate: Rate, update: int) -> float | str:
+    try:
+        return rate(update)
+    except Exception as error:  # a user's function may end before
+        return type(error).__name__
+
+
+def digest(program: Program) -> int:
+    """Return a checksum of a program."""
+    return zlib.crc32(format_program(program).encode())
+
+
+def prove_same(mesh: Mesh, what: str, mine: Mapping[str, Any]) -> None:
+    """Refuse ranks that have different values under a name. Raises ConfigError, on all of them alike."""
+    texts = {name: json.dumps(value, default=_in_words) for name, value in mine.items()}
+    if len(set(mesh.gather(what, zlib.crc32(json.dumps(texts).encode())))) == 1:
+        return
+    first, *others = mesh.gather(what, texts)
+    for rank, theirs in enumerate(others, start=1):
+        for name in first | theirs:
+            expected, other = (texts.get(name, "nothing") for texts in (first, theirs))
+            if expected != other:
+                raise ConfigError(
+                    f"rank {rank} has {name}={other}, and rank 0 has {expected}: give "
+                    f"Pipeline the same arguments on every rank"
+                )
+
+
+def _in_words(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor | np.generic) else type(value).__name__
+
+
+def level(mesh: Mesh, what: str, tensors: Mapping[str, Tensor]) -> None:
+    """Give tensors in host memory the numbers that they have on rank 0.
+
+    Raises ConfigError, on all ranks alike, if they have other names or forms.
+    """
+    prove_same(mesh, what, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
+    held = [t.data for t in tensors.values() if t.device.type == "cpu"]
+    told = mesh.gather(what, [zlib.crc32(bytes_of(t).numpy().data) for t in held])
+    for tensor, *sums in zip(held, *told, strict=True):
+        if len(set(sums)) > 1:
+            mesh.copy_from_first(what, tensor)

@@ -1,0 +1,40 @@
+"""A program from a file, as a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipetrain.schedule.actions import UPDATE, Action, Op, Program, ScheduleError
+
+
+class FixedProgram:
+    """The program of a file as a schedule: of one batch, and then of any number of them, or of one window."""
+
+    def __init__(self, path: str, program: Program) -> None:
+        self._path = path
+        self._program = program
+        stages = {action.stage for actions in program for action in actions}
+        steps = [a for actions in program for a in actions if a.op is Op.STEP]
+        self.batches = len(steps) // max(1, len(stages))
+
+    def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
+        """Return the program of a window. Raises ScheduleError if the file's is of another size."""
+        found = {action.mb for actions in self._program for action in actions if action.op is Op.F}
+        times, rest = divmod(batches, self.batches or 1)
+        fits = len(self._program) == ranks and found == set(range(self.batches * microbatches))
+        if not fits or rest or (times > 1 and self.batches > 1):
+            raise ScheduleError(
+                f"the program in {self._path} is of {len(self._program)} ranks, {self.batches} batches "
+                f"and {len(found)} microbatches in all; there are {ranks} ranks, a window of {batches} "
+                f"batches and microbatches={microbatches} a batch: start {len(self._program)} processes, and "
+                f"set microbatches={len(found) // (self.batches or 1)}"
+            )
+        return [
+            [self._later(action, batch, microbatches) for batch in range(times) for action in actions]
+            for actions in self._program
+        ]
+
+    @staticmethod
+    def _later(action: Action, batch: int, microbatches: int) -> Action:
+        shift = 0 if action.op in UPDATE else batch * microbatches  # an update has no microbatch
+        return replace(action, mb=action.mb + shift, version=action.version + batch)

@@ -1,0 +1,178 @@
+"""Which models are taken as they are, and which are refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipetrain.network.model import own_dtype, prove_model, tensor_attributes
+from tests.support.refusals import refusal
+
+# What one process would do and a pipeline would not
+
+
+class OwnForward(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Named(nn.Sequential):
+    """Only puts itself together: as good as a plain one."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(3072, 10))
+
+    @property
+    def head(self) -> nn.Module:
+        return self[-1]
+
+
+def _flat() -> tuple[nn.Module, ...]:
+    return nn.Flatten(), nn.Linear(3072, 10)
+
+
+def patched() -> nn.Sequential:
+    model = nn.Sequential(*_flat())
+    model.forward = lambda x: model[1](model[0](x)) * 2
+    return model
+
+
+class OwnCall(nn.Sequential):
+    def _call_impl(self, x: Tensor) -> Tensor:
+        return 2 * self.forward(x)
+
+
+class Scaled(nn.Parameter):
+    """Behaves otherwise than a plain one."""
+
+
+def subclass() -> nn.Sequential:
+    model = nn.Sequential(*_flat())
+    model[1].weight = Scaled(model[1].weight.data)
+    return model
+
+
+def shared_memory() -> nn.Sequential:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 3072), nn.Linear(3072, 10))
+    model[2].weight = nn.Parameter(model[1].weight.data[:10])
+    return model
+
+
+def hooked(kind: str) -> nn.Sequential:
+    model = nn.Sequential(*_flat())
+    getattr(model, f"register_{kind}_hook")(lambda *args: None)
+    return model
+
+
+class Extra(nn.Module):
+    """Keeps something beside its tensors."""
+
+    def get_extra_state(self) -> str:
+        return "seen"
+
+    def set_extra_state(self, state: str) -> None:
+        """Nothing to do."""
+
+
+def scaled(parameter: bool) -> nn.Sequential:
+    model = nn.Sequential(*_flat())
+    scale = torch.ones(1)
+    if parameter:
+        model.register_parameter("scale", nn.Parameter(scale))
+    else:
+        model.register_buffer("scale", scale)
+    return model
+
+
+def taken(model: nn.Module, dtype: torch.dtype | None = torch.float32) -> nn.Module:
+    prove_model(model, "a model must be", dtype)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            OwnForward(*_flat()),
+            "the model is a OwnForward with its own forward, which a pipeline",
+        ),
+        (OwnCall(*_flat()), "the model is a OwnCall with its own _call_impl, which a pipeline"),
+        (patched(), "the model is a Sequential with its own forward, which a pipeline"),
+        (subclass(), "parameter 1.weight of the model is a Scaled, and each weight version would be a pl"),
+        (shared_memory(), "parameters 1.weight and 2.weight of the model share memory: use one nn.Para"),
+        (
+            nn.Sequential(*_flat(), Extra()),
+            "the model keeps 2._extra_state in its state_dict, which is no",
+        ),
+        (hooked("forward"), "the model has a hook on the whole of it, which a pipeline would not call"),
+        (hooked("full_backward"), "the model has a hook on the whole of it, which a pipeline would not call"),
+        (scaled(parameter=True), "the model has scale outside of its layers: put it into the layer"),
+        (scaled(parameter=False), "the model has scale outside of its layers: put it into the layer"),
+        (nn.Sequential(), "a model must be an nn.Module, not an empty nn.Sequential"),
+        (nn.Sequential(nn.LazyLinear(2)), "layer 0.weight of the model is lazy: give it its sizes"),
+        (nn.Sequential(nn.ReLU()), "the model has no parameter to train: let one require a gradient"),
+    ],
+)
+def test_what_a_pipeline_would_leave_out_is_refused(model, says):
+    assert refusal(lambda: taken(model)).startswith(says)
+
+
+def test_a_container_that_only_puts_itself_together_is_taken():
+    assert len(taken(Named())) == 2
+
+
+# The run's dtype
+
+
+class Tables(nn.Module):
+    """A complex table, a weight, whole numbers; two names for one buffer."""
+
+    def __init__(self, dtype: str = "float32", value: float = 0.1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("rope", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.register_buffer("ids", torch.arange(3))
+        self.register_buffer("table", torch.full((3,), value, dtype=getattr(torch, dtype)))
+        self.register_buffer("same", self.table)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [(torch.float32, torch.complex64), (torch.float64, torch.complex128)]
+)
+def test_a_cast_loses_nothing_and_parts_nothing(dtype, wide):
+    (plain,) = nn.Sequential(Tables())
+    (layer,) = taken(nn.Sequential(Tables()), dtype)
+    assert layer.weight.dtype == layer.rope.dtype == wide
+    assert torch.equal(layer.rope, plain.rope.to(wide))
+    assert bool(layer.weight.imag.abs().sum() > 0)
+    assert layer.ids.dtype == torch.int64
+    assert layer.table.dtype == dtype
+    assert layer.same is layer.table
+
+
+def test_a_cast_that_would_round_is_refused():
+    says = "0.table of the model is float64, and dtype=float32 would round it: choose dtype=float64, or"
+    assert refusal(lambda: taken(nn.Sequential(Tables("float64")))).startswith(says)
+    for value, dtype in ((0.1, torch.float64), (0.5, torch.float32), (torch.nan, torch.float32)):
+        (layer,) = taken(nn.Sequential(Tables("float64", value)), dtype)
+        assert layer.table.dtype == dtype
+
+
+# What is read of it
+
+
+def test_the_dtype_of_a_model_is_that_of_all_its_parameters_or_none():
+    assert own_dtype(nn.Linear(2, 2)) is torch.float32
+    assert own_dtype(nn.Linear(2, 2).double()) is torch.float64
+    assert (
+        own_dtype(nn.Linear(2, 2).half())
+        is own_dtype(nn.Sequential(*_flat(), nn.Linear(2, 2).double()))
+        is None
+    )
+
+
+def test_tensors_in_attributes_are_found_in_collections_too():
+    layer = nn.Linear(2, 2)
+    layer.table, layer.more = torch.ones(2), {"a": [torch.zeros(1)], "weight": layer.weight}
+    assert set(tensor_attributes(nn.Sequential(layer))) == {"0.table", "0.more['a'][0]"}
