@@ -2,7 +2,7 @@
 
     pipe = pipetrain.Pipeline(model, loss=..., optimizer=..., schedule="1f1b", microbatches=4)
 
-The names below are imported when they are first used, as torch takes a second.
+The names below are imported at their first use, because torch takes a second.
 """
 
 from __future__ import annotations

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """An invalid configuration or input; the message says what is wrong, where, and what to do."""
+    """An invalid option or input; the text says what is wrong, where, and what to do."""
 
 
 class TrainingStopped(RuntimeError):
-    """A run that had to stop; the message says where and why."""
+    """A training that had to stop; the text says where and why."""
 
 
 class ActionFailed(TrainingStopped):
-    """An action whose layers failed or ran out of memory; its cause is the original error."""
+    """An action whose layers raised an error or ran out of memory; its cause is that error."""
 
 
 class NotRecorded(RuntimeError):
@@ -23,7 +23,7 @@ class NotRecorded(RuntimeError):
 
 
 class ChannelError(RuntimeError):
-    """A message that was not received or sent; the message says which, and between which ranks."""
+    """A message between ranks that was not received or sent; the text says which, and between whom."""
 
 
 def one_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from pipetrain.network.network import Made, Network, Part, See, Slice, Tensors
 
 
 class Stash(nn.Module):
-    """A layer of an nn.Sequential that hands its input on, and keeps it for the Pop that names it."""
+    """A layer of an nn.Sequential that returns its input and keeps it for the Pop that names it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,10 +34,12 @@ class Stash(nn.Module):
 
 
 class Pop(nn.Module):
-    """A later layer: hands on its input and what a Stash has kept, as one tuple of tensors.
+    """A later layer that returns its input and what a Stash has kept, as one tuple of tensors.
 
-    The next layer takes that tuple: stash = Stash(); Sequential(down, stash, inner, Pop(stash), join). What
-    is kept travels straight to the stage of the Pop. A Stash has one Pop.
+        stash = Stash()
+        nn.Sequential(down, stash, inner, Pop(stash), join)  # join takes the tuple
+
+    What is kept travels straight to the stage of the Pop. Each Stash has one Pop.
     """
 
     def __init__(self, stash: Stash) -> None:
@@ -49,7 +51,7 @@ class Pop(nn.Module):
         return self._of[0]
 
     def forward(self, value: Value) -> Tensors:
-        """Return the tensors of the value, and then those of the stash."""
+        """Return the tensors of the value, then those of the stash."""
         if not self.stash._kept:
             raise RuntimeError("a Pop ran before its Stash: put the Stash into a layer before it")
         return (*as_tuple(value), *as_tuple(self.stash._kept.pop()))

@@ -17,15 +17,15 @@ from enum import StrEnum
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be made, or an invalid program. The message says where and why."""
+    """A schedule that cannot be made, or an invalid program; the text says where and why."""
 
 
 class Op(StrEnum):
     """The operation of an action. B is a whole backward; I and W are its two halves. R recomputes a forward.
 
-    TIE sends the gradient of weights that several stages share to the others of them; what comes next, NORM
-    or else STEP, waits for theirs. NORM tells all stages the norm of a stage's gradient; where a program has
-    it, STEP waits for all of them.
+    REDUCE adds up the gradients of a stage's replicas. TIE sends the gradient of shared weights to the other
+    stages that share them; the NORM or STEP that follows waits for theirs. NORM sends the norm of a stage's
+    gradient to all stages; where a program has it, STEP waits for all of them.
     """
 
     F = "F"

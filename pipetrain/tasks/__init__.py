@@ -1,9 +1,9 @@
-"""What is learned: the loss, what counts for it, and the metrics.
+"""What is learned: the loss, the weights of its targets, and the metrics.
 
-A batch is cut into microbatches, so its loss is the mean of their losses, each weighted by what its targets
-count for: samples, or the tokens that are not padding. `prove_task` tries this before the start.
+A batch is cut into microbatches, so its loss is the mean of their losses, each weighted by its targets: the
+number of samples, or of tokens that are not padding. `prove_task` tries this before the start.
 
-A task of one's own is a subclass of Task, or a loss function with metrics; see conf/task/.
+A task of your own is a subclass of Task, or a loss function with metrics; see conf/task/.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ __all__ = [
 ]
 
 LossFunction = Callable[[Value, Value], Tensor]
-"""(outputs, targets) -> the mean loss over what counts, a scalar."""
+"""(outputs, targets) -> the mean loss over the targets that count, a scalar."""
 WeightFunction = Callable[[Value], Tensor | float]
-"""targets -> how much they count for."""
+"""targets -> their weight: the number of those that count."""
 
 IGNORED = -100  # PyTorch's default ignore_index: a target that does not count
 MOST_TRIED = 2**25  # numbers in the made outputs of a trial
@@ -61,12 +61,13 @@ CPU = torch.device("cpu")
 
 
 class Task:
-    """A loss with metrics; the first metric decides which epoch is best, without metrics the loss does.
+    """A loss, the weight of its targets, and metrics. A subclass may override `loss` and `weight`.
 
-    `loss` and `weight` are functions, or methods of a subclass. By default targets count by the sample, and
-    for torch's cross_entropy as that averages: without ignored targets, and by its class weights. Other
-    losses need a `weight` for whole-number targets of -100, which they may ignore.
-    `metrics`: Metric objects, or functions (outputs, targets) -> mean by name, of which higher is better.
+    - `loss`: a function (outputs, targets) -> mean over the targets that count.
+    - `metrics`: Metric objects, or functions (outputs, targets) -> mean by name, of which higher is better.
+      The first one decides which epoch is best; without metrics the loss does.
+    - `weight`: a function of targets -> how many count. By default all samples, and for torch's cross_entropy
+      and nll_loss what these average over. Other losses need it if targets may be -100.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Task:
 
     @property
     def is_own(self) -> bool:
-        """Whether the loss, or what its targets count for, is code of a user's."""
+        """Whether the loss or the weight is the user's own code."""
         loss = self._loss.func if isinstance(self._loss, partial) else self._loss
         code = type(self) if loss is None else loss
         known = str(getattr(code, "__module__", "")).startswith(("torch.nn.", "pipetrain.tasks"))
@@ -98,7 +99,7 @@ class Task:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether targets count by the sample as nobody has said what they count for."""
+        """Whether the weight is the number of samples, for want of another."""
         return self._weight is _samples and type(self).weight is Task.weight
 
     def to(self, device: torch.device) -> Task:
@@ -113,21 +114,21 @@ class Task:
         return self
 
     def loss(self, outputs: Value, targets: Value) -> Tensor:
-        """Return the mean loss over what counts, a scalar."""
+        """Return the mean loss over the targets that count, a scalar."""
         if self._loss is None:
             raise NotImplementedError(f"{self} has no loss: give one, or override loss()")
         return self._loss(outputs, targets)
 
     def evaluation_loss(self, outputs: Value, targets: Value) -> Tensor:
-        """Return the loss of an evaluation; that of training, if not overridden."""
+        """Return the loss of an evaluation: by default that of training."""
         return self.loss(outputs, targets)
 
     def weight(self, targets: Value) -> Tensor | float:
-        """Return how much targets, in host memory, count for."""
+        """Return the weight of a microbatch's targets, which are in host memory."""
         return self._weight(targets)
 
     def classes_of(self, outputs: Boundary) -> int | None:
-        """Return how many classes the outputs tell apart; None if they are no scores of classes."""
+        """Return the number of classes that outputs score; None if they are no scores."""
         return None
 
     def prove(
@@ -137,11 +138,11 @@ class Task:
         prove_task(self, outputs, layer, targets, classes, microbatches)
 
     def values(self, tally: Tally) -> dict[str, float]:
-        """Return each metric over all that a tally has counted; NaN if nothing was."""
+        """Return each metric of a tally; NaN where the tally is empty."""
         return {metric.name: _value(metric, tally) for metric in self.metrics}
 
     def score(self, tally: Tally) -> float:
-        """Return the number by which epochs are compared; higher is better."""
+        """Return the number that compares epochs; higher is better."""
         if not self.metrics:
             return -tally.mean_loss
         value = self.values(tally)[self.metrics[0].name]
@@ -229,11 +230,10 @@ class Regression(Task):
 
 
 class ModelLoss(Task):
-    """The loss that the model computes itself: the `loss` among its outputs, or the first of them.
+    """The loss that the model computes itself, as Hugging Face's do: its output `loss`, or the first one.
 
-    So do models of Hugging Face, which take `labels` beside their inputs. `labels`: the names of the inputs
-    that are the targets. By default they count where they are not -100, or of sequences where those that
-    follow another are not: which one is tried, see tasks/trial.py.
+    `labels`: the names of the inputs that are the targets. By default those that are not -100 count, or, in a
+    causal language model, those of them that follow another: tasks/trial.py tries which.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class ModelLoss(Task):
         super().__init__(None, metrics, weight)
         self.labels = (labels,) if isinstance(labels, str) else tuple(labels)
         self.weights = [weight] if weight else [_unmasked, _unmasked_after_the_first]
-        """What targets may count for; the first of them is what they do."""
+        """Candidates for `weight`; the first one is in use."""
 
     @property
     def is_own(self) -> bool:
@@ -278,7 +278,7 @@ def _unmasked(targets: Value) -> Tensor | float:
 
 
 def _unmasked_after_the_first(targets: Value) -> Tensor | float:
-    """Return how many labels count where each is to be foretold from those before it."""
+    """Return how many labels count where each is predicted from those before it."""
     return _counting(as_tuple(targets)[0][:, 1:], IGNORED)
 
 
@@ -305,7 +305,7 @@ def _counting(targets: Value, ignored: int) -> Tensor | float:
 
 
 def counted_for(weight: WeightFunction, targets: Value) -> float:
-    """Return what targets count for. Raises ConfigError if it is no number, NaN, or negative."""
+    """Return the weight of targets. Raises ConfigError if it is no number, NaN, or negative."""
     made = weight(targets)
     try:
         number = float(made)

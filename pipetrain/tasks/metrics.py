@@ -15,10 +15,10 @@ MetricFunction = Callable[[Value, Value], Tensor | float]
 
 
 class Metric:
-    """A number over all samples, made of sums over microbatches.
+    """A number over all samples, computed from sums over microbatches.
 
-    `name`: a short one, for tables; `title`: a longer one, "" for the same; `higher`: whether higher is
-    better; `percent`: shown as a percentage.
+    - `name`: for tables; `title`: for charts, "" where it is the same.
+    - `higher`: whether higher is better; `percent`: whether it is shown as a percentage.
     """
 
     name: str
@@ -27,15 +27,15 @@ class Metric:
     percent: bool = False
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
-        """Return the sums of a microbatch [k], on the device of the outputs."""
+        """Return the sums of one microbatch, a tensor [k] on the device of the outputs."""
         raise NotImplementedError
 
     def value(self, sums: Sequence[float], loss: float) -> float:
-        """Return the metric of summed sums and a mean loss."""
+        """Return the metric, from the sums over all microbatches and the mean loss."""
         raise NotImplementedError
 
     def text(self, value: float) -> str:
-        """Return a value as people read it."""
+        """Format a value for people."""
         return f"{value:.2%}".replace("%", " %") if self.percent else f"{value:.4g}"
 
 
