@@ -136,36 +136,24 @@ def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
 
 
 def _refuse_word(word: str) -> None:
-    """Refuse a folder or a group's choice that is not a name, for which Hydra's error lacks the key."""
+    """Refuse a group's choice that is not a name, for which Hydra's error lacks the key."""
     key, _, value = word.lstrip("+").partition("=")
-    if key == "run_dir" and re.fullmatch(r"null|[\[{].*", value):
-        raise ConfigError(f"{word} must be a folder")
-    group = conf_dir() / ("codec" if key in CODECS else key)
-    choices = sorted(path.stem for path in group.glob("*.yaml"))
-    if key == "logger" and value.startswith("["):  # several
-        unknown = sorted(set(re.findall(r"[^][, ]+", value)).difference(choices))
-        if unknown:
-            raise ConfigError(f"{word} has an unknown {unknown[0]}; choose from: {', '.join(choices)}")
-    elif group != conf_dir() and choices and not re.match(r"(?!(null|true|false)$)\w*[A-Za-z_]", value):
+    choices = sorted(path.stem for path in (conf_dir() / ("codec" if key in CODECS else key)).glob("*.yaml"))
+    several = key == "logger" and value.startswith("[")
+    if key and choices and not several and not re.match(r"(?!(null|true|false)$)\w*[A-Za-z_]", value):
         raise ConfigError(f"{word} must be a name; choose one of: {', '.join(choices)}")
 
 
 def _sentence(error: Exception, known: Collection[str]) -> str:
-    """Return Hydra's error on one line, with a suggestion from the known keys."""
+    """Return Hydra's error on one line, with a suggestion for an unknown key."""
     text = str(error.__cause__ if isinstance(error.__cause__, HydraException) else error)
-    if isinstance(error, OverrideParseException):
-        why = text.replace(f"Error parsing override '{error.override}'\n", "").splitlines()[0]
-        return (
-            f"{error.override} cannot be read: {why}; write KEY=VALUE, lists as 'KEY=[ONE,TWO]', and "
-            f"other text with brackets, braces or commas in quotes, as 'KEY=\"VALUE\"'"
-        )
-    text = re.split(r"\s*(?:Set the environment variable HYDRA_FULL_ERROR=1|full_key: )", text)[0]
     if key := re.search(r"Could not override '([^']+)'", text):
         return f"there is no {key[1]} in the configuration{_suggestion(key[1], known)}; {ALL}"
-    text = re.sub(r"\s*Available options in '[^']*':\s*", "; choose one of: ", text)
-    text, choose, names = text.partition("; choose one of: ")
-    names = ", ".join(names.partition("Config search path")[0].split())
-    return " ".join(f"{text}{choose}{names}".split())
+    text = re.split(r"\s*(?:Set the environment variable|full_key: |Config search path:|See https)", text)[0]
+    text = " ".join(text.replace("Available options in", "; choose one in").split()).replace(" ;", ";")
+    if isinstance(error, OverrideParseException) and error.override not in text:
+        return f"{error.override} cannot be read: {text}"
+    return text
 
 
 def _suggestion(key: str, known: Collection[str]) -> str:
