@@ -452,7 +452,7 @@ class Pipeline:
                 f"a batch of {min(sizes)} samples cannot be cut into microbatches={m}: leave it out, as "
                 f"DataLoader(drop_last=True) does, or choose another batch size"
             )
-        self._prove(len(sizes))
+        self._begun.prove(len(sizes))
         with self._together():
             return self._train_window([pieces(size, m) for size in sizes], batches)
 
@@ -492,14 +492,6 @@ class Pipeline:
             return lambda stage: None
         first = min(self._begun.stages)
         return lambda stage: self._bar.tick(what, total) if stage == first else None
-
-    def _prove(self, batches: int) -> None:
-        """Prove the program of a window of so many batches, if that has not been done."""
-        plan = self.plan
-        if batches not in plan.windows:
-            assert isinstance(plan.windows, dict)
-            plan.windows[batches] = prove(self._settings, plan.schedule, batches, plan.cut)
-            self._begun.engine.bounds = {stage: plan.peaks(stage) for stage in self._begun.stages}
 
     @contextmanager
     def _together(self) -> Iterator[None]:

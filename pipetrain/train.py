@@ -342,7 +342,7 @@ def train(
             raise
         mesh.close()
         lost = keeper.saver.not_saved
-        if recorder and finished and lost != run.updates:
+        if recorder and finished and lost != trainer.updates:
             recorder.close()
         elif recorder:
             recorder.stop(lost)

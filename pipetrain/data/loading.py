@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
 
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.network.boundary import Example, Value, as_tuple, on_each
@@ -207,8 +214,8 @@ class Reader:
     """Rank 0's pass over a loader: the sizes of the next window, then its batches.
 
     `form`: what every sample looks like; None: as those of the first batch. `named`: the targets where
-    batches are dicts. `weight`: what targets count for; batches of which nothing does are left out.
-    `labelled`: whether targets are read.
+    batches are dicts. `weight`: what targets count for; batches of which nothing does are left out, of the
+    windows that are read before they begin. `labelled`: whether targets are read.
     """
 
     def __init__(
@@ -230,6 +237,7 @@ class Reader:
         self._held: deque[tuple[Value, Value]] = deque()  # batches read and not yet taken
         self._read = 0  # the number of batches read
         self._announced = 0
+        self._all_counts: bool | None = None  # as far as is known at the start
 
     def first(self) -> tuple[Value, Value] | None:
         """Return the first batch without taking it; None if there is none. Raises BadBatch, ConfigError."""
@@ -241,10 +249,11 @@ class Reader:
 
         At the end that is empty; for a loader that never had a batch it is None.
         A window of one batch is read at once, so that an error of the loader comes before the window begins.
-        So are batches whose sizes are unknown. Raises BadBatch, and ConfigError for a loader without length.
+        So are batches whose sizes are unknown, and those of which nothing may count. Raises BadBatch, and
+        ConfigError for a loader without length.
         """
         self._refuse_other()
-        known = None if batches == 1 else known_sizes(self._loader)
+        known = None if batches == 1 or not self._counts() else known_sizes(self._loader)
         if known is not None:
             sizes = known[self._announced :][:batches]
         else:
@@ -273,6 +282,17 @@ class Reader:
                 f"the loader is a Dataset, {type(loader).__name__}, which gives samples: let a DataLoader "
                 f"make batches of them, DataLoader(dataset, batch_size=...), or None if it gives batches"
             )
+
+    def _counts(self) -> bool:
+        """Return whether all targets of the first batch count, or of all samples where tensors hold them."""
+        if self._weight is None:
+            return True
+        if self._all_counts is None:
+            targets: Value | None = _targets_in_memory(self._loader)
+            if targets is None and (first := self.first()):
+                targets = first[1]
+            self._all_counts = targets is None or _all_count(self._weight, targets)
+        return self._all_counts
 
     def _leave_out(self) -> None:
         """Leave out the batch that was just read if nothing in it counts."""
@@ -317,6 +337,17 @@ class Reader:
 
 
 _END = object()
+
+
+def _targets_in_memory(loader: Any) -> Tensor | None:
+    """Return the targets of all samples of a loader of tensors (inputs, targets); None for another."""
+    dataset = getattr(loader, "dataset", None)
+    return dataset.tensors[1] if type(dataset) is TensorDataset and len(dataset.tensors) == 2 else None
+
+
+def _all_count(weight: Callable[[Value], Tensor | float], targets: Value) -> bool:
+    first = as_tuple(targets)[0]
+    return counted_for(weight, targets) in (len(first), first.numel())
 
 
 def _has_length(loader: Any) -> bool:

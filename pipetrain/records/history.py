@@ -209,7 +209,7 @@ class History:
             "total_s": last.elapsed_s,
             "bytes_per_epoch": sum(stats.bytes_sent for stats in stages) / epochs if epochs else None,
             "codec_s_per_epoch": sum(stats.codec_s for stats in stages) / epochs if epochs else None,
-            "updates": self._run.updates,
+            "updates": max(last.losses, default=self._run.updates),
             "straggler": None if straggler is None else asdict(straggler),
             "simulated_bubble": self.simulated.bubble,
             "memory_bytes": self.memory and max(of.total for of in self.memory.peaks),

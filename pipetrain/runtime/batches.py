@@ -8,6 +8,7 @@ stage's rank reads inputs and the last one's targets, and nothing travels.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,8 +19,13 @@ from torch import Tensor
 
 from pipetrain.data.loader import Sampled, loaded
 from pipetrain.data.loading import Form, Reader
+from pipetrain.data.sets import Draw, Split
+from pipetrain.errors import TrainingStopped
 from pipetrain.network.boundary import Example, Value, as_tuple
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.tasks import Task, counted_for
+
+log = logging.getLogger("pipetrain")
 
 Cut = Sequence[Sequence[int]]  # the samples of each microbatch of each batch
 Told = Callable[[Callable[[Reader], Any]], Any]
@@ -47,6 +53,38 @@ class WindowSource:
 
     def close(self) -> None:
         """Wait until what was sent has arrived."""
+
+
+def counting(
+    batches: Sequence[list[Tensor]],
+    split: Split | None,
+    draw: Draw,
+    task: Task,
+    mesh: Mesh,
+    last: int,
+) -> list[list[Tensor]]:
+    """Return the batches of an epoch in which something counts, alike on all ranks.
+
+    `batches`: the sample ids of the microbatches of each; `last`: the rank of the last stage, whose `split`
+    says; it reads samples of a batch until one counts. Raises TrainingStopped if nothing does.
+    """
+    if task.counts_samples:
+        return [*batches]
+    left: list[int] = []
+    if mesh.world.rank == last:
+        assert split is not None, "the rank of the last stage needs the samples"
+        for number, batch in enumerate(batches):
+            targets = (split.targets(one, draw) for one in torch.split(torch.cat(batch), 1))
+            if any(counted_for(task.weight, some) for some in targets):
+                left.append(number)
+    left = mesh.tell("the batches in which something counts", left, last)
+    skipped = len(batches) - len(left)
+    what = f"epoch {draw.epoch + 1}: none of the targets counts in {skipped} of {len(batches)} batches"
+    if not left:
+        raise TrainingStopped(f"{what}: there is nothing to learn")
+    if skipped and mesh.world.rank == 0:
+        log.warning("pipetrain: %s, which are skipped", what)
+    return [batches[number] for number in left]
 
 
 class ByNumber:

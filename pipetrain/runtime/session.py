@@ -18,6 +18,7 @@ from pipetrain.plan.blueprint import Plan, outputs_of
 from pipetrain.plan.cut import homes
 from pipetrain.plan.fitting import explained, is_out_of_memory
 from pipetrain.plan.recompute import Mode
+from pipetrain.plan.windows import prove
 from pipetrain.rate import Rate
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
@@ -69,6 +70,14 @@ class Session:
                 self._mesh.device,
             )
             self._trial.settle()
+
+    def prove(self, batches: int) -> None:
+        """Prove the program of a window of so many batches, if that has not been done."""
+        plan = self.plan
+        if batches not in plan.windows:
+            assert isinstance(plan.windows, dict)
+            plan.windows[batches] = prove(plan.settings, plan.schedule, batches, plan.cut)
+            self.engine.bounds = {stage: plan.peaks(stage) for stage in self.stages}
 
     def train(
         self,

@@ -26,6 +26,7 @@ from pipetrain.network.boundary import Value
 from pipetrain.plan.windows import window_lengths
 from pipetrain.records.figures import EpochFigures, Loss, Progress, Stats, by_update, read_progress
 from pipetrain.records.tracer import Tracer
+from pipetrain.runtime.batches import counting
 from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
@@ -132,11 +133,16 @@ class Trainer:
     def _prove_position(self, folder: Path) -> None:
         epoch, batch, update = astuple(self._position)
         batches = len(self._run.sampler.batch_sizes)
-        if update != epoch * batches + batch:
+        if update > epoch * batches + batch:  # fewer where batches were skipped
             raise DamagedCheckpoint(
                 f"{folder} is of update {update}, and {epoch} epochs of {batches} updates and {batch} more "
                 f"are others"
             )
+
+    @property
+    def updates(self) -> int:
+        """The number of updates so far."""
+        return self._position.update
 
     def fit(self) -> bool:
         """Train and evaluate all epochs; return False if stopped. Raises ChannelError and TrainingStopped."""
@@ -227,9 +233,11 @@ class Trainer:
 
     def _train(self, epoch: int, tracer: Tracer | None, began: float) -> Asked:
         run, start = self._run, self._position.batch
-        batches = run.sampler.epoch(epoch)
+        samples = run.data.train if run.data else None
+        draw, source = Draw(run.settings.seed, epoch), run.plan.placement[-1]
+        batches = counting(run.sampler.epoch(epoch), samples, draw, run.task, self._mesh, source)
         ids = [ids for batch in batches[start:] for ids in batch]
-        inputs, targets = self._read("train", ids, Draw(run.settings.seed, epoch))
+        inputs, targets = self._read("train", ids, draw)
         tick = partial(self._tick, f"epoch {epoch + 1}", len(batches) - start)
         batch_s = [figures.train_s / len(batches) for figures in self._progress.history[-1:]]
         asked: Asked = ""
@@ -237,6 +245,7 @@ class Trainer:
             chosen = batches[start : start + length]
             only = epoch + 1 == run.settings.epochs and start + length == len(batches)
             meter = self._engine.meter = self._meter(only)
+            self.runner.prove(length)
             order = order_of(run.plan, length, self._mesh.world.rank, self._ends(length, *batch_s))
             self._losses += self.runner.train(
                 order,
@@ -249,7 +258,7 @@ class Trainer:
             if meter:
                 self._held, self._engine.meter = meter.close(), None
             start += order.batches
-            self._position = Position(epoch, start, epoch * len(batches) + start)
+            self._position = Position(epoch, start, self.updates + order.batches)
             if self._keeper:
                 asked = self._keeper.asking.after_window()
                 between = start < len(batches) or asked == "stop"
@@ -336,7 +345,7 @@ class Trainer:
             score=self._run.task.score(evaluated),
             losses=means,
             rates={update: peak * self._rate(update - 1) for update in means},
-            lr=peak * self._rate((epoch + 1) * len(self._run.sampler.batch_sizes) - 1),
+            lr=peak * self._rate(self.updates - 1),
             train_s=max(figures.train_s for figures in ranks),
             eval_s=max(figures.eval_s for figures in ranks),
             stages={stage: stats for figures in ranks for stage, stats in figures.stages.items()},

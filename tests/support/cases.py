@@ -41,6 +41,7 @@ from pipetrain.runtime.mesh import World
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Edge, Op, Program, Tie, has_norms, ranks_of
 from pipetrain.seal import Seal, SealedStore
+from pipetrain.tasks import IGNORED
 from pipetrain.training.run import Run, prepare
 from pipetrain.training.trainer import Trainer
 from tests.support import reference
@@ -60,6 +61,7 @@ class Case:
     overrides: tuple[str, ...] = ()
     train_samples: int = 44  # with batches of 12: three whole ones and one of 8
     reference_model: str = ""  # a twin without recomputing
+    ignored: tuple[int, ...] = ()  # the samples whose labels do not count
     early: tuple[int, int] | None = None  # the epoch, and after how many of its batches, a window was left
 
     def __str__(self) -> str:
@@ -90,8 +92,11 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
         return compose("config", overrides=list(choices))
 
 
-def tiny_data(train: int, test: int = 11, cfg: DictConfig | None = None) -> Data:
-    """Random images, the same every time, with a configuration's augmentation and dtype."""
+def tiny_data(train: int, test: int = 11, cfg: DictConfig | None = None, ignored: Sequence[int] = ()) -> Data:
+    """Random images, the same every time, with a configuration's augmentation and dtype.
+
+    The labels of the samples `ignored` do not count.
+    """
     generator = torch.Generator().manual_seed(1)
     double = cfg is not None and cfg.dtype == "float64"
     dtype = torch.float64 if double else torch.float32
@@ -99,15 +104,25 @@ def tiny_data(train: int, test: int = 11, cfg: DictConfig | None = None) -> Data
     def split(n: int, train: bool) -> ImageSplit:
         images = torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
         held = Images(images, torch.randint(0, 10, (n,), generator=generator))
+        if train:
+            held.labels[list(ignored)] = IGNORED
         augment = load_augment(cfg.data) if train and cfg is not None else None
         return ImageSplit(held, (0.5,) * 3, (0.25,) * 3, augment, dtype)
 
     return Data("tiny", split(train, True), split(test, False), 10)
 
 
-def prepared(cfg: DictConfig, schedule: str, ranks: int, train: int, test: int = 11, **others: Any) -> Run:
+def prepared(
+    cfg: DictConfig,
+    schedule: str,
+    ranks: int,
+    train: int,
+    test: int = 11,
+    ignored: Sequence[int] = (),
+    **others: Any,
+) -> Run:
     """Prepare a run over tiny data."""
-    data = tiny_data(train, test, cfg)
+    data = tiny_data(train, test, cfg, ignored)
     return prepare(cfg, schedule, ranks, data.facts, data, **others)
 
 
@@ -115,7 +130,7 @@ def prepared(cfg: DictConfig, schedule: str, ranks: int, train: int, test: int =
 def make_run(case: Case, resumed: int = 0) -> Run:
     """Prepare a case as a rank would, in float64, after so many batches of an epoch."""
     cfg = _config(case)
-    return prepared(cfg, case.schedule, case.ranks, case.train_samples, resumed=resumed)
+    return prepared(cfg, case.schedule, case.ranks, case.train_samples, ignored=case.ignored, resumed=resumed)
 
 
 @lru_cache(maxsize=16)
@@ -133,7 +148,7 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
     cfg = _config(case, case.reference_model)
     run = make_run(case)
     if case.reference_model:
-        run = prepared(cfg, case.schedule, case.ranks, case.train_samples)
+        run = prepared(cfg, case.schedule, case.ranks, case.train_samples, ignored=case.ignored)
     assert run.data is not None
     recipe = reference.Recipe(
         data=run.data,
@@ -242,6 +257,9 @@ class LocalMesh:
         gathered = list(self._board)
         self._barrier.wait(DEADLINE_S)
         return gathered
+
+    def tell(self, what: str, item: object = None, source: int = 0) -> object:
+        return self.gather(what, item)[source]
 
     def clock_offset(self) -> tuple[float, float]:
         return 0.0, 0.0

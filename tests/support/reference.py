@@ -108,7 +108,8 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
     outcomes = []
     for epoch in range(recipe.epochs):
         draw = Draw(recipe.seed, epoch)
-        batches = recipe.sampler.epoch(epoch)
+        of = recipe.data.train.targets
+        batches = [b for b in recipe.sampler.epoch(epoch) if _counting(of(torch.cat(b), draw))]
         window = recipe.window or len(batches)
         loss_sum, counted = 0.0, 0
         starts = sorted({*range(0, len(batches), window), recipe.early.get(epoch, 0)})

@@ -262,19 +262,42 @@ def test_a_batch_in_which_nothing_counts_is_skipped(ranks, empty):
     assert len(late) == len(losses)
 
 
-def stream_with_nothing(**options: Any) -> list[float]:
-    batches = with_nothing(2)
-    data = TensorDataset(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
-    return list(pipe_of("pipedream", **options).train(DataLoader(data, batch_size=8)))
+class Listed(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that are read one by one."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        return self.tensors[0][number], self.tensors[1][number]
 
 
-def skip_within_a_window() -> list[float]:
-    return stream_with_nothing(on_nan="skip")
+def stream(
+    schedule: str, kind: Any, batches: list[tuple[Tensor, Tensor]], cut: Any = (3,), on_nan: str = "stop"
+) -> list[float]:
+    """Train a pass over a DataLoader that says its sizes; return the losses, the updates, and the weights."""
+    data = kind(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+    pipe = pipe_of(schedule, normed(), partition=cut, on_nan=on_nan)
+    losses = list(pipe.train(DataLoader(data, batch_size=8)))
+    weights = pipe.state_dict().values()
+    return [*losses, pipe.updates, *(float(t.double().abs().sum()) for t in weights)]
 
 
-def test_where_a_window_is_read_as_it_runs_such_a_batch_is_named(ranks):
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
+def test_a_streamed_pass_is_that_of_the_batches_that_count(ranks, schedule):
+    batches, counting = with_nothing(0, 3), [b for n, b in enumerate(with_nothing()) if n not in (0, 3)]
+    wanted = ranks(stream, schedule, TensorDataset, counting)[0]
+    assert wanted[4] == 4
+    assert ranks(stream, schedule, TensorDataset, batches)[0] == wanted
+    assert ranks(stream, schedule, Listed, batches)[0] == wanted
+
+
+def test_where_all_seemed_to_count_a_batch_of_nothing_is_named(ranks):
     sentence = "in the batch of microbatch 2, update 2, none of the targets counts: leave it out"
     with pytest.raises(TrainingStopped, match=sentence):
-        stream_with_nothing(partition="even")
-    losses, _ = ranks(skip_within_a_window)
+        stream("pipedream", Listed, with_nothing(2), "even")
+    losses, _ = ranks(stream, "pipedream", Listed, with_nothing(2), (3,), "skip")
     assert [number for number, loss in enumerate(losses) if math.isnan(loss)] == [2]
