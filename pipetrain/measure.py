@@ -42,7 +42,7 @@ from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.mesh import Mesh, World, choose_device
 from pipetrain.runtime.optimizer import make_optimizer
-from pipetrain.runtime.recompute import Again
+from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.seal import SealedStore
@@ -289,9 +289,9 @@ class _Bench:
         graphs = [outputs for outputs, _ in self._forwards(x)]
         for index in reversed(range(len(graphs))):
             self._backward(index, graphs.pop())
-        again = [Again([], keep=True) for _ in self._estimated]
-        deque(self._forwards(x, "kept", lambda index: again[index].first()), maxlen=0)
-        deque(self._forwards(x, "again", lambda index: again[index].second()), maxlen=0)
+        recompute = [Recompute([], keep=True) for _ in self._estimated]
+        deque(self._forwards(x, "kept", lambda index: recompute[index].forward()), maxlen=0)
+        deque(self._forwards(x, "again", lambda index: recompute[index].recomputing()), maxlen=0)
         halves = [self._deferred(index) for index in range(len(self._estimated))]
         graphs = [outputs for outputs, _ in self._forwards(x, "recorded", lambda i: halves[i].recording())]
         for index in reversed(range(len(graphs))):

@@ -49,3 +49,9 @@ class Numerics:
     def narrow(self, tensor: Tensor) -> Tensor:
         """Return what a layer has made as it is sent: under autocast float32 becomes bf16."""
         return tensor.to(torch.bfloat16) if self.autocast and tensor.dtype == torch.float32 else tensor
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's values as a dense real tensor."""
+    values = tensor._values() if tensor.is_sparse else tensor
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

@@ -22,10 +22,11 @@ from pipetrain.network.draws import EVALUATION, Seeds, drawing
 from pipetrain.plan.cut import Cut, divide, merge
 from pipetrain.runtime.channel import Channel, ChannelError, Message
 from pipetrain.runtime.clock import Clock, Stopwatch
+from pipetrain.runtime.feed import Target
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import Rehearsal, Repeated, attributes_put_back, put_back
-from pipetrain.runtime.stage import Stage, Target
+from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import RECEIVES, Action, Edge, Op, Tie
 from pipetrain.schedule.policy import Bounds, Wait
 from pipetrain.schedule.timeline import Row, StageStats, stage_stats, total
@@ -250,10 +251,9 @@ class Engine:
             for size in new:
                 for _ in range(2):  # in the second one the optimizer has its state
                     norms |= self._play(order.short(), Repeated(size, inputs, target), microbatches, training)
-        if rehearsal.graphs and training and not any(trained for trained, _ in rehearsal.done):
+        if training and not any(trained for trained, _ in rehearsal.done):
             with attributes_put_back(self._stages.values()):
-                for index, stage in self._stages.items():
-                    stage.capture(self.bounds[index].activations, self.bounds[index].versions)
+                rehearsal.after_first()
         if norms:  # which connects the ranks
             nothing = torch.zeros((), dtype=torch.float64)
             self._channel.tell_norms(dict.fromkeys(self._stages, nothing), len(self._placement))

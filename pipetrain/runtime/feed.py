@@ -6,15 +6,33 @@ Only the rank of the first stage reads inputs, only that of the last stage targe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipetrain.network.boundary import Value, as_tuple, joined, on_each
-from pipetrain.runtime.stage import Target
 from pipetrain.tasks import counted_for
 
 Weight = Callable[[Value], Tensor | float]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The last stage's targets of a microbatch.
+
+    `weight`: how much they count for; `share`: of the batch's weight. `take`: called with the outputs of a
+    prediction, in place of a loss.
+    """
+
+    value: Value  # tensors [n, ...]
+    weight: float
+    share: float
+    take: Callable[[tuple[Tensor, ...]], None] | None = None
+
+    @property
+    def samples(self) -> int:
+        return len(as_tuple(self.value)[0])
 
 
 class WindowFeed:

@@ -1,10 +1,8 @@
-"""Detects non-finite numbers, which stop the training, and names the layer where they began.
+"""Numbers that are not finite: they stop the training, or leave out the update.
 
 The gradients and losses of a batch are checked by one reduction. On a GPU its result is looked at when it has
-come to the host, for which nothing waits within a window. Numbers in host memory are looked at directly, too:
-each activation and gradient before it is sent on. To find the layer, the stage's pass of the microbatch is
-then run again layer by layer with the same weights but other random numbers, so a layer whose random numbers
-were the cause (dropout's scale, say) may not be found.
+come to the host, for which nothing waits within a window, unless updates are left out. Numbers in host memory
+are looked at directly, too: each activation and gradient before it is sent on.
 """
 
 from __future__ import annotations
@@ -12,6 +10,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,21 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.network import Part
+from pipetrain.network.boundary import differentiable
+from pipetrain.network.numerics import numbers_of
+from pipetrain.runtime.buffers import Buffers, Copies
+from pipetrain.runtime.microbatch import Batch, Microbatch, Tensors
+from pipetrain.runtime.observer import Observer
+from pipetrain.runtime.origin import DATA, origin_of_gradient, origin_of_loss, origin_of_outputs
+from pipetrain.runtime.stage import Stage
 
 Blame = Callable[[list[float]], str]  # (numbers) -> a description of them and of the non-finite ones
-Tensors = tuple[Tensor, ...]
-Loss = Callable[[Tensors], Tensor]  # (outputs of the last layer) -> a scalar
-LOSS = "the loss"
-DATA = "what came from the data"
 LOWER = "try a lower optim.lr, or a warmup"
 AT_ONCE = 8  # updates whose numbers go to the host together
-
-
-def numbers_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's values as a dense real tensor."""
-    values = tensor._values() if tensor.is_sparse else tensor
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def witness(tensors: Sequence[Tensor]) -> Tensor:
@@ -65,16 +61,128 @@ def in_host_memory_finite(tensor: Tensor) -> bool:
         return math.isfinite(numbers.sum()) or bool(np.isfinite(numbers).all())
 
 
+class StopOnNaN(Observer):
+    """Stops the training at a number of a stage that is not finite, and names the layer where it began."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._watch = FiniteWatch(stage.index, lambda: stage.rehearses)
+        self._front = stage.name(smallest_of_first_layer(stage.module))
+
+    def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
+        target = microbatch.target
+        if target is not None and target.share and not target.weight and not self._stage.rehearses:
+            raise TrainingStopped(
+                f"in the batch of microbatch {microbatch.mb}, update {self._update}, none of the targets "
+                f"counts: leave it out of the data, or set on_nan=skip, which leaves out the update"
+            )
+        return nullcontext()
+
+    def after_forward(self, microbatch: Microbatch, outputs: Tensors) -> None:
+        if self._stage.objective is not None:
+            origin = partial(origin_of_loss, self._stage, microbatch, outputs[0])
+            self._check(f"the loss of microbatch {microbatch.mb} is {{0}}", outputs, origin)
+            return
+        made = tuple(t for t in outputs if t.requires_grad)  # not, for example, a mask of -inf
+        origin = partial(origin_of_outputs, self._stage, microbatch)
+        self._check(f"the activation of microbatch {microbatch.mb} is not finite", made, origin)
+
+    def after_backward(self, microbatch: Microbatch, grads: Tensors, back: Tensors) -> None:
+        if not back and microbatch.deferred is None:
+            back = self._front_gradient(microbatch.version)
+        origin = partial(origin_of_gradient, self._stage, microbatch, grads)
+        self._check(f"the gradient of microbatch {microbatch.mb} is not finite", back, origin)
+
+    def after_reduce(self, batch: Batch) -> None:
+        gradients, mbs = self._stage.weights.gradients(), batch.mbs
+        numbers, losses = [numbers_of(gradient) for gradient in gradients.values()], batch.losses
+        if numbers and numbers[0].is_cuda:
+            batch.unless = not_finite(numbers)
+            both = [*([] if losses is None else [losses]), batch.unless.atanh().reshape(1)]  # of 1, infinite
+            lossy = [] if losses is None else mbs
+            self._watch.add(partial(blame_batch, lossy, mbs), self._update, torch.cat(both))
+            return
+        if losses is not None:
+            self._watch.add(partial(blame_batch, mbs, mbs), self._update, losses)
+        if numbers:
+            self._watch.add(partial(blame_weights, list(gradients), mbs), self._update, witness(numbers))
+
+    def settle(self, wait: bool) -> None:
+        self._watch.check(self._update, wait)
+
+    @property
+    def _update(self) -> int:
+        return self._stage.weights.updates
+
+    def _check(self, template: str, tensors: Tensors, origin: Callable[[], str]) -> None:
+        """Stop the training if tensors in host memory are not finite; `origin` then finds the layer.
+
+        On a GPU each check would be kernels, and the numbers would come when the weights have changed.
+        """
+        floating = [numbers_of(t.detach()) for t in tensors if differentiable(t)]
+        if not floating or floating[0].is_cuda or all(map(in_host_memory_finite, floating)):
+            return
+        numbers = torch.stack([t.sum() for t in floating])
+        self._watch.add(partial(blame, template, origin), self._update, numbers)
+
+    def _front_gradient(self, version: int) -> Tensors:
+        """Return a small gradient to check where none leaves the stage: non-finite values propagate to it."""
+        grad = self._front and self._stage.weights.leaf(version, self._front).grad
+        return () if not isinstance(grad, Tensor) else (grad,)
+
+
+class SkipOnNaN(Observer):
+    """Leaves out an update whose gradient is not finite, with its changes of the `buffers`, and counts on."""
+
+    def __init__(self, stage: Stage, buffers: Buffers) -> None:
+        self._stage = stage
+        self._buffers = buffers
+        self._before: dict[int, Copies] = {}  # each forward
+
+    def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
+        self._before[microbatch.mb] = self._buffers.copies()
+        return nullcontext()
+
+    def after_reduce(self, batch: Batch) -> None:
+        gradients = [numbers_of(gradient) for gradient in self._stage.weights.gradients().values()]
+        batch.skipped = bool(gradients) and not _are_finite(gradients) and not self._stage.rehearses
+        if batch.losses is not None:
+            finite = map(math.isfinite, batch.losses.tolist())
+            batch.counted = [one for one, counts in zip(batch.counted, finite, strict=True) if counts]
+
+    def hear(self, batch: Batch, numbers: Tensor) -> None:
+        batch.skipped = batch.skipped or not _all_finite_on_host(numbers)
+
+    def before_step(self, batch: Batch) -> None:
+        """Put back the buffers of before a batch that is left out or spoilt them, also for later forwards."""
+        first = self._before[batch.mbs[0]]
+        if batch.skipped or self._buffers.spoilt(first):
+            self._buffers.restore(first)
+            self._before = {mb: self._buffers.copies() for mb in self._before}
+        for mb in batch.mbs:
+            del self._before[mb]
+
+
+def _are_finite(gradients: Sequence[Tensor]) -> bool:
+    if gradients[0].is_cuda:
+        return not_finite(gradients).item() == 0.0
+    return _all_finite_on_host(witness(gradients))
+
+
+def _all_finite_on_host(numbers: Tensor) -> bool:
+    """Return whether numbers are finite. On a GPU the host waits for them."""
+    return all(map(math.isfinite, numbers.reshape(-1).tolist()))
+
+
 class FiniteWatch:
-    """Stops the training at non-finite numbers. `stage` is named in the error.
+    """Stops the training at non-finite numbers. `stage` is named in the error; `ignores`: numbers at present.
 
     Numbers on a GPU go to the host several at a time: each copy costs as much as some kernels.
     """
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, ignores: Callable[[], bool] = lambda: False) -> None:
         self._stage = stage
-        self.ignores = False
-        """Whether numbers may be as they are: in a rehearsal they are made up."""
+        self._ignores = ignores
         self._gathered: list[tuple[Blame, int, Tensor]] = []  # description, update, numbers on a GPU
         # What was gathered, with the numbers on the host, and the torch.cuda.Event of their arrival or None.
         self._coming: deque[tuple[list[tuple[Blame, int, int]], Tensor, Any]] = deque()
@@ -113,7 +221,7 @@ class FiniteWatch:
             left = iter(numbers.flatten().tolist())
             for blame, made_for, count in made:
                 values = list(islice(left, count))
-                if not self.ignores and not all(map(math.isfinite, values)):
+                if not self._ignores() and not all(map(math.isfinite, values)):
                     late = update - made_for
                     when = f"{late} updates later" if late else "before the update"
                     what = blame(values)
@@ -121,11 +229,6 @@ class FiniteWatch:
                     raise TrainingStopped(
                         f"{what} at stage {self._stage}, update {made_for}: stopped {when}; {way_out}"
                     )
-
-
-def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all numbers are finite; integers are."""
-    return all(bool(numbers_of(t).isfinite().all()) for t in tensors)
 
 
 def blame(template: str, origin: Callable[[], str], numbers: list[float]) -> str:
@@ -158,70 +261,3 @@ def smallest_of_first_layer(module: nn.Module) -> str:
     sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
     first = next(iter(sizes), "").partition(".")[0]
     return min((name for name in sizes if name.partition(".")[0] == first), key=sizes.__getitem__, default="")
-
-
-class _Found(Exception):
-    """Ends a search at the layer that was found."""
-
-
-@torch.no_grad()
-def forward_origin(part: Part, x: Tensors) -> str:
-    """Return the first layer whose output is not finite for these inputs; "" if none is."""
-
-    def see(name: str, layer: nn.Module, outputs: Tensors) -> Tensors:
-        if not all_finite(outputs):
-            raise _Found(f"layer {name}")
-        return outputs
-
-    try:
-        part.observed(x, see)
-    except _Found as found:
-        return str(found)
-    return ""
-
-
-@torch.enable_grad()
-def backward_origin(part: Part, x: Tensors, grads: Tensors, needs: Sequence[bool], loss: Loss | None) -> str:
-    """Return the first layer, from the end, whose gradients are not finite; "" if none is.
-
-    `grads`: the gradients of the outputs selected by `needs`; unused with a `loss`. Each layer has a graph of
-    its own: what it returns goes on as leaves, which collect the gradients of the layers behind it.
-    """
-    entered = tuple(map(_leaf, x))
-    passes: list[tuple[str, nn.Module, Tensors, Tensors]] = []  # with what was returned, and the leaves
-
-    def see(name: str, layer: nn.Module, outputs: Tensors) -> Tensors:
-        leaves = tuple(map(_leaf, outputs))
-        passes.append((name, layer, outputs, leaves))
-        return tuple(t.clone() for t in leaves)  # a leaf must not be modified in place
-
-    left = part.observed(tuple(t.clone() for t in entered), see)
-    collecting = [t for t in (*entered, *(t for *_, leaves in passes for t in leaves)) if t.requires_grad]
-    ends = left if loss is None else (loss(left),)
-    needed = [t for t, need in zip(ends, needs, strict=True) if need] if loss is None else list(ends)
-    if not _collects(needed, grads if loss is None else (torch.ones(()),), collecting):
-        return LOSS if loss is not None else ""
-    for name, layer, outputs, leaves in reversed(passes):
-        made = [t for t, leaf in zip(outputs, leaves, strict=True) if leaf.grad is not None]
-        if not _collects(
-            made, [t.grad for t in leaves if t.grad is not None], [*collecting, *layer.parameters()]
-        ):
-            return f"layer {name}"
-    return ""
-
-
-def _collects(outputs: Sequence[Tensor], grads: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    """Add the gradients of `wanted` to their `.grad`; return whether all that are added are finite."""
-    pairs = [(t, g.to(t.dtype)) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
-    leaves = [t for t in wanted if t.requires_grad]
-    if not pairs or not leaves:
-        return True
-    found = torch.autograd.grad([t for t, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
-    for leaf, grad in zip(leaves, found, strict=True):
-        if grad is not None and not isinstance(leaf, nn.Parameter):
-            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
-    return all_finite([numbers_of(grad) for grad in found if grad is not None])
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)

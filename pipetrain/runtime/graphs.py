@@ -9,8 +9,9 @@ always alternate; two slots that shared one would overwrite what the other holds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ from torch import Tensor
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.boundary import Example, Value, as_tuple
+from pipetrain.runtime.feed import Target
+from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving, Tensors
+from pipetrain.runtime.objective import Counted
+from pipetrain.runtime.stage import Stage
 
-Tensors = tuple[Tensor, ...]
-Counted = tuple[Tensor, float, int, Mapping[str, Tensor]]
+_RECORDED = -1  # the microbatch of a pass that is captured
 
 
 @dataclass(slots=True)
@@ -56,8 +60,8 @@ class Pass:
         """What the last stage counts, copied: the next replay overwrites it."""
         if self.made.counted is None:
             return None
-        loss, weight, samples, sums = self.made.counted
-        return loss.clone(), weight, samples, {name: some.clone() for name, some in sums.items()}
+        sums = {name: some.clone() for name, some in self.made.counted.sums.items()}
+        return self.made.counted._replace(loss=self.made.counted.loss.clone(), sums=sums)
 
 
 class Graphs:
@@ -114,6 +118,72 @@ def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
 def _capturing(graph: Any, pool: Any) -> Any:
     # thread_local: other threads look at events meanwhile.
     return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+
+
+class GraphedStage(Stage):
+    """A stage whose passes are captured after a rehearsal, and replayed for microbatches like those of it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._graphs: Graphs | None = None
+        self._example: tuple[Tensors, Target | None] | None = None  # of a rehearsal
+        self._replayed: dict[int, Pass] = {}
+
+    def forward(
+        self, mb: int, x: Tensors, version: int, target: Target | None = None, saving: Saving = WHOLE
+    ) -> Tensors:
+        x = tuple(self.numerics.arrange(t.detach()) for t in x)
+        if self._graphs is not None and (target is None or target.weight):
+            value = None if target is None else target.value
+            replayed = self._graphs.forward(self.weights.storage(version), x, value)
+            if replayed is not None:
+                one = self._open[mb] = Microbatch(mb, (), version, WHOLE)
+                if target is not None and (counted := replayed.counted) is not None:
+                    one.counted = counted._replace(
+                        share=target.share, weight=target.weight, samples=target.samples
+                    )
+                self._replayed[mb] = replayed
+                return replayed.made.outputs
+        if self.rehearses:
+            self._example = x, target
+        return super().forward(mb, x, version, target, saving)
+
+    def backward(self, mb: int, grads: Tensors, version: int) -> Tensors:
+        replayed = self._replayed.pop(mb, None)
+        if replayed is None or self._graphs is None:
+            return super().backward(mb, grads, version)
+        counted = self._close(mb, version).counted
+        return self._graphs.backward(replayed, grads, None if counted is None else counted.share)
+
+    def capture(self, slots: int, versions: int) -> None:
+        """Capture the passes of so many open microbatches and weight versions.
+
+        Raises ConfigError for layers that cannot be captured.
+        """
+        assert self._example is not None, "only after a rehearsal"
+        (x, target), self._example = self._example, None
+        graphs = Graphs(slots)
+        forward = partial(self._recording_forward, target)
+        value = None if target is None else target.value
+        for storage, leaves in self.weights.fix(versions).items():
+            with self.weights.only(leaves):
+                try:
+                    graphs.capture(storage, x, value, forward, self._recording_backward)
+                except Exception as error:
+                    raise refused(self.index, error) from error
+        self._graphs = graphs
+
+    def _recording_forward(self, like: Target | None, x: Tensors, value: Value | None) -> Recorded:
+        target = None if like is None or value is None else replace(like, value=value)
+        outputs = super().forward(_RECORDED, x, 0, target)
+        one = self._open[_RECORDED]
+        needed = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
+        return Recorded(outputs, needed, one.counted, one)
+
+    def _recording_backward(self, grads: Tensors) -> Tensors:
+        back = super().backward(_RECORDED, grads, 0)
+        self._batch = Batch()
+        return back
 
 
 def refused(stage: int, error: Exception) -> ConfigError:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from pipetrain.plan.blueprint import Plan
-from pipetrain.runtime.stage import Saving
+from pipetrain.runtime.microbatch import Saving
 from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Edge, Op, last_uses, shortened
 from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.policy import Policy, View, Wait

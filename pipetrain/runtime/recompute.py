@@ -27,16 +27,16 @@ from torch.utils.flop_counter import flop_registry
 
 from pipetrain.network.boundary import differentiable
 from pipetrain.network.draws import Beginning
+from pipetrain.network.numerics import numbers_of
 from pipetrain.network.products import DEAR, Watching
 from pipetrain.network.tensors import storage_of
-from pipetrain.runtime.finite import numbers_of
-from pipetrain.runtime.weights import Buffers
+from pipetrain.runtime.buffers import Copies
 
 
-class Again:
-    """What the first forward leaves for the second. `buffers`: before the first; `keep`: dear results."""
+class Recompute:
+    """What a forward leaves for its recomputation. `buffers`: before it; `keep`: dear results."""
 
-    def __init__(self, buffers: Buffers, keep: bool) -> None:
+    def __init__(self, buffers: Copies, keep: bool) -> None:
         self.buffers = buffers
         self._beginning = Beginning()
         self._kept = _Kept() if keep else None
@@ -44,11 +44,11 @@ class Again:
 
     @property
     def kept(self) -> list[Tensor]:
-        """The results that are held until the second forward."""
+        """The results that are held until the recomputation."""
         return [] if self._kept is None else [one[0] for one in self._kept.results if one]
 
     @contextmanager
-    def first(self) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
         """Let a forward save nothing but dear results."""
         with saved_tensors_hooks(_nothing, _no_backward):
             if self._kept is None:
@@ -73,7 +73,7 @@ class Again:
         return all(a == b or a != a != b or math.isclose(a, b, rel_tol=apart) for a, b in numbers)
 
     @contextmanager
-    def second(self) -> Iterator[None]:
+    def recomputing(self) -> Iterator[None]:
         """Let a forward draw the same random numbers, and take the dear results."""
         with self._beginning.again():
             if self._kept is None:

@@ -20,7 +20,8 @@ from pipetrain.network.boundary import Value, as_tuple, on_each
 from pipetrain.network.draws import Beginning
 from pipetrain.network.places import standing_in
 from pipetrain.runtime.channel import Channel
-from pipetrain.runtime.stage import Stage, Target
+from pipetrain.runtime.feed import Target
+from pipetrain.runtime.stage import Stage
 
 
 def rehearses(device: torch.device) -> bool:
@@ -33,12 +34,12 @@ class Rehearsal:
     """What an engine needs to rehearse, and what it has rehearsed.
 
     `loopback`: makes a channel of training (True) or of evaluation; `meet` returns when all ranks have called
-    it. `graphs`: whether the passes of the first size are captured as CUDA graphs.
+    it; `after_first`: called after the first rehearsal of training, as for CUDA graphs of its passes.
     """
 
     loopback: Callable[[bool], Channel]
     meet: Callable[[], None]
-    graphs: bool = False
+    after_first: Callable[[], None] = lambda: None
     done: set[tuple[bool, int]] = field(default_factory=set)
     """(training or evaluation, samples of a microbatch)"""
 

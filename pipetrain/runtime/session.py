@@ -20,16 +20,22 @@ from pipetrain.plan.fitting import explained, is_out_of_memory
 from pipetrain.plan.recompute import Mode
 from pipetrain.plan.windows import prove
 from pipetrain.rate import Rate
+from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.coded import CodedChannel, Feedback, Slot
-from pipetrain.runtime.engine import Engine, Observer
+from pipetrain.runtime.engine import Engine
+from pipetrain.runtime.engine import Observer as WindowObserver
 from pipetrain.runtime.engine import Progress as Tick
-from pipetrain.runtime.feed import WindowFeed
+from pipetrain.runtime.feed import Target, WindowFeed
+from pipetrain.runtime.finite import SkipOnNaN, StopOnNaN
+from pipetrain.runtime.graphs import GraphedStage
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.observer import Observer
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import Rehearsal, rehearses
-from pipetrain.runtime.stage import Stage, Target
+from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.statistics import BatchStatistics
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import ModelLoss, Task, prove_batch
 from pipetrain.tasks.trial import ModelTrial
@@ -86,7 +92,7 @@ class Session:
         inputs: Iterator[Value] | None,
         targets: Iterator[Value] | None,
         tick: Tick = lambda stage: None,
-        observe: Observer | None = None,
+        observe: WindowObserver | None = None,
     ) -> list[float]:
         """Train the batches of one window; return the mean loss of each update on the last stage's rank.
 
@@ -204,8 +210,9 @@ def make_stages(
         if any(index in tie and not parts.keys().isdisjoint(tie) for tie in plan.cut.ties):
             part = deepcopy(part)  # each stage has copies of the weights that it shares
         parts[index] = part.to(mesh.device)
-    return {
-        index: Stage(
+    kind = GraphedStage if settings.cuda_graphs else Stage
+    stages = {
+        index: kind(
             index,
             parts[index],
             optimizer,
@@ -217,10 +224,7 @@ def make_stages(
             copy_output=plan.copies_output(index),
             numerics=plan.numerics,
             compile=settings.compile,
-            cuda_graphs=settings.cuda_graphs,
             selective=plan.recompute[index] is Mode.SELECTIVE,
-            batch_statistics=settings.batchnorm == "batch",
-            skip_not_finite=settings.on_nan == "skip",
             ema=settings.ema,
             clip_grad_norm=settings.clip_grad_norm,
             names=names[index],
@@ -229,6 +233,18 @@ def make_stages(
         )
         for index in mine
     }
+    for stage in stages.values():
+        stage.observers = observers_of(stage, settings.on_nan == "skip", settings.batchnorm == "batch")
+    return stages
+
+
+def observers_of(stage: Stage, skips: bool = False, by_batch: bool = False) -> list[Observer]:
+    """Return what looks at a stage. `skips`: on_nan=skip; `by_batch`: batchnorm=batch."""
+    moved = BatchStatistics(stage.module, only_finite=skips) if by_batch else None
+    if skips:
+        buffers = Buffers(stage.module, without=moved.buffers if moved else ())
+        return [SkipOnNaN(stage, buffers), *([moved] if moved else [])]
+    return [StopOnNaN(stage), *([moved] if moved else [])]
 
 
 def make_engine(
@@ -250,17 +266,24 @@ def make_engine(
         made = mesh.loopback(plan.edges, plan.cut.ties, plan.cut.bounds, channels_last)
         return encoding(made, Feedback()) if training else made
 
+    bounds = {stage: plan.peaks(stage) for stage in stages}
+
+    def capture() -> None:
+        for index, stage in stages.items():
+            if isinstance(stage, GraphedStage):
+                stage.capture(bounds[index].activations, bounds[index].versions)
+
     return Engine(
         stages,
         encoding(plain, feedback or Feedback()),
         plan.placement,
         plan.cut,
         plan.evaluation_cut,
-        {stage: plan.peaks(stage) for stage in stages},
+        bounds,
         clock or Clock(mesh.device),
         plain,
         plan.settings.seed,
-        Rehearsal(loopback, mesh.meet, plan.settings.cuda_graphs) if rehearses(mesh.device) else None,
+        Rehearsal(loopback, mesh.meet, capture) if rehearses(mesh.device) else None,
     )
 
 

@@ -24,6 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pipetrain.runtime.microbatch import Batch, Microbatch
+from pipetrain.runtime.observer import Observer
+
 _ATEN = torch.ops.aten
 _BY_MODULE = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _BY_OPERATION = ("input", "weight", "bias", "running_mean", "running_var", *_BY_MODULE[5:], "cudnn_enabled")
@@ -64,57 +67,61 @@ class _Running:
                 running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
 
 
-class BatchStatistics:
-    """The running statistics of a stage's module, which move once a batch."""
+class BatchStatistics(Observer):
+    """The running statistics of a stage's module, which move once a batch.
 
-    def __init__(self, module: nn.Module) -> None:
+    `only_finite`: they stay as they are where a moment is not finite.
+    """
+
+    def __init__(self, module: nn.Module, only_finite: bool = False) -> None:
+        self._only_finite = only_finite
         buffers = dict(module.named_buffers(remove_duplicate=False))
         without_momentum = {
             id(norm.running_mean)
             for norm in module.modules()
             if isinstance(norm, nn.modules.batchnorm._NormBase) and norm.momentum is None
         }
+        by_instance = {
+            id(norm.running_mean)
+            for norm in module.modules()
+            if isinstance(norm, nn.modules.instancenorm._InstanceNorm)
+        }
         self._running: dict[int, _Running] = {}  # by id of the running mean
         for name, mean in buffers.items():
             prefix, found, _ = name.rpartition("running_mean")
-            if found and f"{prefix}running_var" in buffers:
+            if found and f"{prefix}running_var" in buffers and id(mean) not in by_instance:
                 variance, calls = buffers[f"{prefix}running_var"], buffers.get(f"{prefix}num_batches_tracked")
                 self._running[id(mean)] = _Running(mean, variance, calls, id(mean) in without_momentum)
         self._made: dict[int, list[tuple[int, Moments]]] = {}  # by microbatch, in the order of the calls
 
+    @property
+    def buffers(self) -> set[int]:
+        """The identities of the buffers that only an update moves."""
+        return {id(t) for of in self._running.values() for t in (of.mean, of.variance, of.calls)}
+
     @contextmanager
-    def noting(self, mb: int) -> Iterator[None]:
-        """Let the forward of a microbatch note its moments in place of moving the running statistics."""
-        made = self._made[mb] = []
+    def around_forward(self, microbatch: Microbatch) -> Iterator[None]:
+        """Let a forward note its moments in place of moving the running statistics."""
+        made = self._made[microbatch.mb] = []
         with _Noting(self._running, made):
             yield
         for key, _ in made:
             if (calls := self._running[key].calls) is not None:
                 calls.sub_(1)
 
-    def commit(self, mbs: Sequence[int], skipped: bool, only_finite: bool) -> None:
-        """Move the running statistics by a batch of microbatches, unless its update was skipped.
-
-        `only_finite`: leave them as they are where a moment is not finite.
-        """
-        notes = [self._made.pop(mb) for mb in mbs]
+    def before_step(self, batch: Batch) -> None:
+        """Move the running statistics by a batch, unless its update is left out."""
+        notes = [self._made.pop(mb) for mb in batch.mbs]
         calls: dict[tuple[int, int], list[Moments]] = defaultdict(list)  # (BatchNorm, number of its call)
         for note in notes:
             number: dict[int, int] = defaultdict(int)
             for key, moments in note:
                 calls[key, number[key]].append(moments)
                 number[key] += 1
-        for (key, _), parts in calls.items() if not skipped else ():
+        for (key, _), parts in calls.items() if not batch.skipped else ():
             mean, variance = joined(parts)
-            if not only_finite or all(map(math.isfinite, torch.cat([mean, variance]).tolist())):
+            if not self._only_finite or all(map(math.isfinite, torch.cat([mean, variance]).tolist())):
                 self._running[key].move(mean, variance, parts[0].momentum)
-
-    def follow(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Bring copies of buffers, which would be restored, to the present running statistics."""
-        mine = {id(t) for of in self._running.values() for t in (of.mean, of.variance, of.calls)}
-        for buffer, copied in copies:
-            if id(buffer) in mine:
-                copied.copy_(buffer)
 
 
 def joined(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:

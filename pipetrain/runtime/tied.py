@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.finite import numbers_of
+from pipetrain.network.numerics import numbers_of
 
 
 def packed(weights: Mapping[str, Tensor], names: Sequence[str], skip: bool) -> Tensor:

@@ -30,16 +30,14 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
+from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
 from pipetrain.rate import Rate
-from pipetrain.runtime.finite import numbers_of
 from pipetrain.runtime.memory import Memory
 
 OptimizerFactory = Callable[[Any], Optimizer]
 """Builds an optimizer for one stage's parameters: an iterable of them or, with groups, of torch's dicts."""
 Named = Iterable[tuple[str, nn.Parameter]]
-
-Buffers = list[tuple[Tensor, Tensor]]  # pairs of a buffer and a copy of its earlier values
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +86,6 @@ def optimizer_over(factory: OptimizerFactory, named: Named) -> Optimizer:
     return factory([parameter for _, parameter in named])
 
 
-def _finite(tensor: Tensor) -> Tensor:
-    return numbers_of(tensor).isfinite()
-
-
 @contextmanager
 def _unless(optimizer: Any, stop: Tensor | None) -> Iterator[None]:
     """Let a fused optimizer make no step where the number `stop` is 1, as torch.amp.GradScaler does."""
@@ -135,14 +129,11 @@ class Weights:
         self._live = {(known_as or {}).get(name, name): p for name, p in own}
         names = {id(p): name for name, p in self._live.items()}
         # The places of each parameter: several if layers share it.
-        everywhere = places(module)
         self._places: list[tuple[Any, Any, Tensor, str]] = [
             (place.container, place.key, place.tensor, names[id(place.tensor)])
-            for place in everywhere
+            for place in places(module)
             if id(place.tensor) in names
         ]
-        buffers = {id(buffer) for buffer in module.buffers()}
-        self._buffers = [place for place in everywhere if id(place.tensor) in buffers]
         self._optimizer = optimizer_over(optimizer, self._live.items()) if self._live else None
         groups = self._optimizer.param_groups if self._optimizer else []
         self._peaks = [group.get("lr", 0.0) for group in groups]
@@ -183,68 +174,24 @@ class Weights:
     def leaf(self, version: int, name: str) -> Tensor:
         return self._versions[version][name]
 
-    def installed(self, version: int, again: Buffers | None = None) -> AbstractContextManager[None]:
-        """Let the module compute with a version. Raises KeyError for one that is not held.
-
-        `again`: for a forward that is run again, the buffers before the first one, or at present. Its changes
-        of them are dropped, so that batch statistics are counted once. A backward may run one, in a layer
-        that recomputes.
-        """
-        return self._in_place(self._versions[version], again or [])
+    def installed(self, version: int) -> AbstractContextManager[None]:
+        """Let the module compute with a version. Raises KeyError for one that is not held."""
+        return self._in_place(self._versions[version])
 
     def averaged(self) -> AbstractContextManager[None]:
         """Let the module compute with the moving average of the weights, if there is one."""
-        return self._in_place(self._average, []) if self._average else nullcontext()
+        return self._in_place(self._average) if self._average else nullcontext()
 
     @contextmanager
-    def _in_place(self, leaves: Mapping[str, Tensor], buffers: Buffers) -> Iterator[None]:
-        """Put leaves, and copies of the buffers, where the module's own tensors are."""
-        own = [place.tensor for place in self._buffers] if buffers else []
+    def _in_place(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+        """Put leaves where the module's own parameters are."""
         try:
             for registry, key, _, name in self._places:
                 registry[key] = leaves[name]
-            for place, (_, copied) in zip(self._buffers, buffers, strict=False):
-                place.container[place.key] = copied
             yield
         finally:
             for registry, key, parameter, _ in self._places:
                 registry[key] = parameter
-            for place, buffer in zip(self._buffers, own, strict=False):
-                place.container[place.key] = buffer
-
-    def buffers(self) -> Buffers:
-        """Return the module's buffers with copies of their present values."""
-        now = {id(place.tensor): place.tensor for place in self._buffers}
-        copies: dict[int, Tensor] = {}
-        kinds: dict[Any, list[int]] = {}
-        for key, buffer in now.items():
-            kinds.setdefault((buffer.dtype, buffer.device, buffer.layout), []).append(key)
-        for (*_, layout), keys in kinds.items():
-            if layout is not torch.strided:
-                copies |= {key: now[key].clone() for key in keys}
-                continue
-            copies |= {key: torch.empty_like(now[key]) for key in keys}
-            torch._foreach_copy_([copies[key] for key in keys], [now[key] for key in keys])
-        return [(place.tensor, copies[id(place.tensor)]) for place in self._buffers]
-
-    def changed(self, copies: Buffers) -> bool:
-        """Return whether copies of the buffers have been changed, or the buffers since."""
-        return any(not torch.equal(buffer, copy) for buffer, copy in copies)
-
-    def changes(self) -> int:
-        """Return a number that grows when a buffer is changed in place, as far as torch counts that."""
-        return sum(place.tensor._version for place in self._buffers)
-
-    def spoilt(self, before: Buffers) -> bool:
-        """Return whether a number in the buffers that was finite before no longer is."""
-        pairs = zip(self.buffers(), before, strict=True)
-        lost = [(_finite(old) & ~_finite(new)).any() for (_, new), (_, old) in pairs]
-        return bool(lost) and any(torch.stack(lost).tolist())
-
-    def restore(self, before: Buffers) -> None:
-        """Restore the buffers; a changed buffer is replaced, not overwritten, as graphs may have saved it."""
-        for place, (buffer, old) in zip(self._buffers, before, strict=True):
-            place.container[place.key] = buffer if torch.equal(buffer, old) else old
 
     def accumulate_on(self, version: int) -> None:
         """Move the batch's gradient to the leaves of a version: one sum, in the order of the microbatches."""
@@ -292,18 +239,17 @@ class Weights:
                 numbers_of(self._average[name].data).copy_(average[name])
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def put_back(self) -> Iterator[None]:
         """Put back, at the end, what windows change. Meanwhile copies of it are in host memory."""
         assert self.held == 1, f"versions {sorted(self._versions)} are held"
         optimizer = self._optimizer
         live = {name: p.data for name, p in self._live.items()}
-        buffers = [place.tensor for place in self._buffers]
         state = {p: dict(values) for p, values in optimizer.state.items()} if optimizer else {}
         groups = [dict(group) for group in optimizer.param_groups] if optimizer else []
         attributes = dict(vars(optimizer)) if optimizer else {}
         inner = [t for values in state.values() for t in tree_leaves(values) if isinstance(t, Tensor)]
         average = {name: leaf.data for name, leaf in self._average.items()}
-        tensors = [*live.values(), *buffers, *inner, *average.values()]
+        tensors = [*live.values(), *inner, *average.values()]
         copies = [t.detach().to("cpu", copy=True) for t in tensors]
         names = ("_versions", "_accumulating", "_spare", "_unmoved", "_average", "updates", "newest")
         before = {name: copy(getattr(self, name)) for name in names}
@@ -321,8 +267,6 @@ class Weights:
             for name, leaf in self._accumulating.items():
                 leaf.grad = self._fixed.get(name)
             self._clear_fixed()
-            for place, buffer in zip(self._buffers, buffers, strict=True):
-                place.container[place.key] = buffer
             if optimizer:
                 optimizer.state.clear()
                 optimizer.state.update(state)

@@ -319,7 +319,7 @@ class Trainer:
         counted = None
         last = self.stages.get(self._run.plan.stages - 1)
         if last is not None:
-            tallies = last.take_tallies()
+            tallies = last.take_trained(), last.take_evaluated()
             counted, self._losses = _Counted(tallies[0], self._losses, tallies[1]), []
         ran = [list(map(str, actions)) for actions in self._ran]
         mine = _RankFigures(counted, train_s, eval_s, self._engine.take_stats(), ran, self._held)

@@ -35,10 +35,10 @@ from pipetrain.network.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Observer
+from pipetrain.runtime.feed import Target
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
-from pipetrain.runtime.stage import Target
 from pipetrain.schedule.timeline import StageStats
 
 FULL = ", once full"

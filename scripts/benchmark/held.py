@@ -14,11 +14,11 @@ from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.network.boundary import on_each
 from pipetrain.plan.prediction import memory, played, sized
 from pipetrain.plan.sizes import optimizer_state
+from pipetrain.runtime.feed import Target
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
-from pipetrain.runtime.stage import Target
 from pipetrain.schedule.memory import PARTS, Peak, peak, peaks
 
 WINDOWS = 2  # the second one is measured: it has the optimizer's state from its start

@@ -34,7 +34,8 @@ from pipetrain.models.vision import resnet18, vgg16
 from pipetrain.network.chain import Chain
 from pipetrain.network.network import Made, Slice
 from pipetrain.network.tensors import strided
-from pipetrain.runtime.stage import Saving, Stage
+from pipetrain.runtime.microbatch import Saving
+from pipetrain.runtime.stage import Stage
 
 SPLIT, MIB = Saving(split=True), 2**20
 REPEATS = 10  # in a round, each of all ways in turn

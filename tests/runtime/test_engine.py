@@ -16,8 +16,9 @@ from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.channel import Message
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine
+from pipetrain.runtime.feed import Target
 from pipetrain.runtime.order import Listed
-from pipetrain.runtime.stage import Stage, Target
+from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import COMPUTE, UPDATE, Action, Op, Program, parse_program
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import Bounds
@@ -310,7 +311,8 @@ def test_an_evaluation_records_nothing_and_saves_nothing():
     assert seen == [1, 1]
     assert made.stats[1] is before
     assert (before.busy_s, before.wait_s, before.activations) == (0.0, 0.0, 0)
-    assert [tally.samples for tally in made._stages[1].take_tallies()] == [0, 2]
+    last = made._stages[1]
+    assert [tally.samples for tally in (last.take_trained(), last.take_evaluated())] == [0, 2]
     assert made._stages[1].in_flight == 0
     assert torch.equal(made._stages[1].module.get_parameter("0.weight"), weight)
     assert tape.seen == ["expect 0>1:0 0>1:1", "recv 0>1:0", "recv 0>1:1", "drain"]

@@ -15,7 +15,8 @@ from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.sizes import LossSizes, microbatch
 from pipetrain.runtime.held import Meter
-from pipetrain.runtime.stage import Saving, Stage
+from pipetrain.runtime.microbatch import Saving
+from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Action, Op
 from pipetrain.schedule.memory import Held
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ActionFailed, TrainingStopped
-from pipetrain.runtime.recompute import Again
+from pipetrain.runtime.recompute import Recompute
 from pipetrain.schedule.actions import Op
 from tests.support.cases import Case, compare, make_run, run_in_threads
 
@@ -80,11 +80,11 @@ def test_results_that_are_overwritten_by_way_of_another_view_are_made_again(kept
         return made
 
     wanted = torch.autograd.grad(forward().sum(), [first.weight, second.weight])
-    again = Again([], keep=True)
-    with again.first():
-        again.end([forward()])
-    assert len(again.kept) == 1 + kept
-    with again.second():
+    recompute = Recompute([], keep=True)
+    with recompute.forward():
+        recompute.end([forward()])
+    assert len(recompute.kept) == 1 + kept
+    with recompute.recomputing():
         found = torch.autograd.grad(forward().sum(), [first.weight, second.weight])
     assert all(map(torch.equal, found, wanted))
 

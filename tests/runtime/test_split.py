@@ -26,8 +26,10 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.network import INPUT, Made
 from pipetrain.network.tensors import made_up
 from pipetrain.plan.estimate import estimate
+from pipetrain.runtime.microbatch import WHOLE, Saving
+from pipetrain.runtime.session import observers_of
 from pipetrain.runtime.split import Deferred
-from pipetrain.runtime.stage import WHOLE, Saving, Stage
+from pipetrain.runtime.stage import Stage
 from tests.support.hugging_face import gpt2, resnet
 from tests.support.parts import part_of
 from tests.support.tracing import images, tokens
@@ -632,8 +634,10 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 SPLIT = Saving(split=True)
 
 
-def stage(layers: nn.Module, **arguments: Any) -> Stage:
-    return Stage(1, part_of(layers, before=1), SGD, lambda update: 1.0, **arguments)
+def stage(layers: nn.Module, skips: bool = False, **arguments: Any) -> Stage:
+    made = Stage(1, part_of(layers, before=1), SGD, lambda update: 1.0, **arguments)
+    made.observers = observers_of(made, skips)
+    return made
 
 
 def states(of: Stage) -> list[Tensor]:
@@ -680,7 +684,7 @@ def test_a_step_between_the_halves_of_a_later_batch_over_an_older_version():
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_weight_gradient_that_is_not_finite_shows_when_the_batch_is_reduced(skips):
     """I sees the gradient of the input alone, which is finite here."""
-    middle = stage(nn.Sequential(nn.Linear(4, 4)).double(), skip_not_finite=skips)
+    middle = stage(nn.Sequential(nn.Linear(4, 4)).double(), skips=skips)
     before = states(middle)
     middle.forward(0, (torch.full((2, 4), 1e300, dtype=torch.float64),), 0, saving=SPLIT)
     (back,) = middle.backward_input(0, (torch.full((2, 4), 1e10, dtype=torch.float64),), 0)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch
 from pipetrain.runtime.statistics import BatchStatistics, Moments, joined
 from tests.support import reference
 from tests.support.cases import Case, Saved, expected, run_in_threads
@@ -141,11 +142,11 @@ def test_a_norm_that_is_called_twice_moves_twice():
     statistics = BatchStatistics(norm)
     first, second = torch.randn(2, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     for mb, rows in enumerate((slice(0, 5), slice(5, 12))):
-        with statistics.noting(mb):
+        with statistics.around_forward(Microbatch(mb, (), 0, WHOLE)):
             norm(first[rows])
             norm(second[rows])
     assert not norm.num_batches_tracked
-    statistics.commit([0, 1], skipped=False, only_finite=False)
+    statistics.before_step(Batch([0, 1]))
     plain(first)
     plain(second)
     for (name, tensor), wanted in zip(norm.named_buffers(), plain.buffers(), strict=True):

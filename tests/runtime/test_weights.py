@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.weights import Weights
 
 SGD = partial(torch.optim.SGD, lr=1.0)  # the peak, of which the step takes a share
@@ -43,7 +44,7 @@ def forward(module: nn.Module, weights: Weights, version: int) -> Tensor:
 
 def backward(weights: Weights, version: int, output: Tensor, share: float = 1.0) -> None:
     weights.accumulate_on(version)
-    with weights.installed(version, again=weights.buffers()):
+    with weights.installed(version):
         torch.autograd.backward([output], [torch.full_like(output, share)])
 
 
@@ -324,19 +325,19 @@ def test_the_module_has_its_own_parameters_again_even_after_an_error():
     with weights.installed(0):
         assert module.w is weights.leaves(0)[0]
     assert module.w is parameter
-    with pytest.raises(ZeroDivisionError), weights.installed(0, again=weights.buffers()):
+    with pytest.raises(ZeroDivisionError), weights.installed(0):
         raise ZeroDivisionError
     assert module.w is parameter
 
 
 def test_statistics_are_written_in_a_forward_and_not_in_a_backward():
     module = nn.BatchNorm1d(2)
-    weights = versions_of(module)
+    weights, buffers = versions_of(module), Buffers(module)
     x = torch.randn(4, 2) + 3
     with weights.installed(0):
         module(x)
     counted, mean = module.num_batches_tracked.item(), module.running_mean.clone()
-    with weights.installed(0, again=weights.buffers()):
+    with weights.installed(0), buffers.replaced(buffers.copies()):
         module(x)  # what a layer that recomputes itself does
     assert counted == 1
     assert module.num_batches_tracked.item() == 1

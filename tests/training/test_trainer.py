@@ -78,7 +78,7 @@ def test_initial_weights_are_the_same_on_any_partition_and_any_world():
 
 def evaluated(trainer: Trainer, last: int) -> tuple[int, float, float]:
     trainer.evaluate(0)
-    tally = trainer.stages[last].take_tallies()[1]
+    tally = trainer.stages[last].take_evaluated()
     return tally.samples, tally.mean_loss, trainer._run.task.values(tally)["acc"]
 
 

@@ -1,0 +1,91 @@
+"""The buffers of a stage's module, such as running statistics: copied, compared, and put back.
+
+They have no versions. A forward that is run again must not change them a second time, and an update that is
+left out takes with it what its forwards have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.network.numerics import numbers_of
+from pipetrain.network.places import places
+
+Copies = list[tuple[Tensor, Tensor]]  # pairs of a buffer and a copy of its earlier values
+
+
+class Buffers:
+    """The buffers of a module, in all their places, `without` those of some identities."""
+
+    def __init__(self, module: nn.Module, without: Collection[int] = ()) -> None:
+        own = {id(buffer) for buffer in module.buffers()} - set(without)
+        self._places = [place for place in places(module) if id(place.tensor) in own]
+
+    def copies(self) -> Copies:
+        """Return the buffers with copies of their present values."""
+        now = {id(place.tensor): place.tensor for place in self._places}
+        copies: dict[int, Tensor] = {}
+        kinds: dict[Any, list[int]] = {}
+        for key, buffer in now.items():
+            kinds.setdefault((buffer.dtype, buffer.device, buffer.layout), []).append(key)
+        for (*_, layout), keys in kinds.items():
+            if layout is not torch.strided:
+                copies |= {key: now[key].clone() for key in keys}
+                continue
+            copies |= {key: torch.empty_like(now[key]) for key in keys}
+            torch._foreach_copy_([copies[key] for key in keys], [now[key] for key in keys])
+        return [(place.tensor, copies[id(place.tensor)]) for place in self._places]
+
+    @contextmanager
+    def replaced(self, copies: Copies) -> Iterator[None]:
+        """Let the module work on copies, and drop what it changes in them; on its own ones without copies."""
+        own = [place.tensor for place in self._places] if copies else []
+        try:
+            for place, (_, copied) in zip(self._places, copies, strict=False):
+                place.container[place.key] = copied
+            yield
+        finally:
+            for place, buffer in zip(self._places, own, strict=False):
+                place.container[place.key] = buffer
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Put the buffers back in the end, with their values."""
+        own = [place.tensor for place in self._places]
+        kept = [buffer.detach().to("cpu", copy=True) for buffer in own]
+        try:
+            yield
+        finally:
+            for place, buffer, values in zip(self._places, own, kept, strict=True):
+                with torch.no_grad():
+                    buffer.copy_(values)
+                place.container[place.key] = buffer
+
+    def changes(self) -> int:
+        """Return a number that grows when a buffer is changed in place, as far as torch counts that."""
+        return sum(place.tensor._version for place in self._places)
+
+    def spoilt(self, before: Copies) -> bool:
+        """Return whether a number that was finite before no longer is."""
+        pairs = zip(self.copies(), before, strict=True)
+        lost = [(_finite(old) & ~_finite(new)).any() for (_, new), (_, old) in pairs]
+        return bool(lost) and any(torch.stack(lost).tolist())
+
+    def restore(self, before: Copies) -> None:
+        """Go back; a buffer that has changed is replaced, not overwritten, as graphs may have saved it."""
+        for place, (buffer, old) in zip(self._places, before, strict=True):
+            place.container[place.key] = buffer if torch.equal(buffer, old) else old
+
+
+def changed(copies: Copies) -> bool:
+    """Return whether copies have been changed, or the buffers since."""
+    return any(not torch.equal(buffer, copied) for buffer, copied in copies)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return numbers_of(tensor).isfinite()

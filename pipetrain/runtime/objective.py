@@ -1,0 +1,112 @@
+"""The last stage's loss and metrics of each microbatch, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipetrain.network.boundary import as_tuple, cast_floats, differentiable, leaves_of
+from pipetrain.runtime.feed import Target
+from pipetrain.tally import Counter
+from pipetrain.tasks import Task
+
+Tensors = tuple[Tensor, ...]
+
+
+class Counted(NamedTuple):
+    """A microbatch at the last stage."""
+
+    share: float  # of its loss in that of its batch
+    loss: Tensor  # the mean
+    weight: float  # what it counts for
+    samples: int
+    sums: Mapping[str, Tensor]  # of its metrics
+
+
+@dataclass(slots=True)
+class Sums:
+    """What was counted since it was taken. `losses`: the mean loss of each update."""
+
+    trained: Counter = field(default_factory=Counter)
+    evaluated: Counter = field(default_factory=Counter)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def take_losses(self) -> list[float]:
+        losses, self.losses = self.losses, []
+        return torch.stack(losses).tolist() if losses else []
+
+
+class Objective:
+    """A task over a model's outputs. `pack` returns tensors as the model returns them.
+
+    `autocast`: outputs may be of lower precision, in which no loss is computed.
+    """
+
+    def __init__(self, task: Task, pack: Callable[[Tensors], Any], autocast: bool) -> None:
+        self._task = task
+        self._pack = pack
+        self._autocast = autocast
+        self.sums = Sums()
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether nobody has said what targets count for."""
+        return self._task.counts_samples
+
+    def loss(self, outputs: Tensors, target: Target) -> Tensor:
+        """Return the mean loss of a microbatch; without targets that count it has no mean, and is 0."""
+        if not target.weight and target.share == 0:
+            # A loss among the outputs may be a mean over nothing.
+            numbers = (t if t.dim() else t.nan_to_num() for t in outputs if differentiable(t))
+            return torch.stack([(t * 0).sum() for t in numbers]).sum()
+        return self._task.loss(self._made(outputs), target.value)
+
+    @torch.no_grad()
+    def counted(self, loss: Tensor, outputs: Tensors, target: Target) -> Counted:
+        made = self._made(tuple(t.detach() for t in outputs))
+        sums = {metric.name: metric.sums(made, target.value) for metric in self._task.metrics}
+        return Counted(target.share, loss.detach(), target.weight, target.samples, sums)
+
+    def evaluate(self, outputs: Tensors, target: Target) -> None:
+        """Count the outputs of an evaluation, or give them to who asked for a prediction."""
+        if target.take is not None:
+            target.take(leaves_of(self._made(outputs)))
+            return
+        loss = self._task.evaluation_loss(self._made(outputs), target.value)
+        self._add(self.sums.evaluated, self.counted(loss, outputs, target))
+
+    def count(self, losses: Tensor, counted: Sequence[Counted]) -> None:
+        """Count a batch: the losses [n] of all its microbatches, times their shares, and those that count."""
+        self.sums.losses.append(losses.sum() if len(losses) > 1 else losses[0])
+        for one in counted:
+            self._add(self.sums.trained, one)
+        self.sums.trained.add_up()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave out, in the end, what was counted meanwhile."""
+        before, self.sums = self.sums, Sums()
+        try:
+            yield
+        finally:
+            self.sums = before
+
+    @staticmethod
+    def _add(counter: Counter, one: Counted) -> None:
+        counter.add(one.loss, one.weight, one.samples, one.sums)
+
+    def _made(self, outputs: Tensors) -> Any:
+        """Return the outputs as the model returns them, for the task."""
+        return self._pack(as_tuple(cast_floats(outputs, torch.float32)) if self._autocast else outputs)
+
+
+def weighted(counted: Sequence[Counted]) -> Tensor:
+    """Return the losses of microbatches, each times its share of the batch's loss [n]."""
+    if [one.share for one in counted] == [1.0]:
+        return counted[0].loss.unsqueeze(0)
+    return torch.stack(torch._foreach_mul([one.loss for one in counted], [one.share for one in counted]))
