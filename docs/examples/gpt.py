@@ -1,4 +1,4 @@
-"""A GPT of one's own layers, which learns to predict the next character of a text."""
+"""A GPT of your own layers, which learns to predict the next character of a text."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A schedule of one's own, as a function or as the file of a program, and what its plan says."""
+"""A schedule of your own, as a function or as the file of a program, and what its plan says."""
 
 import sys
 

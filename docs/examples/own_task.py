@@ -1,4 +1,4 @@
-"""A task of one's own: a loss in which some targets do not count, and a metric."""
+"""A task of your own: a loss in which some targets do not count, and a metric."""
 
 import torch
 from torch import nn
