@@ -1,6 +1,6 @@
 """A module as a network: an nn.Sequential is a chain of layers as it is, with skips marked by Stash and Pop.
 
-Any other module is traced, see trace.py.
+Any other module is traced, see tracing/.
 """
 
 from __future__ import annotations
@@ -213,6 +213,6 @@ def network_of(model: nn.Module | Network, example: Example, autocast: bool = Fa
                 f"{', '.join(example.names)})"
             )
         return Chain(model)
-    from pipetrain.network.trace import trace  # imports torch.export, which takes a second
+    from pipetrain.network.tracing.trace import trace  # imports torch.export, which takes a second
 
     return trace(model, example, autocast)

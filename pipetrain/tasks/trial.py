@@ -16,7 +16,7 @@ from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.network.boundary import Boundary, Example, Value, as_tuple
 from pipetrain.network.modes import evaluating
 from pipetrain.network.network import INPUT, Made, Part
-from pipetrain.network.traced import TracedPart
+from pipetrain.network.tracing.traced import TracedPart
 from pipetrain.tasks import IGNORED, ModelLoss, few, prove_sum
 
 

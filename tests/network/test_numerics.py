@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import Example, TensorSpec, specs_of
 from pipetrain.network.numerics import Numerics
-from pipetrain.network.trace import trace
+from pipetrain.network.tracing.trace import trace
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.mesh import World

@@ -25,7 +25,7 @@ from pipetrain.network.boundary import Example, Value, as_tuple, on_each
 from pipetrain.network.chain import network_of
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.network.network import Network
-from pipetrain.network.traced import Traced
+from pipetrain.network.tracing.traced import Traced
 from pipetrain.plan.blueprint import Plan, Samples, make_plan
 from pipetrain.plan.cut import cut_layers
 from pipetrain.runtime.mesh import World

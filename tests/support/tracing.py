@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.network.boundary import Example, TensorSpec
 from pipetrain.network.network import INPUT, Made, Slice
-from pipetrain.network.trace import trace
-from pipetrain.network.traced import Traced
+from pipetrain.network.tracing.trace import trace
+from pipetrain.network.tracing.traced import Traced
 
 
 def example(*shapes: tuple[int, ...], names: tuple[str, ...] | None = None) -> Example:

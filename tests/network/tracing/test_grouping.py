@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipetrain.network.grouping import Group, Item, Modules, group
-from pipetrain.network.operations import Call
+from pipetrain.network.tracing.grouping import Group, Item, Modules, group
+from pipetrain.network.tracing.operations import Call
 
 PLAIN = Modules(lists=(), elements=(), root="Model")
 

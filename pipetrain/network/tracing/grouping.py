@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from pipetrain.network.operations import Call
+from pipetrain.network.tracing.operations import Call
 
 BULK = 1 / 3  # of all operations: a module that holds more wraps the model, and is divided further
 BULK_IN_LIST = 2 / 3  # if it is an element of a list of modules

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipetrain.network import draws
 from pipetrain.network.boundary import Example, TensorSpec
 from pipetrain.network.network import INPUT, Made, Slice
-from pipetrain.network.trace import trace
+from pipetrain.network.tracing.trace import trace
 from tests.support.tracing import assert_equal, example, inputs, tokens
 
 
@@ -356,5 +356,5 @@ def test_what_is_written_through_a_view_stays_on_one_stage_with_the_reason():
     network = assert_equal(Written(), example((4,)))
     assert network.names == ["a", "c"]  # a sends what it made before the constant was added
     (why,) = network.joins
-    assert why.startswith("b and c stay together because aten.mul_.Tensor at test_trace.py:")
+    assert why.startswith("b and c stay together because aten.mul_.Tensor at test_tracing.py:")
     assert why.endswith(" writes in place a tensor that was made before")

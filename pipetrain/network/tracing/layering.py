@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pipetrain.network.dataflow import SIZES, Dataflow
-from pipetrain.network.grouping import Group
-from pipetrain.network.operations import Held, Input, Op, ops_in
+from pipetrain.network.tracing.dataflow import SIZES, Dataflow
+from pipetrain.network.tracing.grouping import Group
+from pipetrain.network.tracing.operations import Held, Input, Op, ops_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.operations import (
+from pipetrain.network.tracing.operations import (
     Autocast,
     Call,
     Constant,

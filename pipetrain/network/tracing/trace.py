@@ -15,17 +15,17 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.aligning import align
 from pipetrain.network.boundary import Example
-from pipetrain.network.dataflow import Dataflow
-from pipetrain.network.exporting import exported
-from pipetrain.network.grouping import Item, Modules, group
 from pipetrain.network.modes import evaluating
-from pipetrain.network.operations import Listing, Op, ops_in
-from pipetrain.network.padding import zeros_of_the_fast_path
-from pipetrain.network.proving import prove
-from pipetrain.network.reading import read
-from pipetrain.network.traced import Traced
+from pipetrain.network.tracing.aligning import align
+from pipetrain.network.tracing.dataflow import Dataflow
+from pipetrain.network.tracing.exporting import exported
+from pipetrain.network.tracing.grouping import Item, Modules, group
+from pipetrain.network.tracing.operations import Listing, Op, ops_in
+from pipetrain.network.tracing.padding import zeros_of_the_fast_path
+from pipetrain.network.tracing.proving import prove
+from pipetrain.network.tracing.reading import read
+from pipetrain.network.tracing.traced import Traced
 
 
 def trace(model: nn.Module, example: Example, autocast: bool = False) -> Traced:

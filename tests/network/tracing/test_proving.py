@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.proving import prove
-from pipetrain.network.trace import trace
+from pipetrain.network.tracing.proving import prove
+from pipetrain.network.tracing.trace import trace
 from tests.support.tracing import example, tokens
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.network import draws
-from pipetrain.network.operations import Autocast, Choice, Constant, Device, Held, Op, select
+from pipetrain.network.tracing.operations import Autocast, Choice, Constant, Device, Held, Op, select
 
 Function = Callable[..., tuple[Tensor, ...]]
 _numbers = itertools.count()

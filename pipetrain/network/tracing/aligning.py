@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_structure
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import specs_of
-from pipetrain.network.operations import BOTH, Choice, Constant, Listing, Op, ops_in, selection
+from pipetrain.network.tracing.operations import BOTH, Choice, Constant, Listing, Op, ops_in, selection
 
 
 def align(training: Listing, evaluation: Listing) -> Listing:

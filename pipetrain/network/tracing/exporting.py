@@ -23,7 +23,7 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.boundary import Example
 from pipetrain.network.places import standing_in
 from pipetrain.network.tensors import made_up
-from pipetrain.network.watching import Watch, watching
+from pipetrain.network.tracing.watching import Watch, watching
 
 SAMPLES = 3  # of a microbatch; the trace holds for any number
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.operations import Choice, Constant, Held, Op, ops_in, select
+from pipetrain.network.tracing.operations import Choice, Constant, Held, Op, ops_in, select
 
 _ATEN = torch.ops.aten
 # Operators that write statistics, which their schemas do not say: by which switch, and which arguments.

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from pipetrain.network.boundary import Boundary, TensorSpec, Value
-from pipetrain.network.dataflow import Dataflow, draws
-from pipetrain.network.emitting import Code, Function
-from pipetrain.network.grouping import Group
-from pipetrain.network.layering import layers_of
 from pipetrain.network.network import INPUT, Made, Network, Part, See, Slice, Tensors
-from pipetrain.network.operations import Constant, Held, Input, Op, canonical
+from pipetrain.network.tracing.dataflow import Dataflow, draws
+from pipetrain.network.tracing.emitting import Code, Function
+from pipetrain.network.tracing.grouping import Group
+from pipetrain.network.tracing.layering import layers_of
+from pipetrain.network.tracing.operations import Constant, Held, Input, Op, canonical
 
 
 class Traced(Network):

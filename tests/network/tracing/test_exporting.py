@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.trace import trace
+from pipetrain.network.tracing.trace import trace
 from tests.support.tracing import assert_equal, example
 
 Forward = Callable[[Any, Tensor], Any]

@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipetrain.network.aliasing import argument, refuse_writes, storages, writers_of
-from pipetrain.network.operations import BOTH, Held, Input, Listing, Op, ops_in
+from pipetrain.network.tracing.aliasing import argument, refuse_writes, storages, writers_of
+from pipetrain.network.tracing.operations import BOTH, Held, Input, Listing, Op, ops_in
 
 _ATEN = torch.ops.aten
 SIZES = (_ATEN.sym_size.int, _ATEN.sym_numel.default)
