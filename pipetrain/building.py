@@ -88,18 +88,15 @@ def _refuse_ignored(key: str, node: object) -> None:
 
 def not_built(key: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
     """Return the error for a `_target_` that could not be called; it names an unknown argument."""
-    if isinstance(error.__cause__, ConfigError):
-        return error.__cause__
-    text = re.sub(
-        r", set env var HYDRA_FULL_ERROR=1 \S+ \S+ \S+ exception\.|full_key: \S+", "", one_line(error)
-    )
-    cause = one_line(error.__cause__) if error.__cause__ else ""
-    if argument := re.search(r"unexpected keyword argument '(\w+)'", f"{text} {cause}"):
-        return ConfigError(f"{key} cannot be built: {_not_taken(key, str(node['_target_']), argument[1])}")
-    if cause not in text:
-        text = text.replace(" ".join(repr(error.__cause__).split()), "").strip().removesuffix(":")
-    why = f": {cause}" if cause not in text else ""
-    return ConfigError(f"{key} cannot be built: {text.strip()}{why}")
+    cause = error.__cause__ or error
+    if isinstance(cause, ConfigError):
+        return cause
+    text = re.split(r",? (?:set env var HYDRA_FULL_ERROR|full_key: )", one_line(cause))[0]
+    if argument := re.search(r"unexpected keyword argument '(\w+)'", text):
+        text = _not_taken(key, str(node["_target_"]), argument[1])
+    elif cause is not error:
+        text = f"{type(cause).__name__}: {text}"
+    return ConfigError(f"{key} cannot be built: {text}")
 
 
 def _not_taken(key: str, target: str, argument: str) -> str:
@@ -263,6 +260,9 @@ def _with_values(cfg: DictConfig, seed: int, dtype: torch.dtype) -> tuple[nn.Mod
 
 def make_codec(key: str, node: object) -> Codec:
     """Return the codec of a name of conf/, or of a `_target_`, after a trial. Raises ConfigError."""
+    if isinstance(node, Codec):
+        _try_codec(key, node)
+        return node
     if isinstance(node, str) and (named := shipped("codec", node)) is None:
         raise ConfigError(f"{key}={node} is unknown; choose one of {names_of('codec')}")
     if isinstance(node, str):

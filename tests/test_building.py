@@ -56,7 +56,10 @@ def test_dtype_is_a_conversion_of_the_same_weights():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["model._target_=no.such.thing"], "model cannot be built: Error locating target 'no.such.thing'"),
+        (
+            ["model._target_=no.such.thing"],
+            "model cannot be built: ImportError: Error loading 'no.such.thing'",
+        ),
         (
             ["model._target_=tests.support.models.not_a_module"],
             "tests.support.models.not_a_module must return an nn.Module, not list",
@@ -254,7 +257,7 @@ def test_a_schedule_is_a_function_with_its_own_arguments():
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("schedule._target_=no.such.thing", "schedule cannot be built: Error locating target"),
+        ("schedule._target_=no.such.thing", "schedule cannot be built: ImportError: Error loading"),
         ("schedule._partial_=false", "schedule cannot be built: "),
     ],
 )
@@ -359,7 +362,7 @@ def test_metrics_by_name_are_functions_or_classes_and_replace_the_task_s():
             ["task._target_=builtins.dict", "~task.label_smoothing"],
             "task must be a pipetrain.tasks.Task; got d",
         ),
-        (["task._target_=no.such.thing"], "task cannot be built: Error locating target 'no.such.thing'"),
+        (["task._target_=no.such.thing"], "task cannot be built: ImportError: Error loading 'no.such.thing'"),
         (["+task.colour=red"], "task cannot be built"),
         (
             ["task=regression", "label_smoothing=0.1"],

@@ -153,7 +153,7 @@ def test_an_optimizer_is_built_anew_for_each_stage():
         ("optim._target_=torch.optim.Adam", "optim cannot be built: torch.optim.Adam takes no momentum; "),
         ("optim.momentum=-1", "optim cannot be built by torch.optim.SGD: Invalid momentum value: -1"),
         ("optim.momentum=x", "optim cannot be built by torch.optim.SGD: "),
-        ("optim._target_=no.such.thing", "optim cannot be built: Error locating target 'no.such.thing'"),
+        ("optim._target_=no.such.thing", "optim cannot be built: ImportError: Error loading 'no.such.thing'"),
         ("optim._partial_=false", "optim cannot be built: "),
         ("optim.fused=3", "optim.fused=3 must be true or false"),
         (
