@@ -64,8 +64,9 @@ from pipetrain.plan.describe import describe
 from pipetrain.plan.fitting import within_limit
 from pipetrain.plan.prediction import sized
 from pipetrain.plan.profile import read_profile
+from pipetrain.plan.program import draft_program, make_program, settle_clipping
+from pipetrain.plan.prove import prove_window
 from pipetrain.plan.sizes import optimizer_state
-from pipetrain.plan.windows import prove, settle_clipping
 from pipetrain.rate import Rate, rate_of
 from pipetrain.records.bar import Bar
 from pipetrain.runtime.alike import conditions, digest, level, prove_same
@@ -188,8 +189,10 @@ class Pipeline:
         prove_model(model, "Pipeline needs", None if dtype is None else self._settings.dtype)
         self._least = self._schedule.batches if isinstance(self._schedule, FixedProgram) else 1
         batches = self._least if self._least > 1 else 4  # several tell whether weights are read late
-        self._settings = settle_clipping(self._settings, self._schedule, batches)
-        window_of = prove(self._settings, self._schedule, batches)
+        draft = draft_program(self._settings, self._schedule, batches)
+        self._settings = settle_clipping(self._settings, self._schedule, draft)
+        program = make_program(self._schedule, None, batches, self._settings)
+        window_of = prove_window(self._settings, self._schedule, batches, program)
         self._asynchronous = any(bounds.staleness for bounds in window_of.bounds)
         if window is None and not (isinstance(schedule, str) and schedule in schedules()):
             whole_pass = self._asynchronous and self._least == 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,19 +26,25 @@ from pipetrain.plan.balance import GIB, STRATEGIES, balance_times, choose_cuts, 
 from pipetrain.plan.cut import Cut, copies_input, copies_output, cut_layers, shared_weights
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.profile import Facts, Profile, read_profile, refuse_other_layers
+from pipetrain.plan.program import draft_program, make_program, refuse_ties, settle_clipping, window_lengths
+from pipetrain.plan.prove import Window, prove, prove_window
 from pipetrain.plan.recomputation import held_in, may_recompute, reasons, recomputations
-from pipetrain.plan.recompute import Chosen, Mode, modes_of
+from pipetrain.plan.recompute import Mode, modes_of, recomputing
 from pipetrain.plan.sizes import assumed_loss
-from pipetrain.plan.stages import Model, Pipeline, Prediction, Predictor, Traffic, costs_by_work
-from pipetrain.plan.windows import Window, lowered, prove, refuse_ties, settle_clipping, window_lengths
-from pipetrain.schedule.actions import Edge, Op, Program, Schedule, placement, splits
-from pipetrain.schedule.bounds import edge_bounds, widest
+from pipetrain.plan.stages import (
+    Model,
+    Pipeline,
+    Prediction,
+    Predictor,
+    Recomputation,
+    Traffic,
+    costs_by_work,
+)
+from pipetrain.schedule.actions import Edge, Op, Program, Schedule, asks_for, placement, splits
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Sizes
-from pipetrain.schedule.policy import Bounds, Policy, Recomputed, with_recomputation
+from pipetrain.schedule.policy import Bounds, Policy
 from pipetrain.schedule.programs import forward_only
-from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.tailored import Tailored
 from pipetrain.schedule.timeline import Costs
 from pipetrain.settings import PROFILE, Settings
 from pipetrain.tasks import Task
@@ -60,8 +65,8 @@ class Plan:
     evaluation_cut: Cut
     windows: Mapping[int, Window]  # by the number of batches
     evaluation: Program
-    schedule: Schedule = field(compare=False)  # made for the costs, if it is for any
-    recompute: Sequence[Mode]  # of each stage
+    schedule: Schedule = field(compare=False)
+    modes: Sequence[Mode]  # of recomputation, of each stage
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
     sizes: Sequence[Sizes] = ()  # the bytes of each stage, see prediction.sized
@@ -77,10 +82,21 @@ class Plan:
         return self.schedule if isinstance(self.schedule, Policy) else None
 
     @property
-    def tailored(self) -> bool:
+    def by_costs(self) -> bool:
         """Whether the order was made for the costs of the stages."""
-        inner = self.schedule.schedule if isinstance(self.schedule, Recomputed) else self.schedule
-        return isinstance(inner, Tailored)
+        return "costs" in asks_for(self.schedule)
+
+    @property
+    def stage_costs(self) -> Costs:
+        """The costs of all stages: from a profile or a trace, or else by their estimated work."""
+        return self.costs or costs_by_work(self.layers, self.cut, max(self.placement) + 1)
+
+    @property
+    def recompute(self) -> list[Mode]:
+        """What each stage recomputes: nothing if all its backwards directly follow their forwards."""
+        programs = (window.program for window in self.windows.values())
+        recomputed = {a.stage for program in programs for actions in program for a in actions if a.op is Op.R}
+        return [mode if stage in recomputed else Mode.NEVER for stage, mode in enumerate(self.modes)]
 
     @property
     def stages(self) -> int:
@@ -89,7 +105,7 @@ class Plan:
     @property
     def pipeline(self) -> dict[str, object]:
         """The cuts, the placement and the numbers of the modes of recomputation, for a checkpoint."""
-        recompute = [[*Mode].index(mode) for mode in self.recompute]
+        recompute = [[*Mode].index(mode) for mode in self.modes]
         return {"cuts": list(self.cuts), "placement": list(self.placement), "recompute": recompute}
 
     @property
@@ -143,7 +159,17 @@ class Plan:
 
     def peaks(self, stage: int) -> Bounds:
         """Return the peaks of activations, weight versions and staleness of a stage over all windows."""
-        return _peaks(self.windows, stage)
+        most = (window.bounds[stage] for window in self.windows.values())
+        return Bounds(*map(max, *most, Bounds(0, 0, 0)))
+
+    def program(self, batches: int) -> Program:
+        """Return the program of a window of so many batches."""
+        recompute = recomputing(self.modes)
+        return make_program(self.schedule, self.cut, batches, self.settings, self.stage_costs, recompute)
+
+    def proven(self, batches: int) -> Window:
+        """Return a window of another length, proven as those of the plan are."""
+        return prove_window(self.settings, self.schedule, batches, self.program(batches), self.cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +179,12 @@ class Samples:
     batches: list[int]
     evaluation: list[int]
     resumed: int = 0  # batches already done of the first epoch
+
+    def windows(self, window: int | None) -> list[int]:
+        """Return all lengths of windows, the longest first."""
+        epoch = len(self.batches)
+        lengths = {n for done in (0, self.resumed) for n in window_lengths(epoch, window, done)}
+        return sorted(lengths, reverse=True)
 
 
 def profile_conditions(settings: Settings, optim: Mapping[Any, Any]) -> Facts:
@@ -194,35 +226,24 @@ def make_plan(
     This changes `model`, which must not be trained afterwards. `example`: of the input; `profile`: for
     partition=profile.
     """
-    m, epoch = settings.microbatches, len(samples.batches)
     example = _cast("inputs", example, settings.data_dtype)
     network = network_of(model, example, settings.precision == "bf16")
-    lengths = {n for done in (0, samples.resumed) for n in window_lengths(epoch, settings.window, done)}
-    plain, schedule = schedule, with_recomputation(schedule, Chosen(settings.recompute))
-    settings = settle_clipping(settings, schedule, max(lengths))
-    windows, proven = {n: prove(settings, schedule, n) for n in sorted(lengths, reverse=True)}, schedule
-    where = placement(next(iter(windows.values())).program)
+    lengths = samples.windows(settings.window)
+    draft = draft_program(settings, schedule, lengths[0])
+    settings, where = settle_clipping(settings, schedule, draft), placement(draft)
     modes = modes_of(settings.recompute, len(where))
 
     full = settings.full
-    sizes = {full, *(size for batch in set(samples.batches) for size in pieces(batch, m))}
+    sizes = {full, *(n for batch in set(samples.batches) for n in pieces(batch, settings.microbatches))}
     numerics, trained, evaluated = _estimates(settings, network, example, sizes, set(samples.evaluation))
     layers = trained[full]
     predictor = prediction = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
-        decided = isinstance(schedule, Policy)
-        without, again = windows, []
-        if may_recompute(settings):
-            everywhere = with_recomputation(plain, range)
-            without = {n: prove(settings, plain, n) for n in windows}
-            all_of_them = {n: prove(settings, everywhere, n) for n in windows}
-            again = recomputations(settings, without, all_of_them, decided)
-        pipeline = _pipeline(settings, where, without, layers, example.of(full), decided)
-        predictor = Predictor(profile, replace(pipeline, again=again))
+        pipeline = _pipeline(settings, schedule, where, lengths, layers, example.of(full))
+        predictor = Predictor(profile, pipeline)
         cuts, prediction = _cut_by_times(settings, network, layers, predictor, where)
-        if (chosen := [stage.mode for stage in prediction.stages]) != modes:
-            modes, schedule = chosen, with_recomputation(plain, Chosen(chosen))
+        modes = [stage.mode for stage in prediction.stages]
     else:
         cuts = choose_cuts(settings.partition, layers, len(where), network.joins, where)
         if settings.partition == "flops":
@@ -238,14 +259,10 @@ def make_plan(
     cut = cut_layers({full: layers, **trained}, cuts, example, shared)
     refuse_ties(settings, schedule, cut)
     costs = predictor.costs(cuts, _tied_bytes(network, cut), modes) if predictor else None
-    by_work = costs_by_work(layers, cut, max(where) + 1)
-    schedule = _tailored(schedule, costs or by_work, settings)
-    program = lower(forward_only(where, len(samples.evaluation)), cut.edges)
-    cut = _bounded(settings, schedule, windows, cut, program)
-    # What was proven above had neither ties, nor other routes, nor these costs.
-    if schedule != proven or cut.ties or cut.edges != list(pairwise(range(len(where)))):
-        windows = {n: prove(settings, schedule, n, cut) for n in windows}
-    simulate(program, 1, buffer_size=cut.bounds, routes=cut.edges)
+    priced = costs or costs_by_work(layers, cut, max(where) + 1)
+    programs = {n: make_program(schedule, cut, n, settings, priced, recomputing(modes)) for n in lengths}
+    evaluation = lower(forward_only(where, len(samples.evaluation)), cut.edges)
+    cut, windows = prove(settings, schedule, cut, programs, evaluation)
     return Plan(
         settings=settings,
         numerics=numerics,
@@ -255,51 +272,22 @@ def make_plan(
         cut=cut,
         evaluation_cut=cut_layers(evaluated, cuts, example),
         windows=windows,
-        evaluation=program,
+        evaluation=evaluation,
         schedule=schedule,
-        recompute=_effective(modes, windows),
+        modes=modes,
         costs=costs,
         prediction=prediction,
     )
 
 
 def with_costs(plan: Plan, costs: Costs) -> Plan:
-    """Return the plan at measured costs: where the schedule makes its order for them, with that order."""
+    """Return the plan at measured costs, with programs made for them if the schedule asks for costs."""
     plan = replace(plan, costs=costs, prediction=None)
-    schedule = _tailored(plan.schedule, costs, plan.settings)
-    if schedule == plan.schedule:
+    if not plan.by_costs:
         return plan
-    cut = _bounded(plan.settings, schedule, plan.windows, plan.cut, plan.evaluation)
-    windows = {n: prove(plan.settings, schedule, n, cut) for n in plan.windows}
-    return replace(plan, schedule=schedule, cut=cut, windows=windows)
-
-
-def _tailored(schedule: Schedule, costs: Costs, settings: Settings) -> Schedule:
-    """Return a schedule that is made for costs as made for these; any other one as it is."""
-    if isinstance(schedule, Recomputed):
-        return replace(schedule, schedule=_tailored(schedule.schedule, costs, settings))
-    return schedule.made_for(costs, settings.buffer_size) if isinstance(schedule, Tailored) else schedule
-
-
-def _bounded(
-    settings: Settings, schedule: Schedule, lengths: Collection[int], cut: Cut, evaluation: Program
-) -> Cut:
-    """Return the cut with the bounds of their edges, for windows of these lengths and the evaluation."""
-    programs = [evaluation, *(lowered(settings, schedule, n, cut) for n in lengths)]
-    bounds = [edge_bounds(one, cut.edges, settings.buffer_size, cut.ties) for one in programs]
-    return cut.bounded(widest(bounds))
-
-
-def _effective(modes: Sequence[Mode], windows: Mapping[int, Window]) -> list[Mode]:
-    """Return the mode of each stage; one whose backwards all follow their forwards recomputes nothing."""
-    recomputing = {
-        action.stage
-        for window in windows.values()
-        for actions in window.program
-        for action in actions
-        if action.op is Op.R
-    }
-    return [mode if stage in recomputing else Mode.NEVER for stage, mode in enumerate(modes)]
+    programs = {n: plan.program(n) for n in plan.windows}
+    cut, windows = prove(plan.settings, plan.schedule, plan.cut, programs, plan.evaluation)
+    return replace(plan, cut=cut, windows=windows)
 
 
 def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = None) -> None:
@@ -365,24 +353,35 @@ def _estimates(
     return numerics, of(numerics, sizes, True), of(numerics, evaluation, False)
 
 
-def _peaks(windows: Mapping[int, Window], stage: int) -> Bounds:
-    return Bounds(*map(max, *(window.bounds[stage] for window in windows.values()), Bounds(0, 0, 0)))
-
-
 def _pipeline(
     settings: Settings,
+    schedule: Schedule,
     where: list[int],
-    windows: Mapping[int, Window],
+    lengths: Collection[int],
     layers: Sequence[Layer],
     inputs: Boundary,
-    decided: bool,
 ) -> Pipeline:
-    held = [held_in(settings, windows.values(), stage, decided) for stage in range(len(where))]
+    """Return what a stage has to do and to hold in any of the windows, whatever its layers are."""
+
+    def programs(recompute: Collection[int] = ()) -> dict[int, Program]:
+        return {n: make_program(schedule, None, n, settings, recompute=recompute) for n in lengths}
+
+    plain, policy = programs(), schedule if isinstance(schedule, Policy) else None
+    again: list[Recomputation] = []
+    if may_recompute(settings):
+        again = recomputations(settings, programs(range(len(where))), len(where), policy)
+    held = [held_in(settings, plain, stage, policy) for stage in range(len(where))]
     loss = assumed_loss(layers[-1].output, settings.data_dtype)
-    model = Model(layers, inputs, loss, settings.ema is not None)
-    values = _traffic(settings, layers, inputs)
-    split = any(splits(window.program) for window in windows.values())
-    return Pipeline(settings.microbatches, settings.buffer_size, where, held, values, model, split)
+    return Pipeline(
+        settings.microbatches,
+        settings.buffer_size,
+        where,
+        held,
+        _traffic(settings, layers, inputs),
+        Model(layers, inputs, loss, settings.ema is not None),
+        any(splits(program) for program in plain.values()),
+        again,
+    )
 
 
 def _traffic(settings: Settings, layers: Sequence[Layer], inputs: Boundary) -> list[Traffic]:

@@ -18,11 +18,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig
 
 from pipetrain.errors import ConfigError
-from pipetrain.schedule.actions import ScheduleError, placement
+from pipetrain.schedule.actions import ScheduleError, compute_program, most_open, placement
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.policy import compute_program
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.tailored import most_open
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined
 
@@ -134,7 +132,8 @@ def in_units(run: Timeline, batches: int, unit: float) -> Played:
 def _on_equal_stages(cfg: DictConfig, ranks: int, microbatches: int) -> Played:
     batches, buffer_size = batches_of(cfg), _count(cfg, "buffer_size") or 1
     schedule = instantiate(cfg.schedule)
-    program = lower(joined(compute_program(schedule, ranks, batches, microbatches, buffer_size)))
+    compute = compute_program(schedule, ranks, batches, microbatches, buffer_size=buffer_size)
+    program = lower(joined(compute))
     run = simulate(program, microbatches, buffer_size=buffer_size)
     return in_units(run, batches, WORK * len(placement(program)) / ranks)
 

@@ -247,10 +247,10 @@ def _figures(plan: Plan, batches: int) -> str:
     formula = theory(settings.schedule, settings.ranks, batches, *size)
     if formula and not any(formula.staleness) and has_norms(plan.window.program):
         formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
-    if plan.tailored:  # the formulas are for an order that was made for equal stages
+    if plan.by_costs:  # the formulas are for an order that was made for equal stages
         formula, simulation = None, played(plan)
     bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.2%}"
-    which = "these" if plan.tailored else "equal"
+    which = "these" if plan.by_costs else "equal"
     rows = [[f"details of {which} stages", "simulated"], ["bubble", f"{simulation.bubble:.2%}", bubble]]
     rows[0].append("at most" if plan.policy else "formula")
     bounds = zip(*map(plan.peaks, range(plan.stages)), strict=True)
@@ -259,7 +259,7 @@ def _figures(plan: Plan, batches: int) -> str:
         rows.append([name, _list(getattr(simulation, name)), _list(expected) if expected else "-"])
     note = "by stage; activations in microbatches, staleness in updates\n"
     note += f"the timeline and its bubble go by the {'times' if plan.costs else 'work'} of the stages, "
-    note += "as do these details and the order\n" if plan.tailored else "these details as if all were equal\n"
+    note += "as do these details and the order\n" if plan.by_costs else "these details as if all were equal\n"
     if plan.policy:
         note += "the order is decided while it runs: this is how it goes if times are even\n"
     return aligned(rows) + note

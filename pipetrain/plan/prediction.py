@@ -83,7 +83,7 @@ def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan
             of.stop,
             loss,
             copies_input=plan.copies_input(stage),
-            selective=plan.recompute[stage] is Mode.SELECTIVE,
+            selective=plan.modes[stage] is Mode.SELECTIVE,
         )
         sizes.append(
             Sizes(

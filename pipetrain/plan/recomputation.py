@@ -7,17 +7,17 @@ that is, beside the program without any.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from pipetrain.codec import Identity
 from pipetrain.plan.balance import GIB
 from pipetrain.plan.recompute import AUTO, Mode, modes_of
 from pipetrain.plan.stages import Predictor, Recomputation, StageTime
-from pipetrain.plan.windows import Window
-from pipetrain.schedule.actions import Op
+from pipetrain.schedule.actions import Op, Program
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.memory import Counts, counts, fullest, most
+from pipetrain.schedule.policy import Policy
 from pipetrain.settings import Settings
 
 
@@ -29,42 +29,48 @@ def may_recompute(settings: Settings) -> bool:
 
 
 def recomputations(
-    settings: Settings, plain: Mapping[int, Window], again: Mapping[int, Window], decided: bool
+    settings: Settings, programs: Mapping[int, Program], stages: int, policy: Policy | None
 ) -> list[Recomputation]:
-    """Return what each stage may recompute. `plain`, `again`: the windows without any R, and with all."""
-    stages = len(next(iter(plain.values())).bounds)
+    """Return what each stage may recompute. `programs`: by number of batches, with R wherever it may be."""
     if settings.recompute != AUTO:
         modes = [[mode] for mode in modes_of(settings.recompute, stages)]
     else:  # torch.compile leaves no operations to choose from
         modes = [[mode for mode in Mode if mode is not Mode.SELECTIVE or not settings.compile]] * stages
     found = []
     for stage in range(stages):
-        share = max(_share(window, stage, n * settings.microbatches) for n, window in again.items())
-        held = held_in(settings, again.values(), stage, decided)
+        share = max(_share(program, stage, n * settings.microbatches) for n, program in programs.items())
+        held = held_in(settings, programs, stage, policy)
         found.append(Recomputation(modes[stage] if share else [Mode.NEVER], share, held))
     return found
 
 
-def _share(window: Window, stage: int, microbatches: int) -> float:
-    recomputed = [a for actions in window.program for a in actions if (a.stage, a.op) == (stage, Op.R)]
+def _share(program: Program, stage: int, microbatches: int) -> float:
+    recomputed = [a for actions in program for a in actions if (a.stage, a.op) == (stage, Op.R)]
     return len(recomputed) / microbatches
 
 
-def held_in(settings: Settings, windows: Collection[Window], stage: int, decided: bool) -> list[Counts]:
-    """Return what a stage holds where that may be the most. `decided`: a policy decides the order."""
-    return most([one for window in windows for one in _counts(settings, window, stage, decided)])
+def held_in(
+    settings: Settings, programs: Mapping[int, Program], stage: int, policy: Policy | None
+) -> list[Counts]:
+    """Return the counts of a stage, over all programs, of which one is the peak whatever its sizes."""
+    return most(
+        [one for n, program in programs.items() for one in _counts(settings, program, n, stage, policy)]
+    )
 
 
-def _counts(settings: Settings, window: Window, stage: int, decided: bool) -> list[Counts]:
+def _counts(
+    settings: Settings, program: Program, batches: int, stage: int, policy: Policy | None
+) -> list[Counts]:
     """Return what a stage holds in a window; where a policy decides its order, the most that it may."""
-    bounds = dict.fromkeys(edges(window.program), settings.buffer_size)
-    if decided:
-        full = fullest(stage, window.bounds[stage].activations, window.bounds[stage].versions, bounds)
-        recomputes = any(a.op is Op.R for a in window.program[stage])
+    bounds = dict.fromkeys(edges(program), settings.buffer_size)
+    if policy is not None:
+        held = policy.bounds(stage, len(program), batches, settings.microbatches)
+        full = fullest(stage, held.activations, held.versions, bounds)
+        recomputes = any(a.op is Op.R for a in program[stage])
         return [full._replace(saved=1, before_r=full.saved - 1) if recomputes else full]
     coded = not isinstance(settings.codecs.forward, Identity)
     copied = [edge for edge in bounds if edge[0] < edge[1]] if coded else []
-    (actions,) = (row for row in window.program if any(action.stage == stage for action in row))
+    (actions,) = (row for row in program if any(action.stage == stage for action in row))
     return [held[stage] for _, held in counts(actions, bounds, copied=copied)]
 
 

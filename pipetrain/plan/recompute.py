@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 from pipetrain.errors import ConfigError
@@ -41,12 +40,6 @@ def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
     return [Mode(recompute)] * stages
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Number of stages -> those that recompute, for a value of recompute=."""
-
-    recompute: str | Sequence[str]
-
-    def __call__(self, stages: int) -> list[int]:
-        modes = modes_of(self.recompute, stages)
-        return [stage for stage, mode in enumerate(modes) if mode is not Mode.NEVER]
+def recomputing(modes: Sequence[Mode]) -> list[int]:
+    """Return the stages that recompute their forwards."""
+    return [stage for stage, mode in enumerate(modes) if mode is not Mode.NEVER]

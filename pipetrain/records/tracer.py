@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.checkpoint.files import Position
-from pipetrain.plan.windows import window_lengths
+from pipetrain.plan.program import window_lengths
 from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Op, parse_action

@@ -148,11 +148,12 @@ class Decided(Order):
         batches: int,
         microbatches: int,
         routes: Sequence[Edge] | None = None,
+        recomputes: bool = False,
     ) -> None:
         super().__init__(batches, microbatches, stage)
         self._policy, self._stages, self._routes = policy, stages, routes
         self._reads: dict[int, int] = {}  # open microbatch -> weight version
-        self._saving = Saving(recomputed=policy.recomputes(stage, stages, batches, microbatches))
+        self._saving = Saving(recomputed=recomputes)
 
     def receives(self) -> list[Action]:
         lowering = Lowering([(rank,) for rank in range(self._stages)], self._routes)
@@ -168,11 +169,12 @@ class Decided(Order):
 
     def short(self) -> Order:
         batches = min(SHORT, self.batches)
-        return Decided(self._policy, self._first, self._stages, batches, self._microbatches, self._routes)
+        size = self._first, self._stages, batches, self._microbatches
+        return Decided(self._policy, *size, self._routes, self._saving.recomputed)
 
     def _actions(self, view: View) -> Iterator[Action | Wait]:
         size = self._first, self._stages, lambda: self.batches, self._microbatches
-        for action in self._policy.lowered(*size, view, self._routes):
+        for action in self._policy.lowered(*size, view, self._routes, self._saving.recomputed):
             if isinstance(action, Action) and action.op is Op.F:
                 self._reads[action.mb] = action.version
             elif isinstance(action, Action) and action.op in (Op.B, Op.W):
@@ -186,11 +188,14 @@ class Decided(Order):
 def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> Order:
     """Return the actions of a rank in a window of `batches` batches."""
     microbatches = plan.settings.microbatches
+    actions = plan.windows[batches].program[rank]
     order: Order
     if plan.policy is None:
-        order = Listed(plan.windows[batches].program[rank], batches, microbatches)
+        order = Listed(actions, batches, microbatches)
     else:
-        order = Decided(plan.policy, rank, plan.stages, batches, microbatches, plan.cut.edges)
+        recomputes = any(action.op is Op.R for action in actions)
+        size = rank, plan.stages, batches, microbatches
+        order = Decided(plan.policy, *size, plan.cut.edges, recomputes)
     return order.may_end(ends, _ahead(plan))
 
 

@@ -18,7 +18,6 @@ from pipetrain.plan.blueprint import Plan, outputs_of
 from pipetrain.plan.cut import homes
 from pipetrain.plan.fitting import explained, is_out_of_memory
 from pipetrain.plan.recompute import Mode
-from pipetrain.plan.windows import prove
 from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import Channel
@@ -82,7 +81,7 @@ class Session:
         plan = self.plan
         if batches not in plan.windows:
             assert isinstance(plan.windows, dict)
-            plan.windows[batches] = prove(plan.settings, plan.schedule, batches, plan.cut)
+            plan.windows[batches] = plan.proven(batches)
             self.engine.bounds = {stage: plan.peaks(stage) for stage in self.stages}
 
     def train(
@@ -224,7 +223,7 @@ def make_stages(
             copy_output=plan.copies_output(index),
             numerics=plan.numerics,
             compile=settings.compile,
-            selective=plan.recompute[index] is Mode.SELECTIVE,
+            selective=plan.modes[index] is Mode.SELECTIVE,
             ema=settings.ema,
             clip_grad_norm=settings.clip_grad_norm,
             names=names[index],

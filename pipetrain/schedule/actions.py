@@ -14,6 +14,10 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from inspect import signature
+from itertools import islice
+from typing import Any
 
 
 class ScheduleError(ValueError):
@@ -95,8 +99,31 @@ Edge = tuple[int, int]  # (source stage, target stage) of messages; gradients go
 Tie = tuple[int, ...]  # the stages that share some weights, ascending
 Ties = Sequence[Collection[int]]  # the stages that share each weight; a stage may share several
 
-Schedule = Callable[[int, int, int], Program]
-"""(ranks, batches, microbatches a batch) -> a compute-only program: F, B (or I and W), R and STEP."""
+Schedule = Callable[..., Program]
+"""(ranks, batches, microbatches a batch) -> a compute-only program: F, B (or I and W), R and STEP.
+
+What it needs beside these it names as keywords with a default, and is given: `costs` of each action, as soon
+as they are known; `buffer_size`, the bound of the channel; `routes` between stages, see `lower`; `recompute`,
+the stages that are to recompute their forwards, for a schedule that places each R itself.
+"""
+
+
+def asks_for(schedule: Schedule) -> set[str]:
+    """Return the keywords that a schedule names beside its three numbers, and that are not bound."""
+    try:
+        parameters = signature(schedule).parameters
+    except (TypeError, ValueError):  # a callable that does not say
+        return set()
+    bound = schedule.keywords if isinstance(schedule, partial) else {}
+    return set(islice(parameters, 3, None)) - set(bound)
+
+
+def compute_program(
+    schedule: Schedule, ranks: int, batches: int, microbatches: int, **offered: Any
+) -> Program:
+    """Return a schedule's compute-only program, made with what it asks for of what is `offered`."""
+    wanted = {name: value for name, value in offered.items() if name in asks_for(schedule)}
+    return [list(actions) for actions in schedule(ranks, batches, microbatches, **wanted)]
 
 
 def parse_action(text: str) -> Action:
@@ -157,9 +184,26 @@ def splits(program: Program) -> bool:
     return any(action.op is Op.I for actions in program for action in actions)
 
 
+def reads_old(program: Program, microbatches: int) -> bool:
+    """Return whether some forwards read weights that lack updates of earlier batches."""
+    forwards = (action for actions in program for action in actions if action.op is Op.F)
+    return any(action.version < action.mb // microbatches for action in forwards)
+
+
 def tied_stages(program: Program) -> set[int]:
     """Return the stages whose updates wait for the gradients of weights that they share with others."""
     return {action.stage for actions in program for action in actions if action.op is Op.TIE}
+
+
+def most_open(program: Program) -> int:
+    """Return the most microbatches that a rank holds at once, over all its stages, from F to B or W."""
+    most = 0
+    for actions in program:
+        held = 0
+        for action in actions:
+            held += (action.op is Op.F) - (action.op in (Op.B, Op.W))
+            most = max(most, held)
+    return most
 
 
 def shortened(actions: Sequence[Action], batches: int, microbatches: int) -> list[Action]:

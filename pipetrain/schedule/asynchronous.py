@@ -12,17 +12,16 @@ waiting a sixth of the time where I takes a fifth longer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 
-from pipetrain.schedule.actions import Program, ScheduleError
+from pipetrain.schedule.actions import Program, ScheduleError, most_open
 from pipetrain.schedule.greedy import Times
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.periodic import Offsets, offsets
-from pipetrain.schedule.programs.order import newest, require, versioned
+from pipetrain.schedule.programs.order import newest, require, v_placement, versioned
 from pipetrain.schedule.simulate import Cost, Deadlock, simulate, unit_cost
-from pipetrain.schedule.tailored import most_open, v_placement
 
 LIKE = ("auto", "v_min", "v_half")
 _SLOWER = 1.01  # times the shortest period, for less staleness
@@ -35,19 +34,15 @@ class AsynchronousV:
     `like`: v_min or v_half has the offsets of that rule for F = I = W; auto chooses among these and some made
     for the costs: of those that are as fast, to a hundredth, what holds the fewest activations and is so the
     least stale. `memory`: the most activations that a rank may hold, in microbatches of its two stages
-    together; None: any number. `cost`: of each action; `buffer_size`: the bound of the channel.
+    together; None: any number.
     """
 
     like: str = "auto"
     memory: float | None = None
-    cost: Cost = unit_cost
-    buffer_size: int = 1
 
-    def made_for(self, cost: Cost, buffer_size: int) -> AsynchronousV:
-        """Return the schedule for these costs and this bound of the channel."""
-        return replace(self, cost=cost, buffer_size=buffer_size)
-
-    def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
+    def __call__(
+        self, ranks: int, batches: int, microbatches: int, *, costs: Cost = unit_cost, buffer_size: int = 1
+    ) -> Program:
         """Return the compute-only program of a window. Raises ScheduleError."""
         require("v_async", ranks=ranks, batches=batches, microbatches=microbatches)
         if self.like not in LIKE:
@@ -58,13 +53,13 @@ class AsynchronousV:
         if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float)):
             raise ScheduleError(f"schedule v_async needs memory to be a number or null; got memory={memory}")
         where = v_placement(ranks)
-        orders = self.offsets(ranks).orders(where, batches * microbatches)
+        orders = self.offsets(ranks, costs, buffer_size).orders(where, batches * microbatches)
         return [versioned(order, microbatches, newest) for order in orders]
 
-    def offsets(self, ranks: int) -> Offsets:
+    def offsets(self, ranks: int, costs: Cost = unit_cost, buffer_size: int = 1) -> Offsets:
         """Return the offsets of the order, the same for any window. Raises ScheduleError."""
-        times = Times.of(self.cost, v_placement(ranks))
-        possible = _timed(times, self.buffer_size)
+        times = Times.of(costs, v_placement(ranks))
+        possible = _timed(times, buffer_size)
         if self.like != "auto":
             possible = [possible[self.like == "v_half"]]
         if self.memory is not None:

@@ -8,18 +8,24 @@ than a fixed rule of its placement. Every rank makes the same program, as all kn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError
+from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, most_open
 from pipetrain.schedule.greedy import Rule, Times, listed
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.periodic import offsets
 from pipetrain.schedule.programs import one_f_one_b, v_half, v_min, zb_h1, zb_h2, zbv
-from pipetrain.schedule.programs.order import Work, newest, repeated, require, versioned
+from pipetrain.schedule.programs.order import (
+    Work,
+    newest,
+    repeated,
+    require,
+    v_placement,
+    versioned,
+)
 from pipetrain.schedule.simulate import Cost, Deadlock, simulate, unit_cost
-from pipetrain.schedule.tailored import most_open, v_placement
 from pipetrain.schedule.transforms import joined
 
 FIXED: dict[bool, list[Schedule]] = {
@@ -48,20 +54,15 @@ class ZeroBubbleAuto:
     """Makes an order of F, I and W for the costs of the stages; called, it is a Schedule.
 
     `memory`: the most activations that a rank may hold, in microbatches of all its stages together; None: one
-    for each rank, as 1f1b. `v`: rank r of S holds stages r and 2S-1-r; else stage r alone. `cost`: of each
-    action; `buffer_size`: the bound of the channel.
+    for each rank, as 1f1b. `v`: rank r of S holds stages r and 2S-1-r; else stage r alone.
     """
 
     memory: float | None = None
     v: bool = True
-    cost: Cost = unit_cost
-    buffer_size: int = 1
 
-    def made_for(self, cost: Cost, buffer_size: int) -> ZeroBubbleAuto:
-        """Return the schedule for these costs and this bound of the channel."""
-        return replace(self, cost=cost, buffer_size=buffer_size)
-
-    def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
+    def __call__(
+        self, ranks: int, batches: int, microbatches: int, *, costs: Cost = unit_cost, buffer_size: int = 1
+    ) -> Program:
         """Return the compute-only program of a window. Raises ScheduleError."""
         require("zb_auto", ranks=ranks, batches=batches, microbatches=microbatches)
         limit = ranks if self.memory is None else self.memory
@@ -72,26 +73,31 @@ class ZeroBubbleAuto:
         where = v_placement(ranks) if self.v else list(range(ranks))
         trial = max(1, min(batches, _LARGE // (3 * len(where) * microbatches)))
         found: list[tuple[float, Callable[[int], Program]]] = []
-        for make in self._candidates(where, trial, microbatches, limit * len(where) // ranks):
+        most = limit * len(where) // ranks
+        for make in self._candidates(where, trial, microbatches, most, costs, buffer_size):
             try:
-                run = simulate(
-                    lower(joined(make(trial))), microbatches, buffer_size=self.buffer_size, cost=self.cost
-                )
+                run = simulate(lower(joined(make(trial))), microbatches, buffer_size=buffer_size, cost=costs)
             except Deadlock:  # with this bound of the channel
                 continue
             found.append((run.makespan, make))
         if not found:
             raise ScheduleError(
                 f"schedule zb_auto found no order of {ranks} ranks and {microbatches} microbatches that does "
-                f"with memory={limit} and buffer_size={self.buffer_size}: raise one of them"
+                f"with memory={limit} and buffer_size={buffer_size}: raise one of them"
             )
         return min(found, key=lambda timed: timed[0])[1](batches)
 
     def _candidates(
-        self, where: Sequence[int], batches: int, microbatches: int, limit: float
+        self,
+        where: Sequence[int],
+        batches: int,
+        microbatches: int,
+        limit: float,
+        costs: Cost,
+        buffer_size: int,
     ) -> Iterator[Callable[[int], Program]]:
         """Yield what makes the program of a number of batches, for each order within the limit."""
-        times = Times.of(self.cost, where)
+        times = Times.of(costs, where)
         ranks = max(where) + 1
         for fixed in FIXED[self.v]:
             if most_open(fixed(ranks, 1, microbatches)) <= limit:
@@ -102,7 +108,7 @@ class ZeroBubbleAuto:
                 if most_open(_repeated(orders, microbatches, 1)) <= limit:
                     yield partial(_repeated, orders, microbatches)
         listing = partial(
-            listed, where, microbatches=microbatches, times=times, limit=limit, room=2 * self.buffer_size
+            listed, where, microbatches=microbatches, times=times, limit=limit, room=2 * buffer_size
         )
         timed = [
             (listing(batches=batches, rule=rule)[1], number) for number, rule in enumerate(_RULES[self.v])

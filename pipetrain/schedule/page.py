@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from pipetrain.schedule.actions import COMPUTE, Op
-from pipetrain.schedule.tailored import most_open
+from pipetrain.schedule.actions import COMPUTE, Op, most_open
 from pipetrain.schedule.timeline import Row, Timeline
 
 NAMES = {

@@ -26,14 +26,11 @@ from pipetrain.schedule.actions import (
     Edge,
     Op,
     Program,
-    Schedule,
     ScheduleError,
-    ranks_of,
 )
 from pipetrain.schedule.bounds import free_skips
 from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.simulate import BufferSize, Cost, unit_cost
-from pipetrain.schedule.transforms import recomputing
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,45 +66,90 @@ class View(Protocol):
         """Return whether this SEND would not wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """Tells a policy which computations of its stage would have to wait, over all its routes."""
+class Ready:
+    """What one stage could compute next, and which of it need not wait. It keeps account of the window."""
 
-    lowering: Lowering
-    view: View
+    def __init__(
+        self, stage: int, batches: Callable[[], int], microbatches: int, lowering: Lowering, view: View
+    ) -> None:
+        self._stage = stage
+        self._batches = batches
+        self._microbatches = microbatches
+        self._lowering = lowering
+        self._view = view
+        self._newest = 0
+        self._forwards = 0
+        self._opened: deque[Action] = deque()  # forwards without a backward
 
-    def first_ready(self, actions: Sequence[Action]) -> Action | Wait:
+    @property
+    def ended(self) -> bool:
+        """Whether all backwards are done."""
+        return self._forwards - self.open >= self._total
+
+    @property
+    def open(self) -> int:
+        """The number of microbatches between their forward and their backward."""
+        return len(self._opened)
+
+    @property
+    def forward(self) -> Action | None:
+        """The next forward, which reads the newest weights."""
+        if self._forwards >= self._total:
+            return None
+        return Action(self._stage, Op.F, self._forwards, self._newest)
+
+    @property
+    def backward(self) -> Action | None:
+        """The next backward; None if its forward is still to come."""
+        return replace(self._opened[0], op=Op.B) if self._opened else None
+
+    def first(self, *actions: Action | None) -> Action | Wait:
         """Return the first of these that need not wait: an F for room for what it makes, F and B for input.
 
         If all must wait, return a Wait until that may have changed.
         """
         receives: list[Action] = []
         sends: list[Action] = []
-        for action in actions:
-            needed = self.lowering.receives(action)
-            missing = [receive for receive in needed if not self.view.arrived(receive)]
+        for action in filter(None, actions):
+            missing = [
+                receive for receive in self._lowering.receives(action) if not self._view.arrived(receive)
+            ]
             full: list[Action] = []
             if action.op is Op.F and not missing:
-                full = [send for send in self.lowering.sends(action) if not self.view.room(send)]
+                full = [send for send in self._lowering.sends(action) if not self._view.room(send)]
             if not missing and not full:
                 return action
             receives += missing
             sends += full
         return Wait(tuple(receives), tuple(sends))
 
+    def done(self, action: Action) -> Action | None:
+        """Note that a forward or backward is done; return the STEP after the last backward of a batch."""
+        if action.op is Op.F:
+            self._opened.append(action)
+            self._forwards += 1
+            return None
+        self._opened.popleft()
+        if (action.mb + 1) % self._microbatches:
+            return None
+        self._newest += 1
+        return Action(self._stage, Op.STEP, version=self._newest)
+
+    @property
+    def _total(self) -> int:
+        return self._batches() * self._microbatches
+
 
 class Policy(ABC):
-    """Decides the next computation of a rank. One stage per rank."""
+    """Decides the next computation of a rank. One stage per rank.
+
+    Each stage steps after the last backward of a batch. One that recomputes its forwards does so while it
+    waits for the gradient of the oldest; if that is there already, directly before its backward.
+    """
 
     @abstractmethod
-    def decide(
-        self, stage: int, stages: int, batches: Callable[[], int], microbatches: int, outlook: Outlook
-    ) -> Iterator[Action | Wait]:
-        """Yield a stage's compute actions and STEPs in one window, or Waits.
-
-        An action and its messages are done when the next one is requested. `batches()` may become smaller,
-        but never excludes a batch that any stage has begun: the window then ends early.
-        """
+    def decide(self, ready: Ready) -> Action | Wait:
+        """Return the next forward or backward of a stage, or a Wait."""
 
     @abstractmethod
     def bounds(self, stage: int, stages: int, batches: int, microbatches: int) -> Bounds:
@@ -116,13 +158,22 @@ class Policy(ABC):
     @abstractmethod
     def refuse(self, ranks: int, batches: int, microbatches: int) -> None: ...
 
-    def recomputes(self, stage: int, stages: int, batches: int, microbatches: int) -> bool:
-        """Return whether each microbatch of a stage has an R in a window that begins with so many batches."""
-        return False
-
-    def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
-        """Return the compute-only program of a window at unit costs."""
-        return play(self, ranks, batches, microbatches)
+    def __call__(
+        self,
+        ranks: int,
+        batches: int,
+        microbatches: int,
+        *,
+        buffer_size: int = 2,
+        routes: Sequence[Edge] | None = None,
+        recompute: Collection[int] = (),
+    ) -> Program:
+        """Return the compute-only program of a window at unit costs, in which no skip waits for room."""
+        pairs = pairwise(range(ranks)) if routes is None else routes
+        both = [edge for source, to in pairs for edge in ((source, to), (to, source))]
+        bounds = free_skips(both, buffer_size, batches * microbatches)
+        size = ranks, batches, microbatches
+        return play(self, *size, buffer_size=bounds, routes=routes, recompute=recompute)
 
     def lowered(
         self,
@@ -132,14 +183,34 @@ class Policy(ABC):
         microbatches: int,
         view: View,
         routes: Sequence[Edge] | None = None,
+        recomputes: bool = False,
     ) -> Iterator[Action | Wait]:
-        """Yield the actions of `decide` with their messages."""
+        """Yield a stage's actions in one window with their messages, or Waits.
+
+        An action is done when the next one is requested. `batches()` may become smaller, but never excludes a
+        batch that any stage has begun: the window then ends early.
+        """
         lowering = Lowering([(rank,) for rank in range(stages)], routes)
-        for decided in self.decide(stage, stages, batches, microbatches, Outlook(lowering, view)):
-            if isinstance(decided, Wait):
-                yield decided
+        ready = Ready(stage, batches, microbatches, lowering, view)
+        recomputed = -1  # the last microbatch with an R
+        while not ready.ended:
+            chosen, oldest = self.decide(ready), ready.backward
+            if recomputes and oldest and recomputed < oldest.mb and _goes_back(chosen):
+                recomputed = oldest.mb
+                yield replace(oldest, op=Op.R)
+            elif isinstance(chosen, Wait):
+                yield chosen
             else:
-                yield from lowering.lowered(decided)
+                yield from lowering.lowered(chosen)
+                if step := ready.done(chosen):
+                    yield from lowering.lowered(step)
+
+
+def _goes_back(chosen: Action | Wait) -> bool:
+    """Return whether a stage does a backward next, or waits for a gradient."""
+    if isinstance(chosen, Wait):
+        return any(receive.op is Op.RECV_B for receive in chosen.receives)
+    return chosen.op is Op.B
 
 
 @dataclass(frozen=True)
@@ -154,27 +225,9 @@ class ForwardBackward(Policy):
 
     in_flight: int
 
-    def decide(
-        self, stage: int, stages: int, batches: Callable[[], int], microbatches: int, outlook: Outlook
-    ) -> Iterator[Action | Wait]:
-        """Yield actions; a forward reads the newest weights, and its backward the same."""
-        forwards, backwards, newest = 0, 0, 0
-        reads: deque[int] = deque()  # versions read by the open microbatches
-        while backwards < (total := batches() * microbatches):
-            backward = [Action(stage, Op.B, backwards, reads[0])] if reads else []
-            may_go_ahead = forwards < total and len(reads) < self.in_flight
-            forward = [Action(stage, Op.F, forwards, newest)] if may_go_ahead else []
-            chosen = outlook.first_ready(backward + forward)
-            yield chosen
-            if chosen in backward:
-                reads.popleft()
-                backwards += 1
-                if backwards % microbatches == 0:
-                    newest += 1
-                    yield Action(stage, Op.STEP, version=newest)
-            elif chosen in forward:
-                reads.append(newest)
-                forwards += 1
+    def decide(self, ready: Ready) -> Action | Wait:
+        """Return the next backward, or else a forward where fewer than `in_flight` microbatches are open."""
+        return ready.first(ready.backward, ready.forward if ready.open < self.in_flight else None)
 
     def bounds(self, stage: int, stages: int, batches: int, microbatches: int) -> Bounds:
         """Return the bounds: a forward comes after all but `in_flight - 1` of the backwards before it."""
@@ -189,67 +242,6 @@ class ForwardBackward(Policy):
                 raise ScheduleError(f"schedule fbp needs {name} >= 1; got {name}={count}")
 
 
-@dataclass(frozen=True)
-class Recomputing(Policy):
-    """A policy some of whose stages recompute their forwards, see transforms.recomputing.
-
-    `chosen`: number of stages -> those that do, if they may hold more than one microbatch open. The oldest is
-    recomputed while its gradient is awaited; if that is there already, directly before its backward.
-    """
-
-    policy: Policy
-    chosen: Callable[[int], Collection[int]]
-
-    def decide(
-        self, stage: int, stages: int, batches: Callable[[], int], microbatches: int, outlook: Outlook
-    ) -> Iterator[Action | Wait]:
-        recomputes = self.recomputes(stage, stages, batches(), microbatches)
-        opened: deque[Action] = deque()  # forwards without a backward
-        done = -1  # the last microbatch that was recomputed
-        for decided in self.policy.decide(stage, stages, batches, microbatches, outlook):
-            if isinstance(decided, Wait):
-                awaits = any(receive.op is Op.RECV_B for receive in decided.receives)
-                if recomputes and awaits and opened and done < opened[0].mb:
-                    done = opened[0].mb
-                    yield replace(opened[0], op=Op.R)
-                    continue  # decide anew
-            elif decided.op is Op.F:
-                opened.append(decided)
-            elif decided.op in (Op.B, Op.I):
-                forward = opened.popleft()
-                if recomputes and done < forward.mb:
-                    done = forward.mb
-                    yield replace(forward, op=Op.R)
-            yield decided
-
-    def bounds(self, stage: int, stages: int, batches: int, microbatches: int) -> Bounds:
-        return self.policy.bounds(stage, stages, batches, microbatches)
-
-    def refuse(self, ranks: int, batches: int, microbatches: int) -> None:
-        self.policy.refuse(ranks, batches, microbatches)
-
-    def recomputes(self, stage: int, stages: int, batches: int, microbatches: int) -> bool:
-        several = self.bounds(stage, stages, batches, microbatches).activations > 1
-        return several and stage in self.chosen(stages)
-
-
-def with_recomputation(schedule: Schedule, chosen: Callable[[int], Collection[int]]) -> Schedule:
-    """Return a schedule whose `chosen`(number of stages) stages recompute their forwards."""
-    return Recomputing(schedule, chosen) if isinstance(schedule, Policy) else Recomputed(schedule, chosen)
-
-
-@dataclass(frozen=True, slots=True)
-class Recomputed:
-    """A schedule with a fixed order, some of whose stages recompute their forwards."""
-
-    schedule: Schedule
-    chosen: Callable[[int], Collection[int]]
-
-    def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
-        program = self.schedule(ranks, batches, microbatches)
-        return recomputing(program, self.chosen(len(ranks_of(program))))
-
-
 def play(
     policy: Policy,
     ranks: int,
@@ -259,27 +251,17 @@ def play(
     buffer_size: BufferSize = 2,
     cost: Cost = unit_cost,
     routes: Sequence[Edge] | None = None,
+    recompute: Collection[int] = (),
 ) -> Program:
-    """Return a policy's compute-only program at these costs; messages take no time. Raises ScheduleError."""
+    """Return a policy's compute-only program at these costs; messages take no time. Raises ScheduleError.
+
+    `recompute`: the stages that are to recompute their forwards, if they may hold several microbatches open.
+    """
     policy.refuse(ranks, batches, microbatches)
-    return _Play(policy, ranks, batches, microbatches, buffer_size, cost, routes).run()
-
-
-def compute_program(
-    schedule: Schedule,
-    ranks: int,
-    batches: int,
-    microbatches: int,
-    buffer_size: int,
-    routes: Sequence[Edge] | None = None,
-) -> Program:
-    """Return a schedule's compute-only program; for a policy the one at unit costs and with free skips."""
-    if isinstance(schedule, Policy):
-        pairs = pairwise(range(ranks)) if routes is None else routes
-        both = [edge for source, to in pairs for edge in ((source, to), (to, source))]
-        bounds = free_skips(both, buffer_size, batches * microbatches)
-        return play(schedule, ranks, batches, microbatches, buffer_size=bounds, routes=routes)
-    return [list(actions) for actions in schedule(ranks, batches, microbatches)]
+    size = ranks, batches, microbatches
+    bounds = [policy.bounds(stage, *size) for stage in range(ranks)]
+    recomputing = [stage for stage in recompute if bounds[stage].activations > 1]
+    return _Play(policy, *size, buffer_size, cost, routes, recomputing).run()
 
 
 class _Play:
@@ -294,13 +276,15 @@ class _Play:
         buffer_size: BufferSize,
         cost: Cost,
         routes: Sequence[Edge] | None,
+        recompute: Collection[int],
     ) -> None:
         self._buffer_size = buffer_size
         self._cost = cost
         self._sent: Counter[tuple[int, int]] = Counter()  # messages by edge
         self._taken: Counter[tuple[int, int]] = Counter()
         self._deciding = [
-            policy.lowered(rank, ranks, lambda: batches, microbatches, self, routes) for rank in range(ranks)
+            policy.lowered(rank, ranks, lambda: batches, microbatches, self, routes, rank in recompute)
+            for rank in range(ranks)
         ]
         self._asleep: dict[int, Action | None] = {}  # waiting rank -> the SEND that needs room, if any
         self._clock = [(0.0, rank) for rank in range(ranks)]

@@ -78,6 +78,8 @@ def simulate(
 def _named(buffer_size: BufferSize) -> str:
     if isinstance(buffer_size, int):
         return str(buffer_size)
+    if len(bounds := set(buffer_size.values())) == 1:
+        return str(bounds.pop())
     return ", ".join(f"{bound} from {source} to {to}" for (source, to), bound in buffer_size.items())
 
 

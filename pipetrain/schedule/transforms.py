@@ -50,22 +50,22 @@ def joined(program: Program, routes: Sequence[Edge] | None = None) -> Program:
     return made
 
 
-def recomputing(program: Program, stages: Collection[int]) -> Program:
+def with_recompute(program: Program, stages: Collection[int]) -> Program:
     """Let `stages` recompute their forwards: each R directly before the backward of its microbatch.
 
     So `lower` puts it before the RECV_B, and it runs while the gradient is awaited. There is none where a
     backward is what its rank computes next after the forward, as the activations are needed at once.
     """
-    return [_recomputing(actions, stages) for actions in program]
+    return [_with_recompute(actions, stages) for actions in program]
 
 
-def _recomputing(actions: Sequence[Action], stages: Collection[int]) -> list[Action]:
+def _with_recompute(actions: Sequence[Action], stages: Collection[int]) -> list[Action]:
     made: list[Action] = []
     computed: Action | None = None  # last
     for action in actions:
-        if action.op in (Op.B, Op.I) and action.stage in stages:
-            forward = replace(action, op=Op.F)
-            made += [replace(action, op=Op.R)] * (computed != forward)
+        again = action.op in (Op.B, Op.I) and action.stage in stages
+        if again and computed != replace(action, op=Op.F):
+            made.append(replace(action, op=Op.R))
         made.append(action)
         computed = action if action.op in COMPUTE else computed
     return made

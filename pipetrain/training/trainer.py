@@ -23,7 +23,7 @@ from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
 from pipetrain.data import Draw, loaded
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.boundary import Value
-from pipetrain.plan.windows import window_lengths
+from pipetrain.plan.program import window_lengths
 from pipetrain.records.figures import EpochFigures, Loss, Progress, Stats, by_update, read_progress
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.batches import counting

@@ -28,10 +28,9 @@ from comparison.metric import Metric
 from comparison.runs import Spec
 from comparison.table import Row, by_model, compared, size
 from pipetrain.cli import as_hydra, conf_dir
-from pipetrain.schedule.actions import placement
+from pipetrain.schedule.actions import compute_program, placement
 from pipetrain.schedule.draw import as_figure
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.policy import compute_program
 from pipetrain.schedule.simulate import simulate, unit_cost
 from pipetrain.schedule.timeline import Timeline
 
@@ -259,7 +258,7 @@ def play(spec: Spec) -> tuple[tuple[Any, ...], Timeline]:
         cfg = compose("config", overrides=as_hydra(spec.arguments))
     m, bound = int(cfg.microbatches), int(cfg.buffer_size)
     batches = max(2, -(-MICROBATCHES // m))
-    program = lower(compute_program(instantiate(cfg.schedule), spec.nproc, batches, m, bound))
+    program = lower(compute_program(instantiate(cfg.schedule), spec.nproc, batches, m, buffer_size=bound))
     share = spec.nproc / len(placement(program))  # of a rank's part of the model, in a stage
     timeline = simulate(program, m, buffer_size=bound, cost=lambda action: share * unit_cost(action))
     return (str(cfg.schedule), spec.nproc, batches, m, bound), timeline

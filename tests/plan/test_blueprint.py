@@ -19,8 +19,9 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import Example, TensorSpec
 from pipetrain.plan.blueprint import Plan, Samples, make_plan, prove_targets
 from pipetrain.plan.profile import Profile
+from pipetrain.plan.program import make_program, window_lengths
+from pipetrain.plan.prove import prove_window
 from pipetrain.plan.recompute import Mode
-from pipetrain.plan.windows import prove, window_lengths
 from pipetrain.schedule.actions import (
     Action,
     Op,
@@ -435,9 +436,10 @@ def test_windows_of_all_lengths_are_clipped_alike_also_a_short_last_one_that_rea
 
 def test_what_is_proved_is_the_buffer_that_will_be_enforced():
     chosen = settings_of("batch_size=48", "microbatches=12")
-    assert prove(replace(chosen, buffer_size=12), deadlocking, 1).simulation.makespan > 0
+    program = make_program(deadlocking, None, 1, chosen)
+    assert prove_window(replace(chosen, buffer_size=12), deadlocking, 1, program).simulation.makespan > 0
     with pytest.raises(Deadlock, match="buffer_size=2"):
-        prove(replace(chosen, buffer_size=2), deadlocking, 1)
+        prove_window(replace(chosen, buffer_size=2), deadlocking, 1, program)
 
 
 def test_a_schedule_that_cannot_be_called_is_refused():

@@ -100,8 +100,8 @@ def test_simulated_and_formula_agree_for_every_schedule(schedule):
     if made.policy:
         assert [shown[name][1] for name in ("activations", "versions", "staleness")] == ["8 1", "3 1", "2 0"]
         assert "the order is decided while it runs" in describe(made)
-    elif made.tailored or theory(schedule, 2, 3, 4, made.stages // 2) is None:
-        assert ("as do these details and the order" in describe(made)) == made.tailored
+    elif made.by_costs or theory(schedule, 2, 3, 4, made.stages // 2) is None:
+        assert ("as do these details and the order" in describe(made)) == made.by_costs
         assert {formula for _, formula in shown.values()} == {"-"}
     else:
         assert all(simulated == formula for simulated, formula in shown.values()), shown

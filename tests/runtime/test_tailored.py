@@ -37,7 +37,7 @@ def test_the_order_is_made_for_the_stages_that_the_plan_has_cut_and_again_for_me
     even, uneven = (
         make_run(Case("v_async", 3, (NORM, f"partition={cut}"))).plan for cut in ("even", "[1,2,4,6,9]")
     )
-    assert even.tailored
+    assert even.by_costs
     assert even.window.program != uneven.window.program
     slow = Costs({(s, op): 1 + (op is Op.I) for s in range(6) for op in (Op.F, Op.I, Op.W)})
     again = with_costs(uneven, slow)

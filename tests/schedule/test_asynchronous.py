@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from random import Random
 from typing import cast
@@ -8,13 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schedule.actions import Action, Op, Program, ScheduleError, format_program, shortened
+from pipetrain.schedule.actions import (
+    Action,
+    Op,
+    Program,
+    ScheduleError,
+    format_program,
+    most_open,
+    shortened,
+)
 from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import pipedream
 from pipetrain.schedule.simulate import Cost, simulate
-from pipetrain.schedule.tailored import most_open
 from pipetrain.schedule.timeline import Costs, Timeline
 
 MICROBATCHES = 128
@@ -68,7 +76,7 @@ def test_less_stale_and_less_held_than_pipedream_at_its_speed(
 def test_no_rank_waits_once_it_is_full_whatever_i_and_w_take(ranks: int, i: float, w: float) -> None:
     """The order of V-Min would wait where I takes longer than F."""
     cost = costs(1, i, w)
-    lengths = [played(AsynchronousV(cost=cost)(ranks, n, 1), cost).makespan for n in (32, 64)]
+    lengths = [played(AsynchronousV()(ranks, n, 1, costs=cost), cost).makespan for n in (32, 64)]
     period = (lengths[1] - lengths[0]) / 32
     assert period == pytest.approx(2 * (1 + i + w), rel=0.01)
     fragile = [played(AsynchronousV("v_min")(ranks, n, 1), cost).makespan for n in (32, 64)]
@@ -81,8 +89,8 @@ def test_unequal_stages_and_messages_cost_only_what_the_busiest_rank_takes() -> 
         table = {(s, op): draw.uniform(0.5, 1.5) for s in range(8) for op in (Op.F, Op.I, Op.W)}
         table |= {(s, op): draw.uniform(0, 0.5) for s in range(8) for op in (Op.SEND_F, Op.SEND_B)}
         cost = Costs(table)  # type: ignore[arg-type]
-        schedule = AsynchronousV(cost=cost, buffer_size=2)
-        lengths = [played(schedule(4, n, 1), cost).makespan for n in (40, 80)]
+        programs = (AsynchronousV()(4, n, 1, costs=cost, buffer_size=2) for n in (40, 80))
+        lengths = [played(program, cost).makespan for program in programs]
         busy = max(sum(table[s, op] for s in (r, 7 - r) for op in (Op.F, Op.I, Op.W)) for r in range(4))
         assert (lengths[1] - lengths[0]) / 40 == pytest.approx(busy, rel=0.01)
 
@@ -99,7 +107,7 @@ def test_a_window_may_end_early_and_one_of_another_length_reads_the_same_weights
     ranks: int, batches: int, m: int, kept: int, i: float
 ) -> None:
     kept = min(kept, batches)
-    schedule = AsynchronousV(cost=costs(1, i, 1))
+    schedule = partial(AsynchronousV(), costs=costs(1, i, 1))
     program = schedule(ranks, batches, m)
     lowered = lower(program)
     check(lowered, batches, m)
@@ -123,7 +131,7 @@ def test_a_multiple_of_three_ranks_is_about_as_deep(ranks: int) -> None:
 
 def test_memory_bounds_what_a_rank_holds() -> None:
     cost = costs(1, 1.2, 0.8)
-    free, bounded = (AsynchronousV(memory=memory, cost=cost)(8, 32, 1) for memory in (None, 4.5))
+    free, bounded = (AsynchronousV(memory=memory)(8, 32, 1, costs=cost) for memory in (None, 4.5))
     assert (most_open(free) / 2, most_open(bounded) / 2) == (5.5, 4.0)
     assert played(bounded, cost).makespan > played(free, cost).makespan
 

@@ -5,12 +5,11 @@ from typing import cast
 
 import pytest
 
-from pipetrain.schedule.actions import Op, ScheduleError, ranks_of
+from pipetrain.schedule.actions import Op, ScheduleError, asks_for, most_open, ranks_of
 from pipetrain.schedule.automatic import FIXED, ZeroBubbleAuto
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import simulate, unit_cost
-from pipetrain.schedule.tailored import Tailored, most_open
 from pipetrain.schedule.timeline import Costs, Kind
 from pipetrain.schedule.transforms import joined
 
@@ -44,7 +43,7 @@ def test_no_fixed_rule_is_faster_by_any_of_fifty_tables_of_costs(v: bool) -> Non
         def time(program: list[list], m: int = m, cost: Costs = cost) -> float:  # type: ignore[type-arg]
             return simulate(lower(joined(program)), m, cost=cost).makespan
 
-        mine = ZeroBubbleAuto(memory, v).made_for(cost, buffer_size=2)(ranks, batches, m)
+        mine = ZeroBubbleAuto(memory, v)(ranks, batches, m, costs=cost, buffer_size=2)
         check(lower(mine), batches, m)
         limit = (memory or ranks) * (1 + v)
         assert most_open(mine) <= limit
@@ -73,9 +72,9 @@ def test_the_known_optimum_where_all_times_are_equal(ranks: int, batches: int, m
 def test_it_is_made_again_for_other_costs_and_is_the_same_on_every_rank() -> None:
     slow = Costs({(s, op): 1.0 + s for s in range(6) for op in (Op.F, Op.I, Op.W)})
     schedule = ZeroBubbleAuto()
-    assert isinstance(schedule, Tailored)
-    made = schedule.made_for(slow, 2)(3, 1, 6)
-    assert made == schedule.made_for(Costs(dict(slow.seconds)), 2)(3, 1, 6)
+    assert asks_for(schedule) == {"costs", "buffer_size"}
+    made = schedule(3, 1, 6, costs=slow, buffer_size=2)
+    assert made == schedule(3, 1, 6, costs=Costs(dict(slow.seconds)), buffer_size=2)
     assert made != schedule(3, 1, 6)
     assert ranks_of(made) == ranks_of(schedule(3, 1, 6)) == [(0,), (1,), (2,), (2,), (1,), (0,)]
 

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from pipetrain.schedule.actions import Op
+from pipetrain.schedule.actions import Op, most_open
 from pipetrain.schedule.check import check
 from pipetrain.schedule.greedy import Rule, Times, listed
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import zb_h1
-from pipetrain.schedule.programs.order import newest, versioned
+from pipetrain.schedule.programs.order import newest, v_placement, versioned
 from pipetrain.schedule.simulate import simulate, unit_cost
-from pipetrain.schedule.tailored import most_open, v_placement
 from pipetrain.schedule.timeline import Costs
 
 FORWARD_FIRST = Rule(((Op.F, 1), (Op.I, 0), (Op.F, 0), (Op.I, 1)))

@@ -10,9 +10,8 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.greedy import Times
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.periodic import offsets
-from pipetrain.schedule.programs.order import newest, versioned
+from pipetrain.schedule.programs.order import newest, v_placement, versioned
 from pipetrain.schedule.simulate import unit_cost
-from pipetrain.schedule.tailored import v_placement
 from pipetrain.schedule.timeline import Costs, Kind
 
 NEAR = 1e-4  # periods, for times are rounded

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schedule.actions import SENDS, Action, Op, Program, parse_program, shortened
+from pipetrain.schedule.actions import SENDS, Action, Op, Program, parse_program, ranks_of, shortened
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.policy import ForwardBackward, Recomputing, compute_program, play, with_recomputation
+from pipetrain.schedule.policy import ForwardBackward, play
 from pipetrain.schedule.programs import layer_dist, one_f_one_b
 from pipetrain.schedule.simulate import simulate, unit_cost
-from pipetrain.schedule.transforms import joined, recomputing
+from pipetrain.schedule.transforms import joined, with_recompute
 from tests.schedule.cases import CASES, Case
 
 
@@ -27,18 +27,18 @@ def test_a_forward_is_recomputed_directly_before_its_backward_unless_they_touch(
         1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2
         """
     )
-    assert recomputing(program, [0, 1]) == parse_program(
+    assert with_recompute(program, [0, 1]) == parse_program(
         """
         0F0@0 0F1@0 0R0@0 0B0@0 0R1@0 0B1@0 0STEP@1 0F2@1 0F3@1 0R2@1 0B2@1 0R3@1 0B3@1 0STEP@2
         1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2
         """
     )
-    assert recomputing(program, [1]) == program
-    assert recomputing(layer_dist(3, 2, 2), range(3)) == layer_dist(3, 2, 2)
+    assert with_recompute(program, [1]) == program
+    assert with_recompute(layer_dist(3, 2, 2), range(3)) == layer_dist(3, 2, 2)
 
 
 def test_it_stands_before_the_gradient_is_received() -> None:
-    (first, _) = lower(recomputing(one_f_one_b(2, 1, 2), range(2)))
+    (first, _) = lower(with_recompute(one_f_one_b(2, 1, 2), range(2)))
     assert " ".join(map(str, first)) == (
         "0F0@0 0SEND_F0 0F1@0 0SEND_F1 0R0@0 0RECV_B0 0B0@0 0R1@0 0RECV_B1 0B1@0 0REDUCE@1 0STEP@1"
     )
@@ -46,7 +46,7 @@ def test_it_stands_before_the_gradient_is_received() -> None:
 
 def test_a_split_backward_is_recomputed_before_its_first_half() -> None:
     halves = parse_program("0F0@0 0F1@0 0I0@0 0W0@0 0I1@0 0W1@0 0STEP@1")
-    found = recomputing(halves, [0])
+    found = with_recompute(halves, [0])
     assert found == parse_program("0F0@0 0F1@0 0R0@0 0I0@0 0W0@0 0R1@0 0I1@0 0W1@0 0STEP@1")
     assert joined(found) == parse_program("0F0@0 0F1@0 0R0@0 0B0@0 0R1@0 0B1@0 0STEP@1")
 
@@ -56,8 +56,8 @@ def test_every_schedule_stays_sound_holds_no_more_and_may_end_early(case: Case) 
     for size in ((2, 2, 4), (3, 3, 3), (4, 1, 8)):
         _, batches, microbatches = size
         schedule = case.schedule
-        again = lower(with_recomputation(schedule, range)(*size))
-        plain = lower(with_recomputation(schedule, lambda stages: [])(*size))
+        program = schedule(*size)
+        again, plain = lower(with_recompute(program, range(len(ranks_of(program))))), lower(program)
         check(again, batches, microbatches)
         runs = [simulate(program, microbatches) for program in (plain, again)]
         assert runs[0].activations == runs[1].activations
@@ -73,7 +73,7 @@ def test_every_schedule_stays_sound_holds_no_more_and_may_end_early(case: Case) 
 def test_1f1b_pays_for_what_its_waits_do_not_cover(stages: int, microbatches: int) -> None:
     """Directly before the receive it costs m - 2 forwards; after it the waits of all other stages too."""
     program = one_f_one_b(stages, 1, microbatches)
-    before = lower(recomputing(program, range(stages)))
+    before = lower(with_recompute(program, range(stages)))
 
     def makespan(program: Program, travel: float = 0) -> float:
         cost = Costs(travel)
@@ -113,7 +113,7 @@ def _with_gradient(program: Program) -> Program:
 
 def _before_the_forward(program: Program) -> Program:
     """Put each R before the forward that its backward follows."""
-    made = recomputing(program, range(len(program)))
+    made = with_recompute(program, range(len(program)))
     for actions in made:
         for position, (first, second) in enumerate(pairwise(actions)):
             if first.op is Op.F and second.op is Op.R:
@@ -125,7 +125,7 @@ def _before_the_forward(program: Program) -> Program:
 
 
 def test_a_policy_recomputes_while_it_would_wait() -> None:
-    program = compute_program(with_recomputation(ForwardBackward(3), range), 2, 1, 4, 2)
+    program = ForwardBackward(3)(2, 1, 4, recompute=[0, 1])
     assert [" ".join(f"{a.op}{a.mb}" for a in actions) for actions in program] == [
         "F0 F1 F2 R0 B0 F3 R1 B1 R2 B2 R3 B3 STEP0",
         "F0 B0 F1 B1 F2 B2 F3 B3 STEP0",
@@ -140,12 +140,13 @@ def test_a_policy_recomputes_while_it_would_wait() -> None:
 def test_a_policy_is_sound_whatever_the_timing(ranks, batches, m, in_flight, buffer_size, seed) -> None:
     draw = random.Random(seed)
     costs = {(stage, op): draw.uniform(0.1, 3) for stage in range(ranks) for op in Op}
-    policy = Recomputing(ForwardBackward(in_flight), lambda stages: range(0, stages, 2))
-    program = play(policy, ranks, batches, m, buffer_size=buffer_size, cost=lambda a: costs[a.stage, a.op])
+    policy, even = ForwardBackward(in_flight), range(0, ranks, 2)
+    timing = {"buffer_size": buffer_size, "cost": lambda a: costs[a.stage, a.op]}
+    program = play(policy, ranks, batches, m, **timing, recompute=even)
     again = lower(program)
     check(again, batches, m)
     run = simulate(again, m, buffer_size=buffer_size)
     for stage in range(ranks):
-        wanted = policy.recomputes(stage, ranks, batches, m)
-        assert sum(a.op is Op.R for a in program[stage]) == batches * m * wanted
-        assert run.activations[stage] <= policy.bounds(stage, ranks, batches, m).activations
+        most = policy.bounds(stage, ranks, batches, m).activations
+        assert sum(a.op is Op.R for a in program[stage]) == batches * m * (stage in even and most > 1)
+        assert run.activations[stage] <= most

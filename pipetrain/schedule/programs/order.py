@@ -50,6 +50,11 @@ def versioned(order: Iterable[Work], microbatches: int, reads: Reads) -> list[Ac
     return actions
 
 
+def v_placement(ranks: int) -> list[int]:
+    """Return the rank of each of 2S stages: rank r of S holds stages r and 2S-1-r."""
+    return [*range(ranks), *reversed(range(ranks))]
+
+
 def newest(batch: int, made: int) -> int:
     """Read the newest weights of the stage."""
     return made
