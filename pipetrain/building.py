@@ -26,7 +26,7 @@ from pipetrain.cli import conf_dir
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import factory
-from pipetrain.network.boundary import Example, specs_of
+from pipetrain.network.boundary import ValueSpec, specs_of
 from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.materialise import named_tensors
 from pipetrain.network.model import prove_model
@@ -165,7 +165,7 @@ class Models:
         self._key: object = None
         self._model: nn.Module | None = None
         self._values: Values | None = None  # that the model shall have
-        self._traced: tuple[Example, Network] | None = None
+        self._traced: tuple[ValueSpec, Network] | None = None
         self._random: tuple[Any, Any] = None, None  # states after building of Python's and NumPy's generators
 
     def see(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Module:
@@ -181,7 +181,7 @@ class Models:
         np.random.set_state(self._random[1])
         return self._model
 
-    def copy(self, cfg: DictConfig, seed: int, dtype: torch.dtype, example: Example) -> Network:
+    def copy(self, cfg: DictConfig, seed: int, dtype: torch.dtype, example: ValueSpec) -> Network:
         """Return a copy of the whole model, for inputs like the example. Raises ConfigError."""
         model = self.see(cfg, seed, dtype)
         if not isinstance(model, nn.Sequential):
@@ -191,14 +191,14 @@ class Models:
         twin, values = _with_values(cfg, seed, dtype)
         return _valued(network_of(twin, example), values)
 
-    def take(self, cfg: DictConfig, seed: int, dtype: torch.dtype, example: Example) -> Network:
+    def take(self, cfg: DictConfig, seed: int, dtype: torch.dtype, example: ValueSpec) -> Network:
         """Return the whole model for training, and drop the reference. Raises ConfigError."""
         model = self.see(cfg, seed, dtype)
         network = self._trace(model, example, cfg)
         self._model = self._traced = self._values = None
         return network
 
-    def _trace(self, model: nn.Module, example: Example, cfg: DictConfig) -> Network:
+    def _trace(self, model: nn.Module, example: ValueSpec, cfg: DictConfig) -> Network:
         if self._traced is None or self._traced[0] != example:
             network = network_of(model, example, cfg.get("precision") == "bf16")
             self._traced = example, _valued(network, self._values)

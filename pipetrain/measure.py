@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.building import Models
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import Boundary, Example, TensorSpec, Value, as_tuple, describe, leaves_of
+from pipetrain.network.boundary import TensorSpec, Value, ValueSpec, as_tuple, leaves_of
 from pipetrain.network.chain import Chain
 from pipetrain.network.network import INPUT, Made, Network, Tensors
 from pipetrain.network.numerics import Numerics
@@ -112,7 +112,7 @@ def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
     return measure_run(cfg, draft, World(), choose_device(World(), draft.settings.device), None)
 
 
-def _copied(cfg: DictConfig, settings: Settings, example: Example, models: Models) -> Measured:
+def _copied(cfg: DictConfig, settings: Settings, example: ValueSpec, models: Models) -> Measured:
     network = models.copy(cfg, settings.seed, settings.dtype, example)
     if not isinstance(network, Chain):  # it is not a copy
         network = network.twin()
@@ -198,7 +198,7 @@ def _layer_times(draft: Plan, device: torch.device, make: Callable[[], Measured]
             network, optimizer = make()
             for module in (network.model, *network.modules):
                 module.to(device)
-            x = draft.example.value(tuple(made_up(spec, device) for spec in entry.specs))
+            x = draft.example.pack(tuple(made_up(spec, device) for spec in entry.specs))
             return measure_layers(network, x, draft.layers, optimizer, draft.numerics)
     except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
         return one_line(error)
@@ -243,7 +243,7 @@ def measure_layers(
             step_s=seconds["step", i],
             peak_bytes=peaks[i],
             output_bytes=layer.output.nbytes,
-            gradient_bytes=sum(spec.nbytes for spec in layer.output.gradients),
+            gradient_bytes=sum(s.nbytes for n, s in enumerate(layer.output.specs) if layer.needs(n)),
             state_bytes=bench.state_bytes(i),
         )
         for i, layer in enumerate(layers)
@@ -336,7 +336,7 @@ class _Bench:
     ) -> Iterator[tuple[Tensors, Tensors]]:
         """Yield each layer's outputs with their graph, and what it was given. It runs `within`(layer)."""
         values = {Made(INPUT, number): t for number, t in enumerate(as_tuple(x))}
-        made = [describe(x)]
+        made = [ValueSpec.like(x)]
         for index, layer in enumerate(self._estimated):
             given = tuple(values[value] for value in layer.takes)
             outputs = self._forward_within(index, given, made, part, within)
@@ -349,7 +349,7 @@ class _Bench:
         self,
         index: int,
         given: Tensors,
-        made: Sequence[Boundary],
+        made: Sequence[ValueSpec],
         part: str,
         within: Callable[[int], AbstractContextManager[object]],
     ) -> Tensors:
@@ -370,7 +370,7 @@ class _Bench:
         self,
         index: int,
         given: Tensors,
-        made: Sequence[Boundary],
+        made: Sequence[ValueSpec],
         part: str,
         within: AbstractContextManager[object],
     ) -> Tensors:

@@ -43,7 +43,7 @@ from pipetrain.data.loading import BadBatch, Form, Loader, Reader
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.measure import measure
-from pipetrain.network.boundary import Example, TensorSpec, Value, as_tuple, specs_of
+from pipetrain.network.boundary import TensorSpec, Value, ValueSpec, as_tuple, specs_of
 from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
@@ -353,7 +353,7 @@ class Pipeline:
         model is in evaluation mode. Raises ConfigError for a loader without batches.
         """
         assert self._begun and self._form is not None
-        form = Form(self._form.inputs, Example((TensorSpec((), torch.float32),)))
+        form = Form(self._form.inputs, ValueSpec((TensorSpec((), torch.float32),)))
         reader = None if self.rank else Reader(loader, "batch", form, self._named, labelled=False)
         batches = self._of_loader(reader, "the prediction", form, training=False)
         for sizes in self._windows(batches, PREDICTED_AT_ONCE):
@@ -558,7 +558,7 @@ class Pipeline:
         if self._source is not None:
             direct.load_source(self._source, self._session, self._mesh, self._optimizer)
 
-    def _make_plan(self, settings: Settings, network: Network, example: Example, samples: Samples) -> Plan:
+    def _make_plan(self, settings: Settings, network: Network, example: ValueSpec, samples: Samples) -> Plan:
         """Return the plan of a window; for partition=profile, by a profile that is read or measured now."""
         make = partial(make_plan, schedule=self._schedule, example=example, samples=samples)
         profile = None
@@ -706,7 +706,7 @@ class Pipeline:
 def _first(reader: Reader) -> list[Any] | None:
     """Return what the other ranks need to know of the first batch; None if there is none."""
     first = reader.first()
-    return first and [Form(*map(Example.in_batch, first)).to_json(), len(as_tuple(first[0])[0])]
+    return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0])]
 
 
 def _refuse_second() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipetrain.building import Models, make_model, make_schedule, make_task
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Boundary, Example, TensorSpec, Value
+from pipetrain.network.boundary import TensorSpec, Value, ValueSpec
 from pipetrain.network.materialise import materialise
 from pipetrain.plan.allowed import refuse_cuts
 from pipetrain.plan.estimate import estimate
@@ -112,7 +112,7 @@ def test_whatever_a_model_is_it_is_built_or_refused_in_one_line(target, argument
 # One model for a process
 
 BUILT = []
-IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
+IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
 
 
 class Draws(nn.Module):
@@ -228,7 +228,7 @@ def test_a_model_may_begin_with_the_weights_of_a_file(tmp_path, origin):
 def test_what_layers_share_is_seen_in_what_is_planned(kind, cut):
     """A copy of functions would go on using the model, and tensors that share memory would be parted."""
     model = Models().copy(counted_config(kind), 3, torch.float32, IMAGE)
-    layers = estimate(model, Boundary((TensorSpec((2, 3, 32, 32), torch.float32),)))
+    layers = estimate(model, ValueSpec((TensorSpec((2, 3, 32, 32), torch.float32),)))
     assert "shares its" in refusal(lambda: refuse_cuts(model, layers, [cut]))
     refuse_cuts(model, layers, [1])
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 from pipetrain import measure
 from pipetrain.errors import ConfigError
 from pipetrain.measure import LARGE, REPEATS, SMALL, WARM_UP, Link, measure_layers, measure_run, slowest_link
-from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Chain
 from pipetrain.network.numerics import Numerics
 from pipetrain.plan.blueprint import profile_conditions
@@ -43,8 +43,8 @@ WORDS = ["data=digits", "batch_size=12", "microbatches=4", "epochs=2", "timeout=
 CPU = torch.device("cpu")
 
 
-def entry(*shape: int) -> Boundary:
-    return Boundary((TensorSpec(shape, torch.float32),))
+def entry(*shape: int) -> ValueSpec:
+    return ValueSpec((TensorSpec(shape, torch.float32),))
 
 
 def measured(

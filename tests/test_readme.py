@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from benchmark import cli
 from pipetrain.cli import conf_dir
 from pipetrain.codec import Codec
-from pipetrain.network.boundary import Boundary, TensorSpec, specs_of
+from pipetrain.network.boundary import TensorSpec, ValueSpec, specs_of
 from pipetrain.plan import __main__ as plan
 from pipetrain.plan.balance import choose_cuts
 from pipetrain.plan.estimate import estimate
@@ -155,7 +155,7 @@ def test_its_own_schedule_is_sound():
 def test_its_own_model_can_be_cut(factory):
     names = {"nn": torch.nn}
     exec(python_block(f"def {factory}"), names)
-    layers = estimate(names[factory](), Boundary((TensorSpec((2, 3, 32, 32), torch.float32),)))
+    layers = estimate(names[factory](), ValueSpec((TensorSpec((2, 3, 32, 32), torch.float32),)))
     assert choose_cuts([2], layers, 2) == [2]
 
 

@@ -14,7 +14,7 @@ from pipetrain.data.dataset import as_split
 from pipetrain.data.loader import Sampler, loaded, pieces
 from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, ImageData, Images, Split, prove
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 
 __all__ = [
     "Augment",
@@ -96,7 +96,7 @@ def _split(data: DictConfig, name: str, dtype: torch.dtype) -> Split:
     return split
 
 
-def declared_example(data: DictConfig, dtype: torch.dtype) -> Example | None:
+def declared_example(data: DictConfig, dtype: torch.dtype) -> ValueSpec | None:
     """Return one input as `data.sample` declares it (without reading the data set); None if it does not."""
     sample = data.get("sample")
     if sample is None:
@@ -111,7 +111,7 @@ def declared_example(data: DictConfig, dtype: torch.dtype) -> Example | None:
             f"data.sample={sample} must be the shape and dtype of one input, such as "
             f"{{shape: [3, 32, 32], dtype: float}}, or null"
         ) from error
-    return Example((TensorSpec(shape, kind),))
+    return ValueSpec((TensorSpec(shape, kind),))
 
 
 def _refuse_undeclared(data: DictConfig, loaded: Data, dtype: torch.dtype) -> None:

@@ -23,7 +23,7 @@ from pipetrain.data.augment import draw as draw_words
 from pipetrain.data.augment import key
 from pipetrain.data.sets import Draw, Split, Tensors, checksum
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import Example, TensorSpec, Value, as_tuple, specs_of
+from pipetrain.network.boundary import TensorSpec, Value, ValueSpec, as_tuple, specs_of
 
 _HALVES = ("inputs", "targets")
 _READ_FIRST = 8  # samples that are read before the start, twice
@@ -128,7 +128,7 @@ class Items:
         first = [
             self._value(0, half, part) for half, part in enumerate(self._read(torch.tensor([0]), None)[0])
         ]
-        self._forms = [Example.of_one(value) for value in first]
+        self._forms = [ValueSpec.like(value) for value in first]
         self._specs = [specs_of(as_tuple(value)) for value in first]
 
     def __len__(self) -> int:
@@ -181,7 +181,8 @@ class Items:
             self._refuse_another_shape(number, half, value)
             rows.append(as_tuple(value))
         tensors = tuple(default_collate(list(column)) for column in zip(*rows, strict=True))
-        return self._forms[half].value(tensors)
+        microbatch: Value = self._forms[half].pack(tensors)
+        return microbatch
 
     def _read(self, ids: Tensor, draw: Draw | None) -> list[tuple[object, object]]:
         """Return inputs and targets of samples as the data set gives them, each under a seed of its own."""

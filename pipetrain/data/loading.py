@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.network.boundary import Example, Value, as_tuple, on_each
+from pipetrain.network.boundary import Value, ValueSpec, as_tuple, on_each
 from pipetrain.tasks import counted_for
 
 log = logging.getLogger("pipetrain")
@@ -116,7 +116,7 @@ def unlabelled(batch: Any, what: str, form: Form, named: NamedTargets | None) ->
             value = _value(one, f"inputs of {what}")
         except BadBatch:
             continue
-        if Example.in_batch(value) == form.inputs:
+        if ValueSpec.in_batch(value) == form.inputs:
             return value, torch.zeros(_samples(value))
     value = _value(tried[-1], f"inputs of {what}")
     form.refuse_other(value, torch.zeros(_samples(value)), what)
@@ -190,20 +190,20 @@ def known_sizes(loader: Loader) -> list[int] | None:
 class Form:
     """What a sample's inputs and targets look like."""
 
-    inputs: Example
-    targets: Example
+    inputs: ValueSpec
+    targets: ValueSpec
 
     def to_json(self) -> list[Any]:
         return [self.inputs.to_json(), self.targets.to_json()]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> Form:
-        return cls(*map(Example.from_json, data))
+        return cls(*map(ValueSpec.from_json, data))
 
     def refuse_other(self, inputs: Value, targets: Value, what: str) -> None:
         """Refuse samples of another form. Raises BadBatch."""
         for name, mine, value in (("inputs", self.inputs, inputs), ("targets", self.targets, targets)):
-            if (theirs := Example.in_batch(value)) != mine:
+            if (theirs := ValueSpec.in_batch(value)) != mine:
                 raise BadBatch(
                     f"{what} has {name} {theirs} a sample, and those of the first batch were {mine}: "
                     f"let all batches have one shape and dtype, such as texts padded to one length"
@@ -329,7 +329,7 @@ class Reader:
         else:
             inputs, targets = unlabelled(batch, what, self.form, self._named)
         if self.form is None:
-            self.form = Form(Example.in_batch(inputs), Example.in_batch(targets))
+            self.form = Form(ValueSpec.in_batch(inputs), ValueSpec.in_batch(targets))
         self.form.refuse_other(inputs, targets, what)
         self._held.append((inputs, targets))
         self._read += 1

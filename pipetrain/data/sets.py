@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Example, Value, as_tuple, bytes_of, on_each, specs_of
+from pipetrain.network.boundary import Value, ValueSpec, as_tuple, bytes_of, on_each, specs_of
 
 
 class DataMissing(ConfigError):
@@ -52,7 +52,7 @@ class Split(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What every rank needs to know of a data set. `sample`: an Example of its inputs, as JSON."""
+    """What every rank needs to know of a data set. `sample`: an ValueSpec of its inputs, as JSON."""
 
     name: str
     train: int  # samples
@@ -62,8 +62,8 @@ class DataFacts:
     sample: list[Any]
 
     @property
-    def example(self) -> Example:
-        return Example.from_json(self.sample)
+    def example(self) -> ValueSpec:
+        return ValueSpec.from_json(self.sample)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Data:
 
     @cached_property
     def facts(self) -> DataFacts:
-        first = Example.in_batch(self.train.inputs(torch.zeros(1, dtype=torch.int64), None))
+        first = ValueSpec.in_batch(self.train.inputs(torch.zeros(1, dtype=torch.int64), None))
         return DataFacts(
             name=self.name,
             train=len(self.train),

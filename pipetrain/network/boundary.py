@@ -77,102 +77,66 @@ def leaves_of(value: object) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
-    """The tensors between two layers for one microbatch size. `single`: a bare tensor, not a tuple of one.
+class ValueSpec:
+    """What a value is: the shapes and dtypes of its tensors, and its form.
 
-    `needs_grad`: those whose gradient one process would need, on the way from the loss to earlier weights;
-    `requires_grad`: those that depend on such weights, used later or not. None, if unknown, stands for every
-    floating-point tensor.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    single: bool = True
-    needs_grad: tuple[bool, ...] | None = None
-    requires_grad: tuple[bool, ...] | None = None
-    packing: Packing | None = None
-
-    def pack(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Return the tensors as the layer returns them."""
-        if self.packing is not None:
-            return self.packing.pack(tensors)
-        return tensors[0] if self.single else tensors
-
-    @property
-    def gradients(self) -> tuple[TensorSpec, ...]:
-        """The specs of the gradients that the backward returns."""
-        needs = self.needs_grad or [spec.dtype.is_floating_point for spec in self.specs]
-        return tuple(spec for spec, need in zip(self.specs, needs, strict=True) if need)
-
-    def only(self, positions: Sequence[int]) -> Boundary:
-        """Return some of the tensors."""
-
-        def pick(of: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
-            return None if of is None else tuple(of[position] for position in positions)
-
-        specs = tuple(self.specs[position] for position in positions)
-        return Boundary(specs, False, pick(self.needs_grad), pick(self.requires_grad))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the forward message in bytes."""
-        return sum(spec.nbytes for spec in self.specs)
-
-    def __str__(self) -> str:
-        return " + ".join(map(str, self.specs))
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """What one sample's input is: the shapes and dtypes of its tensors.
-
-    `single`: a bare tensor; `names`: those of a dict's tensors, which a model takes as keywords.
+    `single`: a bare tensor, not a tuple of one; `names`: those of a dict's tensors, which a model takes as
+    keywords; `packing`: of what a layer returns, if it is neither a tensor nor a tuple of them. An example is
+    the spec of one sample's inputs.
     """
 
     specs: tuple[TensorSpec, ...]
     single: bool = True
     names: tuple[str, ...] | None = None
+    packing: Packing | None = None
 
     def __str__(self) -> str:
         if self.names is not None:
             return " + ".join(f"{name} {spec}" for name, spec in zip(self.names, self.specs, strict=True))
         return " + ".join(map(str, self.specs))
 
-    def of(self, samples: int) -> Boundary:
-        """Return the input of a microbatch: tensors [samples, ...], without gradients."""
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+    def of(self, samples: int) -> ValueSpec:
+        """Return the spec of a microbatch, tensors [samples, ...], for that of one sample."""
         specs = tuple(TensorSpec((samples, *spec.shape), spec.dtype) for spec in self.specs)
-        none = (False,) * len(specs)
-        return Boundary(specs, self.single, needs_grad=none, requires_grad=none)
+        return replace(self, specs=specs)
 
     @classmethod
-    def in_batch(cls, value: Value) -> Example:
-        """Return the example of a microbatch's inputs, tensors [n, ...]."""
-        specs = tuple(TensorSpec(tuple(t.shape[1:]), t.dtype) for t in as_tuple(value))
-        return cls(specs, isinstance(value, Tensor), tuple(value) if isinstance(value, dict) else None)
+    def like(cls, value: Value) -> ValueSpec:
+        """Return the spec of a value."""
+        names = tuple(value) if isinstance(value, dict) else None
+        return cls(specs_of(as_tuple(value)), isinstance(value, Tensor), names)
 
     @classmethod
-    def of_one(cls, value: Value) -> Example:
-        """Return the example of one sample's inputs, tensors [...]."""
-        return cls.in_batch(on_each(value, lambda t: t.unsqueeze(0)))
+    def in_batch(cls, value: Value) -> ValueSpec:
+        """Return the spec of one sample of a microbatch, tensors [n, ...]."""
+        whole = cls.like(value)
+        return replace(whole, specs=tuple(TensorSpec(spec.shape[1:], spec.dtype) for spec in whole.specs))
 
-    def value(self, tensors: tuple[Tensor, ...]) -> Value:
-        """Return tensors as the example's value is: a tensor, a tuple or a dict."""
+    def pack(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Return the value with these tensors."""
+        if self.packing is not None:
+            return self.packing.pack(tensors)
         if self.names is not None:
             return dict(zip(self.names, tensors, strict=True))
         return tensors[0] if self.single else tensors
 
     def to_json(self) -> list[Any]:
-        """Return JSON data of which `from_json` makes the example again."""
+        """Return JSON data of which `from_json` makes it again."""
         specs = [[list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in self.specs]
         return [self.names or self.single, *specs]
 
     @classmethod
-    def from_json(cls, data: list[Any]) -> Example:
+    def from_json(cls, data: list[Any]) -> ValueSpec:
         form, *specs = data
         read = tuple(TensorSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in specs)
         return cls(read, form is True, tuple(form) if isinstance(form, list | tuple) else None)
 
-    def cast(self, dtype: torch.dtype | None) -> Example:
-        """Return the example with its floating-point tensors as `dtype`, None: as they are.
+    def cast(self, dtype: torch.dtype | None) -> ValueSpec:
+        """Return the spec with its floating-point tensors as `dtype`, None: as they are.
 
         Raises ValueError if that rounds.
         """
@@ -230,7 +194,8 @@ def joined(values: Sequence[Value]) -> Value:
     if len(values) == 1:
         return values[0]
     tensors = tuple(torch.cat(column) for column in zip(*map(as_tuple, values), strict=True))
-    return Example.in_batch(values[0]).value(tensors)
+    value: Value = ValueSpec.like(values[0]).pack(tensors)
+    return value
 
 
 def cast_floats(value: Value, dtype: torch.dtype | None) -> Value:
@@ -260,8 +225,3 @@ def requires_grad(known: Gradients | None, tensors: Sequence[Tensor]) -> Sequenc
 def needs_grad(known: Gradients | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
     """Return which tensors need a gradient; all that can, if it is unknown."""
     return known.needs if known else requires_grad(known, tensors)
-
-
-def describe(value: Value) -> Boundary:
-    """Return a layer's output as a boundary."""
-    return Boundary(specs_of(as_tuple(value)), single=isinstance(value, Tensor))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
 from pipetrain.network import draws
-from pipetrain.network.boundary import Boundary, Example, Packing, Value, as_tuple, leaves_of, named_layers
+from pipetrain.network.boundary import Packing, Value, ValueSpec, as_tuple, leaves_of, named_layers
 from pipetrain.network.network import Made, Network, Part, See, Slice, Tensors
 
 
@@ -68,11 +68,11 @@ class Chain(Network):
         self.stashes = _stashes(self.names, self.modules)
         """Pop -> Stash, by the numbers of the layers."""
 
-    def takes(self, index: int, made: Sequence[Boundary]) -> tuple[Made, ...]:
+    def takes(self, index: int, made: Sequence[ValueSpec]) -> tuple[Made, ...]:
         layers = [index - 1, *([self.stashes[index]] if index in self.stashes else [])]
         return tuple(Made(layer, k) for layer in layers for k in range(len(made[layer + 1].specs)))
 
-    def call(self, index: int, tensors: Tensors, made: Sequence[Boundary]) -> Value:
+    def call(self, index: int, tensors: Tensors, made: Sequence[ValueSpec]) -> Value:
         module = self.modules[index]
         if isinstance(module, Pop):
             return tensors
@@ -198,7 +198,7 @@ class _ChainPart(Part):
         return outputs[0] if self._single else outputs
 
 
-def network_of(model: nn.Module | Network, example: Example, autocast: bool = False) -> Network:
+def network_of(model: nn.Module | Network, example: ValueSpec, autocast: bool = False) -> Network:
     """Return a model as a network; `example` of its inputs. Raises ConfigError if it cannot be traced.
 
     `autocast`: it will run under bf16 autocast, and is compared so with its trace.

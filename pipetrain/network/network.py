@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import Boundary, Packing, Value
+from pipetrain.network.boundary import Packing, Value, ValueSpec
 from pipetrain.network.modes import evaluating
 
 INPUT = -1  # in place of a layer: the data
@@ -101,11 +101,11 @@ class Network(ABC):
     """The numbers that its tensors shall have; None: those that they have."""
 
     @abstractmethod
-    def takes(self, index: int, made: Sequence[Boundary]) -> tuple[Made, ...]:
+    def takes(self, index: int, made: Sequence[ValueSpec]) -> tuple[Made, ...]:
         """Return what a layer takes; `made`: the model's input, and the output of each layer before it."""
 
     @abstractmethod
-    def call(self, index: int, tensors: Tensors, made: Sequence[Boundary]) -> Value:
+    def call(self, index: int, tensors: Tensors, made: Sequence[ValueSpec]) -> Value:
         """Run one layer with the tensors that it takes. The last one returns what the model does."""
 
     @abstractmethod

@@ -135,7 +135,7 @@ def refuse_changing(sizes: Sequence[Sequence[Layer]], cuts: Sequence[int]) -> No
 
     `sizes`: the layers as estimated for each size, in training and in evaluation. Raises ConfigError.
     """
-    trained = [layers for layers in sizes if layers[-1].output.needs_grad is not None]
+    trained = [layers for layers in sizes if layers[-1].needs_grad is not None]
     entering = [values_entering(layers, cuts, 0) for layers in trained]
     for stage, cut in enumerate(cuts, 1):
         first, *others = [(before.single, before.packing) for before in (of[cut - 1].output for of in sizes)]

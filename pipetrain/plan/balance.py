@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, chain, combinations, pairwise, product
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Boundary
+from pipetrain.network.boundary import ValueSpec
 from pipetrain.plan.cut import values_entering
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.stages import Predictor
@@ -182,7 +182,7 @@ def best_cuts(layers: int, stages: int, cost: Callable[[int, int, int], float]) 
     return cuts[::-1], best[stages][layers]
 
 
-def lighter_cuts(layers: Sequence[Layer], cuts: Sequence[int], inputs: Boundary) -> list[int]:
+def lighter_cuts(layers: Sequence[Layer], cuts: Sequence[int], inputs: ValueSpec) -> list[int]:
     """Move cuts over a layer that only hands on what it takes, such as a Pop, where fewer bytes cross then.
 
     The stages' work stays the same. Behind a Pop a skip would travel to the Pop's stage, and on from there.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipetrain.building import make_schedule
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Boundary, Example, Value, cast_floats
+from pipetrain.network.boundary import Value, ValueSpec, cast_floats
 from pipetrain.network.chain import network_of
 from pipetrain.network.network import INPUT, Made, Network
 from pipetrain.network.numerics import Numerics
@@ -58,7 +58,7 @@ class Plan:
 
     settings: Settings
     numerics: Numerics
-    example: Example  # of the input
+    example: ValueSpec  # of the input
     layers: list[Layer]  # as estimated for a full microbatch
     placement: list[int]  # the rank of each stage
     cut: Cut
@@ -202,7 +202,7 @@ def profile_conditions(settings: Settings, optim: Mapping[Any, Any]) -> Facts:
 
 
 def draft_plan(
-    cfg: DictConfig, settings: Settings, model: nn.Module | Network, example: Example, samples: Samples
+    cfg: DictConfig, settings: Settings, model: nn.Module | Network, example: ValueSpec, samples: Samples
 ) -> Plan:
     """Plan a run without its data set, by its profile or else by flops. Raises ConfigError, ScheduleError."""
     profile = None
@@ -217,7 +217,7 @@ def make_plan(
     settings: Settings,
     schedule: Schedule,
     model: nn.Module | Network,
-    example: Example,
+    example: ValueSpec,
     samples: Samples,
     profile: Profile | None = None,
 ) -> Plan:
@@ -296,11 +296,11 @@ def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = 
     `classes`: of the data set, None if unknown.
     """
     dtype, last = plan.settings.data_dtype, plan.layers[-1]
-    _cast("targets", Example.in_batch(targets), dtype)
+    _cast("targets", ValueSpec.in_batch(targets), dtype)
     task.prove(outputs_of(plan), last.name, cast_floats(targets, dtype), classes, plan.settings.microbatches)
 
 
-def outputs_of(plan: Plan) -> Boundary:
+def outputs_of(plan: Plan) -> ValueSpec:
     """Return what a task gets of the model, for some number of samples."""
     outputs, dtype = plan.layers[-1].output, plan.settings.dtype
     if not plan.numerics.autocast:
@@ -309,7 +309,7 @@ def outputs_of(plan: Plan) -> Boundary:
     return replace(outputs, specs=tuple(specs))
 
 
-def _cast(what: str, example: Example, dtype: torch.dtype | None) -> Example:
+def _cast(what: str, example: ValueSpec, dtype: torch.dtype | None) -> ValueSpec:
     try:
         return example.cast(dtype)
     except ValueError as error:
@@ -332,7 +332,7 @@ def _tied_bytes(network: Network, cut: Cut) -> dict[int, int]:
 def _estimates(
     settings: Settings,
     network: Network,
-    example: Example,
+    example: ValueSpec,
     sizes: Collection[int],
     evaluation: Collection[int],
 ) -> tuple[Numerics, Estimates, Estimates]:
@@ -359,7 +359,7 @@ def _pipeline(
     where: list[int],
     lengths: Collection[int],
     layers: Sequence[Layer],
-    inputs: Boundary,
+    inputs: ValueSpec,
 ) -> Pipeline:
     """Return what a stage has to do and to hold in any of the windows, whatever its layers are."""
 
@@ -384,25 +384,21 @@ def _pipeline(
     )
 
 
-def _traffic(settings: Settings, layers: Sequence[Layer], inputs: Boundary) -> list[Traffic]:
+def _traffic(settings: Settings, layers: Sequence[Layer], inputs: ValueSpec) -> list[Traffic]:
     """Return the values that layers take, with their bytes on the wire."""
     users: dict[Made, list[int]] = {}
     for index, layer in enumerate(layers):
         for value in layer.takes:
             users.setdefault(value, []).append(index)
-    made = {
-        value: (inputs if value.layer == INPUT else layers[value.layer].output).only([value.number])
-        for value in users
-    }
-    return [
-        Traffic(value.layer, tuple(users[value]), *_wire_bytes(settings, tensor), tensor.nbytes)
-        for value, tensor in made.items()
-    ]
-
-
-def _wire_bytes(settings: Settings, boundary: Boundary) -> tuple[int, int]:
-    codecs = settings.codecs
-    return codecs.wire_bytes(boundary.specs, True), codecs.wire_bytes(boundary.gradients, False)
+    found = []
+    for value, of in users.items():
+        output = inputs if value.layer == INPUT else layers[value.layer].output
+        spec = output.specs[value.number]
+        needs = value.layer != INPUT and layers[value.layer].needs(value.number)
+        there = settings.codecs.wire_bytes([spec], forward=True)
+        back = settings.codecs.wire_bytes([spec], forward=False) if needs else 0
+        found.append(Traffic(value.layer, tuple(of), there, back, spec.nbytes))
+    return found
 
 
 def _cut_by_times(

@@ -14,7 +14,7 @@ from itertools import combinations, pairwise, repeat
 
 from torch import Tensor
 
-from pipetrain.network.boundary import Example, Gradients, TensorSpec
+from pipetrain.network.boundary import Gradients, TensorSpec, ValueSpec
 from pipetrain.network.network import INPUT, Made, Network, Slice, Tensors
 from pipetrain.network.places import places
 from pipetrain.plan.estimate import Layer
@@ -177,7 +177,7 @@ class AnySize(dict[int, Specs]):
 
 
 def cut_layers(
-    estimates: Estimates, cuts: Sequence[int], example: Example, shared: Mapping[str, Tie] | None = None
+    estimates: Estimates, cuts: Sequence[int], example: ValueSpec, shared: Mapping[str, Tie] | None = None
 ) -> Cut:
     """Return a model cut before the layers `cuts`, as the first of its estimates tells.
 
@@ -226,7 +226,7 @@ def _slices(
     cuts: Sequence[int],
     entering: Sequence[Mapping[Made, bool]],
     routes: Sequence[Route],
-    example: Example,
+    example: ValueSpec,
 ) -> Iterator[Slice]:
     last = len(layers) - 1
     for stage, (start, end) in enumerate(pairwise([0, *cuts, len(layers)])):
@@ -245,7 +245,7 @@ def _slices(
 
 
 def _depends_on_weights(layers: Sequence[Layer], value: Made) -> bool:
-    known = None if value.layer == INPUT else layers[value.layer].output.requires_grad
+    known = None if value.layer == INPUT else layers[value.layer].requires_grad
     return known is not None and known[value.number]
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import Boundary, Packing, TensorSpec, describe, leaves_of, specs_of
+from pipetrain.network.boundary import Packing, TensorSpec, ValueSpec, leaves_of, specs_of
 from pipetrain.network.chain import Chain
 from pipetrain.network.network import INPUT, Made, Network, Tensors, Values
 from pipetrain.network.numerics import Numerics
@@ -42,12 +42,19 @@ _COUNTED_AS = {_ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer between possible cuts, as estimated for one microbatch size."""
+    """One layer between possible cuts, as estimated for one microbatch size.
+
+    `requires_grad`: which of its outputs depend on weights; `needs_grad`: those of them whose gradient one
+    process would need, on the way from the loss to these weights. None, if unknown, as in an evaluation,
+    stands for every floating-point tensor.
+    """
 
     name: str
     params: int  # elements, each shared parameter once
     flops: int  # of one forward, plus one per output element
-    output: Boundary
+    output: ValueSpec
+    needs_grad: tuple[bool, ...] | None = None
+    requires_grad: tuple[bool, ...] | None = None
     takes: tuple[Made, ...] = ()
     reached: tuple[bool, ...] = ()  # which of these get a gradient from this layer
     draws: bool = False  # random numbers
@@ -63,16 +70,21 @@ class Layer:
     foreign: tuple[Tensor, ...] = field(default=(), compare=False)  # used, and no weights or buffers
     weight_flops: int = 0  # those of `flops` that have a trained weight, whose gradient takes as many
 
+    def needs(self, number: int) -> bool:
+        """Return whether the gradient of an output is needed."""
+        known = self.needs_grad
+        return self.output.specs[number].dtype.is_floating_point if known is None else known[number]
+
 
 def estimate(
     model: nn.Sequential | Network,
-    entry: Boundary,
+    entry: ValueSpec,
     numerics: Numerics | None = None,
     training: bool = True,
 ) -> list[Layer]:
     """Estimate every layer of a model for one microbatch, the tensors of `entry`.
 
-    `training`: in the modes of its modules, and the boundaries tell which gradients are needed; otherwise in
+    `training`: in the modes of its modules, and the layers tell which gradients are needed; otherwise in
     evaluation mode. Raises ConfigError with the name of a layer that cannot process what it takes, or trains
     unregistered weights.
     """
@@ -97,8 +109,9 @@ def estimate(
             try:
                 run = trial.run(_Call(name, module, takes, call, last), given)
             except Exception as error:
+                taken = ValueSpec(specs_of(given), single=False)
                 raise ConfigError(
-                    f"layer {index} ({name}) of the model cannot take {describe(given)}: {one_line(error)}"
+                    f"layer {index} ({name}) of the model cannot take {taken}: {one_line(error)}"
                 ) from error
             if run.wrong:
                 raise ConfigError(f"layer {index} ({name}) of the model {run.wrong}")
@@ -211,11 +224,7 @@ class _Trial:
                 params=sum(p.numel() for p in module.parameters()),
                 flops=spy.flops + sum(t.numel() for t in outputs),
                 weight_flops=spy.weight_flops,
-                output=replace(
-                    describe(narrowed),
-                    single=isinstance(result, Tensor),
-                    packing=packing,
-                ),
+                output=ValueSpec(specs_of(narrowed), isinstance(result, Tensor), packing=packing),
                 takes=run.takes,
                 draws=spy.draws,
                 writes_input=[t._version for t in inputs] != versions,
@@ -281,8 +290,7 @@ def _with_gradients(runs: Sequence[_Run]) -> list[Layer]:
         for value, reaches in zip(run.layer.takes, reached, strict=True):
             needed[value] = needed.get(value, False) or reaches
         requires = tuple(t.requires_grad for t in run.outputs)
-        output = replace(run.layer.output, needs_grad=needs, requires_grad=requires)
-        layers.append(replace(run.layer, output=output, reached=reached))
+        layers.append(replace(run.layer, needs_grad=needs, requires_grad=requires, reached=reached))
     return layers[::-1]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetrain.network.boundary import Boundary, TensorSpec, leaves_of
+from pipetrain.network.boundary import TensorSpec, ValueSpec, leaves_of
 from pipetrain.network.network import INPUT, Made
 from pipetrain.network.tensors import made_up, quiet
 from pipetrain.plan.estimate import Layer, fake_mode
@@ -55,7 +55,7 @@ class Microbatch:
 
 def microbatch(
     layers: Sequence[Layer],
-    inputs: Boundary,
+    inputs: ValueSpec,
     start: int,
     end: int,
     loss: LossSizes = NO_LOSS,
@@ -94,7 +94,7 @@ def microbatch(
 class _Stage:
     """Layers `start` to `end` of a model, and the storages of their values."""
 
-    def __init__(self, layers: Sequence[Layer], inputs: Boundary, start: int, end: int) -> None:
+    def __init__(self, layers: Sequence[Layer], inputs: ValueSpec, start: int, end: int) -> None:
         self._layers, self._inputs, self._start, self._end = layers, inputs, start, end
         taken = {value for layer in layers[start:end] for value in layer.takes}
         later = {value for layer in layers[end:] for value in layer.takes}
@@ -102,28 +102,22 @@ class _Stage:
         if not start:
             self.enters = [Made(INPUT, number) for number in range(len(inputs.specs))]
         self.leaves = sorted(value for value in later if start <= max(value.layer, 0) < end)
-        known = [self._boundary(value) for value in self.enters]
-        self.has_gradient = bool(start) and any(
-            of.requires_grad is None or of.requires_grad[value.number]
-            for of, value in zip(known, self.enters, strict=True)
+        made = [value for value in self.enters if value.layer != INPUT]
+        requires = [layers[value.layer].requires_grad for value in made]
+        self.has_gradient = any(
+            known is None or known[value.number] for known, value in zip(requires, made, strict=True)
         )
-
-    def _boundary(self, value: Made) -> Boundary:
-        return self._inputs if value.layer == INPUT else self._layers[value.layer].output
 
     def nbytes(self, value: Made) -> int:
         """Return the bytes of a value as it crosses a cut."""
-        return self._boundary(value).specs[value.number].nbytes
+        output = self._inputs if value.layer == INPUT else self._layers[value.layer].output
+        return output.specs[value.number].nbytes
 
     @property
     def leaving_gradients(self) -> int:
         """The bytes of the gradients that come back."""
-        needed = (self._boundary(value).needs_grad for value in self.leaves)
-        return sum(
-            self.nbytes(value)
-            for value, needs in zip(self.leaves, needed, strict=True)
-            if needs is None or needs[value.number]
-        )
+        made = [value for value in self.leaves if value.layer != INPUT]
+        return sum(self.nbytes(value) for value in made if self._layers[value.layer].needs(value.number))
 
     def key(self, value: Made) -> _Key:
         """Return the storage of a value in this stage."""
@@ -207,13 +201,13 @@ def tensors_of(layers: Sequence[Layer]) -> tuple[dict[str, TensorSpec], dict[str
     return trained, fixed
 
 
-def assumed_loss(outputs: Boundary, dtype: torch.dtype | None) -> LossSizes:
+def assumed_loss(outputs: ValueSpec, dtype: torch.dtype | None) -> LossSizes:
     """Return what a loss saves whose targets are unknown: as much as a cross-entropy does."""
     nbytes = sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs.specs)
     return LossSizes(Storages((nbytes,), (0,), frozenset([0])))
 
 
-def loss_sizes(task: Task, outputs: Boundary, dtype: torch.dtype | None) -> LossSizes:
+def loss_sizes(task: Task, outputs: ValueSpec, dtype: torch.dtype | None) -> LossSizes:
     """Return what a task's loss saves for the model's outputs, tried with targets that are made up.
 
     `dtype`: that of the run, in which autocast hands the outputs to the task; None: their own. A loss that
@@ -238,7 +232,7 @@ def _made(spec: TensorSpec, dtype: torch.dtype | None) -> Tensor:
     return made_up(replace(spec, dtype=dtype) if dtype and spec.dtype.is_floating_point else spec)
 
 
-def _targets(task: Task, outputs: Boundary, dtype: torch.dtype | None) -> Iterable[Any]:
+def _targets(task: Task, outputs: ValueSpec, dtype: torch.dtype | None) -> Iterable[Any]:
     """Yield targets that a task may take: labels, or else numbers as the outputs are."""
     shape = outputs.specs[0].shape
     if task.classes_of(outputs) is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from pipetrain.network.boundary import Boundary
+from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.network import INPUT
 from pipetrain.plan.cut import Cut
 from pipetrain.plan.estimate import Layer
@@ -68,7 +68,7 @@ class Model:
     """
 
     layers: Sequence[Layer]
-    inputs: Boundary
+    inputs: ValueSpec
     loss: LossSizes = NO_LOSS
     averaged: bool = False
 

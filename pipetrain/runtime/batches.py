@@ -21,7 +21,7 @@ from pipetrain.data.loader import Sampled, loaded
 from pipetrain.data.loading import Form, Reader
 from pipetrain.data.sets import Draw, Split
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.boundary import Example, Value, as_tuple
+from pipetrain.network.boundary import Value, ValueSpec, as_tuple
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.tasks import Task, counted_for
 
@@ -170,9 +170,9 @@ class _Sent(WindowSource):
 
     def _received(self) -> Iterator[Value]:
         for sizes in self._cut:
-            boundary = self._form.targets.of(sum(sizes))
-            made = tuple(self._mesh.take_tensor("the targets of a batch", spec, 0) for spec in boundary.specs)
-            yield from _pieces(self._form.targets.value(made), sizes)
+            specs = self._form.targets.of(sum(sizes)).specs
+            made = tuple(self._mesh.take_tensor("the targets of a batch", spec, 0) for spec in specs)
+            yield from _pieces(self._form.targets.pack(made), sizes)
 
     def close(self) -> None:
         for work, _ in self._posted:
@@ -181,6 +181,6 @@ class _Sent(WindowSource):
 
 def _pieces(value: Value, sizes: Sequence[int]) -> list[Value]:
     """Cut a batch's tensors into microbatches."""
-    form = Example.in_batch(value)
+    form = ValueSpec.in_batch(value)
     pieces = zip(*(torch.split(t, list(sizes)) for t in as_tuple(value)), strict=True)
-    return [form.value(piece) for piece in pieces]
+    return [form.pack(piece) for piece in pieces]

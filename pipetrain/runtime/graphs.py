@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import Example, Value, as_tuple
+from pipetrain.network.boundary import Value, ValueSpec, as_tuple
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving, Tensors
 from pipetrain.runtime.objective import Counted
@@ -79,7 +79,7 @@ class Graphs:
         for slot, pool in enumerate(self._pools):
             mine = tuple(t.clone() for t in inputs)
             aims = tuple(t.clone() for t in as_tuple(target)) if target is not None else ()
-            value = None if target is None else Example.in_batch(target).value(aims)
+            value = None if target is None else ValueSpec.like(target).pack(aims)
             first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
             with _capturing(first, pool):
                 made = forward(mine, value)

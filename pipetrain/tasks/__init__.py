@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.network.boundary import (
-    Boundary,
     TensorSpec,
     Value,
+    ValueSpec,
     as_tuple,
     differentiable,
     leaves_of,
@@ -127,12 +127,12 @@ class Task:
         """Return the weight of a microbatch's targets, which are in host memory."""
         return self._weight(targets)
 
-    def classes_of(self, outputs: Boundary) -> int | None:
+    def classes_of(self, outputs: ValueSpec) -> int | None:
         """Return the number of classes that outputs score; None if they are no scores."""
         return None
 
     def prove(
-        self, outputs: Boundary, layer: str, targets: Value, classes: int | None, microbatches: int = 2
+        self, outputs: ValueSpec, layer: str, targets: Value, classes: int | None, microbatches: int = 2
     ) -> None:
         """Refuse outputs and targets that the task cannot take; see prove_task. Raises ConfigError."""
         prove_task(self, outputs, layer, targets, classes, microbatches)
@@ -178,7 +178,7 @@ class Classification(Task):
     def weight(self, targets: Value) -> Tensor | float:
         return _counting(targets, self._ignored)
 
-    def classes_of(self, outputs: Boundary) -> int | None:
+    def classes_of(self, outputs: ValueSpec) -> int | None:
         shape = _scores(outputs).shape
         return shape[1] if len(shape) > 1 else None
 
@@ -205,7 +205,7 @@ class LanguageModelling(Classification):
     def __init__(self, label_smoothing: float = 0.0, ignore_index: int = IGNORED) -> None:
         super().__init__(label_smoothing, ignore_index, (Perplexity(), Accuracy(ignore_index, axis=-1)))
 
-    def classes_of(self, outputs: Boundary) -> int | None:
+    def classes_of(self, outputs: ValueSpec) -> int | None:
         shape = _scores(outputs).shape
         return shape[-1] if shape else None
 
@@ -265,7 +265,7 @@ class ModelLoss(Task):
         return self.weights[0](targets)
 
     def prove(
-        self, outputs: Boundary, layer: str, targets: Value, classes: int | None, microbatches: int = 2
+        self, outputs: ValueSpec, layer: str, targets: Value, classes: int | None, microbatches: int = 2
     ) -> None:
         """Refuse a model without a loss, and metrics that fail. Raises ConfigError."""
         given, wanted = _made_up(outputs, targets)
@@ -289,7 +289,7 @@ def _tensor(value: Value, what: str) -> Tensor:
     return value
 
 
-def _scores(outputs: Boundary) -> TensorSpec | Tensor:
+def _scores(outputs: ValueSpec) -> TensorSpec | Tensor:
     """Return what has the shape of the scores among a model's outputs; of no dimension if unknown."""
     unknown = TensorSpec((), torch.float32)
     if outputs.packing is None:
@@ -365,7 +365,7 @@ def _weight_of(loss: LossFunction | None) -> WeightFunction:
 
 def prove_task(
     task: Task,
-    outputs: Boundary,
+    outputs: ValueSpec,
     layer: str,
     targets: Value,
     classes: int | None,
@@ -399,7 +399,7 @@ def prove_task(
         prove_sum(f"task {task}", task.loss, task.weight, given, wanted)
 
 
-def prove_batch(task: Task, outputs: Boundary, targets: Value, device: torch.device) -> None:
+def prove_batch(task: Task, outputs: ValueSpec, targets: Value, device: torch.device) -> None:
     """Refuse a loss that those of parts of a batch do not add up to: of its `targets`, in host memory.
 
     What counts, such as padding, may first show in a later batch. Raises TrainingStopped.
@@ -411,7 +411,7 @@ def prove_batch(task: Task, outputs: Boundary, targets: Value, device: torch.dev
         raise TrainingStopped(str(error)) from error
 
 
-def _made_up(outputs: Boundary, targets: Value) -> tuple[Value, Value]:
+def _made_up(outputs: ValueSpec, targets: Value) -> tuple[Value, Value]:
     """Return made-up outputs of a few samples, and their targets."""
     n = few(outputs, targets)
     first = _samples_of(outputs)
@@ -424,14 +424,14 @@ def _made_up(outputs: Boundary, targets: Value) -> tuple[Value, Value]:
     return outputs.pack(made), _part(targets, 0, n)
 
 
-def few(outputs: Boundary, targets: Value) -> int:
+def few(outputs: ValueSpec, targets: Value) -> int:
     """Return how many of the samples of targets are to be tried."""
     n = len(as_tuple(targets)[0])
     per_sample = sum(spec.numel for spec in outputs.specs if spec.shape) / _samples_of(outputs)
     return max(min(n, int(MOST_TRIED / max(1, per_sample))), min(n, 2))
 
 
-def _samples_of(outputs: Boundary) -> int:
+def _samples_of(outputs: ValueSpec) -> int:
     """Return the first dimension of the first output that has one."""
     return next((spec.shape[0] for spec in outputs.specs if spec.shape), 1)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
-from pipetrain.network.boundary import Boundary, Example, Value, as_tuple
+from pipetrain.network.boundary import Value, ValueSpec, as_tuple
 from pipetrain.network.modes import evaluating
 from pipetrain.network.network import INPUT, Made, Part
 from pipetrain.network.tracing.traced import TracedPart
@@ -29,8 +29,8 @@ class ModelTrial:
     def __init__(
         self,
         task: ModelLoss,
-        example: Example,
-        outputs: Boundary,
+        example: ValueSpec,
+        outputs: ValueSpec,
         microbatches: int,
         part: Part,
         device: torch.device,

@@ -30,7 +30,7 @@ from pipetrain.data import (
     load_data,
 )
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Example
+from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.network import Network
 from pipetrain.plan.blueprint import Plan, Samples, draft_plan, make_plan, prove_targets
 from pipetrain.plan.fitting import within_limit
@@ -104,7 +104,7 @@ def check_early(
     schedule: str,
     ranks: int,
     models: Models | None = None,
-    example: Example | None = None,
+    example: ValueSpec | None = None,
 ) -> Plan:
     """Plan one batch, as a draft, to refuse errors before the run starts. Raises ConfigError.
 

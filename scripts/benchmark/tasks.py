@@ -20,7 +20,7 @@ from pipetrain import tasks
 from pipetrain.building import make_model, make_schedule, make_task
 from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import load_data
-from pipetrain.network.boundary import Example, named_layers
+from pipetrain.network.boundary import ValueSpec, named_layers
 from pipetrain.plan.blueprint import Plan, Samples, make_plan
 from pipetrain.plan.profile import Profile
 from pipetrain.runtime.optimizer import make_optimizer
@@ -103,7 +103,7 @@ def prepare(task: Task, schedule: str, ranks: int, window: int = 1, profile: Pro
     spare = make_model(cfg, settings.seed, settings.dtype)
     samples, targets = _batch(task, cfg, settings)
     sizes = Samples([len(samples)] * window, [len(samples)])
-    example = Example.in_batch(samples)
+    example = ValueSpec.in_batch(samples)
     plan = make_plan(settings, make_schedule(cfg), spare, example, sizes, profile)
     return Job(
         plan=plan,

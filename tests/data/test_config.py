@@ -25,7 +25,7 @@ from pipetrain.data import (
     load_data,
 )
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Example, TensorSpec, Value
+from pipetrain.network.boundary import TensorSpec, Value, ValueSpec
 from tests.support.cases import config
 
 CONFIGS = sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml"))
@@ -188,7 +188,7 @@ def test_a_data_set_is_two_splits_or_a_source_of_both():
     source = load_data(own_config(source={"_target_": f"{__name__}.whole", "pair": True}, test_limit=2))
     assert (source.name, len(source.train), len(source.test), source.classes) == ("whole", 6, 2, 2)
     specs = TensorSpec((3,), torch.float64), TensorSpec((), torch.int64)
-    assert source.facts.example == Example(specs, single=False)
+    assert source.facts.example == ValueSpec(specs, single=False)
 
 
 @pytest.mark.parametrize(
@@ -229,13 +229,13 @@ def test_splits_that_cannot_be_are_refused(fields, says):
 @pytest.mark.parametrize("name", ["cifar10", "digits"])
 def test_images_are_declared(name):
     data = data_config(name)
-    assert declared_example(data, torch.float64) == Example((TensorSpec((3, 32, 32), torch.float64),))
-    assert declared_example(data, torch.float32) == Example((TensorSpec((3, 32, 32), torch.float32),))
+    assert declared_example(data, torch.float64) == ValueSpec((TensorSpec((3, 32, 32), torch.float64),))
+    assert declared_example(data, torch.float32) == ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
 
 
 def test_a_declaration_may_name_a_dtype_and_may_be_missing():
     sample = {"shape": [], "dtype": "int64"}
-    assert declared_example(DictConfig({"sample": sample}), torch.float32) == Example(
+    assert declared_example(DictConfig({"sample": sample}), torch.float32) == ValueSpec(
         (TensorSpec((), torch.int64),)
     )
     assert declared_example(DictConfig({"sample": None}), torch.float32) is None

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDat
 
 from pipetrain import ConfigError
 from pipetrain.data.loading import BadBatch, Form, Reader, known_sizes, pair
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 
 DATA = TensorDataset(torch.arange(22.0).reshape(22, 1), torch.arange(22))
 
@@ -111,8 +111,8 @@ def test_lists_of_tensors_as_dataloader_makes_them_are_tuples():
 
 def test_a_form_survives_json_and_refuses_another():
     form = Form(
-        Example((TensorSpec((3, 2), torch.float64), TensorSpec((), torch.int64)), single=False),
-        Example((TensorSpec((), torch.bool),)),
+        ValueSpec((TensorSpec((3, 2), torch.float64), TensorSpec((), torch.int64)), single=False),
+        ValueSpec((TensorSpec((), torch.bool),)),
     )
     assert Form.from_json(form.to_json()) == form
     mine = (torch.ones(5, 3, 2).double(), torch.arange(5))

@@ -13,7 +13,7 @@ from pipetrain.building import build
 from pipetrain.data import Split, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.models import gpt
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Chain
 from pipetrain.plan.allowed import refuse_cuts
 from pipetrain.plan.cut import shared_weights
@@ -165,7 +165,7 @@ def test_a_shape_that_cannot_be_is_refused(wrong, says):
     assert str(refusal.value) == says
 
 
-ENTRY = Example((TensorSpec((16,), torch.int64),)).of(3)  # a microbatch of 3 samples
+ENTRY = ValueSpec((TensorSpec((16,), torch.int64),)).of(3)  # a microbatch of 3 samples
 
 
 def test_too_long_a_sample_is_refused_before_the_start():
@@ -176,7 +176,7 @@ def test_too_long_a_sample_is_refused_before_the_start():
 def test_the_boundaries_are_those_of_a_run():
     layers = estimate(small(), ENTRY)
     assert [str(layer.output) for layer in layers] == [*["float32[3, 16, 8]"] * 4, "float32[3, 16, 11]"]
-    assert all(layer.output.needs_grad == (True,) for layer in layers)
+    assert all(layer.needs_grad == (True,) for layer in layers)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

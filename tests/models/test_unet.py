@@ -12,7 +12,7 @@ from pipetrain.data.made import shapes
 from pipetrain.errors import ConfigError
 from pipetrain.models import unet
 from pipetrain.models.unet import Concatenate
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Pop, Stash
 from pipetrain.plan.estimate import estimate
 from pipetrain.tasks.metrics import MeanIoU
@@ -154,7 +154,7 @@ def test_a_shape_that_cannot_be_is_refused(name, value, least):
 
 def test_images_that_cannot_be_halved_are_refused_before_the_start():
     with pytest.raises(ConfigError) as refusal:
-        estimate(small(), Example((TensorSpec((3, 18, 16), torch.float32),)).of(2))
+        estimate(small(), ValueSpec((TensorSpec((3, 18, 16), torch.float32),)).of(2))
     assert str(refusal.value) == (
         "layer 0 (down1_conv1) of the model cannot take float32[2, 3, 18, 16]: 18 x 16 pixels cannot be "
         "halved 2 times: make both multiples of 4, or model.levels=3 smaller"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipetrain.network.boundary import Boundary, TensorSpec, as_tuple, describe
+from pipetrain.network.boundary import TensorSpec, ValueSpec, as_tuple
 
 HALF = TensorSpec((2, 3), torch.float16)
 IDS = TensorSpec((5,), torch.int64)
@@ -16,25 +16,27 @@ def test_sizes_in_bytes():
     assert TensorSpec((4, 3, 2), torch.float64).nbytes == 4 * 3 * 2 * 8
     assert TensorSpec((), torch.float32).nbytes == 4  # a scalar
     assert TensorSpec((0, 7), torch.float32).nbytes == 0
-    assert Boundary((HALF, IDS), single=False).nbytes == 2 * 3 * 2 + 5 * 8
+    assert ValueSpec((HALF, IDS), single=False).nbytes == 2 * 3 * 2 + 5 * 8
 
 
 def test_words():
     assert str(HALF) == "float16[2, 3]"
-    assert str(Boundary((HALF, IDS), single=False)) == "float16[2, 3] + int64[5]"
+    assert str(ValueSpec((HALF, IDS), single=False)) == "float16[2, 3] + int64[5]"
 
 
-def test_gradients_come_back_for_floating_point_alone():
-    assert Boundary((HALF, IDS, HALF), single=False).gradients == (HALF, HALF)
-    assert Boundary((IDS,)).gradients == ()
-
-
-def test_describe_is_what_the_layer_returned():
+def test_a_spec_is_like_its_value():
     x, ids = torch.zeros(2, 3, dtype=torch.float16), torch.arange(5)
-    assert describe(x) == Boundary((HALF,), single=True)
-    assert describe((x,)) == Boundary((HALF,), single=False)
-    assert describe((x, ids)) == Boundary((HALF, IDS), single=False)
-    assert describe(x) != describe((x,))
+    assert ValueSpec.like(x) == ValueSpec((HALF,), single=True)
+    assert ValueSpec.like((x,)) == ValueSpec((HALF,), single=False)
+    assert ValueSpec.like((x, ids)) == ValueSpec((HALF, IDS), single=False)
+    assert ValueSpec.like({"x": x, "ids": ids}) == ValueSpec((HALF, IDS), single=False, names=("x", "ids"))
+    assert ValueSpec.like(x) != ValueSpec.like((x,))
+
+
+def test_an_example_is_of_one_sample():
+    batch = torch.zeros(4, 2, 3, dtype=torch.float16)
+    assert ValueSpec.in_batch(batch) == ValueSpec((HALF,))
+    assert ValueSpec.in_batch(batch).of(4) == ValueSpec.like(batch)
 
 
 def test_as_tuple():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipetrain.network import draws
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.draws import EVALUATION, Seeds, _mixed, begin, drawing
 from pipetrain.plan.cut import cut_layers
@@ -130,7 +130,7 @@ def noisy() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(6, 6), nn.Dropout(0.0))
 
 
-EXAMPLE = Example((TensorSpec((6,), torch.float32),))
+EXAMPLE = ValueSpec((TensorSpec((6,), torch.float32),))
 ENTRY = EXAMPLE.of(5)
 
 

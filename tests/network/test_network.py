@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.building import _is_copied_whole
-from pipetrain.network.boundary import Example, TensorSpec, as_tuple
+from pipetrain.network.boundary import TensorSpec, ValueSpec, as_tuple
 from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.network import INPUT, Made
 from pipetrain.plan.cut import cut_layers
@@ -21,7 +21,7 @@ from pipetrain.plan.estimate import estimate
 from tests.support.models import Gather, Join, Pair, skipping
 from tests.support.refusals import refusal
 
-EXAMPLE = Example((TensorSpec((6,), torch.float64),))
+EXAMPLE = ValueSpec((TensorSpec((6,), torch.float64),))
 ENTRY = EXAMPLE.of(2)
 
 

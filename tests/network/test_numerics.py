@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Example, TensorSpec, specs_of
+from pipetrain.network.boundary import TensorSpec, ValueSpec, specs_of
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tracing.trace import trace
 from pipetrain.plan.cut import cut_layers
@@ -88,7 +88,8 @@ class Scaled(nn.Module):
 
 def test_data_that_crosses_a_cut_is_not_narrowed():
     """Neither is it in one process."""
-    example, numerics = Example((TensorSpec((4,), torch.float32),) * 2, single=False), Numerics(autocast=True)
+    example = ValueSpec((TensorSpec((4,), torch.float32),) * 2, single=False)
+    numerics = Numerics(autocast=True)
     network, inputs = trace(Scaled(), example), example.of(2)
     joined = cut_layers({2: estimate(network, inputs, numerics)}, [1], example)
     part = network.part(joined.slices[0])

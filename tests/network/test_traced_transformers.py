@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipetrain.network.boundary import Example
+from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.network import INPUT, Made
 from tests.support.hugging_face import bert, convnext, gpt2, llama, resnet, segformer, vit
 from tests.support.tracing import assert_equal, images, tokens
@@ -46,7 +46,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("make", BLOCKS, ids=lambda make: make.__name__)
 def test_layers_are_the_blocks(make: Any):
-    example: Example = tokens("input_ids") if make in (gpt2, llama, bert) else images(32)
+    example: ValueSpec = tokens("input_ids") if make in (gpt2, llama, bert) else images(32)
     if make is vit:
         example = images(16)
     # Traced, Llama's attention has a mask rather than a flag, and its kernel adds in another order.

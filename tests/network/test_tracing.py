@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.network import draws
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.network import INPUT, Made, Slice
 from pipetrain.network.tracing.trace import trace
 from tests.support.tracing import assert_equal, example, inputs, tokens
@@ -318,7 +318,7 @@ def test_other_numerics(case: str):
     (x,) = inputs(of, 2)
     if case == "float64":
         model, x = model.double(), x.double()
-        of = Example((TensorSpec((3, 12, 12), torch.float64),))
+        of = ValueSpec((TensorSpec((3, 12, 12), torch.float64),))
     network = trace(model, of)
     if case == "channels_last":
         x = x.contiguous(memory_format=torch.channels_last)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.plan.balance import GIB, STRATEGIES, balance, balance_ranks, balance_times, choose_cuts
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import LayerTime
@@ -19,7 +19,7 @@ from pipetrain.plan.stages import Pipeline, Predictor, Traffic
 from tests.support.profiles import estimates_of, handed_on, held_by, layer, profile
 
 steady = settings(derandomize=True, deadline=None)
-OUT = Boundary((TensorSpec((1, 10), torch.float32),))
+OUT = ValueSpec((TensorSpec((1, 10), torch.float32),))
 
 
 def layers(params: list[int], flops: list[int]) -> list[Layer]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipetrain.building import make_schedule
 from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.plan.blueprint import Plan, Samples, make_plan, prove_targets
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.program import make_program, window_lengths
@@ -39,7 +39,7 @@ from tests.support.cases import config
 from tests.support.models import Fork, complex_inside, shared_statistics, skipping, tied, with_norm
 from tests.support.profiles import profile_of
 
-IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
+IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
 UPDATES = Samples([12, 12, 12], [11])
 
 
@@ -318,7 +318,7 @@ FLAT = nn.Sequential(nn.AvgPool2d(8), nn.Flatten())
 
 
 def test_inputs_that_the_run_s_dtype_would_round_are_refused():
-    wide = Example((TensorSpec((3, 32, 32), torch.float64), TensorSpec((4,), torch.int64)), single=False)
+    wide = ValueSpec((TensorSpec((3, 32, 32), torch.float64), TensorSpec((4,), torch.int64)), single=False)
     with pytest.raises(ConfigError) as error:
         make_plan(settings_of("partition=even"), one_f_one_b, with_norm(), wide, UPDATES)
     assert str(error.value) == (

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import Boundary, Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.network import INPUT, Made, Slice
 from pipetrain.plan.allowed import cuts_that_may_be, refuse_changing, refuse_cuts
@@ -23,7 +23,7 @@ from tests.support.models import Join, Pair
 from tests.support.refusals import outcome, refusal
 
 steady = settings(derandomize=True, deadline=None, max_examples=40)
-EXAMPLE = Example((TensorSpec((3,), torch.float32),))
+EXAMPLE = ValueSpec((TensorSpec((3,), torch.float32),))
 ENTRY = EXAMPLE.of(2)
 
 
@@ -284,7 +284,7 @@ def test_what_changes_with_the_size_is_refused(what):
             return x if isinstance(x, Tensor) else x[0]
 
     model = nn.Sequential(nn.Linear(3, 3), Changes(), Either(), nn.Linear(3, 3))
-    entries = [Boundary((TensorSpec((n, 3), torch.float32),), True, (False,), (False,)) for n in (2, 3)]
+    entries = [ValueSpec((TensorSpec((n, 3), torch.float32),)) for n in (2, 3)]
     sizes = [estimate(copy.deepcopy(model), entry) for entry in entries]
     reason = "it is one tensor or a tuple" if what == "tensors" else "gradients are needed there"
     assert refusal(lambda: refuse_changing(sizes, [2])) == (
@@ -316,7 +316,7 @@ class Keep(HandOn):
 def test_what_a_layer_keeps_is_known_behind_many_that_hand_it_on(first, kept):
     """Found once a layer: by every way that a tensor may have taken, it would be 3^40 looks."""
     model = nn.Sequential(first(), *(HandOn() for _ in range(40)))
-    entry = Example((TensorSpec((4,), torch.float32),) * 3, single=False).of(2)
+    entry = ValueSpec((TensorSpec((4,), torch.float32),) * 3, single=False).of(2)
     layers = estimate(model, entry)
     leaves = tuple(Made(40, number) for number in range(3))
     assert copies_output(layers, Slice(0, 41, (), leaves)) is kept
@@ -347,5 +347,5 @@ def skipping() -> nn.Sequential:
     ],
 )
 def test_a_cut_is_moved_to_where_fewer_bytes_cross(cuts, lighter):
-    entry = Example((TensorSpec((4,), torch.float32),)).of(2)
+    entry = ValueSpec((TensorSpec((4,), torch.float32),)).of(2)
     assert lighter_cuts(estimate(skipping(), entry), cuts, entry) == lighter

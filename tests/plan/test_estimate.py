@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.numerics import Numerics
 from pipetrain.plan import estimate as module
 from pipetrain.plan.estimate import estimate
@@ -19,12 +19,11 @@ from tests.support import models
 from tests.support.models import Fork, Join, Recompute, Through, tied
 
 
-def spec(*shape: int, dtype: torch.dtype = torch.float32, needs: bool | None = True) -> Boundary:
-    gradients = None if needs is None else (needs,)
-    return Boundary((TensorSpec(shape, dtype),), needs_grad=gradients, requires_grad=gradients)
+def spec(*shape: int, dtype: torch.dtype = torch.float32) -> ValueSpec:
+    return ValueSpec((TensorSpec(shape, dtype),))
 
 
-IMAGES = spec(2, 3, 8, 8, needs=False)
+IMAGES = spec(2, 3, 8, 8)
 
 
 def test_a_convolution_and_a_linear_layer_by_hand():
@@ -65,13 +64,12 @@ def test_tuples_are_boundaries_of_their_own_kind():
         IMAGES,
     )
     pair = (TensorSpec((2, 4, 8, 8), torch.float32), TensorSpec((2, 3, 8, 8), torch.float32))
-    assert fork.output == Boundary(
-        pair, single=False, needs_grad=(True, False), requires_grad=(True, False)
-    )  # the skip is the data
-    assert through.output == Boundary(
-        (pair[1], pair[1]), single=False, needs_grad=(True, False), requires_grad=(True, False)
-    )
+    assert fork.output == ValueSpec(pair, single=False)
+    assert fork.needs_grad == fork.requires_grad == (True, False)  # the skip is the data
+    assert through.output == ValueSpec((pair[1], pair[1]), single=False)
+    assert through.needs_grad == through.requires_grad == (True, False)
     assert join.output == spec(2, 3, 8, 8)
+    assert join.needs_grad == join.requires_grad == (True,)
     assert fork.flops == 2 * 3 * (2 * 4 * 64) + 2 * 4 * 64 + 2 * 3 * 64  # both its tensors are counted
 
 
@@ -105,17 +103,12 @@ class Once(nn.Module):
 
 
 def test_a_list_and_a_tuple_of_one_are_tuples():
-    listed = estimate(nn.Sequential(Listed()), IMAGES)[0].output
-    assert listed.pack(("a", "b")) == ["a", "b"]  # to the loss as it is
-    assert replace(listed, packing=None) == Boundary(
-        (TensorSpec((2, 3, 8, 8), torch.float32),) * 2,
-        single=False,
-        needs_grad=(False,) * 2,
-        requires_grad=(False,) * 2,
-    )
-    assert estimate(nn.Sequential(Once()), IMAGES)[0].output == Boundary(
-        (TensorSpec((2, 3, 8, 8), torch.float32),), single=False, needs_grad=(False,), requires_grad=(False,)
-    )
+    one = TensorSpec((2, 3, 8, 8), torch.float32)
+    (listed,) = estimate(nn.Sequential(Listed()), IMAGES)
+    assert listed.output.pack(("a", "b")) == ["a", "b"]  # to the loss as it is
+    assert replace(listed.output, packing=None) == ValueSpec((one, one), single=False)
+    assert listed.needs_grad == listed.requires_grad == (False, False)
+    assert estimate(nn.Sequential(Once()), IMAGES)[0].output == ValueSpec((one,), single=False)
 
 
 class Labels(nn.Module):
@@ -134,7 +127,7 @@ def test_dtypes_are_those_that_the_model_makes(dtype):
         TensorSpec((2, 4, 6, 6), dtype),
         TensorSpec((2,), torch.int64),
     )
-    assert made[2].output.gradients == (TensorSpec((2, 4, 6, 6), dtype),)
+    assert made[2].needs_grad == (True, False)
 
 
 class ViewInPlace(nn.Module):
@@ -178,7 +171,7 @@ def test_batchnorm_over_one_value_a_channel_is_refused_in_training_alone():
     one = spec(1, 3, 8, 8)
     with pytest.raises(ConfigError, match=r"layer 1 \(1\) .* float32\[1, 4, 1, 1\].*more than 1 value"):
         estimate(model, one)
-    assert estimate(model, one, training=False)[1].output == spec(1, 4, 1, 1, needs=None)
+    assert estimate(model, one, training=False)[1].output == spec(1, 4, 1, 1)
 
 
 # Layers that read numbers
@@ -306,7 +299,7 @@ class Stop(nn.Module):
 
 
 def needs(*layers: nn.Module) -> list[tuple[bool, ...] | None]:
-    return [layer.output.needs_grad for layer in estimate(nn.Sequential(*layers), IMAGES)]
+    return [layer.needs_grad for layer in estimate(nn.Sequential(*layers), IMAGES)]
 
 
 def test_a_gradient_is_needed_where_it_leads_from_the_loss_to_a_weight():

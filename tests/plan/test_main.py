@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pipetrain.building import make_model, make_schedule
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.plan import __main__ as command
 from pipetrain.plan import describe as printing
 from pipetrain.plan.blueprint import Plan, Samples, make_plan
@@ -36,7 +36,7 @@ from tests.support.traces import about, as_measured
 
 pytestmark = pytest.mark.slow
 
-IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
+IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
 
 
 def planned(schedule: str, stages: int, microbatches: int, batches: int, *overrides: str) -> Plan:

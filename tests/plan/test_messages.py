@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Pop, Stash
 from pipetrain.network.network import Made
 from pipetrain.plan.cut import Route, cut_layers, divide, merge
@@ -14,7 +14,7 @@ from pipetrain.plan.estimate import estimate
 
 FLOAT = TensorSpec((2, 3), torch.float32)
 MASK = TensorSpec((2, 3), torch.bool)
-EXAMPLE = Example((TensorSpec((3,), torch.float32),))
+EXAMPLE = ValueSpec((TensorSpec((3,), torch.float32),))
 ENTRY = EXAMPLE.of(2)
 
 

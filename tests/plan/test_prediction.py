@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipetrain.building import make_model, make_schedule
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.plan.blueprint import Plan, Samples, make_plan
 from pipetrain.plan.prediction import played, predict
 from pipetrain.plan.stages import costs_by_work
@@ -17,7 +17,7 @@ from pipetrain.schedule.timeline import Costs
 from pipetrain.settings import Settings
 from tests.support.cases import config
 
-IMAGE = Example((TensorSpec((3, 32, 32), torch.float32),))
+IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
 
 
 def planned(schedule: str, *words: str, batches: int = 1) -> Plan:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import Profile, average, read_profile, refuse_other_layers
 from tests.support.profiles import layer, profile
@@ -107,8 +107,8 @@ def test_another_machine_is_no_hindrance(tmp_path):
 
 
 def estimated(*outputs: tuple[str, int]) -> list[Layer]:
-    def boundary(nbytes: int) -> Boundary:
-        return Boundary((TensorSpec((nbytes // 4,), torch.float32),))
+    def boundary(nbytes: int) -> ValueSpec:
+        return ValueSpec((TensorSpec((nbytes // 4,), torch.float32),))
 
     return [Layer(name, 1, 1, boundary(nbytes), False, False) for name, nbytes in outputs]
 

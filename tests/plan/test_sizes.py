@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.numerics import Numerics
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.sizes import (
@@ -24,8 +24,8 @@ from pipetrain.tasks import Classification, LanguageModelling, Regression, Task
 FLOAT = 4
 
 
-def entry(*shape: int) -> Boundary:
-    return Boundary((TensorSpec(shape, torch.float32),), needs_grad=(False,), requires_grad=(False,))
+def entry(*shape: int) -> ValueSpec:
+    return ValueSpec((TensorSpec(shape, torch.float32),))
 
 
 def layers_of(model: nn.Module, *shape: int, **numerics: bool) -> list[Layer]:
@@ -112,8 +112,8 @@ def test_weights_are_counted_by_name():
 # The loss
 
 
-def scores(*shape: int) -> Boundary:
-    return Boundary((TensorSpec(shape, torch.float32),))
+def scores(*shape: int) -> ValueSpec:
+    return ValueSpec((TensorSpec(shape, torch.float32),))
 
 
 @pytest.mark.parametrize("real", [True, False])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.plan.cut import Cut, cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.channel import Message
@@ -183,7 +183,7 @@ class Ones:
 
 def joined(stages: int) -> Cut:
     """Linear layers, each a stage."""
-    example = Example((TensorSpec((3,), torch.float32),))
+    example = ValueSpec((TensorSpec((3,), torch.float32),))
     layers = estimate(nn.Sequential(*(nn.Linear(3, 3) for _ in range(stages))), example.of(1))
     return cut_layers({1: layers}, range(1, stages), example)
 

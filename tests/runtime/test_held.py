@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.measure import _Live
-from pipetrain.network.boundary import Boundary, Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Chain
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
@@ -36,10 +36,10 @@ def network() -> nn.Sequential:
     )
 
 
-def made() -> tuple[Stage, Boundary, list]:
+def made() -> tuple[Stage, ValueSpec, list]:
     torch.manual_seed(0)
     model = network()
-    example = Example((TensorSpec(SHAPE[1:], torch.float32),))
+    example = ValueSpec((TensorSpec(SHAPE[1:], torch.float32),))
     entry = example.of(SHAPE[0])
     layers = estimate(model.train(), entry)
     joined = cut_layers({SHAPE[0]: layers}, [1, 6], example)

@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from pipetrain.arguments import read_schedule
 from pipetrain.data.loader import pieces
-from pipetrain.network.boundary import Example, Value, as_tuple, on_each
+from pipetrain.network.boundary import Value, ValueSpec, as_tuple, on_each
 from pipetrain.network.chain import network_of
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.network.network import Network
@@ -67,7 +67,7 @@ class Subject:
         cls, model: nn.Module, inputs: Value, targets: Value, task: Task, loss: Loss, weight: Weight = len
     ) -> Subject:
         """Trace a model, in float64."""
-        network = network_of(model.double(), Example.in_batch(inputs))
+        network = network_of(model.double(), ValueSpec.in_batch(inputs))
         return cls(network, inputs, targets, task, loss, weight, _copied(model.state_dict()))
 
     @property
@@ -86,7 +86,7 @@ class Subject:
         """Return the network of a copy of the model, as another process would have."""
         model = deepcopy(self.model)
         if not isinstance(self.network, Traced):
-            return network_of(model, Example.in_batch(self.inputs))
+            return network_of(model, ValueSpec.in_batch(self.inputs))
         network = copy(self.network)
         network.model = model
         network.modules = [network.part(network.alone(index)) for index in range(len(network.names))]
@@ -122,7 +122,7 @@ def planned(subject: Subject, way: Way) -> Plan:
     name, schedule, _ = read_schedule(way.schedule)
     settings = Settings.read({"dtype": torch.float64, **options}, way.ranks, schedule=name)
     samples = Samples([*SAMPLES], [*SAMPLES])
-    example = Example.in_batch(subject.inputs)
+    example = ValueSpec.in_batch(subject.inputs)
     return make_plan(settings, schedule, subject.network, example, samples)
 
 

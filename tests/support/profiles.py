@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipetrain.network.boundary import Boundary, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.network import Made
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.profile import LayerTime, Profile
@@ -48,14 +48,16 @@ def estimates_of(
             one.name,
             0,
             1,
-            Boundary((bytes_of(one.output_bytes),), needs_grad=(True,), requires_grad=(True,)),
+            ValueSpec((bytes_of(one.output_bytes),)),
+            needs_grad=(True,),
+            requires_grad=(True,),
             takes=(Made(index - 1, 0),),
             reached=(index > 0,),
             storages=Storages((one.output_bytes, own), (0,), frozenset([1])),
             weights={f"{index}.weight": bytes_of(trained[index])} if trained else {},
         )
 
-    entry = Boundary((bytes_of(inputs),), needs_grad=(False,), requires_grad=(False,))
+    entry = ValueSpec((bytes_of(inputs),))
     return Model([estimated(index, one) for index, one in enumerate(layers)], entry)
 
 
@@ -80,7 +82,7 @@ def handed_on(layers: Sequence[LayerTime], wire: Sequence[tuple[int, int]] = ())
 
 
 def profile_of(
-    model: nn.Sequential, entry: Boundary, seconds: Sequence[float], latency_s: float = 0
+    model: nn.Sequential, entry: ValueSpec, seconds: Sequence[float], latency_s: float = 0
 ) -> Profile:
     """A profile of a real model's layers: `seconds` for each one's forward, and twice that backward."""
     layers = [
@@ -89,7 +91,7 @@ def profile_of(
             forward_s,
             2 * forward_s,
             output_bytes=estimated.output.nbytes,
-            gradient_bytes=sum(spec.nbytes for spec in estimated.output.gradients),
+            gradient_bytes=sum(s.nbytes for n, s in enumerate(estimated.output.specs) if estimated.needs(n)),
         )
         for estimated, forward_s in zip(estimate(model, entry), seconds, strict=True)
     ]

@@ -10,27 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.network import INPUT, Made, Slice
 from pipetrain.network.tracing.trace import trace
 from pipetrain.network.tracing.traced import Traced
 
 
-def example(*shapes: tuple[int, ...], names: tuple[str, ...] | None = None) -> Example:
+def example(*shapes: tuple[int, ...], names: tuple[str, ...] | None = None) -> ValueSpec:
     """An example of floating-point inputs."""
     specs = tuple(TensorSpec(shape, torch.float32) for shape in shapes)
-    return Example(specs, single=len(shapes) == 1 and not names, names=names)
+    return ValueSpec(specs, single=len(shapes) == 1 and not names, names=names)
 
 
-def tokens(*names: str, length: int = 8) -> Example:
-    return Example(tuple(TensorSpec((length,), torch.int64) for _ in names), single=False, names=names)
+def tokens(*names: str, length: int = 8) -> ValueSpec:
+    return ValueSpec(tuple(TensorSpec((length,), torch.int64) for _ in names), single=False, names=names)
 
 
-def images(size: int, name: str = "pixel_values") -> Example:
+def images(size: int, name: str = "pixel_values") -> ValueSpec:
     return example((3, size, size), names=(name,))
 
 
-def inputs(example: Example, samples: int) -> list[Tensor]:
+def inputs(example: ValueSpec, samples: int) -> list[Tensor]:
     torch.manual_seed(1)
     return [
         torch.rand(samples, *spec.shape, dtype=spec.dtype)
@@ -40,7 +40,7 @@ def inputs(example: Example, samples: int) -> list[Tensor]:
     ]
 
 
-def run_module(model: nn.Module, example: Example, tensors: list[Tensor]) -> Any:
+def run_module(model: nn.Module, example: ValueSpec, tensors: list[Tensor]) -> Any:
     return model(**dict(zip(example.names, tensors, strict=True))) if example.names else model(*tensors)
 
 
@@ -80,7 +80,7 @@ def some_cuts(layers: int) -> list[list[int]]:
     return [[], list(range(1, layers)), *two]
 
 
-def assert_equal(model: nn.Module, example: Example, samples: int = 2, exact: bool = True) -> Traced:
+def assert_equal(model: nn.Module, example: ValueSpec, samples: int = 2, exact: bool = True) -> Traced:
     """The module and its layers, cut in several ways, agree: outputs, gradients, buffers; both modes."""
     network = trace(model, example)
     tensors = inputs(example, samples)

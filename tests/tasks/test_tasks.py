@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Boundary, TensorSpec, Value
+from pipetrain.network.boundary import TensorSpec, Value, ValueSpec
 from pipetrain.tally import Tally
 from pipetrain.tasks import (
     Accuracy,
@@ -124,12 +124,12 @@ def test_functions_are_metrics_by_name_of_which_higher_is_better():
 # What is refused
 
 
-def spec(*shape: int, dtype: torch.dtype = torch.float64) -> Boundary:
+def spec(*shape: int, dtype: torch.dtype = torch.float64) -> ValueSpec:
     """The output for three samples."""
-    return Boundary((TensorSpec((3, *shape), dtype),))
+    return ValueSpec((TensorSpec((3, *shape), dtype),))
 
 
-def refused(task: Task, outputs: Boundary, targets: Value, classes: int | None = None) -> str:
+def refused(task: Task, outputs: ValueSpec, targets: Value, classes: int | None = None) -> str:
     with pytest.raises(ConfigError) as error:
         prove_task(task, outputs, "head", targets, classes)
     assert "\n" not in str(error.value)
@@ -159,7 +159,7 @@ def test_outputs_and_targets_may_be_several_tensors():
         (boxes, scores), (corners, names) = outputs, targets
         return functional.mse_loss(boxes, corners) + functional.cross_entropy(scores, names)
 
-    pair = Boundary((TensorSpec((3, 2), torch.float64), TensorSpec((3, 4), torch.float64)), single=False)
+    pair = ValueSpec((TensorSpec((3, 2), torch.float64), TensorSpec((3, 4), torch.float64)), single=False)
     prove_task(Task(loss), pair, "head", (randn(7, 2), labels(7).clamp(min=0)), 4)
     assert refused(Classification(), pair, labels(7)) == (
         "task Classification cannot take the model's float64[3, 2] + float64[3, 4] (layer head) with targets "
@@ -396,7 +396,7 @@ def test_a_large_model_s_task_is_proven_on_few_samples():
 
 def test_a_loss_without_a_gradient_is_refused():
     task = Task(lambda outputs, targets: outputs.detach().square().mean())
-    outputs = Boundary((TensorSpec((4, 1), torch.float32),))
+    outputs = ValueSpec((TensorSpec((4, 1), torch.float32),))
     with pytest.raises(ConfigError, match="has no gradient with respect to the outputs"):
         prove_task(task, outputs, "last", torch.zeros(4, 1), None)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipetrain.building import Models
 from pipetrain.data import DataMissing
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Example, TensorSpec
+from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.training.run import _even, check_early, obtain_data
 from tests.support.cases import config, prepared
@@ -132,7 +132,7 @@ def test_prepare_brings_the_parts_together():
     assert run.sampler.batch_sizes == [12, 12, 12, 8]
     assert ({3, 2}, {10}) == (set(run.plan.cut.specs), set(run.plan.evaluation_cut.specs))
     assert (run.facts.train, run.facts.test, run.settings.seed) == (44, 30, 9)
-    assert run.facts.example == run.plan.example == Example((TensorSpec((3, 32, 32), torch.float32),))
+    assert run.facts.example == run.plan.example == ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
 
 
 def test_one_model_is_planned_and_trained_and_nothing_keeps_it():
@@ -194,7 +194,7 @@ def test_check_early_needs_no_data(closed, tmp_path):
     undeclared = absent(closed, tmp_path, "data.sample=null", "data.fallback=null")
     with pytest.raises(DataMissing):
         check_early(undeclared, "1f1b", 2)
-    check_early(undeclared, "1f1b", 2, example=Example((TensorSpec((3, 32, 32), torch.float32),)))
+    check_early(undeclared, "1f1b", 2, example=ValueSpec((TensorSpec((3, 32, 32), torch.float32),)))
     assert not (tmp_path / "sets").exists()
 
 

@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import Example
+from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.places import standing_in
 from pipetrain.network.tensors import made_up
 from pipetrain.network.tracing.watching import Watch, watching
@@ -28,19 +28,19 @@ from pipetrain.network.tracing.watching import Watch, watching
 SAMPLES = 3  # of a microbatch; the trace holds for any number
 
 
-def arguments(example: Example, device: torch.device, samples: int = SAMPLES) -> tuple[Any, dict[str, Any]]:
+def arguments(example: ValueSpec, device: torch.device, samples: int = SAMPLES) -> tuple[Any, dict[str, Any]]:
     """Return the positional and keyword arguments of a model for a made-up microbatch."""
     return as_arguments(example, [made_up(spec, device) for spec in example.of(samples).specs])
 
 
-def as_arguments(example: Example, tensors: list[Any]) -> tuple[Any, dict[str, Any]]:
+def as_arguments(example: ValueSpec, tensors: list[Any]) -> tuple[Any, dict[str, Any]]:
     """Return tensors, or something for each, as the positional and keyword arguments of a model."""
     if example.names is not None:
         return (), dict(zip(example.names, tensors, strict=True))
     return tuple(tensors), {}
 
 
-def exported(model: nn.Module, example: Example) -> tuple[ExportedProgram, torch.device]:
+def exported(model: nn.Module, example: ValueSpec) -> tuple[ExportedProgram, torch.device]:
     """Return a model as torch.export traces it in its present mode, and the device. Raises ConfigError.
 
     A model on the meta device is traced as if it were on the CPU, so that the tensors that its forward makes
@@ -63,7 +63,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
 
 
-def _exported(model: nn.Module, example: Example, device: torch.device) -> ExportedProgram:
+def _exported(model: nn.Module, example: ValueSpec, device: torch.device) -> ExportedProgram:
     with torch.random.fork_rng([]):
         args, kwargs = arguments(example, device)
     _refuse_names(model, example, args, kwargs)
@@ -81,7 +81,7 @@ def _exported(model: nn.Module, example: Example, device: torch.device) -> Expor
         before.assign(new=True)  # torch.export has undone it; a module may complete itself when it first runs
 
 
-def _refuse_names(model: nn.Module, example: Example, args: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_names(model: nn.Module, example: ValueSpec, args: Any, kwargs: dict[str, Any]) -> None:
     try:
         signature = inspect.signature(model.forward)
         taken = signature.bind(*args, **kwargs).arguments
@@ -110,7 +110,7 @@ def _those(values: object) -> str:
 
 
 def _watched(
-    model: nn.Module, args: Any, kwargs: Any, shapes: Any, example: Example
+    model: nn.Module, args: Any, kwargs: Any, shapes: Any, example: ValueSpec
 ) -> tuple[ExportedProgram, Watch]:
     guards: list[str] = []
     with (
@@ -166,7 +166,7 @@ def _is_machinery(file: str) -> bool:
     return "/torch/" in file or "pipetrain/network/" in file or file.startswith("<")
 
 
-def _refusal(model: nn.Module, example: Example, error: Exception, guards: list[str]) -> ConfigError:
+def _refusal(model: nn.Module, example: ValueSpec, error: Exception, guards: list[str]) -> ConfigError:
     text, kind = one_line(error), type(error).__name__
     where = _place(error)
     at = f" at {where}" if where else ""

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import draws
-from pipetrain.network.boundary import Example, as_tuple, cast_floats, leaves_of, specs_of
+from pipetrain.network.boundary import ValueSpec, as_tuple, cast_floats, leaves_of, specs_of
 from pipetrain.network.network import INPUT, Made, Tensors
 from pipetrain.network.tensors import made_up
 from pipetrain.network.tracing.exporting import as_arguments
@@ -33,7 +33,7 @@ MOST_WORK = 4e10  # floating-point operations of a forward: some seconds for all
 TOLERANCE, COARSE = 1e-3, 5e-2
 
 
-def prove(network: Traced, example: Example, autocast: bool = False) -> None:
+def prove(network: Traced, example: ValueSpec, autocast: bool = False) -> None:
     """Compare a network with its module, in training and in evaluation. Raises ConfigError.
 
     `autocast`: under bf16 autocast, in which code that asks for a dtype may go another way than in the trace.
@@ -72,7 +72,7 @@ def _is_half(made: dict[str, Tensor]) -> bool:
     return any(t.dtype in half for name, t in made.items() if name.startswith("output "))
 
 
-def _work(network: Traced, example: Example) -> int:
+def _work(network: Traced, example: ValueSpec) -> int:
     """Return the floating-point operations of a forward."""
     fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
     # Up to a number that is read, which has no value, or a tensor of so many numbers.
@@ -82,7 +82,7 @@ def _work(network: Traced, example: Example) -> int:
     return int(counter.get_total_flops())
 
 
-def _inputs(model: nn.Module, example: Example, device: torch.device) -> list[Tensor]:
+def _inputs(model: nn.Module, example: ValueSpec, device: torch.device) -> list[Tensor]:
     """Return a microbatch that the model takes; whole numbers are 0 or 1, or 0 if it does not take 1."""
     torch.default_generator.manual_seed(0)
     zeros = [made_up(spec, device) for spec in example.of(SAMPLES).specs]

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Example
+from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.modes import evaluating
 from pipetrain.network.tracing.aligning import align
 from pipetrain.network.tracing.dataflow import Dataflow
@@ -28,7 +28,7 @@ from pipetrain.network.tracing.reading import read
 from pipetrain.network.tracing.traced import Traced
 
 
-def trace(model: nn.Module, example: Example, autocast: bool = False) -> Traced:
+def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Traced:
     """Return a model as layers and the values between them.
 
     `example`: what a sample's input is; `autocast`: see network_of. The model may be on the meta device. Its
@@ -56,7 +56,7 @@ def trace(model: nn.Module, example: Example, autocast: bool = False) -> Traced:
     return network
 
 
-def _order(program: ExportedProgram, example: Example) -> list[int]:
+def _order(program: ExportedProgram, example: ValueSpec) -> list[int]:
     """Return the number in `example` of each input of an exported program."""
     if example.names is None:
         return list(range(len(example.specs)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from pipetrain.network.boundary import Boundary, TensorSpec, Value
+from pipetrain.network.boundary import TensorSpec, Value, ValueSpec
 from pipetrain.network.network import INPUT, Made, Network, Part, See, Slice, Tensors
 from pipetrain.network.tracing.dataflow import Dataflow, draws
 from pipetrain.network.tracing.emitting import Code, Function
@@ -67,10 +67,10 @@ class Traced(Network):
         leaves = tuple(Made(index, k) for k in range(len(self.layers[index].makes)))
         return Slice(index, index + 1, self._takes[index], leaves)
 
-    def takes(self, index: int, made: Sequence[Boundary]) -> tuple[Made, ...]:
+    def takes(self, index: int, made: Sequence[ValueSpec]) -> tuple[Made, ...]:
         return self._takes[index]
 
-    def call(self, index: int, tensors: Tensors, made: Sequence[Boundary]) -> Value:
+    def call(self, index: int, tensors: Tensors, made: Sequence[ValueSpec]) -> Value:
         result: Tensors = self.modules[index](*tensors)
         return self.pack(result) if index == len(self.layers) - 1 else result
 

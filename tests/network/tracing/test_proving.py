@@ -80,7 +80,9 @@ class Lookup(nn.Module):
 
 def test_whole_numbers_are_those_that_the_model_takes():
     trace(Lookup(1), tokens("ids"))  # takes no 1
-    with pytest.raises(ConfigError, match=r"the model cannot take int64\[2, 8\]: RuntimeError: index_select"):
+    with pytest.raises(
+        ConfigError, match=r"the model cannot take ids int64\[2, 8\]: RuntimeError: index_select"
+    ):
         trace(Lookup(0), tokens("ids"))
 
 
