@@ -21,11 +21,10 @@ from torch import Tensor, nn
 class Numerics:
     """Precision and layout of a run.
 
-    `dtype`: of weights, inputs and updates. `autocast`: layers compute in bf16 where it is safe.
-    `channels_last`: the channels of images and of convolution weights are innermost in memory.
+    `autocast`: layers compute in bf16 where it is safe. `channels_last`: the channels of images and of
+    convolution weights are innermost in memory.
     """
 
-    dtype: torch.dtype = torch.float32
     autocast: bool = False
     channels_last: bool = False
 

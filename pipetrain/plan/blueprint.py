@@ -341,9 +341,7 @@ def _estimates(
     def of(numerics: Numerics, sizes: Collection[int], train: bool) -> Estimates:
         return {size: estimate(network, example.of(size), numerics, train) for size in sorted(sizes)}
 
-    numerics = Numerics(
-        settings.dtype, settings.precision == "bf16", settings.memory_format == "channels_last"
-    )
+    numerics = Numerics(settings.precision == "bf16", settings.memory_format == "channels_last")
     if settings.memory_format == "auto" and settings.dtype == torch.float32:
         inner = replace(numerics, channels_last=True)
         try:

@@ -66,7 +66,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 def _exported(model: nn.Module, example: ValueSpec, device: torch.device) -> ExportedProgram:
     with torch.random.fork_rng([]):
         args, kwargs = arguments(example, device)
-    _refuse_names(model, example, args, kwargs)
+    _refuse_names(model, args, kwargs)
     batch = Dim("batch")
     shapes = as_arguments(example, [{0: batch} for _ in example.specs])
     before: Watch | None = None
@@ -81,7 +81,7 @@ def _exported(model: nn.Module, example: ValueSpec, device: torch.device) -> Exp
         before.assign(new=True)  # torch.export has undone it; a module may complete itself when it first runs
 
 
-def _refuse_names(model: nn.Module, example: ValueSpec, args: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_names(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     try:
         signature = inspect.signature(model.forward)
         taken = signature.bind(*args, **kwargs).arguments
