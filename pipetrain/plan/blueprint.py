@@ -19,7 +19,7 @@ from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import Value, ValueSpec, cast_floats
 from pipetrain.network.chain import network_of
-from pipetrain.network.network import INPUT, Made, Network
+from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
 from pipetrain.plan.allowed import cuts_that_may_be, refuse_changing, refuse_cuts
 from pipetrain.plan.balance import GIB, STRATEGIES, balance_times, choose_cuts, lighter_cuts
@@ -31,15 +31,7 @@ from pipetrain.plan.prove import Window, prove, prove_window
 from pipetrain.plan.recomputation import held_in, may_recompute, reasons, recomputations
 from pipetrain.plan.recompute import Mode, modes_of, recomputing
 from pipetrain.plan.sizes import assumed_loss
-from pipetrain.plan.stages import (
-    Model,
-    Pipeline,
-    Prediction,
-    Predictor,
-    Recomputation,
-    Traffic,
-    costs_by_work,
-)
+from pipetrain.plan.stages import Prediction, Predictor, Recomputation, costs_by_work
 from pipetrain.schedule.actions import Edge, Op, Program, Schedule, asks_for, placement, splits
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Sizes
@@ -240,8 +232,7 @@ def make_plan(
     predictor = prediction = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
-        pipeline = _pipeline(settings, schedule, where, lengths, layers, example.of(full))
-        predictor = Predictor(profile, pipeline)
+        predictor = _predictor(settings, schedule, where, lengths, profile, layers, example.of(full))
         cuts, prediction = _cut_by_times(settings, network, layers, predictor, where)
         modes = [stage.mode for stage in prediction.stages]
     else:
@@ -351,52 +342,38 @@ def _estimates(
     return numerics, of(numerics, sizes, True), of(numerics, evaluation, False)
 
 
-def _pipeline(
+def _predictor(
     settings: Settings,
     schedule: Schedule,
     where: list[int],
     lengths: Collection[int],
+    profile: Profile,
     layers: Sequence[Layer],
     inputs: ValueSpec,
-) -> Pipeline:
-    """Return what a stage has to do and to hold in any of the windows, whatever its layers are."""
+) -> Predictor:
+    """Return what predicts any stage, by what the schedule has it do and hold in any of the windows."""
 
     def programs(recompute: Collection[int] = ()) -> dict[int, Program]:
         return {n: make_program(schedule, None, n, settings, recompute=recompute) for n in lengths}
 
     plain, policy = programs(), schedule if isinstance(schedule, Policy) else None
-    again: list[Recomputation] = []
+    recompute: list[Recomputation] = []
     if may_recompute(settings):
-        again = recomputations(settings, programs(range(len(where))), len(where), policy)
-    held = [held_in(settings, plain, stage, policy) for stage in range(len(where))]
-    loss = assumed_loss(layers[-1].output, settings.data_dtype)
-    return Pipeline(
-        settings.microbatches,
-        settings.buffer_size,
-        where,
-        held,
-        _traffic(settings, layers, inputs),
-        Model(layers, inputs, loss, settings.ema is not None),
-        any(splits(program) for program in plain.values()),
-        again,
+        recompute = recomputations(settings, programs(range(len(where))), len(where), policy)
+    return Predictor(
+        profile,
+        layers,
+        inputs,
+        placement=where,
+        counts=[held_in(settings, plain, stage, policy) for stage in range(len(where))],
+        microbatches=settings.microbatches,
+        buffer_size=settings.buffer_size,
+        recompute=recompute,
+        split=any(splits(program) for program in plain.values()),
+        codecs=settings.codecs,
+        loss=assumed_loss(layers[-1].output, settings.data_dtype),
+        averaged=settings.ema is not None,
     )
-
-
-def _traffic(settings: Settings, layers: Sequence[Layer], inputs: ValueSpec) -> list[Traffic]:
-    """Return the values that layers take, with their bytes on the wire."""
-    users: dict[Made, list[int]] = {}
-    for index, layer in enumerate(layers):
-        for value in layer.takes:
-            users.setdefault(value, []).append(index)
-    found = []
-    for value, of in users.items():
-        output = inputs if value.layer == INPUT else layers[value.layer].output
-        spec = output.specs[value.number]
-        needs = value.layer != INPUT and layers[value.layer].needs(value.number)
-        there = settings.codecs.wire_bytes([spec], forward=True)
-        back = settings.codecs.wire_bytes([spec], forward=False) if needs else 0
-        found.append(Traffic(value.layer, tuple(of), there, back, spec.nbytes))
-    return found
 
 
 def _cut_by_times(

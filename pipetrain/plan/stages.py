@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from pipetrain.codec import Codecs
 from pipetrain.network.boundary import ValueSpec
-from pipetrain.network.network import INPUT
+from pipetrain.network.network import INPUT, Made
 from pipetrain.plan.cut import Cut
 from pipetrain.plan.estimate import Layer
-from pipetrain.plan.profile import Profile
+from pipetrain.plan.profile import LayerTime, Profile
 from pipetrain.plan.recompute import Mode
 from pipetrain.plan.sizes import (
     NO_LOSS,
@@ -35,24 +37,10 @@ from pipetrain.settings import PROFILE
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
-    """The schedule's part in the cost of a stage, independent of its layers. Lists are by stage."""
-
-    microbatches: int
-    buffer_size: int
-    placement: Sequence[int]  # ranks
-    counts: Sequence[Sequence[Counts]]  # what it holds where that may be the most, see memory.most
-    values: Sequence[Traffic]
-    model: Model
-    split: bool = False  # whether backwards come in two halves
-    again: Sequence[Recomputation] = ()  # if stages may recompute
-
-
-@dataclass(frozen=True, slots=True)
 class Recomputation:
     """What a stage may recompute: the `modes` to choose from, and how often and how much it then holds.
 
-    `share`: of its microbatches that have an R; `counts`: as those of Pipeline, which are without any R.
+    `share`: of its microbatches that have an R; `counts`: as those of Predictor, which are without any R.
     """
 
     modes: Sequence[Mode]
@@ -60,31 +48,13 @@ class Recomputation:
     counts: Sequence[Counts]
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What the layers hold: their estimates, the model's input, and what the loss saves.
+class _Bytes(NamedTuple):
+    """Of values that cross a cut: on the wire, there and back, and of the tensors themselves."""
 
-    `averaged`: a moving average of the weights is kept.
-    """
-
-    layers: Sequence[Layer]
-    inputs: ValueSpec
-    loss: LossSizes = NO_LOSS
-    averaged: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """A value that layers behind its maker use. `layer`: that maker; INPUT (-1) for the data.
-
-    Bytes on the wire, forward and back, and of the tensor itself; with codecs, coding is free.
-    """
-
-    layer: int
-    users: tuple[int, ...]  # layers
-    forward: int
+    there: int
     back: int
-    nbytes: int
+    raw_there: int
+    raw_back: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,35 +100,78 @@ class Prediction:
         return self.choices[PROFILE].slowest_s
 
 
+@dataclass(frozen=True)
 class Predictor:
-    """Predicts layers `start` to `end` (exclusive) as stage number `stage` of a pipeline."""
+    """Predicts layers `start` to `end` (exclusive) as stage number `stage` of a pipeline.
 
-    def __init__(self, profile: Profile, pipeline: Pipeline) -> None:
-        self.layers = profile.layers
-        self.stages = len(pipeline.placement)
-        self.profile = profile
-        self._pipeline = pipeline
-        self._exchanged: dict[tuple[int, int, int], list[list[Traffic]]] = {}
-        self._held: dict[tuple[int, int, bool], tuple[Microbatch, WeightBytes]] = {}
-        # Of a skip that begins at each stage, see schedule/bounds.py.
-        self._bounds = [
-            max(pipeline.buffer_size, -(-max(sum(one[:3]) for one in counts) // 2))
-            for counts in pipeline.counts
-        ]
-        self._needed: dict[tuple[int, int], bool] = {}
-        # Prefix sums over the layers, so that the time of a slice needs no sum.
-        self._forward_s = _sums(layer.forward_s for layer in self.layers)
-        self._recorded_s = _sums(layer.recorded_s for layer in self.layers)
-        self._kept_s = _sums(layer.kept_s for layer in self.layers)
-        self._again_s = _sums(layer.again_s for layer in self.layers)
-        self._backward_s = _sums(layer.backward_s for layer in self.layers)
-        self._input_s = _sums(layer.input_s for layer in self.layers)
-        self._weight_s = _sums(layer.weight_s for layer in self.layers)
-        self._step_s = _sums(layer.step_s for layer in self.layers)
+    Of the model it knows what its layers took (`profile`), what they make and hold, its `inputs`, what its
+    `loss` saves, and whether a moving average of the weights is kept (`averaged`). Of the schedule, in lists
+    by stage: the `placement` on ranks; the `counts` of what a stage holds where that may be the most, see
+    memory.most; what it may `recompute`, if anything; and whether backwards come in two halves (`split`).
+    """
+
+    profile: Profile
+    layers: Sequence[Layer]
+    inputs: ValueSpec
+    placement: Sequence[int]
+    counts: Sequence[Sequence[Counts]]
+    microbatches: int
+    buffer_size: int
+    recompute: Sequence[Recomputation] = ()
+    split: bool = False
+    codecs: Codecs = field(default_factory=Codecs)
+    loss: LossSizes = NO_LOSS
+    averaged: bool = False
+    _exchanged: dict[tuple[int, int, int], list[list[Made]]] = field(default_factory=dict, init=False)
+    _held: dict[tuple[int, int, bool], tuple[Microbatch, WeightBytes]] = field(
+        default_factory=dict, init=False
+    )
+    _needed: dict[tuple[int, int], bool] = field(default_factory=dict, init=False)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """The bound of a skip that begins at each stage, see schedule/bounds.py."""
+        most = (max(sum(one[:3]) for one in counts) for counts in self.counts)
+        return [max(self.buffer_size, -(-one // 2)) for one in most]
+
+    @cached_property
+    def _sums(self) -> dict[str, list[float]]:
+        """The times of the first 0, 1, 2, ... layers, by their name, so that those of a slice need no sum."""
+        times = self.profile.layers
+        names = [one.name for one in fields(LayerTime) if one.name.endswith("_s")]
+        return {name: [0.0, *accumulate(getattr(layer, name) for layer in times)] for name in names}
+
+    @cached_property
+    def _users(self) -> dict[Made, list[int]]:
+        """The layers that take each value."""
+        users: dict[Made, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            for value in layer.takes:
+                users.setdefault(value, []).append(index)
+        return users
+
+    @cached_property
+    def _sizes(self) -> dict[Made, _Bytes]:
+        """The bytes of each value; with codecs, coding is free."""
+        found = {}
+        for value in self._users:
+            maker = None if value.layer == INPUT else self.layers[value.layer]
+            spec = (maker.output if maker else self.inputs).specs[value.number]
+            there, back = (self.codecs.wire_bytes([spec], forward) for forward in (True, False))
+            returned = maker is not None and maker.needs(value.number)
+            found[value] = _Bytes(there, back * returned, spec.nbytes, spec.nbytes * returned)
+        return found
+
+    def _bytes(self, values: Iterable[Made]) -> _Bytes:
+        return _Bytes(*map(sum, zip(*(self._sizes[value] for value in values), (0,) * 4, strict=True)))
 
     def modes(self, stage: int) -> Sequence[Mode]:
         """Return the modes that a stage may have."""
-        return self._pipeline.again[stage].modes if self._pipeline.again else (Mode.NEVER,)
+        return self.recompute[stage].modes if self.recompute else (Mode.NEVER,)
 
     def mode(self, stage: int, start: int, end: int, limit: float | None) -> Mode | None:
         """Return the fastest mode of a stage with which it holds at most `limit` bytes; None if none fits."""
@@ -182,35 +195,36 @@ class Predictor:
         """Return the seconds of a batch. `mode`: None for the first one that the stage may have."""
         mode = mode or self.modes(stage)[0]
         forward_s, again_s, backward_s, input_s, weight_s = self._compute_s(start, end, mode)
-        compute_s = forward_s + (input_s + weight_s if self._pipeline.split else backward_s)
+        compute_s = forward_s + (input_s + weight_s if self.split else backward_s)
         if mode is not Mode.NEVER:
-            compute_s += self._pipeline.again[stage].share * again_s
+            compute_s += self.recompute[stage].share * again_s
         each_s = compute_s + self._messages_s(stage, start, end)
-        return self._pipeline.microbatches * each_s + self._step_s[end] - self._step_s[start]
+        steps = self._sums["step_s"]
+        return self.microbatches * each_s + steps[end] - steps[start]
 
     def _compute_s(self, start: int, end: int, mode: Mode) -> tuple[float, float, float, float, float]:
         """Return the seconds of F, R, B, I and W."""
 
-        def of(sums: Sequence[float]) -> float:
-            return sums[end] - sums[start]
+        def of(name: str) -> float:
+            return self._sums[name][end] - self._sums[name][start]
 
-        recorded_s = forward_s = of(self._forward_s)
-        backward_s = of(self._backward_s)
+        recorded_s = forward_s = of("forward_s")
+        backward_s = of("backward_s")
         halves = 0.0, backward_s  # W is all of it
         if self._hands_back(start, end):
-            recorded_s = of(self._recorded_s) if self._pipeline.split else forward_s
-            halves = of(self._input_s), of(self._weight_s)
+            recorded_s = of("recorded_s") if self.split else forward_s
+            halves = of("input_s"), of("weight_s")
         if mode is Mode.NEVER:
             return recorded_s, recorded_s, backward_s, *halves
         if mode is Mode.ALWAYS:
             return forward_s, recorded_s, backward_s, *halves
-        return of(self._kept_s), of(self._again_s) + recorded_s - forward_s, backward_s, *halves
+        return of("kept_s"), of("again_s") + recorded_s - forward_s, backward_s, *halves
 
     def _hands_back(self, start: int, end: int) -> bool:
         """Return whether layers before these need a gradient of them."""
         key = start, end
         if key not in self._needed:
-            self._needed[key] = any(value.back for value in self._entering(start, end))
+            self._needed[key] = bool(self._bytes(self._entering(start, end)).back)
         return self._needed[key]
 
     def stage_time(self, stage: int, start: int, end: int, mode: Mode | None = None) -> StageTime:
@@ -224,7 +238,7 @@ class Predictor:
             input_s=input_s,
             weight_s=weight_s,
             messages_s=self._messages_s(stage, start, end),
-            step_s=self._step_s[end] - self._step_s[start],
+            step_s=self._sums["step_s"][end] - self._sums["step_s"][start],
             batch_s=self.batch_s(stage, start, end, mode),
             held_bytes=self.held_bytes(stage, start, end, mode),
         )
@@ -236,47 +250,47 @@ class Predictor:
         """
         mode = mode or self.modes(stage)[0]
         sizes = self.sizes(stage, start, end, mode is Mode.SELECTIVE)
-        counts = self._pipeline.counts if mode is Mode.NEVER else [one.counts for one in self._pipeline.again]
-        held = max(in_bytes(one, sizes).total for one in counts[stage])
+        counts = self.counts[stage] if mode is Mode.NEVER else self.recompute[stage].counts
+        held = max(in_bytes(one, sizes).total for one in counts)
         return (
             held
             + self._skips_bytes(stage, start, end)
-            + max(layer.peak_bytes for layer in self.layers[start:end])
+            + max(layer.peak_bytes for layer in self.profile.layers[start:end])
         )
 
     def sizes(self, stage: int, start: int, end: int, selective: bool = False) -> Sizes:
         """Return the bytes of a stage, with the messages to and from its neighbours."""
-        model = self._pipeline.model
         key = start, end, selective
         if key not in self._held:
-            of_one = microbatch(model.layers, model.inputs, start, end, model.loss, selective=selective)
-            self._held[key] = of_one, weights_of(model.layers[start:end])
+            of_one = microbatch(self.layers, self.inputs, start, end, self.loss, selective=selective)
+            self._held[key] = of_one, weights_of(self.layers[start:end])
         of_one, weights = self._held[key]
-        before, _, behind, _ = self._crossing(stage, start, end)
+        before, _, behind, _ = self._exchanged_by(stage, start, end)
         wire: dict[Edge, int] = {}
         raw: dict[Edge, int] = {}
         for edge, values in (((stage - 1, stage), before), ((stage, stage + 1), behind)):
-            wire |= {edge: sum(v.forward for v in values), edge[::-1]: sum(v.back for v in values)}
-            back = sum(v.nbytes for v in values if v.back)
-            raw |= {edge: sum(v.nbytes for v in values), edge[::-1]: back}
+            size = self._bytes(values)
+            wire |= {edge: size.there, edge[::-1]: size.back}
+            raw |= {edge: size.raw_there, edge[::-1]: size.raw_back}
         return Sizes(
             saved=of_one.saved,
             before_r=of_one.before_r,
             after_i=of_one.after_i,
-            weights=weights.trained * (1 + model.averaged) + weights.fixed,
+            weights=weights.trained * (1 + self.averaged) + weights.fixed,
             version=weights.trained,
             gradient=weights.trained,
-            optimizer=sum(layer.state_bytes for layer in self.layers[start:end]),
+            optimizer=sum(layer.state_bytes for layer in self.profile.layers[start:end]),
             wire=wire,
             raw=raw,
         )
 
     def _skips_bytes(self, stage: int, start: int, end: int) -> int:
         """Return the bytes of messages that skip stages, with as many on an edge as its bound may be."""
-        _, before, _, behind = self._crossing(stage, start, end)
+        _, before, _, behind = self._exchanged_by(stage, start, end)
         earlier = self._bounds[: max(0, stage - 1)]
-        received = max(earlier, default=0) * sum(value.forward + value.back for value in before)
-        return received + self._bounds[stage] * sum(value.back for value in behind)
+        entering = self._bytes(before)
+        received = max(earlier, default=0) * (entering.there + entering.back)
+        return received + self._bounds[stage] * self._bytes(behind).back
 
     def stage_times(self, cuts: Sequence[int], modes: Sequence[Mode] = ()) -> list[StageTime]:
         ends = pairwise([0, *cuts, len(self.layers)])
@@ -316,25 +330,28 @@ class Predictor:
         ends = [0, *cuts, len(self.layers)]
         spans = list(pairwise(ends))
         for stage, to in itertools.combinations(range(len(spans)), 2):
-            crossing = self._between(spans[stage], spans[to])
-            if crossing:
-                seconds[stage, Op.SEND_F, to] = self._travel_s(sum(value.forward for value in crossing))
-                seconds[to, Op.SEND_B, stage] = self._travel_s(sum(value.back for value in crossing))
+            if values := self._between(spans[stage], spans[to]):
+                size = self._bytes(values)
+                seconds[stage, Op.SEND_F, to] = self._travel_s(size.there)
+                seconds[to, Op.SEND_B, stage] = self._travel_s(size.back)
         for stage, nbytes in (tied or {}).items():
             seconds[stage, Op.TIE] = self._travel_s(nbytes)
         return Costs(seconds)
 
-    def _entering(self, start: int, end: int) -> list[Traffic]:
+    def _entering(self, start: int, end: int) -> list[Made]:
         """Return the values that layers `start` to `end` take from layers before them."""
         return self._between((0, start), (start, end)) if start else []
 
-    def _between(self, source: tuple[int, int], to: tuple[int, int]) -> list[Traffic]:
+    def _between(self, source: tuple[int, int], to: tuple[int, int]) -> list[Made]:
         """Return the values made in layers `source` (start, end) and used in layers `to`."""
         start = source[0] if source[0] else INPUT
-        made = [value for value in self._pipeline.values if start <= value.layer < source[1]]
-        return [value for value in made if any(to[0] <= user < to[1] for user in value.users)]
+        return [
+            value
+            for value, users in self._users.items()
+            if start <= value.layer < source[1] and any(to[0] <= user < to[1] for user in users)
+        ]
 
-    def _crossing(self, stage: int, start: int, end: int) -> list[list[Traffic]]:
+    def _exchanged_by(self, stage: int, start: int, end: int) -> list[list[Made]]:
         """Return what a stage exchanges with the one before it, with earlier ones, the next and later ones.
 
         Which stages the earlier and later ones are depends on other cuts.
@@ -345,7 +362,7 @@ class Predictor:
             entering = self._entering(start, end)
             leaving = self._between(mine, (end, len(self.layers)))
             before = [value for value in entering if value.layer == start - 1 or stage == 1]
-            behind = [value for value in leaving if end in value.users or stage + 2 == self.stages]
+            behind = [value for value in leaving if end in self._users[value] or stage + 2 == self.stages]
             self._exchanged[key] = [
                 before,
                 [value for value in entering if value not in before],
@@ -359,21 +376,17 @@ class Predictor:
 
         Values from before the stage before come as one message, as do those for layers behind the next stage.
         """
-        ranks = self._pipeline.placement
+        ranks = self.placement
         if len(set(ranks)) == 1:
             return []
-        before, earlier, behind, later = self._crossing(stage, start, end)
+        before, earlier, behind, later = self._exchanged_by(stage, start, end)
         groups = [
             before if stage and ranks[stage - 1] != ranks[stage] else [],
             earlier,
             behind if stage + 1 < self.stages and ranks[stage + 1] != ranks[stage] else [],
             later,
         ]
-        return [
-            (sum(value.forward for value in group), sum(value.back for value in group))
-            for group in groups
-            if group
-        ]
+        return [self._bytes(group)[:2] for group in groups if group]
 
     def _messages_s(self, stage: int, start: int, end: int) -> float:
         messages = self._messages(stage, start, end)
@@ -400,8 +413,3 @@ def costs_by_work(layers: Sequence[Layer], cut: Cut, ranks: int) -> Costs:
         times = {Op.F: forward, Op.R: forward, Op.B: 2 * forward, Op.I: 2 * forward - weights, Op.W: weights}
         costs |= {(stage, op): seconds for op, seconds in times.items()}
     return Costs(costs)
-
-
-def _sums(values: Iterable[float]) -> list[float]:
-    """Return the sum of the first 0, 1, 2, ... values."""
-    return [0.0, *accumulate(values)]

@@ -15,8 +15,8 @@ from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.plan.balance import GIB, STRATEGIES, balance, balance_ranks, balance_times, choose_cuts
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import LayerTime
-from pipetrain.plan.stages import Pipeline, Predictor, Traffic
-from tests.support.profiles import estimates_of, handed_on, held_by, layer, profile
+from pipetrain.plan.stages import Predictor
+from tests.support.profiles import Skip, estimates_of, held_by, layer, predictor_of
 
 steady = settings(derandomize=True, deadline=None)
 OUT = ValueSpec((TensorSpec((1, 10), torch.float32),))
@@ -171,15 +171,14 @@ def predictors(draw: st.DrawFn) -> Predictor:
     placement = [s % ranks for s in range(stages)]
     pairs = st.lists(st.integers(-1, len(held) - 1), min_size=2, max_size=4, unique=True).map(sorted)
     skips = [
-        Traffic(made, tuple(users), draw(BYTES), draw(BYTES), draw(BYTES))
-        for made, *users in draw(st.lists(pairs))
+        Skip(maker, tuple(users), draw(BYTES), draw(st.booleans())) for maker, *users in draw(st.lists(pairs))
     ]
     peaks = held_by(draw(counts), draw(counts))
     bytes_each = st.lists(BYTES, min_size=len(held), max_size=len(held))
-    model = estimates_of(held, draw(bytes_each), draw(bytes_each), draw(BYTES))
-    values = [*handed_on(held), *skips]
-    pipeline = Pipeline(draw(st.integers(1, 4)), 2, placement, peaks, values, model)
-    return Predictor(profile(held, draw(BYTES), draw(BYTES)), pipeline)
+    model = estimates_of(held, draw(bytes_each), draw(bytes_each), draw(BYTES), skips)
+    wire = draw(st.dictionaries(BYTES, st.tuples(BYTES, BYTES)))
+    priced = {"latency_s": draw(BYTES), "s_per_byte": draw(BYTES), "microbatches": draw(st.integers(1, 4))}
+    return predictor_of(held, placement, peaks, model, wire, **priced)
 
 
 def every_cut(predictor: Predictor, allowed: set[int], limit: float) -> list[list[int]]:
@@ -208,9 +207,12 @@ def test_cuts_by_times_are_the_best_of_all_that_may_be(predictor, data):
             balance_times(predictor, allowed, limit)
 
 
-def pipeline(held: Sequence[LayerTime], stages: int, saved: Sequence[int] = ()) -> Pipeline:
-    peaks = held_by([1] * stages, [1] * stages)
-    return Pipeline(1, 1, list(range(stages)), peaks, handed_on(held), estimates_of(held, saved))
+def predictor(
+    held: Sequence[LayerTime], stages: int, saved: Sequence[int] = (), s_per_byte: float = 0
+) -> Predictor:
+    peaks, model = held_by([1] * stages, [1] * stages), estimates_of(held, saved)
+    alone = {"microbatches": 1, "buffer_size": 1, "s_per_byte": s_per_byte}
+    return predictor_of(held, list(range(stages)), peaks, model, **alone)
 
 
 def test_messages_move_a_cut():
@@ -218,18 +220,18 @@ def test_messages_move_a_cut():
     small, big = layer("small", 1, 0, output_bytes=1), layer("big", 1, 0, output_bytes=100)
     slow = layer("slow", 2, 0)
     held = [small, big, slow]
-    assert balance_times(Predictor(profile(held), pipeline(held, 2)), {1, 2}) == [2]
-    assert balance_times(Predictor(profile(held, s_per_byte=0.1), pipeline(held, 2)), {1, 2}) == [1]
+    assert balance_times(predictor(held, 2), {1, 2}) == [2]
+    assert balance_times(predictor(held, 2, s_per_byte=0.1), {1, 2}) == [1]
 
 
 def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
     held = [layer(str(i), seconds, 0) for i, seconds in enumerate([1, 1, 1, 3])]
-    predictor = Predictor(profile(held), pipeline(held, 2, [n * GIB // 8 for n in (4, 4, 1, 1)]))
-    assert balance_times(predictor, {1, 2, 3}) == [3]  # 9/8 GiB and 1/8
-    assert balance_times(predictor, {1, 2, 3}, limit=1.0 * GIB) == [2]
-    assert balance_times(predictor, {1, 2, 3}, limit=0.75 * GIB) == [1]
+    eighths = predictor(held, 2, [n * GIB // 8 for n in (4, 4, 1, 1)])
+    assert balance_times(eighths, {1, 2, 3}) == [3]  # 9/8 GiB and 1/8
+    assert balance_times(eighths, {1, 2, 3}, limit=1.0 * GIB) == [2]
+    assert balance_times(eighths, {1, 2, 3}, limit=0.75 * GIB) == [1]
     with pytest.raises(ConfigError) as error:
-        balance_times(predictor, {1, 2, 3}, limit=0.7 * GIB)
+        balance_times(eighths, {1, 2, 3}, limit=0.7 * GIB)
     assert str(error.value) == (
         "memory_limit=0.7 is too small: the smallest with which 2 stages fit is 0.7500 GiB; "
         "choose that, more stages or smaller microbatches"
@@ -240,7 +242,7 @@ def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
 def test_where_no_cut_may_be_that_is_said(limit):
     held = [layer()] * 4
     with pytest.raises(ConfigError) as error:
-        balance_times(Predictor(profile(held), pipeline(held, 3)), {2}, limit)
+        balance_times(predictor(held, 3), {2}, limit)
     assert "partition=profile cannot cut this model into 3 stages: only 1 of its 3 cuts part no" in str(
         error.value
     )

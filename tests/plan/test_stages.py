@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from pipetrain.network.network import INPUT
-from pipetrain.plan.stages import Pipeline, Predictor, Traffic
+from pipetrain.plan.stages import Predictor
 from pipetrain.schedule.actions import NO_PEER, Action, Op
-from tests.support.profiles import estimates_of, handed_on, held_by, layer, profile
+from tests.support.profiles import Skip, estimates_of, held_by, layer, predictor_of
 
 # Messages take 1 s and 0.01 s a byte; 4 microbatches.
 LAYERS = [
@@ -18,12 +16,11 @@ LAYERS = [
     layer("c", 4, 5, state_bytes=300, peak_bytes=2),
 ]
 MODEL = estimates_of(LAYERS, saved=[7, 8, 20], trained=[0, 0, 1000], inputs=9)
-PROFILE = profile(LAYERS, latency_s=1, s_per_byte=0.01)
+TIMED = {"latency_s": 1, "s_per_byte": 0.01}
 
 
 def predictor(placement: list[int], activations: list[int], versions: list[int]) -> Predictor:
-    held = held_by(activations, versions)
-    return Predictor(PROFILE, Pipeline(4, 2, placement, held, handed_on(LAYERS), MODEL))
+    return predictor_of(LAYERS, placement, held_by(activations, versions), MODEL, **TIMED)
 
 
 THREE = predictor([0, 1, 2], [3, 2, 1], [3, 2, 1])
@@ -59,15 +56,13 @@ def test_what_a_stage_holds():
 
 
 def test_a_moving_average_is_held_as_the_weights_are():
-    model = replace(MODEL, averaged=True)
-    made = Predictor(PROFILE, Pipeline(4, 2, [0], held_by([1], [1]), handed_on(LAYERS), model))
+    made = predictor_of(LAYERS, [0], held_by([1], [1]), MODEL, averaged=True)
     assert made.held_bytes(0, 0, 3) == WEIGHTS + 1000 + 9 + 7 + 8 + 20 + 30
 
 
 def test_messages_are_priced_by_their_bytes_on_the_wire():
-    wire = handed_on(LAYERS, [(10, 5), (20, 7)])
-    held = held_by([3, 2, 1], [3, 2, 1])
-    coded = Predictor(PROFILE, Pipeline(4, 2, [0, 1, 2], held, wire, MODEL))
+    held, wire = held_by([3, 2, 1], [3, 2, 1]), {100: (10, 5), 200: (20, 7)}
+    coded = predictor_of(LAYERS, [0, 1, 2], held, MODEL, wire, **TIMED)
     a_b, b_c = (1 + 0.10) + (1 + 0.05), (1 + 0.20) + (1 + 0.07)
     assert coded.stage_time(1, 1, 2).batch_s == pytest.approx(4 * (5 + a_b + b_c) + 20)
     assert coded.costs([1, 2])(Action(1, Op.SEND_B, peer=0)) == pytest.approx(1.05)
@@ -99,11 +94,9 @@ HALVES = [
 ]
 
 
-def halved(split: bool, handed_back: int = 50) -> Predictor:
-    values = handed_on(HALVES, [(100, handed_back), (200, 200)])
-    ranks = [0, 0, 0]  # without messages
-    held, model = held_by([1] * 3, [1] * 3), estimates_of(HALVES)
-    return Predictor(profile(HALVES), Pipeline(4, 2, ranks, held, values, model, split))
+def halved(split: bool, frozen: tuple[int, ...] = ()) -> Predictor:
+    model, ranks = estimates_of(HALVES, without_gradient=frozen), [0, 0, 0]  # without messages
+    return predictor_of(HALVES, ranks, held_by([1] * 3, [1] * 3), model, split=split)
 
 
 def test_each_half_of_a_backward_costs_what_was_measured_of_it():
@@ -122,20 +115,21 @@ def test_cuts_are_weighed_by_the_halves_where_a_schedule_splits():
 
 
 def test_a_stage_before_which_nothing_is_trained_has_no_i():
-    costs = halved(split=True, handed_back=0).costs([1, 2])
+    costs = halved(split=True, frozen=(0,)).costs([1, 2])
     assert [costs(Action(1, op)) for op in (Op.F, Op.B, Op.I, Op.W)] == [2, 3, 0, 3]
 
 
 # Skips: from layer a to c (with a gradient), and from the data to c
 
 
-SKIPS = [*handed_on(LAYERS), Traffic(0, (2,), 30, 20, 60), Traffic(INPUT, (2,), 40, 0, 80)]
+SKIPS = [Skip(0, (2,), 60), Skip(INPUT, (2,), 80, needs_grad=False)]
+SKIPPING = estimates_of(LAYERS, saved=[7, 8, 20], trained=[0, 0, 1000], inputs=9, skips=SKIPS)
+WIRE = {60: (30, 20), 80: (40, 40)}
 
 
 def skipping(placement: list[int]) -> Predictor:
     ones = [1] * len(placement)
-    held = held_by(ones, ones)
-    return Predictor(PROFILE, Pipeline(4, 2, placement, held, SKIPS, MODEL))
+    return predictor_of(LAYERS, placement, held_by(ones, ones), SKIPPING, WIRE, **TIMED)
 
 
 def test_skips_are_priced_at_both_ends_and_held_where_they_are_used():
@@ -145,8 +139,8 @@ def test_skips_are_priced_at_both_ends_and_held_where_they_are_used():
     assert made.stage_time(1, 1, 2).messages_s == pytest.approx(a_b + b_c)  # they pass it by
     assert made.stage_time(2, 2, 3).messages_s == pytest.approx(b_c + far)
     near, skips = 3 * (200 + 200), 2 * (30 + 20 + 40)
-    assert made.held_bytes(2, 2, 3) == WEIGHTS + 200 + 20 + near + skips + 2
-    assert made.held_bytes(0, 0, 1) == 9 + 7 + 100 + 2 * 50 + 100 + 2 * 20 + 1
+    assert made.held_bytes(2, 2, 3) == WEIGHTS + (200 + 60 + 80) + 20 + near + skips + 2
+    assert made.held_bytes(0, 0, 1) == (9 + 80) + 7 + (100 + 60) + 2 * 50 + 100 + 2 * 20 + 1
     assert made.held_bytes(1, 1, 2) == 100 + 8 + 200 + 3 * (100 + 200) + 2 * 50 + 100 + 30
 
 
@@ -166,7 +160,7 @@ def test_between_two_stages_all_is_one_message():
     assert made.stage_time(1, 2, 3).messages_s == pytest.approx(together)
     assert made.stage_time(1, 1, 3).messages_s == pytest.approx((1 + 1.0 + 0.70) + (1 + 0.5 + 0.20))
     there, back = 2 * (100 + 30 + 40) + 100 + 60 + 80, 2 * (50 + 20) + 100 + 60
-    assert made.stage_time(1, 1, 3).held_bytes == WEIGHTS + 100 + 8 + 20 + there + back + 30
+    assert made.stage_time(1, 1, 3).held_bytes == WEIGHTS + (100 + 60 + 80) + 8 + 20 + there + back + 30
 
 
 def test_on_one_rank_a_skip_is_no_message():

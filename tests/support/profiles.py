@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from pipetrain.codec import Codecs
 from pipetrain.network.boundary import TensorSpec, ValueSpec
-from pipetrain.network.network import Made
+from pipetrain.network.network import INPUT, Made
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.profile import LayerTime, Profile
 from pipetrain.plan.saved import Storages
-from pipetrain.plan.stages import Model, Traffic
+from pipetrain.plan.stages import Predictor
 from pipetrain.schedule.memory import Counts, fullest
 
 
@@ -34,31 +36,88 @@ def profile(layers: Sequence[LayerTime], latency_s: float = 0, s_per_byte: float
     return Profile({"model": "fake"}, {"device": "paper"}, latency_s, s_per_byte, list(layers))
 
 
-def estimates_of(
-    layers: Sequence[LayerTime], saved: Sequence[int] = (), trained: Sequence[int] = (), inputs: int = 0
-) -> Model:
-    """A chain of layers of these outputs that save so many bytes each, with weights of so many."""
+@dataclass(frozen=True)
+class Skip:
+    """A value that layers behind the next one take; `maker`: the layer that makes it, or INPUT."""
 
-    def bytes_of(n: int) -> TensorSpec:
-        return TensorSpec((n,), torch.uint8)
+    maker: int
+    users: tuple[int, ...]
+    nbytes: int
+    needs_grad: bool = True
+
+
+def bytes_of(n: int) -> TensorSpec:
+    return TensorSpec((n,), torch.uint8)
+
+
+def estimates_of(
+    layers: Sequence[LayerTime],
+    saved: Sequence[int] = (),
+    trained: Sequence[int] = (),
+    inputs: int = 0,
+    skips: Sequence[Skip] = (),
+    without_gradient: Collection[int] = (),
+) -> tuple[list[Layer], ValueSpec]:
+    """A chain of layers of these outputs that save so many bytes each, with weights of so many; its input."""
+    made = {maker: [skip for skip in skips if skip.maker == maker] for maker in range(INPUT, len(layers))}
 
     def estimated(index: int, one: LayerTime) -> Layer:
-        own = saved[index] if saved else 0
+        own, kept = saved[index] if saved else 0, made[index]
+        needs = (index not in without_gradient, *(skip.needs_grad for skip in kept))
+        far = [
+            (Made(maker, number), skip.needs_grad)
+            for maker, of in made.items()
+            for number, skip in enumerate(of, 1)
+            if index in skip.users
+        ]
         return Layer(
             one.name,
             0,
             1,
-            ValueSpec((bytes_of(one.output_bytes),)),
-            needs_grad=(True,),
-            requires_grad=(True,),
-            takes=(Made(index - 1, 0),),
-            reached=(index > 0,),
-            storages=Storages((one.output_bytes, own), (0,), frozenset([1])),
+            ValueSpec(tuple(map(bytes_of, (one.output_bytes, *(skip.nbytes for skip in kept)))), not kept),
+            needs_grad=needs,
+            requires_grad=needs,
+            takes=(Made(index - 1, 0), *(value for value, _ in far)),
+            reached=(index > 0, *(needs for _, needs in far)),
+            storages=Storages(
+                (one.output_bytes, own, *(skip.nbytes for skip in kept)),
+                (0, *range(2, 2 + len(kept))),
+                frozenset([1]),
+            ),
             weights={f"{index}.weight": bytes_of(trained[index])} if trained else {},
         )
 
-    entry = ValueSpec((bytes_of(inputs),))
-    return Model([estimated(index, one) for index, one in enumerate(layers)], entry)
+    entry = ValueSpec(tuple(map(bytes_of, (inputs, *(skip.nbytes for skip in made[INPUT])))))
+    return [estimated(index, one) for index, one in enumerate(layers)], entry
+
+
+class Wire(Codecs):
+    """The bytes on the wire, there and back, of tensors of so many bytes; by default those of the tensors."""
+
+    def __init__(self, sizes: Mapping[int, tuple[int, int]]) -> None:
+        super().__init__()
+        object.__setattr__(self, "sizes", sizes)
+
+    def wire_bytes(self, specs: Sequence[TensorSpec], forward: bool) -> int:
+        known = (self.sizes.get(spec.nbytes, (spec.nbytes,) * 2) for spec in specs)  # type: ignore[attr-defined]
+        return sum(there if forward else back for there, back in known)
+
+
+def predictor_of(
+    layers: Sequence[LayerTime],
+    placement: Sequence[int],
+    counts: Sequence[Sequence[Counts]],
+    model: tuple[list[Layer], ValueSpec] | None = None,
+    wire: Mapping[int, tuple[int, int]] | None = None,
+    latency_s: float = 0,
+    s_per_byte: float = 0,
+    **others: Any,
+) -> Predictor:
+    """What predicts stages of these layers; `wire`: by default the bytes of outputs and gradients."""
+    estimated, inputs = model or estimates_of(layers)
+    known = {one.output_bytes: (one.output_bytes, one.gradient_bytes) for one in layers} | (wire or {})
+    schedule: dict[str, Any] = {"microbatches": 4, "buffer_size": 2, "codecs": Wire(known), **others}
+    return Predictor(profile(layers, latency_s, s_per_byte), estimated, inputs, placement, counts, **schedule)
 
 
 def held_by(activations: Sequence[int], versions: Sequence[int], bound: int = 2) -> list[list[Counts]]:
@@ -70,15 +129,6 @@ def held_by(activations: Sequence[int], versions: Sequence[int], bound: int = 2)
     near = {edge: of for edge, of in near.items() if max(edge) <= last}
     pairs = zip(activations, versions, strict=True)
     return [[fullest(stage, *pair, near)] for stage, pair in enumerate(pairs)]
-
-
-def handed_on(layers: Sequence[LayerTime], wire: Sequence[tuple[int, int]] = ()) -> list[Traffic]:
-    """What each layer hands to the next; `wire`: (forward, back) bytes, by default those of the tensors."""
-    wire = wire or [(layer.output_bytes, layer.gradient_bytes) for layer in layers]
-    return [
-        Traffic(index, (index + 1,), *wire[index], layers[index].output_bytes)
-        for index in range(len(layers) - 1)
-    ]
 
 
 def profile_of(
