@@ -33,6 +33,7 @@ from pipetrain.schedule.actions import (
 )
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import Deadlock, simulate
+from pipetrain.schedule.transforms import with_recompute
 from pipetrain.settings import Settings
 from pipetrain.tasks import Regression, Task
 from tests.support.cases import config
@@ -308,6 +309,20 @@ def test_weights_shared_by_way_of_another_stage_and_skipped_updates_are_refused(
     together = {"overrides": ("partition=[2,4]", "on_nan=skip"), "ranks": 3, "model": model}
     assert "stages 0 to 2 share weights by way of another one, and with on_nan=skip" in refused(**together)
     assert len(plan("partition=[2,4]", "on_nan=skip", "clip_grad_norm=1", ranks=3, model=model).cut.ties) == 2
+
+
+def test_a_schedule_of_ones_own_is_given_the_costs_and_may_place_each_r_itself():
+    seen = []
+
+    def own(ranks: int, batches: int, microbatches: int, *, costs=None, recompute=()) -> Program:
+        seen.append((costs and costs(Action(0, Op.F)), recompute))
+        return with_recompute(gpipe(ranks, batches, microbatches), recompute)
+
+    made = by_times([1.0] * 10, "recompute=always", schedule=own)
+    assert seen[-1] == (5.0, [0, 1])
+    assert seen[0] == (None, ())
+    assert made.by_costs
+    assert sum(a.op is Op.R for actions in made.window.program for a in actions) == 8
 
 
 def test_too_few_layers_are_refused():

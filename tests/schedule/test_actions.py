@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +12,10 @@ from pipetrain.schedule.actions import (
     UPDATE,
     Action,
     Op,
+    Program,
     ScheduleError,
+    asks_for,
+    compute_program,
     format_program,
     last_uses,
     parse_action,
@@ -108,3 +114,17 @@ def test_a_shortened_window_is_sound_and_does_not_deadlock(case) -> None:
                 run = simulate(short, m, buffer_size=buffer_size)
                 assert all(map(int.__le__, run.activations, whole.activations))
                 assert all(map(int.__le__, run.versions, whole.versions))
+
+
+def asking(ranks: int, batches: int, microbatches: int, turns: int = 1, *, costs: Any = None) -> Program:
+    return [[Action(0, Op.F, turns), Action(0, Op.F, costs)]]
+
+
+def test_a_schedule_is_given_what_it_names_and_nobody_has_bound() -> None:
+    given = {"costs": 7, "buffer_size": 2}
+    assert asks_for(asking) == {"turns", "costs"}
+    assert asks_for(partial(asking, costs=1)) == {"turns"}
+    assert asks_for(dict) == asks_for(pipedream) == set()  # the first does not say
+    assert [a.mb for a in compute_program(partial(asking, turns=4), 1, 1, 1, **given)[0]] == [4, 7]
+    assert [a.mb for a in compute_program(partial(asking, costs=3), 1, 1, 1, **given)[0]] == [1, 3]
+    assert compute_program(pipedream, 2, 3, 1, **given) == pipedream(2, 3, 1)
