@@ -255,11 +255,11 @@ def test_ranks_profile_together(profiled):
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("schedule=foo", "Could not find 'schedule/foo'; choose one of: 1f1b"),
+        ("schedule=foo", "Could not find 'schedule/foo'; choose one in 'schedule': 1f1b"),
         ("batch_size=0", "batch_size=0 must be a whole number of at least 1"),
         (
             "codec.forward=zip",
-            "Could not find 'codec/zip'; choose one of: half, identity, int8",
+            "Could not find 'codec/zip'; choose one in 'codec': half identity int8",
         ),
         ("codec.forward._target_=builtins.dict", "must be a pipetrain.codec.Codec"),
         ("stages=40", "stages=40 needs 40 processes and there are 1"),

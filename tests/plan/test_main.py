@@ -277,7 +277,10 @@ def test_batches_are_played_through_instead_of_the_window(run, tmp_path):
     ("words", "says"),
     [
         (["out=x.pdf"], "pipetrain: a timeline is written as .svg or .png; got x.pdf\n"),
-        (["schedule=foo"], "pipetrain: In 'config': Could not find 'schedule/foo'; choose one of: 1f1b, "),
+        (
+            ["schedule=foo"],
+            "pipetrain: In 'config': Could not find 'schedule/foo'; choose one in 'schedule': 1f1b ",
+        ),
         (["stages=7"], "pipetrain: stages=7 needs at least as many layers, but the model has 6: 0 hidden1"),
         (["schedule=pipedream_2bw", "stages=4", "microbatches=2"], "pipetrain: schedule pipedream_2bw needs"),
     ],
