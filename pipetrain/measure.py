@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -271,11 +271,11 @@ class _Bench:
         self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (forward, backward, ...; layer)
         self._plain: set[tuple[str, int]] = set()  # what fails in its context, see _forward_within
         met: set[int] = set()
-        trained: list[list[Tensor]] = []  # of each layer; a shared one at the first
+        trained: list[list[tuple[str, nn.Parameter]]] = []  # of each layer; a shared one at the first
         for module in network.modules:
-            held: list[Tensor] = [t for t in module.parameters() if t.requires_grad and id(t) not in met]
-            met.update(map(id, held))
-            trained.append(held)
+            own = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+            trained.append([(name, p) for name, p in own if id(p) not in met])
+            met.update(id(p) for _, p in own)
         self._optimizers = [optimizer(params) if params else None for params in trained]
         for made in filter(None, self._optimizers):
             for group in made.param_groups:

@@ -74,11 +74,10 @@ from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.batches import Batches, OfLoader
 from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.mesh import Mesh, World, choose_device
-from pipetrain.runtime.optimizer import prove_optimizer, small_copies
+from pipetrain.runtime.optimizer import Function, prove_optimizer, small_copies
 from pipetrain.runtime.order import Listed, order_of
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
 from pipetrain.schedule.actions import Schedule, placement
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import edges, lower
@@ -158,7 +157,7 @@ class Pipeline:
         self,
         model: nn.Module | Factory,
         loss: LossFunction | Task | str | None = None,
-        optimizer: OptimizerFactory | None = None,
+        optimizer: Function | None = None,
         schedule: str | Path | Schedule = "1f1b",
         *,
         microbatches: int | None = None,
@@ -205,7 +204,7 @@ class Pipeline:
             )
         self._optimizer = prove_optimizer(optimizer, param_groups, model, len(where))
         self._rate = rate_of(lr_schedule)
-        made = optimizer_over(self._optimizer, small_copies(model))
+        made = self._optimizer(small_copies(model))
         self._peak = float(made.param_groups[0].get("lr", 0.0))
         self._optim = {"_target_": type(made).__name__}
         torch.set_num_threads(self._settings.threads or share_of_cores(world.local_size))

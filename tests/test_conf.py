@@ -72,7 +72,7 @@ def test_each_schedule_makes_a_sound_program(option):
 @options("optim")
 def test_each_optimizer_is_built_with_each_data_set_s_rate(option, data):
     cfg = composed(f"optim={option}", f"data={data}")
-    optimizer = make_optimizer(cfg, nn.Linear(1, 1))([nn.Parameter(torch.zeros(1))])
+    optimizer = make_optimizer(cfg, nn.Linear(1, 1))([("0", nn.Parameter(torch.zeros(1)))])
     assert optimizer.defaults["lr"] == cfg.data.recipe[f"{option}_lr"] == Settings.composed(cfg, "1f1b", 2).lr
 
 

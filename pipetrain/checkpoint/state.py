@@ -12,7 +12,7 @@ from pipetrain.checkpoint.files import Tensors, described
 from pipetrain.errors import one_line
 from pipetrain.runtime.coded import Slot
 from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
+from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.untrusted import DamagedCheckpoint
 
 
@@ -53,7 +53,7 @@ def _fresh(optimizer: OptimizerFactory, name: str, parameter: Tensor) -> dict[st
     twin = nn.Parameter(torch.zeros_like(parameter))
     twin.grad = torch.zeros_like(parameter)
     try:
-        made = optimizer_over(optimizer, [(name, twin)])
+        made = optimizer([(name, twin)])
         made.step()
     except Exception:  # an optimizer that needs other gradients, such as sparse ones
         return {}

@@ -268,7 +268,7 @@ def optimizer_state(make: Callable[[Any], Optimizer]) -> Callable[[TensorSpec], 
     def ratio(dimensions: int, dtype: torch.dtype) -> float:
         parameter = nn.Parameter(torch.ones((2,) * dimensions, dtype=dtype))
         try:
-            optimizer = make([parameter])
+            optimizer = make([("", parameter)])
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
         except Exception:  # such as an optimizer of matrices for a vector, which is refused elsewhere

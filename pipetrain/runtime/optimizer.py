@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,12 +23,29 @@ from torch.optim import Optimizer
 from pipetrain.building import build, not_built
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.runtime.memory import Memory
-from pipetrain.runtime.weights import Group, GroupedFactory, OptimizerFactory, optimizer_over
+from pipetrain.runtime.weights import Named, OptimizerFactory
 
 NORMS_AND_BIASES = "norms_and_biases"  # a group of this name needs no pattern
 SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, which reveal clipping by a common norm
 
-_Named = list[tuple[str, nn.Parameter]]
+Function = Callable[[Any], Optimizer]
+"""Of parameters, or of dicts of them with the options of a group, as the classes of torch.optim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group: the options of an optimizer for some parameters.
+
+    `pattern` is searched for in a parameter's full name; None: all parameters of at most one dimension, as
+    the weights of norms and all biases are.
+    """
+
+    name: str
+    pattern: str | None
+    options: Mapping[str, Any]
+
+    def takes(self, name: str, parameter: Tensor) -> bool:
+        return parameter.dim() < 2 if self.pattern is None else re.search(self.pattern, name) is not None
 
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> OptimizerFactory:
@@ -59,23 +77,23 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> Optimi
 
 
 def prove_optimizer(
-    factory: OptimizerFactory, groups: Mapping[str, Any] | None, model: nn.Module, stages: int
+    function: Function, groups: Mapping[str, Any] | None, model: nn.Module, stages: int
 ) -> OptimizerFactory:
     """Return a stage's factory from a program's function of parameters and `param_groups`.
 
     Raises ConfigError.
     """
-    name = getattr(factory, "__qualname__", type(factory).__qualname__)
-    example = name if hasattr(factory, "param_groups") else "torch.optim.SGD"
-    if not callable(factory):
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    example = name if hasattr(function, "param_groups") else "torch.optim.SGD"
+    if not callable(function):
         raise ConfigError(
             f"optimizer must be a function of the parameters, such as lambda p: {example}(p, ...), as each "
             f"stage has its own; got {name}"
         )
-    return _tried(name, factory, _groups("param_groups", groups, model), model, stages)
+    return _tried(name, function, _groups("param_groups", groups, model), model, stages)
 
 
-def small_copies(model: nn.Module) -> _Named:
+def small_copies(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return a parameter of at most 2 in each dimension for each one that a model trains, with its name."""
     return [
         (name, nn.Parameter(torch.linspace(0.5, 1, math.prod(shape)).reshape(shape).to(p.dtype)))
@@ -94,8 +112,7 @@ def _groups(key: str, content: Any, model: nn.Module) -> list[Group]:
         raise ConfigError(f"{key}={content} must have a name for each group, with its options")
     groups = [_group(f"{key}.{name}", options) for name, options in (content or {}).items()]
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    of = GroupedFactory(torch.optim.SGD, groups).group_of
-    taken = [of(name, parameter) for name, parameter in trained]
+    taken = [_group_of(groups, name, parameter) for name, parameter in trained]
     for group in groups:
         if group not in taken:
             raise ConfigError(
@@ -120,26 +137,42 @@ def _group(key: str, content: Any) -> Group:
     return Group(key, None if pattern is None else str(pattern), options)
 
 
+def _group_of(groups: Sequence[Group], name: str, parameter: Tensor) -> Group | None:
+    return next((group for group in groups if group.takes(name, parameter)), None)
+
+
+def _over(function: Function, groups: Sequence[Group], named: Named) -> Optimizer:
+    """Return an optimizer with a torch group for each of the groups that has parameters, and for the rest."""
+    if not groups:
+        return function([parameter for _, parameter in named])
+    members: dict[str, dict[str, Any]] = {}
+    for name, parameter in named:
+        group = _group_of(groups, name, parameter)
+        key, options = (group.name, group.options) if group else ("", {})
+        members.setdefault(key, {"params": [], **options})["params"].append(parameter)
+    return function([*members.values()])
+
+
 # The trial
 
 
 def _tried(
     target: str,
-    plain: OptimizerFactory,
+    function: Function,
     groups: Sequence[Group],
     model: nn.Module,
     stages: int,
     saves: bool = True,
 ) -> OptimizerFactory:
     """Return the factory; refuse an optimizer that fails, or that stages or checkpoints cannot use."""
-    factory = GroupedFactory(plain, groups) if groups else plain
+    factory = partial(_over, function, groups)
     whole, apart, gradients = small_copies(model), small_copies(model), _gradients(model)
     middle = len(apart) // 2
     try:
         optimizer = _built(factory, whole)
         _refuse_unknown(groups, optimizer, target)
-        for group in groups if isinstance(plain, partial) else ():  # torch checks no group's own values
-            _built(partial(plain, **group.options), whole)
+        for group in groups if isinstance(function, partial) else ():  # torch checks no group's own values
+            _built(partial(_over, partial(function, **group.options), ()), whole)
         memory = _stepped(optimizer, whole, gradients)
         for stage in filter(None, (apart[:middle], apart[middle:])):
             _stepped(_built(factory, stage), stage, gradients)
@@ -174,9 +207,9 @@ def _refuse_unknown(groups: Sequence[Group], optimizer: Optimizer, target: str) 
                 raise ConfigError(f"{group.name}.{option}: {target} has no {option}{meant}")
 
 
-def _built(factory: OptimizerFactory, named: _Named) -> Optimizer:
+def _built(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
     """Return an optimizer over parameters. Raises ConfigError if it has others."""
-    optimizer = optimizer_over(factory, named)
+    optimizer = factory(named)
     if not hasattr(optimizer, "param_groups"):
         raise ConfigError(
             f"the optimizer's function must return an optimizer, as lambda p: torch.optim.SGD(p, 0.01) does; "
@@ -201,7 +234,9 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: g.to_sparse(1) if name in names else g for name, g in dense.items()}
 
 
-def _stepped(optimizer: Optimizer, named: _Named, gradients: Mapping[str, Tensor]) -> Memory:
+def _stepped(
+    optimizer: Optimizer, named: list[tuple[str, nn.Parameter]], gradients: Mapping[str, Tensor]
+) -> Memory:
     """Return what an optimizer remembers after some steps."""
     memory = Memory(optimizer)
     for size in SIZES:

@@ -15,11 +15,9 @@ microbatch, that would be more than the rest of the engine's overhead.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,55 +33,9 @@ from pipetrain.network.places import places
 from pipetrain.rate import Rate
 from pipetrain.runtime.memory import Memory
 
-OptimizerFactory = Callable[[Any], Optimizer]
-"""Builds an optimizer for one stage's parameters: an iterable of them or, with groups, of torch's dicts."""
 Named = Iterable[tuple[str, nn.Parameter]]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A parameter group: the options of an optimizer for some parameters.
-
-    `pattern` is searched for in a parameter's full name; None: all parameters of at most one dimension, as
-    the weights of norms and all biases are.
-    """
-
-    name: str
-    pattern: str | None
-    options: Mapping[str, Any]
-
-    def takes(self, name: str, parameter: Tensor) -> bool:
-        return parameter.dim() < 2 if self.pattern is None else re.search(self.pattern, name) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedFactory:
-    """An optimizer factory with parameter groups. A parameter is of the first group that takes it, if any."""
-
-    factory: OptimizerFactory
-    groups: Sequence[Group]
-
-    def __call__(self, parameters: Any) -> Optimizer:
-        return self.factory(parameters)
-
-    def group_of(self, name: str, parameter: Tensor) -> Group | None:
-        return next((group for group in self.groups if group.takes(name, parameter)), None)
-
-    def over(self, named: Named) -> Optimizer:
-        """Return an optimizer with a torch group for each group that has parameters."""
-        members: dict[int, dict[str, Any]] = {}
-        for name, parameter in named:
-            group = self.group_of(name, parameter)
-            mine = members.setdefault(id(group), {"params": [], **(group.options if group else {})})
-            mine["params"].append(parameter)
-        return self.factory(list(members.values()))
-
-
-def optimizer_over(factory: OptimizerFactory, named: Named) -> Optimizer:
-    """Return an optimizer over parameters with their full names, in the factory's groups if it has any."""
-    if isinstance(factory, GroupedFactory):
-        return factory.over(named)
-    return factory([parameter for _, parameter in named])
+OptimizerFactory = Callable[[Named], Optimizer]
+"""Builds an optimizer of some parameters, given with their full names."""
 
 
 @contextmanager
@@ -134,7 +86,7 @@ class Weights:
             for place in places(module)
             if id(place.tensor) in names
         ]
-        self._optimizer = optimizer_over(optimizer, self._live.items()) if self._live else None
+        self._optimizer = optimizer([*self._live.items()]) if self._live else None
         groups = self._optimizer.param_groups if self._optimizer else []
         self._peaks = [group.get("lr", 0.0) for group in groups]
         self._unmoved = set(self._live)  # weights that have had no gradient so far

@@ -198,7 +198,7 @@ class Theirs(ABC):
         self.name, self.batches, self.microbatches = name, batches, microbatches
         self.losses: list[float] = []
         self._module = module.train()
-        self._optimizer = job.optimizer(module.parameters())
+        self._optimizer = job.optimizer(module.named_parameters())
 
     @abstractmethod
     def _backward(self) -> Tensor | None:

@@ -102,7 +102,7 @@ def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microb
     state, _ = run_in_threads(case)
     run = make_run(case)
     model = run.take_network().model
-    optimizer = run.optimizer(model.parameters())
+    optimizer = run.optimizer(model.named_parameters())
     rate, update = run.settings.rate(run.updates), 0
     for epoch in range(run.settings.epochs):
         for batch in run.sampler.epoch(epoch):

@@ -152,7 +152,7 @@ def plain_loop(job: Job) -> list[int]:
     plan, ranks = job.plan, max(job.plan.placement) + 1
     stages = [job.stage(index).train() for index in range(plan.stages)]
     mine = [
-        [p for s, stage in enumerate(stages) if plan.placement[s] == rank for p in stage.parameters()]
+        [p for s, stage in enumerate(stages) if plan.placement[s] == rank for p in stage.named_parameters()]
         for rank in range(ranks)
     ]
     optimizers = [job.optimizer(parameters) for parameters in mine]

@@ -10,7 +10,6 @@ from torch import nn
 
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.optimizer import make_optimizer, prove_optimizer, small_copies
-from pipetrain.runtime.weights import Group, GroupedFactory, optimizer_over
 from tests.support.cases import config
 from tests.support.refusals import JUNK, changed, outcome, refusal
 
@@ -113,8 +112,8 @@ def test_sparse_gradients_and_complex_weights_are_tried_too():
     embedding, spectrum = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3, dtype=torch.complex64)
     for model in (embedding, spectrum):
         factory = make_optimizer(config(["data=digits", "optim.weight_decay=0"]), model, 2)
-        assert not factory(model.parameters()).defaults["fused"]
-    assert make_optimizer(config(["data=digits"]), LINEAR, 2)(LINEAR.parameters()).defaults["fused"]
+        assert not factory(model.named_parameters()).defaults["fused"]
+    assert make_optimizer(config(["data=digits"]), LINEAR, 2)(LINEAR.named_parameters()).defaults["fused"]
     says = refusal(lambda: make_optimizer(config(["data=digits"]), embedding, 2))
     assert says.startswith("optim cannot be built by torch.optim.SGD: ")  # weight decay wants dense gradients
     assert "sparse" in says
@@ -139,7 +138,7 @@ def test_from_python_an_unknown_option_is_said_as_python_says_it(capfd):
 
 def test_an_optimizer_is_built_anew_for_each_stage():
     factory = make_optimizer(config(["data=digits", "optim=sgd", "optim.momentum=0.5"]), LINEAR)
-    a, b = (factory([nn.Parameter(torch.zeros(2))]) for _ in range(2))
+    a, b = (factory([("0", nn.Parameter(torch.zeros(2)))]) for _ in range(2))
     assert a is not b
     assert isinstance(a, torch.optim.SGD)
     assert (a.defaults["momentum"], a.defaults["weight_decay"], a.defaults["lr"]) == (0.5, 5e-4, 0.005)
@@ -193,7 +192,7 @@ def grouped(*words: str, model: nn.Module | None = None, stages: int = 2):
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])
 def test_a_parameter_is_of_the_first_group_that_takes_it(optim):
     model = Net()
-    made = optimizer_over(grouped(f"optim={optim}", *GROUPS), model.named_parameters())
+    made = grouped(f"optim={optim}", *GROUPS)(model.named_parameters())
     names = {id(p): name for name, p in model.named_parameters()}
     found = {
         names[id(p)]: (group["lr"], group["weight_decay"], group["fused"])
@@ -212,20 +211,18 @@ def test_a_parameter_is_of_the_first_group_that_takes_it(optim):
 
 def test_a_stage_has_the_groups_of_its_own_parameters_alone():
     factory = grouped(*GROUPS)
-    entry = optimizer_over(factory, nn.ModuleDict({"entry": nn.Conv2d(3, 4, 1)}).named_parameters())
+    entry = factory(nn.ModuleDict({"entry": nn.Conv2d(3, 4, 1)}).named_parameters())
     assert [(len(g["params"]), g["weight_decay"]) for g in entry.param_groups] == [(1, 0.5), (1, 0.0)]
-    assert len(factory([nn.Parameter(torch.zeros(2))]).param_groups) == 1  # without names: no groups
 
 
-def test_a_plain_function_is_a_factory_with_and_without_groups():
+def test_a_function_of_a_program_has_groups_too():
     def plain(params):
         return torch.optim.AdamW(params, 3e-4)
 
-    model = Net()
-    assert len(optimizer_over(plain, model.named_parameters()).param_groups) == 1
-    with_groups = GroupedFactory(plain, [Group("a", "bias$", {"weight_decay": 0})])
-    made = optimizer_over(with_groups, model.named_parameters())
-    assert [(len(g["params"]), g["weight_decay"]) for g in made.param_groups] == [(3, 0.01), (3, 0)]
+    model, groups = Net(), {"a": {"params": "bias$", "weight_decay": 0}}
+    for chosen, wanted in ((None, [(6, 0.01)]), (groups, [(3, 0.01), (3, 0)])):
+        made = prove_optimizer(plain, chosen, model, 2)(model.named_parameters())
+        assert [(len(g["params"]), g["weight_decay"]) for g in made.param_groups] == wanted
 
 
 @pytest.mark.parametrize(
@@ -280,4 +277,4 @@ def test_whatever_an_optimizer_is_it_is_built_or_refused_in_one_line(target, arg
     if isinstance(factory, str):
         assert "\n" not in factory
     else:
-        assert isinstance(factory([nn.Parameter(torch.zeros(1))]), torch.optim.Optimizer)
+        assert isinstance(factory([("0", nn.Parameter(torch.zeros(1)))]), torch.optim.Optimizer)

@@ -22,7 +22,7 @@ from pipetrain.data import Data, Draw, Sampler
 from pipetrain.network.boundary import as_tuple, named_layers
 from pipetrain.network.chain import Pop, Stash
 from pipetrain.network.draws import Seeds, begin, drawing
-from pipetrain.runtime.weights import OptimizerFactory, optimizer_over
+from pipetrain.runtime.weights import OptimizerFactory
 
 IGNORED = -100  # a label that does not count
 
@@ -98,7 +98,7 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
         if any(isinstance(inner, nn.Dropout) and inner.p for inner in layer.modules()):
             layer.register_forward_pre_hook(partial(_draw, number))
     live = dict(model.named_parameters())
-    optimizer = optimizer_over(recipe.optimizer, live.items())
+    optimizer = recipe.optimizer(live.items())
     peaks = [group["lr"] for group in optimizer.param_groups]
     delay_of = iter(delays)
     averaged = (

@@ -94,7 +94,7 @@ def run_of(case: Case, samples: Data = PADDED) -> Run:
 def plain(run: Run) -> tuple[dict[str, Tensor], float]:
     """One process, each update over its whole batch; the state, and the mean loss of all tokens."""
     made = run.take_network().model
-    optimizer = run.optimizer(made.parameters())
+    optimizer = run.optimizer(made.named_parameters())
     total = counted = 0.0
     for batch in run.sampler.epoch(0):
         ids = torch.cat(batch)
