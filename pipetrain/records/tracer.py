@@ -20,8 +20,8 @@ from torch import Tensor
 
 from pipetrain.checkpoint.files import Position
 from pipetrain.plan.program import window_lengths
-from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.times import Observe
 from pipetrain.schedule.actions import Op, parse_action
 from pipetrain.schedule.timeline import Row, Span, Timeline, TracedWindow
 from pipetrain.training.run import Run
@@ -57,7 +57,7 @@ class Tracer:
     def over(self) -> bool:
         return not self._left
 
-    def observer(self, epoch: int, batches: Sequence[Sequence[Tensor]]) -> Observer | None:
+    def observer(self, epoch: int, batches: Sequence[Sequence[Tensor]]) -> Observe | None:
         """Return the observer of the next window, of these sample ids; None if it is not traced."""
         if self.over:
             return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,28 @@ class Target:
     @property
     def samples(self) -> int:
         return len(as_tuple(self.value)[0])
+
+
+class Feed(Protocol):
+    """The microbatches of one window, numbered from 0."""
+
+    def size(self, mb: int) -> int:
+        """Return the number of samples of a microbatch."""
+
+    def input(self, mb: int) -> tuple[Tensor, ...]:
+        """Return the first stage's inputs [n, ...]; called in ascending order."""
+
+    def target(self, mb: int) -> Target:
+        """Return the last stage's targets; called once for each microbatch."""
+
+    def prepare(self) -> None:
+        """Make the next input in advance; called before the engine waits for a message."""
+
+    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
+        """Return the first microbatch's inputs and targets, each if it is given here, without taking them.
+
+        Called before the window begins.
+        """
 
 
 class WindowFeed:

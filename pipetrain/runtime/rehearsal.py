@@ -9,9 +9,10 @@ until every rank is through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from pipetrain.network.boundary import Value, as_tuple, on_each
 from pipetrain.network.draws import Beginning
 from pipetrain.network.places import standing_in
 from pipetrain.runtime.channel import Channel
-from pipetrain.runtime.feed import Target
+from pipetrain.runtime.feed import Feed, Target
+from pipetrain.runtime.order import Order
 from pipetrain.runtime.stage import Stage
 
 
@@ -29,19 +31,48 @@ def rehearses(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+class Player(Protocol):
+    """An engine."""
+
+    stages: Mapping[int, Stage]
+
+    def play(self, order: Order, feed: Feed, microbatches: int, training: bool, channel: Channel) -> bool:
+        """Run a window over `channel`; return whether stages told norms in it."""
+
+
 @dataclass(slots=True)
 class Rehearsal:
     """What an engine needs to rehearse, and what it has rehearsed.
 
-    `loopback`: makes a channel of training (True) or of evaluation; `meet` returns when all ranks have called
-    it; `after_first`: called after the first rehearsal of training, as for CUDA graphs of its passes.
+    `loopback`: makes a channel of training (True) or of evaluation. `meet` returns when all ranks have called
+    it, alike: with True where stages tell norms, which then connects the ranks. `after_first`: called after
+    the first rehearsal of training, as for CUDA graphs of its passes.
     """
 
     loopback: Callable[[bool], Channel]
-    meet: Callable[[], None]
+    meet: Callable[[bool], None]
     after_first: Callable[[], None] = lambda: None
     done: set[tuple[bool, int]] = field(default_factory=set)
     """(training or evaluation, samples of a microbatch)"""
+
+    def before(self, engine: Player, order: Order, feed: Feed, microbatches: int, training: bool) -> None:
+        """Play a few batches with made-up messages for each new size of microbatches, and put all back."""
+        sizes = {(training, feed.size(mb)) for mb in range(order.batches * microbatches)}
+        new = sorted(size for _, size in sizes - self.done)
+        if not new:
+            return
+        inputs, target = feed.first()
+        norms = False
+        with put_back(engine.stages.values(), training):
+            for size in new:
+                for _ in range(2):  # in the second one the optimizer has its state
+                    alike, channel = Repeated(size, inputs, target), self.loopback(training)
+                    norms |= engine.play(order.short(), alike, microbatches, training, channel)
+        if training and not any(trained for trained, _ in self.done):
+            with attributes_put_back(engine.stages.values()):
+                self.after_first()
+        self.meet(norms)
+        self.done |= sizes
 
 
 def like(value: Value, size: int) -> Value:
@@ -50,7 +81,7 @@ def like(value: Value, size: int) -> Value:
 
 
 class Repeated:
-    """A feed whose microbatches are all alike. See engine.Feed."""
+    """A feed whose microbatches are all alike."""
 
     def __init__(self, size: int, inputs: tuple[Tensor, ...] | None, target: Target | None) -> None:
         self._size = size

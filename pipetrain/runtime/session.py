@@ -24,17 +24,18 @@ from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.coded import CodedChannel, Feedback, Slot
 from pipetrain.runtime.engine import Engine
-from pipetrain.runtime.engine import Observer as WindowObserver
 from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.feed import Target, WindowFeed
 from pipetrain.runtime.finite import SkipOnNaN, StopOnNaN
 from pipetrain.runtime.graphs import GraphedStage
+from pipetrain.runtime.mailbox import Transport
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.observer import Observer
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import Rehearsal, rehearses
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.statistics import BatchStatistics
+from pipetrain.runtime.times import Observe
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.tasks import ModelLoss, Task, prove_batch
 from pipetrain.tasks.trial import ModelTrial
@@ -91,7 +92,7 @@ class Session:
         inputs: Iterator[Value] | None,
         targets: Iterator[Value] | None,
         tick: Tick = lambda stage: None,
-        observe: WindowObserver | None = None,
+        observe: Observe | None = None,
     ) -> list[float]:
         """Train the batches of one window; return the mean loss of each update on the last stage's rank.
 
@@ -265,7 +266,14 @@ def make_engine(
         made = mesh.loopback(plan.edges, plan.cut.ties, plan.cut.bounds, channels_last)
         return encoding(made, Feedback()) if training else made
 
+    trained = encoding(plain, feedback or Feedback())
     bounds = {stage: plan.peaks(stage) for stage in stages}
+
+    def meet(norms: bool) -> None:
+        if norms:
+            trained.tell_norms(dict.fromkeys(stages, torch.zeros((), dtype=torch.float64)), plan.stages)
+            trained.hear_norms()
+        mesh.meet()
 
     def capture() -> None:
         for index, stage in stages.items():
@@ -274,15 +282,12 @@ def make_engine(
 
     return Engine(
         stages,
-        encoding(plain, feedback or Feedback()),
-        plan.placement,
-        plan.cut,
-        plan.evaluation_cut,
+        Transport(trained, plan.cut, plan.placement),
+        Transport(plain, plan.evaluation_cut, plan.placement),
         bounds,
         clock or Clock(mesh.device),
-        plain,
         plan.settings.seed,
-        Rehearsal(loopback, mesh.meet, capture) if rehearses(mesh.device) else None,
+        Rehearsal(loopback, meet, capture) if rehearses(mesh.device) else None,
     )
 
 

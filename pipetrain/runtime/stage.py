@@ -96,6 +96,8 @@ class Stage:
         self.index = index
         self._names = names or {}
         self._shared = shared or {}
+        self.ties = sorted(set(self._shared.values()))
+        """The groups of stages with which this one shares weights."""
         self._elsewhere = elsewhere
         self.numerics = numerics or Numerics()
         self.numerics.arrange_weights(module)
@@ -356,11 +358,6 @@ class Stage:
             observer.after_reduce(batch)
         if self.objective is not None and batch.losses is not None:
             self.objective.count(batch.losses, batch.counted)
-
-    @property
-    def ties(self) -> list[Tie]:
-        """The groups of stages with which this one shares weights."""
-        return sorted(set(self._shared.values()))
 
     def _names_of(self, tie: Tie) -> list[str]:
         return sorted(name for name, stages in self._shared.items() if stages == tie)

@@ -27,11 +27,11 @@ from pipetrain.plan.program import window_lengths
 from pipetrain.records.figures import EpochFigures, Loss, Progress, Stats, by_update, read_progress
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.batches import counting
-from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Ends, evaluation_of, order_of
 from pipetrain.runtime.session import Session, slots
+from pipetrain.runtime.times import Observe
 from pipetrain.schedule.actions import Action, Op, Program, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
@@ -278,11 +278,11 @@ class Trainer:
         self._metered = True
         return Meter(self.stages, self._mesh.device)
 
-    def _observer(self, traced: Observer | None) -> Observer | None:
+    def _observer(self, traced: Observe | None) -> Observe | None:
         """Return what looks at a window, for which the host waits for the device; None if nothing does."""
         return partial(self._observe, traced) if traced or self._run.plan.policy else None
 
-    def _observe(self, traced: Observer | None, row: Row) -> None:
+    def _observe(self, traced: Observe | None, row: Row) -> None:
         if traced:
             traced(row)
         if self._run.plan.policy:

@@ -34,11 +34,11 @@ from benchmark.worlds import Say, fitted
 from pipetrain.network.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
-from pipetrain.runtime.engine import Observer
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
+from pipetrain.runtime.times import Observe
 from pipetrain.schedule.timeline import StageStats
 
 FULL = ", once full"
@@ -159,7 +159,7 @@ class Ours:
         self.batches = self._windows * window
         self.actions = plan.windows[window].program[mesh.world.rank]  # where a policy decides: as many
         self.losses: list[float] = []
-        self.observe: Observer | None = None  # gets the spans of each window
+        self.observe: Observe | None = None  # gets the spans of each window
         self._feed = BatchFeed(job, mesh.device)
         self._full_after = plan.stages if window > 2 * plan.stages else None  # updates; None: never full
         self._updates: list[float] = []

@@ -111,11 +111,11 @@ def measure(mesh: Mesh, say: Say, case: Case) -> list[Found]:
     engine = make_engine(plan, stages, mesh)
     for number in range(WINDOWS):
         say(f"{case}: window {number + 1}")
-        engine.meter = Meter(stages, mesh.device) if number + 1 == WINDOWS else None
+        if number + 1 == WINDOWS:
+            engine.meter = meter = Meter(stages, mesh.device)
         order = order_of(plan, max(plan.windows), mesh.world.rank)
         engine.train(order, Feed(job, mesh.device), job.microbatches)
-    assert engine.meter is not None
-    measured = engine.meter.close()
+    measured = meter.close()
     predicted = peaks(memory(plan, played(plan)))
     return [Found(stage, peak(held), predicted[stage]) for stage, held in measured.stages.items()]
 

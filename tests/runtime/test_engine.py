@@ -17,6 +17,7 @@ from pipetrain.runtime.channel import Message
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.feed import Target
+from pipetrain.runtime.mailbox import Transport
 from pipetrain.runtime.order import Listed
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import COMPUTE, UPDATE, Action, Op, Program, parse_program
@@ -190,7 +191,7 @@ def joined(stages: int) -> Cut:
 
 def engine(rank_of: list[int], mine: list[int], bounds: Bounds) -> tuple[Engine, Tape]:
     """The engine of one rank over linear stages."""
-    tape, between = Tape(), joined(len(rank_of))
+    tape = Tape()
     sgd = partial(torch.optim.SGD, lr=0.1)
     stages = {
         index: Stage(
@@ -202,15 +203,8 @@ def engine(rank_of: list[int], mine: list[int], bounds: Bounds) -> tuple[Engine,
         )
         for index in mine
     }
-    made = Engine(
-        stages,
-        tape,
-        rank_of,
-        cut=between,
-        evaluation_cut=between,
-        bounds=dict.fromkeys(mine, bounds),
-        clock=Clock(torch.device("cpu")),
-    )
+    between = Transport(tape, joined(len(rank_of)), rank_of)
+    made = Engine(stages, between, between, dict.fromkeys(mine, bounds), Clock(torch.device("cpu")))
     return made, tape
 
 
@@ -293,7 +287,7 @@ def test_more_versions_than_were_simulated_is_an_error():
 def test_pipedream_keeps_what_is_still_to_be_read_and_gives_it_up_after():
     program = lower(pipedream(3, 5, 1))
     made, _ = engine([0, 1, 2], [0], Bounds(3, 3, 9))
-    stage = made._stages[0]
+    stage = made.stages[0]
     for window in range(2):
         made.train(Listed(program[0]), Ones(), 1)
         record = made.stats[0]
@@ -306,15 +300,15 @@ def test_an_evaluation_records_nothing_and_saves_nothing():
     before = made.stats[1]
     seen: list[int] = []
     forwards = parse_program("1RECV_F0 1F0@0 1RECV_F1 1F1@0")[0]
-    weight = made._stages[1].module.get_parameter("0.weight").detach().clone()
+    weight = made.stages[1].module.get_parameter("0.weight").detach().clone()
     made.evaluate(Listed(forwards, 2), Ones(), seen.append)
     assert seen == [1, 1]
     assert made.stats[1] is before
     assert (before.busy_s, before.wait_s, before.activations) == (0.0, 0.0, 0)
-    last = made._stages[1]
+    last = made.stages[1]
     assert [tally.samples for tally in (last.take_trained(), last.take_evaluated())] == [0, 2]
-    assert made._stages[1].in_flight == 0
-    assert torch.equal(made._stages[1].module.get_parameter("0.weight"), weight)
+    assert made.stages[1].in_flight == 0
+    assert torch.equal(made.stages[1].module.get_parameter("0.weight"), weight)
     assert tape.seen == ["expect 0>1:0 0>1:1", "recv 0>1:0", "recv 0>1:1", "drain"]
 
 

@@ -98,6 +98,7 @@ class ColdEngine(Engine):
 
     def _run(self, window: Any, methods: Mapping[Op, Any], *rest: Any) -> Any:
         training = methods is self._train
+        hear = window.sums.hear
 
         def loading(action: Action, window: Any) -> None:
             kinds = [
@@ -111,17 +112,16 @@ class ColdEngine(Engine):
                 self._use(*kinds)
                 methods[action.op](action, window)
 
-        return super()._run(window, dict.fromkeys(methods, loading), *rest)
+        def hearing(action: Action, waits: Any) -> None:
+            if hear(action, waits):
+                self._use(("heard", action.op))
 
-    def _hear(self, action: Action, window: Any, watch: Any) -> None:
-        heard = len(window.norms), len(window.tied)
-        super()._hear(action, window, watch)
-        if heard != (len(window.norms), len(window.tied)):
-            self._use(("heard", action.op))
+        window.sums.hear = hearing
+        return super()._run(window, dict.fromkeys(methods, loading), *rest)
 
     def _kinds(self, action: Action, window: Any) -> list[tuple[Hashable, ...]]:
         """Return what changes the kernels of an action, beside its stage and operation."""
-        stage, order = self._stages[action.stage], window.order
+        stage, order = self.stages[action.stage], window.order
         if action.op is Op.STEP:
             optimizer = stage.weights.optimizer
             begun = bool(optimizer and optimizer.state), bool(stage.weights._average)
@@ -133,7 +133,7 @@ class ColdEngine(Engine):
 
     def _use(self, *kinds: Hashable) -> None:
         for kind in set(kinds) - self._warm:
-            channel: Any = self._plain
+            channel: Any = self._evaluation.channel
             if channel.load(kind, self.PATIENCE_S):
                 self.waited_for.append(kind)
             self._warm.add(kind)
