@@ -98,7 +98,7 @@ def measure_run(
     start = time.perf_counter()
     local_size = world.local_size if world.size > 1 else settings.ranks
     torch.set_num_threads(settings.threads or share_of_cores(local_size))
-    mesh = Mesh(world, draft.placement, draft.edges, device, store, settings.timeout)
+    mesh = Mesh(world, draft.placement, list(draft.cut.bounds), device, store, settings.timeout)
     make = partial(_copied, cfg, settings, draft.example, models or Models())
     profile = measure(mesh, draft, profile_conditions(settings, cfg.optim), make)
     mesh.close()

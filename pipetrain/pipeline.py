@@ -542,7 +542,7 @@ class Pipeline:
         with self._together():
             prove_same(self._mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program)})
             level(self._mesh, "the tensors of the layers", plan.foreign)
-            self._mesh.open(plan.edges, plan.cut.ties)
+            self._mesh.open(list(plan.cut.bounds), plan.cut.ties)
         self._on_first("the task", reader, partial(self._prove_task, plan))
         plan = _OpenPlan.of(plan, settings)
         self._given = Given(model, not isinstance(network, Chain))

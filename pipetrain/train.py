@@ -319,7 +319,8 @@ def train(
     torch.set_num_threads(threads(run, world))
     if shares_gpu(world, device) and world.rank == 0:
         log.warning("pipetrain: ranks share a GPU, so messages go through host memory over gloo")
-    mesh = Mesh(world, plan.placement, plan.edges, device, store, settings.timeout, ties=plan.cut.ties)
+    edges = list(plan.cut.bounds)
+    mesh = Mesh(world, plan.placement, edges, device, store, settings.timeout, ties=plan.cut.ties)
     keeper = Keeper(
         saver=Saver(run_dir, world.rank, store, settings.checkpoint_keep, settings.timeout),
         asking=Asking(store, world.rank, first=plan.placement[0]),

@@ -23,7 +23,7 @@ from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
 from pipetrain.plan.allowed import cuts_that_may_be, refuse_changing, refuse_cuts
 from pipetrain.plan.balance import GIB, STRATEGIES, balance_times, choose_cuts, lighter_cuts
-from pipetrain.plan.cut import Cut, copies_input, copies_output, cut_layers, shared_weights
+from pipetrain.plan.cut import Cut, Estimates, cut_layers, shared_weights
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.profile import Facts, Profile, read_profile, refuse_other_layers
 from pipetrain.plan.program import draft_program, make_program, refuse_ties, settle_clipping, window_lengths
@@ -32,7 +32,7 @@ from pipetrain.plan.recomputation import held_in, may_recompute, reasons, recomp
 from pipetrain.plan.recompute import Mode, modes_of, recomputing
 from pipetrain.plan.sizes import assumed_loss
 from pipetrain.plan.stages import Prediction, Predictor, Recomputation, costs_by_work
-from pipetrain.schedule.actions import Edge, Op, Program, Schedule, asks_for, placement, splits
+from pipetrain.schedule.actions import Op, Program, Schedule, asks_for, placement, splits
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Sizes
 from pipetrain.schedule.policy import Bounds, Policy
@@ -40,8 +40,6 @@ from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.timeline import Costs
 from pipetrain.settings import PROFILE, Settings
 from pipetrain.tasks import Task
-
-Estimates = dict[int, list[Layer]]  # number of samples in a microbatch -> the layers as estimated for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +99,6 @@ class Plan:
         return {"cuts": list(self.cuts), "placement": list(self.placement), "recompute": recompute}
 
     @property
-    def edges(self) -> list[Edge]:
-        """The pairs of stages that exchange messages, in one fixed order."""
-        return list(self.cut.bounds)
-
-    @property
     def cuts(self) -> list[int]:
         """The first layers of stages 1, 2, ..."""
         return [slice.start for slice in self.cut.slices[1:]]
@@ -114,24 +107,14 @@ class Plan:
     def window(self) -> Window:
         return self.windows[max(self.windows)]
 
-    def slice(self, stage: int) -> slice:
-        ends = [0, *self.cuts, len(self.layers)]
-        return slice(ends[stage], ends[stage + 1])
+    def stage_layers(self, stage: int) -> list[Layer]:
+        slice = self.cut.slices[stage]
+        return self.layers[slice.start : slice.end]
 
     def layers_on(self, rank: int) -> list[int]:
         """Return the numbers of the layers of a rank's stages, ascending."""
-        numbers = range(len(self.layers))
-        return [
-            n for stage, on in enumerate(self.placement) if on == rank for n in numbers[self.slice(stage)]
-        ]
-
-    def copies_input(self, stage: int) -> bool:
-        """Return whether a stage's layers modify its input in place."""
-        return copies_input(self.layers, self.cut.slices[stage])
-
-    def copies_output(self, stage: int) -> bool:
-        """Return whether a stage's output may change before it is sent."""
-        return copies_output(self.layers, self.cut.slices[stage])
+        mine = (slice for slice, on in zip(self.cut.slices, self.placement, strict=True) if on == rank)
+        return [number for slice in mine for number in range(slice.start, slice.end)]
 
     def wire_bytes(self, stage: int, size: int) -> tuple[int, int]:
         """Return the bytes on the wire to a stage, forward, and from it, back, for `size` samples."""

@@ -20,7 +20,7 @@ from pipetrain.network.places import places
 from pipetrain.plan.estimate import Layer
 from pipetrain.schedule.actions import Edge, Tie
 
-Estimates = Mapping[int, Sequence[Layer]]  # samples in a microbatch -> the layers as estimated for it
+Estimates = Mapping[int, list[Layer]]  # samples in a microbatch -> the layers as estimated for it
 Specs = Mapping[Made, TensorSpec]
 
 

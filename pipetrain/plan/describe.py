@@ -179,8 +179,8 @@ def _partition(plan: Plan) -> str:
     times = ["F ms", *["R ms"] * recomputes, *backward, "messages ms", "STEP ms", "batch ms"]
     rows[0] += [*times, "MiB"] if plan.prediction else []
     for stage, rank in enumerate(plan.placement):
-        held, slice_ = plan.layers[plan.slice(stage)], plan.slice(stage)
-        row = [str(stage), str(rank), f"{slice_.start}-{slice_.stop - 1} {held[0].name}..{held[-1].name}"]
+        held, slice = plan.stage_layers(stage), plan.cut.slices[stage]
+        row = [str(stage), str(rank), f"{slice.start}-{slice.end - 1} {held[0].name}..{held[-1].name}"]
         row.append(f"{sum(layer.params for layer in held):,}")
         row += [f"{sum(layer.flops for layer in held) / flops:.1%}", _entering(plan, stage, size)]
         row.append(f"{sum(spec.nbytes for spec in plan.cut.entering(stage, size)):,}")

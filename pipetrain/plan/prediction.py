@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pipetrain.codec import Identity
 from pipetrain.network.boundary import TensorSpec
 from pipetrain.plan.blueprint import Plan
+from pipetrain.plan.cut import copies_input, copies_output
 from pipetrain.plan.recompute import Mode
 from pipetrain.plan.sizes import loss_sizes, microbatch, tensors_of, weights_of
 from pipetrain.plan.stages import costs_by_work
@@ -73,16 +74,16 @@ def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan
     messages = [(edge, plan.cut.message(edge, plan.full)) for edge in plan.cut.message_edges]
     sizes = []
     for stage in range(plan.stages):
-        of = plan.slice(stage)
-        parameters, _ = tensors_of(plan.layers[of])
-        weights = weights_of(plan.layers[of])
+        slice, held = plan.cut.slices[stage], plan.stage_layers(stage)
+        parameters, _ = tensors_of(held)
+        weights = weights_of(held)
         of_one = microbatch(
             plan.layers,
             plan.example.of(plan.full),
-            of.start,
-            of.stop,
+            slice.start,
+            slice.end,
             loss,
-            copies_input=plan.copies_input(stage),
+            copies_input=copies_input(plan.layers, slice),
             selective=plan.modes[stage] is Mode.SELECTIVE,
         )
         sizes.append(
@@ -105,5 +106,6 @@ def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan
 def memory(plan: Plan, run: Timeline) -> list[list[Moment]]:
     """Return, by rank, what the stages of a plan that is `sized` hold after each action of a timeline."""
     coded = not isinstance(plan.settings.codecs.forward, Identity)
-    copied = [edge for edge in plan.cut.edges if coded or plan.copies_output(edge[0])]
+    slices = plan.cut.slices
+    copied = [edge for edge in plan.cut.edges if coded or copies_output(plan.layers, slices[edge[0]])]
     return over_time(run, plan.sizes, plan.cut.bounds, plan.cut.edges, copied)

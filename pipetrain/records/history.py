@@ -228,7 +228,7 @@ class History:
 
     def _stage_summary(self, stage: int, stats: StageStats, actual: StageTimes) -> dict[str, Any]:
         planned = self.predicted[stage]
-        held = self._plan.layers[self._plan.slice(stage)]
+        held = self._plan.stage_layers(stage)
         return {
             "stage": stage,
             "rank": self._plan.placement[stage],

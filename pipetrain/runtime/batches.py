@@ -27,7 +27,7 @@ from pipetrain.tasks import Task, counted_for
 
 log = logging.getLogger("pipetrain")
 
-Cut = Sequence[Sequence[int]]  # the samples of each microbatch of each batch
+Sizes = Sequence[Sequence[int]]  # the samples of each microbatch of each batch
 Told = Callable[[Callable[[Reader], Any]], Any]
 """Returns on every rank what a function of rank 0's reader returns there."""
 
@@ -41,7 +41,7 @@ class Batches(Protocol):
         At the end that is empty; for a loader that never had a batch it is None. All ranks call it.
         """
 
-    def open(self, cut: Cut, last: int, targets: bool = True) -> WindowSource:
+    def open(self, sizes: Sizes, last: int, targets: bool = True) -> WindowSource:
         """Return the next window's samples; `last`: the last stage's rank."""
 
 
@@ -110,7 +110,7 @@ class ByNumber:
         self._given += len(sizes)
         return sizes
 
-    def open(self, cut: Cut, last: int, targets: bool = True) -> WindowSource:
+    def open(self, sizes: Sizes, last: int, targets: bool = True) -> WindowSource:
         return self._window
 
 
@@ -127,20 +127,20 @@ class OfLoader:
         sizes: list[int] | None = self._told(lambda reader: reader.window(window))
         return sizes
 
-    def open(self, cut: Cut, last: int, targets: bool = True) -> WindowSource:
-        return _Sent(self._mesh, last, cut, self._form, self._reader)
+    def open(self, sizes: Sizes, last: int, targets: bool = True) -> WindowSource:
+        return _Sent(self._mesh, last, sizes, self._form, self._reader)
 
 
 class _Sent(WindowSource):
     """A window of a loader: rank 0 reads it, and sends the targets to the last stage."""
 
-    def __init__(self, mesh: Mesh, last: int, cut: Cut, form: Form, reader: Reader | None) -> None:
+    def __init__(self, mesh: Mesh, last: int, sizes: Sizes, form: Form, reader: Reader | None) -> None:
         self._mesh = mesh
         self._last = last
-        self._cut = cut
+        self._sizes = sizes
         self._form = form
         self._reader = reader
-        self._to_read = iter(cut)
+        self._to_read = iter(sizes)
         self._read_inputs: deque[Value] = deque()
         self._read_targets: deque[Value] = deque()
         self._posted: list[tuple[Any, Tensor]] = []
@@ -150,7 +150,7 @@ class _Sent(WindowSource):
             self.targets = self._given(self._read_targets) if reader is not None else self._received()
 
     def _given(self, ready: deque[Value]) -> Iterator[Value]:
-        for _ in range(sum(map(len, self._cut))):
+        for _ in range(sum(map(len, self._sizes))):
             if not ready:
                 self._read()
             yield ready.popleft()
@@ -169,7 +169,7 @@ class _Sent(WindowSource):
             self._posted.append((self._mesh.post_tensor(tensor, self._last), tensor))
 
     def _received(self) -> Iterator[Value]:
-        for sizes in self._cut:
+        for sizes in self._sizes:
             specs = self._form.targets.of(sum(sizes)).specs
             made = tuple(self._mesh.take_tensor("the targets of a batch", spec, 0) for spec in specs)
             yield from _pieces(self._form.targets.pack(made), sizes)

@@ -15,7 +15,7 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.materialise import materialise
 from pipetrain.network.network import Network, Part
 from pipetrain.plan.blueprint import Plan, outputs_of
-from pipetrain.plan.cut import homes
+from pipetrain.plan.cut import copies_input, copies_output, homes
 from pipetrain.plan.fitting import explained, is_out_of_memory
 from pipetrain.plan.recompute import Mode
 from pipetrain.rate import Rate
@@ -220,8 +220,8 @@ def make_stages(
             task=task.to(mesh.device) if index == plan.stages - 1 else None,
             inputs=plan.cut.inputs(index),
             outputs=plan.cut.outputs(index) if index < plan.stages - 1 else None,
-            copy_input=plan.copies_input(index),
-            copy_output=plan.copies_output(index),
+            copy_input=copies_input(plan.layers, plan.cut.slices[index]),
+            copy_output=copies_output(plan.layers, plan.cut.slices[index]),
             numerics=plan.numerics,
             compile=settings.compile,
             selective=plan.modes[index] is Mode.SELECTIVE,
@@ -263,7 +263,7 @@ def make_engine(
         return channel if codecs.plain else CodedChannel(channel, codecs, feedback, channels_last)
 
     def loopback(training: bool) -> Channel:
-        made = mesh.loopback(plan.edges, plan.cut.ties, plan.cut.bounds, channels_last)
+        made = mesh.loopback(list(plan.cut.bounds), plan.cut.ties, plan.cut.bounds, channels_last)
         return encoding(made, Feedback()) if training else made
 
     trained = encoding(plain, feedback or Feedback())
@@ -296,7 +296,7 @@ def slots(plan: Plan, rank: int) -> dict[Slot, torch.dtype]:
     codecs = plan.settings.codecs
     sent = [
         (edge, plan.cut.message(edge, size))
-        for edge in plan.edges
+        for edge in plan.cut.bounds
         if plan.placement[edge[0]] == rank
         and (codecs.forward if edge[0] < edge[1] else codecs.backward).error_feedback
         for size in plan.cut.specs

@@ -80,7 +80,8 @@ class Job:
 
     def stage(self, index: int) -> nn.Sequential:
         """Return the layers of a stage."""
-        return nn.Sequential(OrderedDict(named_layers(self.model)[self.plan.slice(index)]))
+        slice = self.plan.cut.slices[index]
+        return nn.Sequential(OrderedDict(named_layers(self.model)[slice.start : slice.end]))
 
 
 def _chain(model: nn.Module) -> nn.Sequential:

@@ -91,7 +91,7 @@ def fitted(mesh: Mesh, plan: Plan) -> Mesh:
     where = tuple(plan.placement)
     if where not in _fitted:
         _fitted[where] = Mesh(mesh.world, where, [], mesh.device, None, mesh._timeout, mesh.staged)
-    _fitted[where].open(plan.edges, plan.cut.ties)
+    _fitted[where].open(list(plan.cut.bounds), plan.cut.ties)
     return _fitted[where]
 
 

@@ -34,7 +34,7 @@ def predicted(plan):
 def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known():
     plan = planned("gpipe", "partition=[3]")
     costs = costs_by_work(plan.layers, plan.cut, len(plan.window.program))
-    work = [sum(layer.flops for layer in plan.layers[plan.slice(stage)]) for stage in (0, 1)]
+    work = [sum(layer.flops for layer in plan.stage_layers(stage)) for stage in (0, 1)]
     assert costs.seconds[0, Op.F] / costs.seconds[1, Op.F] == pytest.approx(work[0] / work[1])
     assert costs.seconds[1, Op.B] == pytest.approx(2 * costs.seconds[1, Op.F])
     first, second = predicted(plan)
@@ -51,7 +51,7 @@ def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known(
 def test_without_costs_w_is_the_work_on_weights_and_all_of_it_at_the_first_stage():
     plan = planned("zb_h1", "partition=[3]", "model=mlp")
     costs = costs_by_work(plan.layers, plan.cut, len(plan.window.program)).seconds
-    held = plan.layers[plan.slice(1)]
+    held = plan.stage_layers(1)
     share = sum(layer.weight_flops for layer in held) / sum(layer.flops for layer in held)
     assert 0.9 < share < 1  # what is not products with weights is differentiated in I alone
     assert costs[1, Op.W] == pytest.approx(share * costs[1, Op.F])

@@ -31,7 +31,7 @@ def train_cases(world: World, store: SealedStore, cases: Sequence[Case], toleran
         run = make_run(case)
         settings = run.settings
         prefix = store.under(str(number))
-        mesh = Mesh(world, run.plan.placement, run.plan.edges, CPU, prefix, settings.timeout)
+        mesh = Mesh(world, run.plan.placement, list(run.plan.cut.bounds), CPU, prefix, settings.timeout)
         listener = Listener()
         trainer = Trainer(run, mesh, listener if world.rank == 0 else None)  # type: ignore[arg-type]
         trainer.fit()
@@ -207,7 +207,7 @@ def profile_then_train(world: World, store: SealedStore, words: Sequence[str]) -
         cfg = config([*words, f"partition={partition}"])
         used = profile if name == "measured" else None
         run = prepare(cfg, "1f1b", world.size, data.facts, data, used)
-        mesh = Mesh(world, run.plan.placement, run.plan.edges, CPU, store.under(name), DEADLINE_S)
+        mesh = Mesh(world, run.plan.placement, list(run.plan.cut.bounds), CPU, store.under(name), DEADLINE_S)
         trainer = Trainer(run, mesh, Listener() if world.rank == 0 else None)  # type: ignore[arg-type]
         trainer.fit()
         ended.append(state_of(trainer, run))
