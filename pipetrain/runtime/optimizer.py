@@ -24,6 +24,7 @@ from pipetrain.building import build, not_built
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.runtime.memory import Memory
 from pipetrain.runtime.weights import Named, OptimizerFactory
+from pipetrain.settings import POSITIVE
 
 NORMS_AND_BIASES = "norms_and_biases"  # a group of this name needs no pattern
 SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, which reveal clipping by a common norm
@@ -62,6 +63,8 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> Optimi
         del cfg.optim.groups
     if fused is None:
         del cfg.optim.fused
+    if "lr" in node:
+        cfg.optim.lr = POSITIVE.read("optim.lr", node.lr)  # in words, as ${oc.env:NAME} gives it
     factory, saves = build(cfg, "optim"), cfg.checkpoint.every is not None
     tried = partial(_tried, node._target_, groups=groups, model=model, stages=stages, saves=saves)
     try:

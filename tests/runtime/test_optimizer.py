@@ -136,6 +136,12 @@ def test_from_python_an_unknown_option_is_said_as_python_says_it(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_the_rate_may_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("LR", "0.25")
+    made = grouped("optim.lr=${oc.env:LR}")(Net().named_parameters())
+    assert made.param_groups[0]["lr"] == 0.25
+
+
 def test_an_optimizer_is_built_anew_for_each_stage():
     factory = make_optimizer(config(["data=digits", "optim=sgd", "optim.momentum=0.5"]), LINEAR)
     a, b = (factory([("0", nn.Parameter(torch.zeros(2)))]) for _ in range(2))
