@@ -23,7 +23,7 @@ from pipetrain.settings import Settings
 
 pytestmark = pytest.mark.slow
 
-CONF = Path(__file__).parents[1] / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 OPTIONS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
     for folder in sorted(CONF.iterdir())

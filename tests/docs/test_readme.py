@@ -1,6 +1,6 @@
 """The README is true: its table and its timeline are what `simulate` says, its commands are real.
 
-`python -m tests.test_readme` prints the table and the timeline anew, to be pasted.
+`python -m tests.docs.test_readme` prints the table and the timeline anew, to be pasted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.cases import SCHEDULES, config
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLE = "python -m pipetrain.plan compare=all stages=4 microbatches=8"
 CODEC = re.compile(r"^\| `(\w+)`.*?\| ([\d,]+)(?: bytes)? \|", re.MULTILINE)

@@ -42,7 +42,7 @@ IN_FOUR = "microbatches=4"
 TEXT = ("model=gpt", "data=text", "task=language_modelling", "optim=adamw", "data.block=8")
 TASKS = {
     "vgg16": Task(("model=vgg16", "+model.width=4", *CUT)),
-    "resnet18": Task(("model._target_=tests.runtime.test_launches.narrow_resnet18", *CUT), (3, 8, 8)),
+    "resnet18": Task(("model._target_=tests.whole.test_launches.narrow_resnet18", *CUT), (3, 8, 8)),
     "gpt": Task((*TEXT, "model.depth=4", "model.width=16", "model.heads=2", *CUT), None),
 }
 NUMBER = "_local_scalar_dense"  # what .item(), float() and a truth value call

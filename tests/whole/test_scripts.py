@@ -16,7 +16,7 @@ from tests.support.deadlines import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPTS = ["launch.sh", ".ci/run", *(f"scripts/{name}.sh" for name in ("environment", "test", "compare"))]
 CONFIG = ["setup.cfg", "pyproject.toml", "constraints.txt"]
 
