@@ -15,9 +15,9 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from numbers import Integral, Real
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -186,64 +186,75 @@ CODEC = Rule("a codec's name", lambda value: True, make_codec)
 MOST_THREADS = max(64, 8 * cores())  # more are probably a mistake
 
 
+class Option(NamedTuple):
+    """The rule for an option's value, its key in the configuration, and whether Pipeline takes it."""
+
+    rule: Rule
+    key: str  # "": its name
+    null: bool
+    pipeline: bool
+
+
+def option(default: Any, rule: Rule, key: str = "", null: bool = False, pipeline: bool = True) -> Any:
+    """Return the field of an option; it may be null where its default is, or with `null`."""
+    return field(default=default, metadata={"option": Option(rule, key, null or default is None, pipeline)})
+
+
+of_run = partial(option, pipeline=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of one run, validated.
-
-    The value of an Annotated field obeys its rule, and may be null if the type includes None. Its key in the
-    configuration is its name, or what follows the rule.
-    """
+    """The settings of one run, validated."""
 
     model: str = "model"  # its name, and that of the schedule
     schedule: str = "1f1b"
     ranks: int = 2
     as_given: bool = False  # weights and data keep the dtypes that they have, from Python
 
-    stages: Annotated[int | None, COUNT] = None
-    partition: Annotated[str | list[int], PARTITION] = "flops"
-    profile: Annotated[str | None, PROFILE_FILE, "partition"] = None  # for partition=profile; None: measure
-    memory_limit: Annotated[float | None, POSITIVE] = (
-        None  # GiB: of a stage if partition=profile, else of a rank
-    )
-    recompute: Annotated[str | list[str], RECOMPUTED] = "auto"  # a list: of the modes of all stages
-    microbatches: Annotated[int, COUNT] = 4
-    window: Annotated[int | None, COUNT] = None
-    buffer_size: Annotated[int, COUNT] = 2
-    timeout: Annotated[float, SECONDS] = 300.0
-    codec_forward: Annotated[Codec, CODEC, "codec.forward"] = field(default_factory=Identity)
-    codec_backward: Annotated[Codec, CODEC, "codec.backward"] = field(default_factory=Identity)
+    stages: int | None = option(None, COUNT)
+    partition: str | list[int] = option("flops", PARTITION)
+    profile: str | None = of_run(None, PROFILE_FILE, key="partition")  # for partition=profile; None: measure
+    memory_limit: float | None = option(None, POSITIVE)  # GiB: of a stage if partition=profile, else a rank
+    recompute: str | list[str] = option("auto", RECOMPUTED)  # a list: of the modes of all stages
+    microbatches: int = option(4, COUNT)
+    window: int | None = option(None, COUNT)
+    buffer_size: int = option(2, COUNT)
+    timeout: float = option(300.0, SECONDS)
+    codec_forward: Codec = option(Identity(), CODEC, key="codec.forward")
+    codec_backward: Codec = option(Identity(), CODEC, key="codec.backward")
 
-    batch_size: Annotated[int, COUNT] = 64
-    epochs: Annotated[int, COUNT] = 1
-    lr_schedule: Annotated[str | Rate, LR_SCHEDULE] = "constant"
-    lr: Annotated[float, POSITIVE, "optim.lr"] = 1.0
-    warmup: Annotated[float, SHARE] = 0.0  # of all updates
-    label_smoothing: Annotated[float, SHARE] = 0.0
-    clip_grad_norm: Annotated[float | None, POSITIVE] = None
-    clip_grad_norm_over: Annotated[str, _one_of("auto", "model", "stage")] = "auto"
-    batchnorm: Annotated[str, _one_of("microbatch", "batch")] = "microbatch"
-    ema: Annotated[float | None, SHARE] = None  # decay
-    seed: Annotated[int, SEED] = 0
-    weights: Annotated[str | None, WEIGHTS] = None
-    build: Annotated[str, _one_of("whole", "stages")] = "whole"
-    on_nan: Annotated[str, _one_of("stop", "skip")] = "stop"
+    batch_size: int = of_run(64, COUNT)
+    epochs: int = of_run(1, COUNT)
+    lr_schedule: str | Rate = of_run("constant", LR_SCHEDULE)
+    lr: float = of_run(1.0, POSITIVE, key="optim.lr")
+    warmup: float = of_run(0.0, SHARE)  # of all updates
+    label_smoothing: float = of_run(0.0, SHARE)
+    clip_grad_norm: float | None = option(None, POSITIVE)
+    clip_grad_norm_over: str = option("auto", _one_of("auto", "model", "stage"))
+    batchnorm: str = option("microbatch", _one_of("microbatch", "batch"))
+    ema: float | None = option(None, SHARE)  # decay
+    seed: int = option(0, SEED)
+    weights: str | None = of_run(None, WEIGHTS)
+    build: str = of_run("whole", _one_of("whole", "stages"))
+    on_nan: str = option("stop", _one_of("stop", "skip"))
 
-    device: Annotated[str, _one_of("auto", "cpu", "cuda")] = "auto"
-    dtype: Annotated[torch.dtype, DTYPE] = torch.float32
-    precision: Annotated[str, _one_of("fp32", "bf16")] = "fp32"
-    memory_format: Annotated[str, _one_of("auto", "contiguous", "channels_last")] = "auto"
-    cuda_graphs: Annotated[bool, BOOL] = False
-    compile: Annotated[bool, BOOL] = False
-    threads: Annotated[int | None, whole(1, MOST_THREADS)] = None
-    workers: Annotated[int, whole(0, MOST_THREADS), "data.workers"] = 0
-    drop_last: Annotated[bool, BOOL, "data.drop_last"] = False
+    device: str = option("auto", _one_of("auto", "cpu", "cuda"))
+    dtype: torch.dtype = option(torch.float32, DTYPE)
+    precision: str = option("fp32", _one_of("fp32", "bf16"))
+    memory_format: str = option("auto", _one_of("auto", "contiguous", "channels_last"))
+    cuda_graphs: bool = option(False, BOOL)
+    compile: bool = option(False, BOOL)
+    threads: int | None = option(None, whole(1, MOST_THREADS))
+    workers: int = of_run(0, whole(0, MOST_THREADS), key="data.workers")
+    drop_last: bool = of_run(False, BOOL, key="data.drop_last")
 
-    log_every: Annotated[int, COUNT] = 10
-    trace: Annotated[int, TRACE] = 0  # windows to trace
-    checkpoint_every: Annotated[int | None, COUNT, "checkpoint.every"] = 1
-    checkpoint_unit: Annotated[str, _one_of("epochs", "updates"), "checkpoint.unit"] = "epochs"
-    checkpoint_keep: Annotated[int, COUNT, "checkpoint.keep"] = 2
-    resume: Annotated[str | None, SOURCE] = None
+    log_every: int = of_run(10, COUNT)
+    trace: int = of_run(0, TRACE)  # windows to trace
+    checkpoint_every: int | None = of_run(1, COUNT, key="checkpoint.every", null=True)
+    checkpoint_unit: str = of_run("epochs", _one_of("epochs", "updates"), key="checkpoint.unit")
+    checkpoint_keep: int = of_run(2, COUNT, key="checkpoint.keep")
+    resume: str | None = of_run(None, SOURCE)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], ranks: int | None = None, **known: Any) -> Settings:
@@ -270,9 +281,9 @@ class Settings:
     def changed(self, values: Mapping[str, Any]) -> Settings:
         """Return the settings with other values, by their names or keys. Raises ConfigError."""
         read = {}
-        for name, (key, rule, null) in options().items():
-            if (given := key if key in values else name) in values:
-                read[name] = rule.read(given, values[given], null)
+        for name, option in options().items():
+            if (given := option.key if option.key in values else name) in values:
+                read[name] = option.rule.read(given, values[given], option.null)
         settings = replace(self, **read)
         _refuse_together(settings)
         return settings
@@ -302,31 +313,14 @@ class Settings:
         return learning_rate(self.lr_schedule, self.warmup, updates)
 
 
-class Option(NamedTuple):
-    """An option's key in the configuration, the rule for its value, and whether that may be null."""
-
-    key: str
-    rule: Rule
-    null: bool
-
-
 @cache
 def options() -> dict[str, Option]:
     """Return the options by the names of their fields."""
-    found = {}
-    for name, kind in get_type_hints(Settings, include_extras=True).items():
-        if get_origin(kind) is Annotated:
-            plain, rule, *keys = get_args(kind)
-            found[name] = Option(keys[0] if keys else name, rule, type(None) in get_args(plain))
-    return found
+    found = {one.name: one.metadata["option"] for one in fields(Settings) if one.metadata}
+    return {name: option._replace(key=option.key or name) for name, option in found.items()}
 
 
-_OF_A_RUN = {
-    "profile", "batch_size", "epochs", "lr_schedule", "lr", "warmup", "label_smoothing", "weights", "build",
-    "workers", "drop_last", "log_every", "trace", "checkpoint_every", "checkpoint_unit", "checkpoint_keep",
-    "resume",
-}  # fmt: skip
-PIPELINE_OPTIONS = [name for name in options() if name not in _OF_A_RUN]
+PIPELINE_OPTIONS = [name for name, option in options().items() if option.pipeline]
 """The names of the options that are keywords of Pipeline."""
 
 

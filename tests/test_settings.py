@@ -206,7 +206,7 @@ def test_the_files_of_conf_have_the_defaults_of_the_dataclass(data):
         OmegaConf.load(conf_dir() / "config.yaml"), {"data": OmegaConf.load(conf_dir() / f"data/{data}.yaml")}
     )
     chosen = {key: name for line in content.defaults if line != "_self_" for key, name in line.items()}
-    for name, (key, rule, null) in options().items():
+    for name, (rule, key, null, _) in options().items():
         if key.startswith("codec."):
             written = chosen[f"codec@{key}"]
         elif key == "optim.lr" or OmegaConf.is_interpolation(content, key):  # by the data set's recipe
