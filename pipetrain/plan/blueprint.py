@@ -21,18 +21,17 @@ from pipetrain.network.boundary import Value, ValueSpec, cast_floats
 from pipetrain.network.chain import network_of
 from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
-from pipetrain.plan.allowed import cuts_that_may_be, refuse_changing, refuse_cuts
-from pipetrain.plan.balance import GIB, STRATEGIES, balance_times, choose_cuts, lighter_cuts
+from pipetrain.plan.allowed import refuse_changing, refuse_cuts
+from pipetrain.plan.balance import choose_cuts, lighter_cuts
+from pipetrain.plan.by_times import cut_by_times, predictor_of
 from pipetrain.plan.cut import Cut, Estimates, cut_layers, shared_weights
 from pipetrain.plan.estimate import Layer, estimate
-from pipetrain.plan.profile import Facts, Profile, read_profile, refuse_other_layers
+from pipetrain.plan.profile import Facts, Profile, read_profile
 from pipetrain.plan.program import draft_program, make_program, refuse_ties, settle_clipping, window_lengths
 from pipetrain.plan.prove import Window, prove, prove_window
-from pipetrain.plan.recomputation import held_in, may_recompute, reasons, recomputations
 from pipetrain.plan.recompute import Mode, modes_of, recomputing
-from pipetrain.plan.sizes import assumed_loss
-from pipetrain.plan.stages import Prediction, Predictor, Recomputation, costs_by_work
-from pipetrain.schedule.actions import Op, Program, Schedule, asks_for, placement, splits
+from pipetrain.plan.stages import Prediction, costs_by_work
+from pipetrain.schedule.actions import Op, Program, Schedule, asks_for, placement
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Sizes
 from pipetrain.schedule.policy import Bounds, Policy
@@ -212,27 +211,22 @@ def make_plan(
     sizes = {full, *(n for batch in set(samples.batches) for n in pieces(batch, settings.microbatches))}
     numerics, trained, evaluated = _estimates(settings, network, example, sizes, set(samples.evaluation))
     layers = trained[full]
-    predictor = prediction = None
+    prediction = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
-        predictor = _predictor(settings, schedule, where, lengths, profile, layers, example.of(full))
-        cuts, prediction = _cut_by_times(settings, network, layers, predictor, where)
-        modes = [stage.mode for stage in prediction.stages]
+        predictor = predictor_of(settings, schedule, where, lengths, profile, layers, example.of(full))
+        prediction = cut_by_times(settings, network, predictor)
+        cuts, modes = prediction.cuts, prediction.modes
     else:
         cuts = choose_cuts(settings.partition, layers, len(where), network.joins, where)
         if settings.partition == "flops":
             cuts = lighter_cuts(layers, cuts, example.of(full))
     refuse_cuts(network, layers, cuts)
-    if settings.cuda_graphs and (drawing := [layer.name for layer in layers if layer.draws]):
-        raise ConfigError(
-            f"layer {drawing[0]} draws random numbers, and cuda_graphs=true would repeat them: set "
-            f"cuda_graphs=false, or its dropout to 0"
-        )
+    _refuse_drawing(settings, layers)
     refuse_changing([*trained.values(), *evaluated.values()], cuts)
-    shared = shared_weights(network, cuts)
-    cut = cut_layers({full: layers, **trained}, cuts, example, shared)
+    cut = cut_layers({full: layers, **trained}, cuts, example, shared_weights(network, cuts))
     refuse_ties(settings, schedule, cut)
-    costs = predictor.costs(cuts, _tied_bytes(network, cut), modes) if predictor else None
+    costs = prediction.costs if prediction else None
     priced = costs or costs_by_work(layers, cut, max(where) + 1)
     programs = {n: make_program(schedule, cut, n, settings, priced, recomputing(modes)) for n in lengths}
     evaluation = lower(forward_only(where, len(samples.evaluation)), cut.edges)
@@ -252,6 +246,15 @@ def make_plan(
         costs=costs,
         prediction=prediction,
     )
+
+
+def _refuse_drawing(settings: Settings, layers: Sequence[Layer]) -> None:
+    """Refuse layers whose random numbers a CUDA graph would repeat. Raises ConfigError."""
+    if settings.cuda_graphs and (drawing := [layer.name for layer in layers if layer.draws]):
+        raise ConfigError(
+            f"layer {drawing[0]} draws random numbers, and cuda_graphs=true would repeat them: set "
+            f"cuda_graphs=false, or its dropout to 0"
+        )
 
 
 def with_costs(plan: Plan, costs: Costs) -> Plan:
@@ -293,16 +296,6 @@ def _cast(what: str, example: ValueSpec, dtype: torch.dtype | None) -> ValueSpec
         ) from error
 
 
-def _tied_bytes(network: Network, cut: Cut) -> dict[int, int]:
-    """Return the bytes of the weights that each stage shares with others; only of such stages."""
-    found: dict[int, int] = {}
-    for name, stages in cut.shared.items():
-        weight = network.model.get_parameter(name)
-        for stage in stages:
-            found[stage] = found.get(stage, 0) + weight.nbytes
-    return found
-
-
 def _estimates(
     settings: Settings,
     network: Network,
@@ -323,54 +316,3 @@ def _estimates(
         except ConfigError:  # such as a view that needs the channels outermost
             pass
     return numerics, of(numerics, sizes, True), of(numerics, evaluation, False)
-
-
-def _predictor(
-    settings: Settings,
-    schedule: Schedule,
-    where: list[int],
-    lengths: Collection[int],
-    profile: Profile,
-    layers: Sequence[Layer],
-    inputs: ValueSpec,
-) -> Predictor:
-    """Return what predicts any stage, by what the schedule has it do and hold in any of the windows."""
-
-    def programs(recompute: Collection[int] = ()) -> dict[int, Program]:
-        return {n: make_program(schedule, None, n, settings, recompute=recompute) for n in lengths}
-
-    plain, policy = programs(), schedule if isinstance(schedule, Policy) else None
-    recompute: list[Recomputation] = []
-    if may_recompute(settings):
-        recompute = recomputations(settings, programs(range(len(where))), len(where), policy)
-    return Predictor(
-        profile,
-        layers,
-        inputs,
-        placement=where,
-        counts=[held_in(settings, plain, stage, policy) for stage in range(len(where))],
-        microbatches=settings.microbatches,
-        buffer_size=settings.buffer_size,
-        recompute=recompute,
-        split=any(splits(program) for program in plain.values()),
-        codecs=settings.codecs,
-        loss=assumed_loss(layers[-1].output, settings.data_dtype),
-        averaged=settings.ema is not None,
-    )
-
-
-def _cut_by_times(
-    settings: Settings, network: Network, layers: list[Layer], predictor: Predictor, where: Sequence[int]
-) -> tuple[list[int], Prediction]:
-    """Return the cuts by measured times, and a comparison with the other strategies."""
-    refuse_other_layers(predictor.profile, layers)
-    limit = None if settings.memory_limit is None else settings.memory_limit * GIB
-    way_out = "recompute=auto, " if settings.recompute == Mode.NEVER else ""
-    cuts = balance_times(predictor, cuts_that_may_be(network, layers), limit, way_out)
-    choices = {PROFILE: cuts} | {
-        name: choose_cuts(name, layers, predictor.stages, where=where) for name in STRATEGIES
-    }
-    predicted = {name: predictor.choice(other, limit) for name, other in choices.items()}
-    stages = predictor.stage_times(cuts, predictor.modes_of(cuts, limit))
-    why = reasons(settings, predictor, cuts, stages)
-    return cuts, Prediction(predictor.profile, stages, predicted, why)

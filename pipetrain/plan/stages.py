@@ -93,7 +93,17 @@ class Prediction:
     profile: Profile
     stages: Sequence[StageTime]
     choices: dict[str, Choice]
+    costs: Costs
     reasons: Sequence[str] = ()  # why stages recompute, in sentences
+
+    @property
+    def cuts(self) -> list[int]:
+        return self.choices[PROFILE].cuts
+
+    @property
+    def modes(self) -> list[Mode]:
+        """The mode of recomputation of each stage."""
+        return [stage.mode for stage in self.stages]
 
     @property
     def slowest_s(self) -> float:

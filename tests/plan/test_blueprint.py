@@ -92,11 +92,12 @@ def test_a_plan_has_a_proved_program_for_each_length():
 
 def test_slices_cover_the_model_in_order():
     made = plan("partition=[3,5,9]", ranks=4)
-    assert [made.slice(stage) for stage in range(4)] == [slice(0, 3), slice(3, 5), slice(5, 9), slice(9, 10)]
+    assert [(of.start, of.end) for of in made.cut.slices] == [(0, 3), (3, 5), (5, 9), (9, 10)]
+    assert [len(made.stage_layers(stage)) for stage in range(4)] == [3, 2, 4, 1]
     assert made.cuts == [3, 5, 9]
     assert made.stages == 4
     assert made.placement == [0, 1, 2, 3]
-    assert made.edges == [edge for a, b in pairwise(range(4)) for edge in ((a, b), (b, a))]
+    assert list(made.cut.bounds) == [edge for a, b in pairwise(range(4)) for edge in ((a, b), (b, a))]
 
 
 def test_peaks_are_the_largest_of_any_window():
@@ -134,7 +135,7 @@ def test_virtual_stages_go_round_the_ranks():
     schedule = make_schedule(config(["data=digits", "schedule=interleaved_1f1b"]))
     made = plan(schedule=schedule)
     assert made.placement == [0, 1, 0, 1]
-    assert made.slice(3) == slice(8, 10)
+    assert (made.cut.slices[3].start, made.layers_on(1)[-2:]) == (8, [8, 9])
 
 
 def test_planning_leaves_the_model_as_it_was():

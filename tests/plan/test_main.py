@@ -175,7 +175,7 @@ def said(*not_fitting: str, **slowest: float) -> str:
         name: Choice([index], seconds, 0, name not in not_fitting)
         for index, (name, seconds) in enumerate(slowest.items())
     }
-    return verdict(Prediction(profile([]), [], choices)).partition("a batch, by cuts: ")[2]
+    return verdict(Prediction(profile([]), [], choices, Costs({}))).partition("a batch, by cuts: ")[2]
 
 
 def test_the_verdict_says_what_was_beaten_and_what_was_not():

@@ -1,4 +1,4 @@
-"""What a stage holds, and what it may recompute so that it holds less.
+"""Cuts by measured times: what the stages of any cut would take and hold, and what they may recompute.
 
 With memory_limit= and recompute=auto each stage is in the fastest mode that fits: it saves all, or it keeps
 what is dear to make again, or its inputs alone. A program with an R wherever there may be one says how much
@@ -7,28 +7,99 @@ that is, beside the program without any.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from pipetrain.codec import Identity
-from pipetrain.plan.balance import GIB
+from pipetrain.network.boundary import ValueSpec
+from pipetrain.network.network import Network
+from pipetrain.plan.allowed import cuts_that_may_be
+from pipetrain.plan.balance import GIB, STRATEGIES, balance_times, choose_cuts
+from pipetrain.plan.cut import shared_weights
+from pipetrain.plan.estimate import Layer
+from pipetrain.plan.profile import Profile, refuse_other_layers
+from pipetrain.plan.program import make_program
 from pipetrain.plan.recompute import AUTO, Mode, modes_of
-from pipetrain.plan.stages import Predictor, Recomputation, StageTime
-from pipetrain.schedule.actions import Op, Program
+from pipetrain.plan.sizes import assumed_loss
+from pipetrain.plan.stages import Prediction, Predictor, Recomputation, StageTime
+from pipetrain.schedule.actions import Op, Program, Schedule, splits
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.memory import Counts, counts, fullest, most
 from pipetrain.schedule.policy import Policy
-from pipetrain.settings import Settings
+from pipetrain.settings import PROFILE, Settings
 
 
-def may_recompute(settings: Settings) -> bool:
+def predictor_of(
+    settings: Settings,
+    schedule: Schedule,
+    where: list[int],
+    lengths: Collection[int],
+    profile: Profile,
+    layers: Sequence[Layer],
+    inputs: ValueSpec,
+) -> Predictor:
+    """Return what predicts any stage, by what the schedule has it do and hold in any of the windows."""
+
+    def programs(recompute: Collection[int] = ()) -> dict[int, Program]:
+        return {n: make_program(schedule, None, n, settings, recompute=recompute) for n in lengths}
+
+    plain, policy = programs(), schedule if isinstance(schedule, Policy) else None
+    recompute: list[Recomputation] = []
+    if _may_recompute(settings):
+        recompute = _recomputations(settings, programs(range(len(where))), len(where), policy)
+    return Predictor(
+        profile,
+        layers,
+        inputs,
+        placement=where,
+        counts=[_held_in(settings, plain, stage, policy) for stage in range(len(where))],
+        microbatches=settings.microbatches,
+        buffer_size=settings.buffer_size,
+        recompute=recompute,
+        split=any(splits(program) for program in plain.values()),
+        codecs=settings.codecs,
+        loss=assumed_loss(layers[-1].output, settings.data_dtype),
+        averaged=settings.ema is not None,
+    )
+
+
+def cut_by_times(settings: Settings, network: Network, predictor: Predictor) -> Prediction:
+    """Choose the cuts by measured times, and compare them with those of the other strategies."""
+    layers, where = predictor.layers, predictor.placement
+    refuse_other_layers(predictor.profile, layers)
+    limit = None if settings.memory_limit is None else settings.memory_limit * GIB
+    way_out = "recompute=auto, " if settings.recompute == Mode.NEVER else ""
+    cuts = balance_times(predictor, cuts_that_may_be(network, layers), limit, way_out)
+    others = {name: choose_cuts(name, layers, predictor.stages, where=where) for name in STRATEGIES}
+    choices = {name: predictor.choice(of, limit) for name, of in ({PROFILE: cuts} | others).items()}
+    stages = predictor.stage_times(cuts, predictor.modes_of(cuts, limit))
+    return Prediction(
+        predictor.profile,
+        stages,
+        choices,
+        predictor.costs(cuts, _tied_bytes(network, cuts), [stage.mode for stage in stages]),
+        _reasons(settings, predictor, cuts, stages),
+    )
+
+
+def _tied_bytes(network: Network, cuts: Sequence[int]) -> dict[int, int]:
+    """Return the bytes of the weights that each stage shares with others; only of such stages."""
+    found: dict[int, int] = {}
+    for name, stages in shared_weights(network, cuts).items():
+        weight = network.model.get_parameter(name)
+        for stage in stages:
+            found[stage] = found.get(stage, 0) + weight.nbytes
+    return found
+
+
+def _may_recompute(settings: Settings) -> bool:
     """Return whether a cut by measured times has to weigh what stages recompute."""
     if settings.recompute == AUTO:
         return settings.memory_limit is not None
     return settings.recompute != Mode.NEVER
 
 
-def recomputations(
+def _recomputations(
     settings: Settings, programs: Mapping[int, Program], stages: int, policy: Policy | None
 ) -> list[Recomputation]:
     """Return what each stage may recompute. `programs`: by number of batches, with R wherever it may be."""
@@ -39,7 +110,7 @@ def recomputations(
     found = []
     for stage in range(stages):
         share = max(_share(program, stage, n * settings.microbatches) for n, program in programs.items())
-        held = held_in(settings, programs, stage, policy)
+        held = _held_in(settings, programs, stage, policy)
         found.append(Recomputation(modes[stage] if share else [Mode.NEVER], share, held))
     return found
 
@@ -49,7 +120,7 @@ def _share(program: Program, stage: int, microbatches: int) -> float:
     return len(recomputed) / microbatches
 
 
-def held_in(
+def _held_in(
     settings: Settings, programs: Mapping[int, Program], stage: int, policy: Policy | None
 ) -> list[Counts]:
     """Return the counts of a stage, over all programs, of which one is the peak whatever its sizes."""
@@ -74,7 +145,7 @@ def _counts(
     return [held[stage] for _, held in counts(actions, bounds, copied=copied)]
 
 
-def reasons(
+def _reasons(
     settings: Settings, predictor: Predictor, cuts: Sequence[int], stages: Sequence[StageTime]
 ) -> list[str]:
     """Say in sentences why stages recompute that were free to choose."""
