@@ -38,7 +38,7 @@ from pipetrain.checkpoint.files import (
 )
 from pipetrain.checkpoint.state import random_state, residual_state
 from pipetrain.records.figures import Progress, best_epoch
-from pipetrain.runtime.coded import Slot
+from pipetrain.runtime.coding import Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
 from pipetrain.seal import SealedStore

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from pipetrain.checkpoint.files import Tensors, described
 from pipetrain.errors import one_line
-from pipetrain.runtime.coded import Slot
+from pipetrain.runtime.coding import Slot
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.untrusted import DamagedCheckpoint

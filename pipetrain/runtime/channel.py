@@ -80,10 +80,6 @@ class Channel(Protocol):
         """Seconds blocked so far, waiting for other ranks."""
 
     @property
-    def coded(self) -> float:
-        """Seconds of encoding and decoding so far."""
-
-    @property
     def carried(self) -> int:
         """Bytes sent and received so far, as on the wire."""
 
@@ -206,7 +202,7 @@ class DistChannel:
         self._polls = False
         self._stream: Any = None
         self._deadline = Deadline(timeout, self._abort, self._broken) if self.ordered else None
-        self.waited = self.coded = 0.0
+        self.waited = 0.0
         self.carried = 0
         self._watch: Watch[Edge] | None = None
         self._to_post: dict[Edge, deque[Message]] = {edge: deque() for edge in groups}

@@ -8,7 +8,7 @@ its host time is kept; from then on the end of each window that was read is the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -93,11 +93,12 @@ class Stopwatch:
     """Measures the spans of one window of one rank: `start` before each action, `stop` after it.
 
     A policy's wait for one of several messages is added to the next message, if one follows. Messages for
-    which the stream waits are marked on it, as computation is.
+    which the stream waits are marked on it, as computation is. `coded` returns the seconds of encoding and
+    decoding so far.
     """
 
-    def __init__(self, clock: Clock, channel: Channel) -> None:
-        self._clock, self._channel = clock, channel
+    def __init__(self, clock: Clock, channel: Channel, coded: Callable[[], float] = lambda: 0.0) -> None:
+        self._clock, self._channel, self._coded = clock, channel, coded
         self._began = clock.begin()
         self._spans: list[Span] = []
         self._wait: tuple[float, float] | None = None  # its start, and the channel's waited seconds then
@@ -110,11 +111,11 @@ class Stopwatch:
         channel, self._action = self._channel, action
         if self._by_host(action):
             now, waited = self._wait or (time.perf_counter(), channel.waited)
-            self._start, self._before = now, (waited, channel.carried, channel.coded)
+            self._start, self._before = now, (waited, channel.carried, self._coded())
             self._wait = (now, waited) if action is None else None
             return
         self._end_wait()
-        self._start, self._before = self._clock.mark(), (channel.waited, channel.carried, channel.coded)
+        self._start, self._before = self._clock.mark(), (channel.waited, channel.carried, self._coded())
 
     def _by_host(self, action: Action | None) -> bool:
         """Return whether it is the host that waits."""
@@ -128,7 +129,7 @@ class Stopwatch:
         span = Span(action, self._start, end)
         if action.op in COMMUNICATION:
             waited, carried, coded = self._before
-            sums = channel.waited - waited, channel.carried - carried, channel.coded - coded
+            sums = channel.waited - waited, channel.carried - carried, self._coded() - coded
             span = Span(action, self._start, end, *sums)
         self._spans.append(span)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.network.draws import EVALUATION, Seeds, drawing
-from pipetrain.runtime.channel import Channel, ChannelError
+from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.clock import Clock, Stopwatch
 from pipetrain.runtime.feed import Feed
 from pipetrain.runtime.mailbox import Mailbox, Transport
@@ -135,9 +135,8 @@ class Engine:
         self._run(window, self._evaluate, Op.F, progress)
         self.settle()
 
-    def play(self, order: Order, feed: Feed, microbatches: int, training: bool, channel: Channel) -> bool:
+    def play(self, order: Order, feed: Feed, microbatches: int, training: bool, transport: Transport) -> bool:
         """Run a window of a rehearsal; return whether stages told norms in it."""
-        transport = replace(self._training if training else self._evaluation, channel=channel)
         for stage in self.stages.values() if training else ():
             stage.begin_window()
         window = self._window(order, feed, microbatches, 0 if training else EVALUATION, transport)
@@ -185,7 +184,7 @@ class Engine:
         meter: Watcher | None = None,
     ) -> Row:
         order, mail, sums = window.order, window.mail, window.sums
-        watch = Stopwatch(self._clock, mail.channel)
+        watch = Stopwatch(self._clock, mail.channel, lambda: mail.coded)
         profiled = torch.autograd.profiler._is_profiler_enabled  # naming an action takes 10 us
         action: Action | Wait | None = None
         try:

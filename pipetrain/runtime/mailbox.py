@@ -15,6 +15,7 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.network.boundary import specs_of
 from pipetrain.plan.cut import Cut, divide, merge
 from pipetrain.runtime.channel import Channel, Message
+from pipetrain.runtime.coding import Coding
 from pipetrain.runtime.feed import Feed
 from pipetrain.runtime.microbatch import Tensors
 from pipetrain.schedule.actions import Action, Edge
@@ -23,11 +24,12 @@ from pipetrain.schedule.policy import Wait
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How stages exchange tensors. `placement[stage]` is a stage's rank."""
+    """How stages exchange tensors. `placement[stage]` is a stage's rank; `coding`: None for none."""
 
     channel: Channel
     cut: Cut
     placement: Sequence[int]
+    coding: Coding | None = None
 
 
 class Mailbox:
@@ -37,6 +39,7 @@ class Mailbox:
         self.channel = transport.channel
         self._cut = transport.cut
         self._placement = transport.placement
+        self._coding = transport.coding
         self._mine = mine
         self._feed = feed
         self._arrived: dict[tuple[Edge, int], Tensors] = {}  # (edge, microbatch) -> its message
@@ -46,7 +49,7 @@ class Mailbox:
 
     def expect(self, receives: Iterable[Action], watched: bool) -> None:
         """Announce all receives of the window, in order on each edge; `watched`: to a policy."""
-        self.channel.expect(list(map(self._message, receives)), watched)
+        self.channel.expect(list(map(self._on_wire, receives)), watched)
 
     def inputs(self, stage: int, mb: int) -> Tensors:
         """Return what enters a stage, the first one from the feed."""
@@ -81,12 +84,19 @@ class Mailbox:
                 f"stage {action.stage} made {made} for {message.name}, and the plan says {planned}: what a "
                 f"layer returns must depend only on the number of samples"
             )
-        self.channel.send(message, tensors)
+        sent = tensors if self._coding is None else self._coding.encode(message, tensors)
+        self.channel.send(self._on_wire(action), sent)
         self.raw_bytes[action.stage] += message.nbytes
 
     def recv(self, action: Action) -> None:
-        message = self._message(action)
-        self._arrived[message.edge, action.mb] = self.channel.recv(message)
+        message, arrived = self._message(action), self.channel.recv(self._on_wire(action))
+        tensors = arrived if self._coding is None else self._coding.decode(message, arrived)
+        self._arrived[message.edge, action.mb] = tensors
+
+    @property
+    def coded(self) -> float:
+        """Seconds of encoding and decoding so far."""
+        return 0.0 if self._coding is None else self._coding.seconds
 
     def held(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield the tensors of messages that this rank holds, with the stages between which they travel."""
@@ -98,20 +108,24 @@ class Mailbox:
     # What an order sees
 
     def arrived(self, receive: Action) -> bool:
-        return self.channel.arrived(self._message(receive))
+        return self.channel.arrived(self._on_wire(receive))
 
     def room(self, send: Action) -> bool:
-        return self.channel.room(self._message(send))
+        return self.channel.room(self._on_wire(send))
 
     def forget(self, mb: int) -> None:
         self.channel.forget(mb)
 
     def wait(self, wait: Wait) -> None:
-        self.channel.wait(list(map(self._message, wait.receives)), list(map(self._message, wait.sends)))
+        self.channel.wait(list(map(self._on_wire, wait.receives)), list(map(self._on_wire, wait.sends)))
 
     def _put(self, mb: int, edges: Sequence[Edge], parts: Sequence[Tensors]) -> None:
         for edge, tensors in zip(edges, parts, strict=True):
             (self._arrived if edge[1] in self._mine else self._to_send)[edge, mb] = tensors
+
+    def _on_wire(self, action: Action) -> Message:
+        message = self._message(action)
+        return message if self._coding is None else self._coding.on_wire(message)
 
     def _message(self, action: Action) -> Message:
         source, target = action.edge

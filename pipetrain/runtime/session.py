@@ -22,7 +22,7 @@ from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
-from pipetrain.runtime.coded import CodedChannel, Feedback, Slot
+from pipetrain.runtime.coding import Coding, Feedback, Slot
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.feed import Target, WindowFeed
@@ -257,22 +257,23 @@ def make_engine(
 ) -> Engine:
     """Make the engine for a rank's stages, over `channel` or else the mesh's, with the plan's codecs."""
     codecs, channels_last = plan.settings.codecs, plan.numerics.channels_last
-    plain = channel or mesh.channel(plan.cut.bounds, channels_last)
+    channel = channel or mesh.channel(plan.cut.bounds, channels_last)
 
-    def encoding(channel: Channel, feedback: Feedback) -> Channel:
-        return channel if codecs.plain else CodedChannel(channel, codecs, feedback, channels_last)
+    def transport(over: Channel, training: bool, feedback: Feedback) -> Transport:
+        cut = plan.cut if training else plan.evaluation_cut
+        coding = Coding(codecs, feedback, channels_last) if training and not codecs.plain else None
+        return Transport(over, cut, plan.placement, coding)
 
-    def loopback(training: bool) -> Channel:
-        made = mesh.loopback(list(plan.cut.bounds), plan.cut.ties, plan.cut.bounds, channels_last)
-        return encoding(made, Feedback()) if training else made
+    def loopback(training: bool) -> Transport:
+        over = mesh.loopback(list(plan.cut.bounds), plan.cut.ties, plan.cut.bounds, channels_last)
+        return transport(over, training, Feedback())
 
-    trained = encoding(plain, feedback or Feedback())
     bounds = {stage: plan.peaks(stage) for stage in stages}
 
     def meet(norms: bool) -> None:
         if norms:
-            trained.tell_norms(dict.fromkeys(stages, torch.zeros((), dtype=torch.float64)), plan.stages)
-            trained.hear_norms()
+            channel.tell_norms(dict.fromkeys(stages, torch.zeros((), dtype=torch.float64)), plan.stages)
+            channel.hear_norms()
         mesh.meet()
 
     def capture() -> None:
@@ -282,8 +283,8 @@ def make_engine(
 
     return Engine(
         stages,
-        Transport(trained, plan.cut, plan.placement),
-        Transport(plain, plan.evaluation_cut, plan.placement),
+        transport(channel, True, feedback or Feedback()),
+        transport(channel, False, Feedback()),
         bounds,
         clock or Clock(mesh.device),
         plan.settings.seed,

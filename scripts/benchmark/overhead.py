@@ -17,13 +17,13 @@ from typing import ParamSpec, TypeVar
 
 from torch import nn
 
+from benchmark.channels import Wrapped
 from benchmark.contestants import Alone, Contestant, Ours
 from benchmark.report import Row, Verdict
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock, Mark
-from pipetrain.runtime.coded import WrappedChannel
 from pipetrain.runtime.mesh import Mesh
 
 RANKS, MICROBATCHES, BATCHES = 2, 4, 50
@@ -52,7 +52,7 @@ class CpuClock(Clock):
         return time.thread_time()
 
 
-class TimedChannel(WrappedChannel):
+class TimedChannel(Wrapped):
     """A channel that knows how much processor time, in seconds, its thread spent in it."""
 
     def __init__(self, channel: Channel) -> None:

@@ -12,17 +12,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmark.channels import Wrapped
 from benchmark.contestants import FULL, Ours, race
 from benchmark.report import Row, Series, ratio
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import TIMEOUT_S, Say, fitted, run_world, titled
 from pipetrain.network.boundary import TensorSpec
 from pipetrain.runtime.channel import Channel, Message, expired
-from pipetrain.runtime.coded import WrappedChannel
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Edge
 
@@ -47,7 +48,7 @@ LOOKING_S = 2e-4  # between two looks at what has arrived
 _ARRIVAL = TensorSpec((1,), torch.float64)
 
 
-class SlowChannel(WrappedChannel):
+class SlowChannel(Wrapped):
     """Holds what it receives back until a wire of `bandwidth` bytes/s had carried it; see this module.
 
     Each message says when that is, in seconds of the monotonic clock that all processes of a machine share;
@@ -64,21 +65,22 @@ class SlowChannel(WrappedChannel):
     @property
     def waited(self) -> float:
         """Return the seconds that were waited for other ranks and for the wire."""
-        return super().waited + self._held_s
+        return self._channel.waited + self._held_s
 
-    def travels(self, message: Message) -> Message:
-        """Add the time of arrival."""
-        return replace(message, specs=(*message.specs, _ARRIVAL))
+    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
+        """Announce messages with their time of arrival."""
+        self._channel.expect([*map(_timed, messages)], watched)
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Put a message on its link, behind those that the link still carries."""
         begins = max(time.monotonic(), self._free.get(message.edge, 0.0))
         self._free[message.edge] = begins + message.nbytes / self._bandwidth
-        super().send(message, [*tensors, torch.tensor([self._free[message.edge]], dtype=torch.float64)])
+        arrival = torch.tensor([self._free[message.edge]], dtype=torch.float64)
+        self._channel.send(_timed(message), [*tensors, arrival])
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """Wait until a message is here, and until the link had carried it."""
-        *tensors, arrival = self._early.pop(message.edge, None) or super().recv(message)
+        *tensors, arrival = self._early.pop(message.edge, None) or self._channel.recv(_timed(message))
         start = time.monotonic()
         time.sleep(max(0.0, arrival.item() - start))
         self._held_s += time.monotonic() - start
@@ -87,9 +89,9 @@ class SlowChannel(WrappedChannel):
     def arrived(self, message: Message) -> bool:
         """Whether a message is here, and the link had carried it."""
         if message.edge not in self._early:
-            if not super().arrived(message):
+            if not self._channel.arrived(_timed(message)):
                 return False
-            self._early[message.edge] = super().recv(message)
+            self._early[message.edge] = self._channel.recv(_timed(message))
         return bool(time.monotonic() >= self._early[message.edge][-1].item())
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
@@ -100,6 +102,11 @@ class SlowChannel(WrappedChannel):
                 raise expired(receives, sends, TIMEOUT_S)
             time.sleep(LOOKING_S)
         self._held_s += time.monotonic() - start
+
+
+def _timed(message: Message) -> Message:
+    """Add the time of arrival to what travels."""
+    return replace(message, specs=(*message.specs, _ARRIVAL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +134,7 @@ def measure(mesh: Mesh, say: Say, bandwidth: float, scale: Scale) -> Found:
             job = prepare(task.extended(*codecs), schedule, RANKS, batches)
             plan = job.plan
             plain = fitted(mesh, plan).channel(plan.settings.buffer_size, plan.numerics.channels_last)
-            channel = SlowChannel(plain, bandwidth)
+            channel: Any = SlowChannel(plain, bandwidth)
             contestants.append(Ours(f"{schedule}, {name}", job, mesh, batches, channel))
     series = race(mesh, contestants, scale.rounds, say)
     mine = {one.name: _sent(one, one.batches * (scale.rounds + 1)) for one in contestants}

@@ -185,7 +185,7 @@ class Channel:
 
 def test_a_wait_belongs_to_the_message_that_is_exchanged_next():
     channel = Channel()
-    watch = Stopwatch(Clock(CPU), channel)
+    watch = Stopwatch(Clock(CPU), channel, lambda: channel.coded)
     for waited in (1.0, 2.0):
         watch.start(None)  # a policy waits, twice
         channel.waited += waited

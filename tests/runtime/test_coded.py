@@ -14,7 +14,7 @@ from pipetrain.codec import Codec, Codecs, Half, Identity, Int8, TopK, TopKInt8
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.boundary import specs_of
 from pipetrain.runtime.channel import Message
-from pipetrain.runtime.coded import CodedChannel, Feedback
+from pipetrain.runtime.coding import Coding, Feedback
 from pipetrain.schedule.actions import COMMUNICATION, SENDS
 from tests.support.cases import Case, Listener, run_in_threads
 from tests.support.codecs import Signs
@@ -29,24 +29,23 @@ class Ends:
     def __init__(self, codecs: Codecs, channels_last: bool = False) -> None:
         wire = Wire()
         self.feedback = Feedback()
-        self.ends = [
-            CodedChannel(LocalChannel(wire, 2, 5), codecs, feedback, channels_last)
-            for feedback in (self.feedback, Feedback())
-        ]
+        self.ends = [LocalChannel(wire, 2, 5) for _ in range(2)]
+        self.codings = [Coding(codecs, feedback, channels_last) for feedback in (self.feedback, Feedback())]
 
     def up(self, *tensors: Tensor, mb: int = 0) -> tuple[Tensor, ...]:
         """Send an activation and return what arrives."""
-        message = Message(0, 1, mb, specs_of(tensors), (0, 1))
-        self.ends[1].expect([message])
-        self.ends[0].send(message, tensors)
-        return self.ends[1].recv(message)
+        return self._carry(tensors, mb, 0, 1)
 
     def down(self, *tensors: Tensor, mb: int = 0) -> tuple[Tensor, ...]:
         """Likewise a gradient."""
-        message = Message(1, 0, mb, specs_of(tensors), (1, 0))
-        self.ends[0].expect([message])
-        self.ends[1].send(message, tensors)
-        return self.ends[0].recv(message)
+        return self._carry(tensors, mb, 1, 0)
+
+    def _carry(self, tensors: tuple[Tensor, ...], mb: int, source: int, target: int) -> tuple[Tensor, ...]:
+        message = Message(source, target, mb, specs_of(tensors), (source, target))
+        wire = self.codings[source].on_wire(message)
+        self.ends[target].expect([wire])
+        self.ends[source].send(wire, self.codings[source].encode(message, tensors))
+        return self.codings[target].decode(message, self.ends[target].recv(wire))
 
 
 def test_each_direction_has_its_own_codec():
@@ -75,11 +74,11 @@ def test_what_was_carried_is_counted_and_the_time_of_codecs_is_no_wait():
     ends = Ends(Codecs(forward=Int8()))
     ends.up(torch.randn(100))
     assert [end.carried for end in ends.ends] == [104, 104]
-    assert all(end.coded > 0 for end in ends.ends)
-    coded = [end.coded for end in ends.ends]
+    assert all(coding.seconds > 0 for coding in ends.codings)
+    coded = [coding.seconds for coding in ends.codings]
     ends.down(torch.randn(100))
     assert [end.carried for end in ends.ends] == [504, 504]
-    assert [end.coded for end in ends.ends] == coded  # the identity is free
+    assert [coding.seconds for coding in ends.codings] == coded  # the identity is free
     assert all(end.waited < 0.1 for end in ends.ends)
 
 
@@ -172,8 +171,8 @@ SAME = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipedream", "interleaved_1f1b"])
-def test_a_coded_channel_that_changes_nothing_trains_as_none_to_the_last_bit(schedule):
-    """And the identity in both directions is no coded channel at all, so it is none."""
+def test_a_codec_that_changes_nothing_trains_as_none_to_the_last_bit(schedule):
+    """And the identity in both directions is none at all."""
     overrides = (PLAIN, "microbatches=2", "dtype=float32", "epochs=2")
     wanted, epochs = run_in_threads(Case(schedule, 2, overrides))
     state, figures = run_in_threads(Case(schedule, 2, (*overrides, *SAME)))

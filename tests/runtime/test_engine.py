@@ -135,7 +135,7 @@ class Tape:
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.waited = 0.0  # by its own account: 1 s for each message it gives, 2 s for room for each it takes
-        self.coded, self.carried = 0.0, 0  # 0.5 s of encoding or decoding, and half of its bytes travel
+        self.carried = 0  # half of its bytes travel
 
     def check(self) -> None:
         pass
@@ -160,7 +160,6 @@ class Tape:
         self.seen.append("drain")
 
     def _count(self, message: Message) -> None:
-        self.coded += 0.5
         self.carried += message.nbytes // 2
 
 
@@ -229,7 +228,6 @@ def test_the_middle_of_three_stages_does_what_its_list_says():
     record = made.stats[1]
     assert (record.activations, record.versions, record.max_staleness) == (2, 1, 0)
     assert (record.bytes_sent, record.raw_bytes) == (4 * 3 * 4 // 2, 4 * 3 * 4)
-    assert record.codec_s == 8 * 0.5
     assert record.busy_s > 0
 
 
@@ -249,8 +247,7 @@ def test_a_window_s_times_are_counted_and_handed_to_who_asks():
     stats = made.stats[1]
     assert stats.wait_s == pytest.approx(4 * 1.0 + 4 * 2.0, abs=1e-3)
     assert stats.wait_s == row.waited
-    carried = [(span.nbytes, span.codec_s) for span in spans if span.action.op in blocked]
-    assert carried == [(6, 0.5)] * 8
+    assert [span.nbytes for span in spans if span.action.op in blocked] == [6] * 8
     computed = sum(span.end - span.start for span in spans if span.action.op in COMPUTE | UPDATE)
     assert stats.busy_s == pytest.approx(computed)
 

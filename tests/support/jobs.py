@@ -14,7 +14,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.measure import measure_run
 from pipetrain.network.boundary import TensorSpec, specs_of
 from pipetrain.runtime.channel import ChannelError, Message
-from pipetrain.runtime.coded import CodedChannel, Feedback
+from pipetrain.runtime.coding import Coding, Feedback
 from pipetrain.runtime.mesh import Mesh, World
 from pipetrain.seal import SealedStore
 from pipetrain.training.run import check_early, prepare
@@ -243,15 +243,15 @@ def exchange_coded(world: World, store: SealedStore, all_codecs: Sequence[Codecs
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     x = x.contiguous(memory_format=torch.channels_last)
     for codecs in all_codecs:
-        channel = CodedChannel(mesh.channel(1, True), codecs, Feedback(), True)
+        channel, coding = mesh.channel(1, True), Coding(codecs, Feedback(), True)
         ends = (0, 1), (1, 0)
         out, back = (
             Message(*end, 0, specs_of([x]), end) for end in (ends if world.rank == 0 else ends[::-1])
         )
-        channel.expect([back] * 2)
+        channel.expect([coding.on_wire(back)] * 2)
         for _ in range(2):
-            channel.send(out, [x])
-            (arrived,) = channel.recv(back)
+            channel.send(coding.on_wire(out), coding.encode(out, [x]))
+            (arrived,) = coding.decode(back, channel.recv(coding.on_wire(back)))
         channel.drain()
         codec = codecs.backward if world.rank == 0 else codecs.forward
         spec = specs_of([x])[0]

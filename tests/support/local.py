@@ -23,7 +23,7 @@ class LocalChannel:
         self._wire = wire
         self._bounds = bounds_of(buffer_size)
         self._timeout = timeout
-        self.waited = self.coded = 0.0
+        self.waited = 0.0
         self.carried = 0
         self._expected: dict[Edge, deque[Message]] = {}
         self._told = self._heard = 0
