@@ -27,7 +27,7 @@ from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import factory
 from pipetrain.network.boundary import ValueSpec, specs_of
-from pipetrain.network.chain import Chain, network_of
+from pipetrain.network.chain import Chain, is_chain, network_of
 from pipetrain.network.materialise import named_tensors
 from pipetrain.network.model import prove_model
 from pipetrain.network.network import Network, Values
@@ -184,7 +184,7 @@ class Models:
     def copy(self, cfg: DictConfig, seed: int, dtype: torch.dtype, example: ValueSpec) -> Network:
         """Return a copy of the whole model, for inputs like the example. Raises ConfigError."""
         model = self.see(cfg, seed, dtype)
-        if not isinstance(model, nn.Sequential):
+        if not is_chain(model):
             return self._trace(model, example, cfg)
         if _is_copied_whole(model):
             return _valued(Chain(deepcopy(model)), self._values)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -198,6 +198,20 @@ class _ChainPart(Part):
         return outputs[0] if self._single else outputs
 
 
+def is_chain(model: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Return whether a model runs its layers one by one and does nothing else: as nn.Sequential itself."""
+    own = (
+        method in vars(model) or getattr(type(model), method) is not getattr(nn.Sequential, method)
+        for method in ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "eval")
+    )
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return (
+        isinstance(model, nn.Sequential)
+        and not any(own)
+        and not any(getattr(model, kind) for kind in (*hooks, "_parameters", "_buffers"))
+    )
+
+
 def network_of(model: nn.Module | Network, example: ValueSpec, autocast: bool = False) -> Network:
     """Return a model as a network; `example` of its inputs. Raises ConfigError if it cannot be traced.
 
@@ -205,7 +219,7 @@ def network_of(model: nn.Module | Network, example: ValueSpec, autocast: bool = 
     """
     if isinstance(model, Network):
         return model
-    if isinstance(model, nn.Sequential):
+    if is_chain(model):
         if example.names is not None:
             raise ConfigError(
                 f"the inputs are a dict of {', '.join(example.names)}, and an nn.Sequential takes a tensor "

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.network.chain import is_chain
 from pipetrain.network.deferred import WAY_OUT, Constant, Deferred, Ref
 from pipetrain.network.materialise import named_tensors
 from pipetrain.network.places import places, replace
@@ -130,7 +131,7 @@ def _put_on_meta(model: nn.Module, record: Deferred) -> None:
                 f"{place.name} of the model shares the memory of a parameter or buffer, which it does not "
                 f"when each rank makes its own: compute it in forward, {WAY_OUT}"
             )
-        if not isinstance(model, nn.Sequential) and tensor.dim():
+        if not is_chain(model) and tensor.dim():
             raise ConfigError(
                 f"{place.name} of the model is a tensor, but neither a parameter nor a buffer, and the model "
                 f"is traced without its numbers: register it as a buffer, {WAY_OUT}"

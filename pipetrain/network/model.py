@@ -1,13 +1,10 @@
 """The model as a user gives it: what is refused, and what is read of it.
 
-A pipeline runs the layers of an nn.Sequential one by one, and each weight version is a parameter of its own.
-A hook or a method of the whole, or of a parameter, that one process would call is refused here, because the
-comparison of outputs and gradients cannot see all that it does.
+Each weight version is a parameter of its own. What one process would do with the user's own parameters beyond
+that, such as a hook, is refused here, because no comparison of outputs and gradients can see all of it.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +12,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.materialise import cast_exactly, named_tensors
-from pipetrain.network.modes import evaluating
 from pipetrain.network.tensors import storage_of
-
-# Methods and hooks of a model that one process would run; a pipeline runs the layers only.
-_METHODS = ("forward", "__call__", "_wrapped_call_impl", "_call_impl")
-_MODES = ("train", "eval")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def prove_model(model: object, needs: str, dtype: torch.dtype | None) -> None:
@@ -32,48 +23,9 @@ def prove_model(model: object, needs: str, dtype: torch.dtype | None) -> None:
     if not isinstance(model, nn.Module) or (isinstance(model, nn.Sequential) and not len(model)):
         what = "an empty nn.Sequential" if isinstance(model, nn.Module) else type(model).__name__
         raise ConfigError(f"{needs} an nn.Module, not {what}")
-    if isinstance(model, nn.Sequential):
-        _refuse_unseen(model)
     _refuse_parameters(model)
     if dtype is not None:
         _cast(model, dtype)
-
-
-def _own(model: nn.Sequential, methods: Sequence[str]) -> Iterator[str]:
-    """Yield the methods that are not those of nn.Sequential."""
-    for method in methods:
-        if method in vars(model) or getattr(type(model), method) is not getattr(nn.Sequential, method):
-            yield method
-
-
-def _refuse_own(model: nn.Sequential, methods: Sequence[str]) -> None:
-    for method in _own(model, methods):
-        raise ConfigError(
-            f"the model is a {type(model).__name__} with its own {method}, which a pipeline would not "
-            f"run: put what it does into layers, and return a plain nn.Sequential of them"
-        )
-
-
-def _modes_of(model: nn.Sequential, *evaluated: nn.Module) -> list[bool]:
-    """Return the modes of all below a model while some modules are evaluated."""
-    with evaluating(model), evaluating(*evaluated):
-        return [module.training for layer in model for module in layer.modules()]
-
-
-def _refuse_unseen(model: nn.Sequential) -> None:
-    """Refuse what a pipeline, which runs the layers one by one, would omit."""
-    _refuse_own(model, _METHODS)
-    if next(_own(model, _MODES), None) and _modes_of(model, model) != _modes_of(model, *model):
-        raise ConfigError(
-            f"the model is a {type(model).__name__} whose eval does not put each layer into evaluation mode, "
-            f"as an evaluation would: put that into the layers"
-        )
-    if any(getattr(model, hooks) for hooks in _HOOKS):
-        raise ConfigError(
-            "the model has a hook on the whole of it, which a pipeline would not call: register it on a layer"
-        )
-    for name in (*model._parameters, *model._buffers):
-        raise ConfigError(f"the model has {name} outside of its layers: put it into the layer that uses it")
 
 
 def _refuse_parameters(model: nn.Module) -> None:

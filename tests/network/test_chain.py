@@ -11,14 +11,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from pipetrain.building import _is_copied_whole
+from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import TensorSpec, ValueSpec, as_tuple
-from pipetrain.network.chain import Chain, Pop, Stash
+from pipetrain.network.chain import Chain, Pop, Stash, is_chain, network_of
 from pipetrain.network.network import INPUT, Made
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
+from pipetrain.tasks import Task
 from tests.support.models import Gather, Join, Pair, skipping
+from tests.support.parity import Subject, Way, compare
 from tests.support.refusals import refusal
 
 EXAMPLE = ValueSpec((TensorSpec((6,), torch.float64),))
@@ -259,3 +263,91 @@ REFUSED: dict[str, tuple[Callable[[Stash], list[nn.Module]], str]] = {
 def test_what_is_no_chain_is_refused_in_one_sentence(case):
     make, says = REFUSED[case]
     assert refusal(lambda: Chain(nn.Sequential(*make(Stash())))) == says
+
+
+# Containers that do more than run their layers
+
+
+class OwnForward(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnCall(nn.Sequential):
+    def _call_impl(self, x: Tensor) -> Tensor:
+        return 2 * self.forward(x)
+
+
+class OwnMode(nn.Sequential):
+    def eval(self) -> nn.Sequential:
+        super().eval()
+        self[1].train()
+        return self
+
+
+class Scaled(nn.Sequential):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Named(nn.Sequential):
+    """Only puts itself together: as good as a plain one."""
+
+    @property
+    def head(self) -> nn.Module:
+        return self[-1]
+
+
+def layers() -> tuple[nn.Module, ...]:
+    return nn.Linear(6, 6), nn.Dropout(0.0), nn.Linear(6, 4)
+
+
+def patched() -> nn.Sequential:
+    model = nn.Sequential(*layers())
+    model.forward = lambda x: 2 * model[2](model[0](x))
+    return model
+
+
+def with_hook(kind: str) -> nn.Sequential:
+    model = nn.Sequential(*layers())
+    getattr(model, f"register_{kind}_hook")(
+        lambda module, given, made=None: None if made is None else 2 * made
+    )
+    return model
+
+
+def with_buffer() -> nn.Sequential:
+    model = nn.Sequential(*layers())
+    model.register_buffer("scale", torch.ones(1))
+    return model
+
+
+MORE: dict[str, Callable[[], nn.Sequential]] = {
+    "forward": lambda: OwnForward(*layers()),
+    "call": lambda: OwnCall(*layers()),
+    "mode": lambda: OwnMode(*layers()),
+    "weight": lambda: Scaled(*layers()),
+    "patched": patched,
+    "hook": lambda: with_hook("forward"),
+    "buffer": with_buffer,
+}
+
+
+@pytest.mark.parametrize("make", MORE.values(), ids=MORE)
+def test_a_container_that_does_more_than_run_its_layers_is_traced_like_any_module(make):
+    assert not is_chain(make())
+    inputs, targets = torch.randn(20, 6, dtype=torch.float64), torch.randn(20, 4, dtype=torch.float64)
+    compare(Subject.of(make(), inputs, targets, Task(mse_loss), mse_loss), Way("1f1b", 2))
+
+
+def test_one_that_only_puts_itself_together_is_a_chain():
+    assert is_chain(Named(*layers()))
+
+
+def test_a_backward_hook_on_the_whole_is_refused():
+    with pytest.raises(ConfigError, match="the model has a backward hook, which a trace would leave out"):
+        network_of(with_hook("full_backward"), ValueSpec.in_batch(torch.ones(2, 6)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipetrain.network.model import own_dtype, prove_model, tensor_attributes
 from tests.support.refusals import refusal
@@ -12,35 +12,8 @@ from tests.support.refusals import refusal
 # What one process would do and a pipeline would not
 
 
-class OwnForward(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-class Named(nn.Sequential):
-    """Only puts itself together: as good as a plain one."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(3072, 10))
-
-    @property
-    def head(self) -> nn.Module:
-        return self[-1]
-
-
 def _flat() -> tuple[nn.Module, ...]:
     return nn.Flatten(), nn.Linear(3072, 10)
-
-
-def patched() -> nn.Sequential:
-    model = nn.Sequential(*_flat())
-    model.forward = lambda x: model[1](model[0](x)) * 2
-    return model
-
-
-class OwnCall(nn.Sequential):
-    def _call_impl(self, x: Tensor) -> Tensor:
-        return 2 * self.forward(x)
 
 
 class Scaled(nn.Parameter):
@@ -59,12 +32,6 @@ def shared_memory() -> nn.Sequential:
     return model
 
 
-def hooked(kind: str) -> nn.Sequential:
-    model = nn.Sequential(*_flat())
-    getattr(model, f"register_{kind}_hook")(lambda *args: None)
-    return model
-
-
 class Extra(nn.Module):
     """Keeps something beside its tensors."""
 
@@ -75,16 +42,6 @@ class Extra(nn.Module):
         """Nothing to do."""
 
 
-def scaled(parameter: bool) -> nn.Sequential:
-    model = nn.Sequential(*_flat())
-    scale = torch.ones(1)
-    if parameter:
-        model.register_parameter("scale", nn.Parameter(scale))
-    else:
-        model.register_buffer("scale", scale)
-    return model
-
-
 def taken(model: nn.Module, dtype: torch.dtype | None = torch.float32) -> nn.Module:
     prove_model(model, "a model must be", dtype)
     return model
@@ -93,22 +50,12 @@ def taken(model: nn.Module, dtype: torch.dtype | None = torch.float32) -> nn.Mod
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (
-            OwnForward(*_flat()),
-            "the model is a OwnForward with its own forward, which a pipeline",
-        ),
-        (OwnCall(*_flat()), "the model is a OwnCall with its own _call_impl, which a pipeline"),
-        (patched(), "the model is a Sequential with its own forward, which a pipeline"),
         (subclass(), "parameter 1.weight of the model is a Scaled, and each weight version would be a pl"),
         (shared_memory(), "parameters 1.weight and 2.weight of the model share memory: use one nn.Para"),
         (
             nn.Sequential(*_flat(), Extra()),
             "the model keeps 2._extra_state in its state_dict, which is no",
         ),
-        (hooked("forward"), "the model has a hook on the whole of it, which a pipeline would not call"),
-        (hooked("full_backward"), "the model has a hook on the whole of it, which a pipeline would not call"),
-        (scaled(parameter=True), "the model has scale outside of its layers: put it into the layer"),
-        (scaled(parameter=False), "the model has scale outside of its layers: put it into the layer"),
         (nn.Sequential(), "a model must be an nn.Module, not an empty nn.Sequential"),
         (nn.Sequential(nn.LazyLinear(2)), "layer 0.weight of the model is lazy: give it its sizes"),
         (nn.Sequential(nn.ReLU()), "the model has no parameter to train: let one require a gradient"),
@@ -116,10 +63,6 @@ def taken(model: nn.Module, dtype: torch.dtype | None = torch.float32) -> nn.Mod
 )
 def test_what_a_pipeline_would_leave_out_is_refused(model, says):
     assert refusal(lambda: taken(model)).startswith(says)
-
-
-def test_a_container_that_only_puts_itself_together_is_taken():
-    assert len(taken(Named())) == 2
 
 
 # The run's dtype

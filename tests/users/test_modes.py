@@ -136,39 +136,14 @@ class Kept(nn.Sequential):
         return self
 
 
-class Drops(nn.Sequential):
-    """Drops out in evaluations too."""
-
-    def eval(self) -> Drops:
-        super().eval()
-        self[2].train()
-        return self
-
-
-def in_training(model: nn.Module, kind: type[nn.Sequential] = Kept) -> None:
-    model.__class__ = kind
+def in_training(model: nn.Module) -> None:
+    model.__class__ = Kept
     model.train()
 
 
 def test_a_sequential_may_have_a_train_of_its_own(ranks):
     for each in ranks(apart, in_training, in_training):
         assert each < 1e-12
-
-
-def said_of_dropout() -> str:
-    model = normed(False)
-    in_training(model, Drops)
-    try:
-        with Pipeline(model, mse_loss, sgd, microbatches=MICROBATCHES, device="cpu") as pipe:
-            pipe.step(*batches()[0])
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_a_sequential_may_not_evaluate_otherwise_than_its_layers(ranks):
-    for said in ranks(said_of_dropout):
-        assert said.startswith("the model is a Drops whose eval does not put each layer into evaluation mode")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
