@@ -12,8 +12,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import hydra
@@ -39,6 +41,8 @@ _ADDED = re.compile(
     r"|data\.(source|augment|train|test|columns|sample))\.[^=]+="
     r"|(partition\.profile|trace\.windows|lr_schedule\.\w+)="
 )
+_LOGGING = re.compile(r"\+*hydra/(job|hydra)_logging=")
+_ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # A choice from one group for each of two packages, which Hydra writes as GROUP@PACKAGE=NAME.
 _CODEC = re.compile(r"^([+~]*)(codec\.(?:forward|backward)=)")
 
@@ -70,18 +74,47 @@ class _JobFailed(BaseException):
         self.error = error
 
 
-def compose(name: str, task: Callable[[DictConfig], None], refused: Callable[[], None] = lambda: None) -> int:
+def compose(
+    name: str,
+    task: Callable[[DictConfig], None],
+    refused: Callable[[], None] = lambda: None,
+    leads: bool = True,
+) -> int:
     """Run `task` with the command line's configuration, once per job of a sweep; return the exit status.
 
-    `refused` is called within a job that ends with one of the errors of an invalid configuration. Raises the
-    errors of `task`, and ConfigError if the configuration is invalid.
+    `refused` is called within a job that ends with one of the errors of an invalid configuration. A process
+    that does not lead prints nothing, and makes no folder of the run. Raises the errors of `task`, and
+    ConfigError if the configuration is invalid.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    if asks(sys.argv[1:]) and not leads:
+        return 0
     if {"-h", "--help"} & {*sys.argv[1:]}:
         return _help(name)
     for word in sys.argv[1:]:
         _refuse_word(word)
     sys.argv[1:] = as_hydra(sys.argv[1:])
+    with nullcontext() if leads else _without_outputs():
+        return _compose(name, task, refused)
+
+
+def asks(words: Sequence[str]) -> bool:
+    """Return whether a command line asks for something to be printed, and runs nothing."""
+    return any(word.partition("=")[0] in _ASKING for word in words)
+
+
+@contextmanager
+def _without_outputs() -> Iterator[None]:
+    """Let Hydra write its folder and its log where nobody looks."""
+    with TemporaryDirectory() as folder:
+        words = [word for word in sys.argv[1:] if not _LOGGING.match(word)]
+        nowhere = [f"hydra.{mode}.dir={quoted(folder)}" for mode in ("run", "sweep")]
+        quiet = [f"hydra/{log}_logging=none" for log in ("job", "hydra")]
+        sys.argv[1:] = [*words, *nowhere, *quiet, "hydra.output_subdir=null"]
+        yield
+
+
+def _compose(name: str, task: Callable[[DictConfig], None], refused: Callable[[], None]) -> int:
 
     def job(cfg: DictConfig) -> None:
         try:

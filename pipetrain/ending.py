@@ -22,7 +22,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, NoReturn
 
-from pipetrain.errors import ActionFailed, ChannelError, ConfigError, NotRecorded, TrainingStopped
+from pipetrain.errors import ActionFailed, ChannelError, ConfigError, NotRecorded, Refused, TrainingStopped
 from pipetrain.schedule.actions import ScheduleError
 
 FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
@@ -38,6 +38,8 @@ def guarded(action: Callable[[], int]) -> int:
         return action()
     except KeyboardInterrupt as stop:
         return _report(str(stop) or "interrupted", INTERRUPTED) if _rank() == 0 else INTERRUPTED
+    except Refused as error:
+        return _report(error, REFUSED) if _rank() == 0 else REFUSED
     except (ConfigError, ScheduleError) as error:
         return _report(error, REFUSED)
     except (ChannelError, NotRecorded, TrainingStopped) as error:

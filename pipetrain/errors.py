@@ -10,6 +10,10 @@ class ConfigError(ValueError):
     """An invalid option or input; the text says what is wrong, where, and what to do."""
 
 
+class Refused(ConfigError):
+    """A refusal that all ranks of a run have heard, so that rank 0 alone says it."""
+
+
 class TrainingStopped(RuntimeError):
     """A training that had to stop; the text says where and why."""
 

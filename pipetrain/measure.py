@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,12 +41,12 @@ from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import Facts, LayerTime, Profile, average
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.clock import Clock, Mark
-from pipetrain.runtime.mesh import Mesh, World, choose_device
+from pipetrain.runtime.mesh import Mesh, choose_device
 from pipetrain.runtime.optimizer import make_optimizer
+from pipetrain.runtime.ranks import World
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.seal import SealedStore
 from pipetrain.settings import Settings, share_of_cores
 
 log = logging.getLogger("pipetrain")
@@ -88,7 +89,7 @@ def measure_run(
     draft: Plan,
     world: World,
     device: torch.device,
-    store: SealedStore | None,
+    store: Store | None,
     models: Models | None = None,
 ) -> Profile:
     """Measure the model of a configuration, on all ranks. Raises as `measure` does."""

@@ -73,9 +73,10 @@ from pipetrain.runtime.alike import conditions, digest, level, prove_same
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.batches import Batches, OfLoader
 from pipetrain.runtime.engine import Progress as Tick
-from pipetrain.runtime.mesh import Mesh, World, choose_device
+from pipetrain.runtime.mesh import Mesh, choose_device
 from pipetrain.runtime.optimizer import Function, prove_optimizer, small_copies
 from pipetrain.runtime.order import Listed, order_of
+from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Schedule, placement

@@ -1,20 +1,21 @@
 """The command `python -m pipetrain`: trains as configured.
 
-Rank 0 composes and checks the configuration, makes jobs of it, and records the run. The other ranks join in
-the jobs that it announces.
+Every rank composes the command line and prepares the same run of it. Rank 0 alone claims the run's folder,
+finds its checkpoint, decides which data set there is, and records the run; it tells the others what only it
+can know.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import logging
 import sys
 import traceback
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
@@ -25,7 +26,6 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.building import Models
 from pipetrain.checkpoint import resume
@@ -34,11 +34,11 @@ from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.checkpoint.source import AUTO, Source, find_source, read_source, refuse_older
 from pipetrain.cli import compose, contained, quoted
-from pipetrain.data import load_data
+from pipetrain.data import Data, DataFacts, load_data
 from pipetrain.ending import FAILED, guarded, leave, name_of, terminate
 from pipetrain.errors import ChannelError, ConfigError
-from pipetrain.launch import START_S, Job, Leader, Part, follow, names_folder
 from pipetrain.measure import measure_run
+from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.modes import is_in_evaluation, warn_of_evaluation
 from pipetrain.plan.blueprint import Plan
 from pipetrain.plan.describe import describe, verdict
@@ -50,11 +50,14 @@ from pipetrain.records.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE,
 from pipetrain.records.history import Machine
 from pipetrain.records.loggers import Loggers, check_loggers, start_loggers
 from pipetrain.runtime.allocator import keep_freed_memory
-from pipetrain.runtime.mesh import Mesh, World, choose_device, shares_gpu
-from pipetrain.seal import SealedStore
-from pipetrain.settings import PROFILE, share_of_cores
-from pipetrain.training.run import Run, check_early, obtain_data, prepare
+from pipetrain.runtime.mesh import Mesh, choose_device, shares_gpu
+from pipetrain.runtime.ranks import World
+from pipetrain.schedule.actions import ScheduleError
+from pipetrain.settings import PROFILE, Settings, share_of_cores
+from pipetrain.start import Start
+from pipetrain.training.run import Run, check_early, obtain_data, prepare, with_fallback
 from pipetrain.training.trainer import Trainer
+from pipetrain.untrusted import read_as
 
 if TYPE_CHECKING:
     from pipetrain.records.recorder import Recorder
@@ -65,12 +68,12 @@ RELEASE_S = 10.0  # for the remaining processes of a killed run to release its f
 
 
 def main() -> None:
-    """Lead the run on rank 0, follow on the others; exit with the run's status."""
+    """Run the command line as one of the ranks; exit with the run's status."""
     keep_freed_memory()
     world = World.from_environment()
     with idle(world.rank):
         try:
-            status = guarded(lambda: follow(world, partial(join, Models())) if world.rank else lead(world))
+            status = guarded(lambda: run_command(world))
         except Exception:
             traceback.print_exc()
             status = FAILED
@@ -93,26 +96,26 @@ def collect_garbage() -> None:
     gc.collect()
 
 
-def lead(world: World) -> int:
-    """Compose the configuration, check it and start it on all ranks; return the exit status."""
-    leader = Leader(world)
-    Thread(target=leader.remind, daemon=True).start()
-    status = FAILED
+def run_command(world: World) -> int:
+    """Compose the command line and run each of its jobs; return the exit status."""
+    start = Start(world, sys.argv[1:])
+    leads = world.rank == 0
+    if leads:
+        Thread(target=start.remind, daemon=True).start()
+        run_dir = start.run_dir
+        if run_dir is not None and not any(word.startswith("run_dir=") for word in sys.argv):
+            sys.argv.append(f"run_dir={quoted(run_dir)}")  # otherwise each restart would make a folder
+    run_job, refused = (lead, discard_folder) if leads else (follow, _nothing)
     try:
-        run_dir = leader.remembered()
-        if run_dir is not None and not names_folder():  # otherwise each restart would create a new folder
-            sys.argv.append(f"run_dir={quoted(run_dir)}")
-        status = guarded(lambda: compose("config", lambda cfg: start(cfg, world, leader), discard_folder))
+        return compose("config", lambda cfg: run_job(cfg, start), refused, leads)
+    except (ConfigError, ScheduleError) as error:
+        start.refuse(error)
     finally:
-        leader.end(status)
-    return status
+        start.trains.set()
 
 
-def start(cfg: DictConfig, world: World, leader: Leader) -> None:
-    """Run the configuration on all ranks."""
-    hydra = HydraConfig.get()
-    run_dir = Path(hydra.runtime.output_dir)
-    lead_job(contained(cfg, run_dir), str(hydra.runtime.choices["schedule"]), world, leader)
+def _nothing() -> None:
+    """Leave the folder to rank 0."""
 
 
 def discard_folder() -> None:
@@ -121,182 +124,191 @@ def discard_folder() -> None:
     folder.discard(Path(hydra.runtime.output_dir), f"{hydra.job.name}.log")
 
 
-def lead_job(cfg: DictConfig, schedule: str, world: World, leader: Leader) -> None:
-    """Claim the run's folder, and decide, announce and record one job."""
-    trained.clear()
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What rank 0 tells the others: the folder, its data set, and the checkpoint to go on from."""
+
+    run_dir: str
+    run: str  # the run's unique name
+    data: str  # the data set really used
+    facts: DataFacts
+    resume: str | None
+    saves: bool  # whether all ranks need the folder
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that is ready to be trained on this rank."""
+
+    word: Word
+    run: Run
+    device: torch.device
+    source: Source | None
+
+
+def lead(composed: DictConfig, start: Start) -> None:
+    """Run a job as rank 0: claim its folder, tell the others, and record it."""
+    hydra, world = HydraConfig.get(), start.world
+    schedule = str(hydra.runtime.choices["schedule"])
+    cfg = contained(composed, Path(hydra.runtime.output_dir))
     run_dir = Path(cfg.run_dir)
+    trained.clear()
     reads = OmegaConf.select(cfg, "data.sample") is None  # what an input is must then be seen
-    doing = f"{'read the data set, ' if reads else ''}build and check the model"
-    leader.phase(doing, max(START_S, _seconds(cfg, "timeout")))
+    start.doing = f"{'read the data set, ' if reads else ''}build and check the model"
     freeze_imports()
     models = Models()
     draft = check_early(cfg, schedule, world.size, models)
     check_loggers(cfg)
     collect_garbage()
-    leader.phase("choose its device and its folder", draft.settings.timeout)
-    choose_device(world, cfg.device)
-    restarted, resuming = leader.remembered() is not None, cfg.resume == AUTO
-    if resuming and folder.is_finished(run_dir, None if restarted else cfg):
-        leader.trust(run_dir, folder.read_key(run_dir))
+    device = choose_device(world, cfg.device)
+    resuming = cfg.resume == AUTO
+    if resuming and folder.is_finished(run_dir, cfg if start.run_dir is None else None):
+        start.begin(composed)
         log.info("pipetrain: run_dir=%s holds this run, finished: nothing is left to do", run_dir)
         return
     longer = resuming and resume.lengthens(run_dir, cfg, draft.settings)
-    patience_s = RELEASE_S if resuming else 0.0
-    with folder.claim(run_dir, cfg.resume is not None, longer, patience_s) as key:
-        decided = decide(cfg, schedule, draft, models, key, world, leader)
-        leader.phase("start the loggers", max(START_S, draft.settings.timeout))
-        with start_loggers(decided.cfg, Path(decided.job.run_dir), decided.job.run, decided.files) as loggers:
-            record(decided, world, leader, loggers)
+    with folder.claim(run_dir, cfg.resume is not None, longer, RELEASE_S if resuming else 0.0):
+        cfg, data, source = find(cfg, draft, start)
+        word = Word(
+            run_dir=cfg.run_dir,
+            run=source.manifest.run if source else uuid.uuid4().hex,
+            data=cfg.data.name,
+            facts=data.facts,
+            resume=str(source.folder) if source else None,
+            saves=draft.settings.checkpoint_every is not None or source is not None,
+        )
+        start.begin(composed, asdict(word))
+        files = Files()
+        profile = obtain_profile(cfg, schedule, data.facts.example, models, device, start, draft)
+        if profile is not None:
+            files.text(Path(word.run_dir) / PROFILE_FILE, json.dumps(profile.to_json(), indent=1) + "\n")
+            files.write()
+        start.doing = "plan the run"
+        done = resume.done_batches(source)
+        run = prepare(cfg, schedule, world.size, data.facts, data, profile, done, models)
+        conditions = resume.conditions(cfg, run)
+        if source is not None:
+            go_on(cfg, source, run, conditions)
+        warn_of_evaluation(is_in_evaluation(run.see_model()))
+        if run.plan.prediction is not None:
+            log.info("%s", verdict(run.plan.prediction))
+        get_ready(run, start)
+        start.doing = "start the loggers"
+        with start_loggers(cfg, Path(word.run_dir), word.run, files) as loggers:
+            recorder = make_recorder(cfg, run, device, world, files, loggers)
+            config: Any = OmegaConf.to_container(cfg, resolve=True)
+            train(Prepared(word, run, device, source), start, recorder, conditions, config)
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """A job that rank 0 has decided, with its run and the files of the run's folder."""
+def find(cfg: DictConfig, draft: Plan, start: Start) -> tuple[DictConfig, Data, Source | None]:
+    """Find the checkpoint to resume from, and read the data. Raises ConfigError.
 
-    job: Job
-    run: Run
-    source: Source | None
-    conditions: Mapping[str, Any]
-    cfg: DictConfig
-    files: Files
-
-
-def decide(
-    cfg: DictConfig, schedule: str, draft: Plan, models: Models, key: str, world: World, leader: Leader
-) -> Decided:
-    """Find the checkpoint to resume from, read the data, and plan the run. Raises ConfigError."""
-    run_dir, asked, timeout = Path(cfg.run_dir), cfg.data.name, draft.settings.timeout
-    leader.phase("look for a checkpoint", timeout)
+    Returns the configuration with the folder, the data set and the cuts really used.
+    """
+    run_dir, asked = Path(cfg.run_dir), cfg.data.name
+    start.doing = "look for a checkpoint"
     source = find_source(cfg.resume, run_dir) if cfg.resume is not None else None
     if source is None:
         folder.clear(run_dir)
     else:
         refuse_older(source, run_dir)
-        cfg = resume.with_cuts_of(cfg, source, world.size)
-    leader.phase("read the data set", timeout + _seconds(cfg, "data.source.total_timeout"))
+        cfg = resume.with_cuts_of(cfg, source, start.world.size)
+    start.doing = "read the data set"
     cfg, data = obtain_data(cfg, draft.settings.dtype)
     hydra = HydraConfig.get()
     words = [*hydra.overrides.task, *hydra.overrides.hydra]
     if not any("run_dir=" in word or "run.dir=" in word for word in words):
         run_dir = folder.rename_after(run_dir, asked, cfg.data.name)
         cfg.run_dir = str(run_dir)
-    leader.trust(run_dir, key)
     if hydra.mode == RunMode.RUN:  # not in a sweep, whose runs have a folder each
-        leader.remember(run_dir)
-    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    job = Job(
-        config,
-        schedule,
-        str(run_dir),
-        data.facts,
-        run=source.manifest.run if source else uuid.uuid4().hex,
-        resume=str(source.folder) if source else None,
-        saves=draft.settings.checkpoint_every is not None or source is not None,
-    )
-    leader.phase("plan the run", timeout)
-    files = Files()
-    profile = obtain_profile(cfg, job, draft, models, world, leader, files)
-    run = prepare(cfg, schedule, world.size, data.facts, data, profile, resume.done_batches(source), models)
-    mine = resume.conditions(cfg, run)
+        start.remember(run_dir)
+    return cfg, data, source
+
+
+def go_on(cfg: DictConfig, source: Source, run: Run, conditions: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another run; remove the records that will be written again."""
+    # A run that was killed just before its end may have a checkpoint with all epochs done.
+    ending = cfg.resume == AUTO and source.manifest.pipeline == run.plan.pipeline
+    resume.refuse_other(source, conditions, run.settings.epochs, ending)
+    over = source.manifest.position.epoch == run.settings.epochs
+    records = [METRICS, UPDATES, SUMMARY]
+    folder.clear(Path(cfg.run_dir), records if over else [*records, TRACE, RAN])
+    log.info("pipetrain: going on from %s, after update %d", source.folder, source.manifest.position.update)
+
+
+def follow(composed: DictConfig, start: Start) -> None:
+    """Run a job as one of the other ranks, by rank 0's word."""
+    world, schedule = start.world, str(HydraConfig.get().runtime.choices["schedule"])
+    cfg = contained(composed, Path())
+    trained.clear()
+    settings = Settings.composed(cfg, schedule, world.size)
+    device = choose_device(world, cfg.device)
+    importlib.import_module("torch._dynamo")  # needed for planning; takes a second while rank 0 works
+    freeze_imports()
+    models = Models()
+    models.see(cfg, settings.seed, settings.dtype)
+    collect_garbage()
+    told = start.begin(composed)
+    if told is None:
+        return
+    word: Word = read_as(Word, told, "what rank 0 tells")
+    if word.data != cfg.data.name:
+        cfg = with_fallback(cfg)
+    cfg.run_dir = word.run_dir
+    source = None if word.resume is None else read_source(Path(word.resume), world.rank)
     if source is not None:
-        # A run that was killed just before its end may have a checkpoint with all epochs done.
-        ending = cfg.resume == AUTO and source.manifest.pipeline == run.plan.pipeline
-        resume.refuse_other(source, mine, run.settings.epochs, ending)
-        over = source.manifest.position.epoch == run.settings.epochs
-        folder.clear(
-            run_dir, [METRICS, UPDATES, SUMMARY] if over else [METRICS, UPDATES, SUMMARY, TRACE, RAN]
-        )
-        update = source.manifest.position.update
-        log.info("pipetrain: going on from %s, after update %d", job.resume, update)
-    warn_of_evaluation(is_in_evaluation(run.see_model()))
-    if profile is not None:
-        job = replace(job, profile=profile.to_json())
-    if run.plan.prediction is not None:
-        log.info("%s", verdict(run.plan.prediction))
-    return Decided(job, run, source, mine, cfg, files)
-
-
-def _seconds(cfg: DictConfig, key: str) -> float:
-    """Return a number of seconds from an unchecked configuration; 0 if it is not a number."""
-    try:
-        value = OmegaConf.select(cfg, key)
-    except OmegaConfBaseException:
-        value = None
-    return value if isinstance(value, int | float) else 0.0
+        cfg = resume.with_cuts_of(cfg, source, world.size)
+    if word.saves:
+        folder.prove_shared(Path(word.run_dir), world.rank)
+    profile = obtain_profile(cfg, schedule, word.facts.example, models, device, start)
+    run = prepare(cfg, schedule, world.size, word.facts, None, profile, resume.done_batches(source), models)
+    if world.rank in (run.plan.placement[0], run.plan.placement[-1]):  # the others need no sample
+        run = replace(run, data=load_data(cfg.data, run.settings.dtype))
+    get_ready(run, start)
+    train(Prepared(word, run, device, source), start)
 
 
 def obtain_profile(
-    cfg: DictConfig, job: Job, draft: Plan, models: Models, world: World, leader: Leader, files: Files
+    cfg: DictConfig,
+    schedule: str,
+    example: ValueSpec,
+    models: Models,
+    device: torch.device,
+    start: Start,
+    draft: Plan | None = None,
 ) -> Profile | None:
-    """Measure or read the profile that decides the cuts, if any, and write it to the run's folder."""
+    """Return the profile that decides the cuts, if any: all ranks measure it, or rank 0's `draft` read it."""
     if cfg.partition == PROFILE:
-        device = choose_device(world, cfg.device)
-        store = leader.announce(replace(job, task="profile"))
-        leader.await_ready(draft.settings.timeout)
-        profile = measure_run(cfg, draft, world, device, store, models)
-    elif draft.prediction is not None:
-        profile = draft.prediction.profile
-    else:
+        draft = draft or check_early(cfg, schedule, start.world.size, models, example)
+        start.agree("get ready to measure")
+        start.doing = "measure the layers"
+        return measure_run(cfg, draft, start.world, device, None, models)
+    if not isinstance(cfg.partition, DictConfig):
         return None
-    files.text(Path(job.run_dir) / PROFILE_FILE, json.dumps(profile.to_json(), indent=1) + "\n")
-    files.write()
-    return profile
+    mine = draft.prediction.profile.to_json() if draft and draft.prediction else None
+    told = start.agree("hear the profile", mine)[0]
+    return None if told is None else Profile.from_json(told)
 
 
-def record(decided: Decided, world: World, leader: Leader, loggers: Loggers) -> None:
-    """Announce the job, train as rank 0, and write the records."""
-    store = leader.announce(decided.job)
+def get_ready(run: Run, start: Start) -> None:
+    """Wait for all ranks, and compare what they have planned and read. Raises Refused, ChannelError."""
+    same: dict[str, Any] = {"plan": run.plan.pipeline}
+    if run.data is not None:
+        same["data set"] = run.data.fingerprint
+    start.agree("get ready", same=same)
+
+
+def make_recorder(
+    cfg: DictConfig, run: Run, device: torch.device, world: World, files: Files, loggers: Loggers
+) -> Recorder:
+    """Return what records the run, and write its plan."""
     from pipetrain.records.recorder import Recorder  # imports TensorBoard and Matplotlib: only on rank 0
 
-    run, cfg, run_dir = decided.run, decided.cfg, Path(decided.job.run_dir)
-    device = choose_device(world, cfg.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     room = gpu_bytes(device.type, world.local_size)
     machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory(), room)
-    decided.files.text(run_dir / "plan.txt", describe(run.plan, room=room))
-    # It draws while the others get ready.
-    recorder = Recorder(run_dir, cfg, run, machine, decided.files, loggers)
-    leader.await_ready(run.settings.timeout)
-    leader.trains.set()
-    train(run, device, world, store, decided.job, decided.source, recorder, decided.conditions)
-
-
-def join(models: Models, job: Job, world: World) -> Part:
-    """Prepare a job of rank 0; return this rank's part of it. Raises ConfigError."""
-    trained.clear()
-    freeze_imports()
-    collect_garbage()
-    cfg = OmegaConf.create(job.config)
-    device = choose_device(world, cfg.device)
-    if job.task == "profile":
-        draft = check_early(cfg, job.schedule, world.size, models, job.data.example)
-        return lambda store: _measure(cfg, draft, world, device, store, models)
-    profile = None if job.profile is None else Profile.from_json(job.profile)
-    source = None if job.resume is None else read_source(Path(job.resume), world.rank)
-    done = resume.done_batches(source)
-    run = prepare(cfg, job.schedule, world.size, job.data, None, profile, done, models)
-    if world.rank in (run.plan.placement[0], run.plan.placement[-1]):  # the others need no sample
-        data = load_data(cfg.data, run.settings.dtype)
-        if data.fingerprint != job.data.fingerprint:
-            raise ConfigError(
-                f"rank {world.rank} reads another data set than rank 0: {data.fingerprint}, not "
-                f"{job.data.fingerprint}; give every machine the same files"
-            )
-        run = replace(run, data=data)
-    return lambda store: train(run, device, world, store, job, source)
-
-
-def _measure(
-    cfg: DictConfig,
-    draft: Plan,
-    world: World,
-    device: torch.device,
-    store: SealedStore | None,
-    models: Models,
-) -> None:
-    """Measure together with rank 0, which says what fails."""
-    with suppress(ConfigError):
-        measure_run(cfg, draft, world, device, store, models)
+    files.text(Path(cfg.run_dir) / "plan.txt", describe(run.plan, room=room))
+    return Recorder(Path(cfg.run_dir), cfg, run, machine, files, loggers)
 
 
 def threads(run: Run, world: World) -> int:
@@ -305,30 +317,30 @@ def threads(run: Run, world: World) -> int:
 
 
 def train(
-    run: Run,
-    device: torch.device,
-    world: World,
-    store: SealedStore | None,
-    job: Job,
-    source: Source | None = None,
+    prepared: Prepared,
+    start: Start,
     recorder: Recorder | None = None,
     conditions: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Connect this rank to the others and train its stages, to the end or until stopped."""
-    settings, plan, run_dir = run.settings, run.plan, Path(job.run_dir)
+    run, device, source, world = prepared.run, prepared.device, prepared.source, start.world
+    settings, plan, run_dir = run.settings, run.plan, Path(prepared.word.run_dir)
+    start.agree("begin to train")
+    start.trains.set()
     torch.set_num_threads(threads(run, world))
     if shares_gpu(world, device) and world.rank == 0:
         log.warning("pipetrain: ranks share a GPU, so messages go through host memory over gloo")
     edges = list(plan.cut.bounds)
-    mesh = Mesh(world, plan.placement, edges, device, store, settings.timeout, ties=plan.cut.ties)
+    mesh = Mesh(world, plan.placement, edges, device, None, settings.timeout, ties=plan.cut.ties)
     keeper = Keeper(
-        saver=Saver(run_dir, world.rank, store, settings.checkpoint_keep, settings.timeout),
-        asking=Asking(store, world.rank, first=plan.placement[0]),
+        saver=Saver(run_dir, world.rank, start.store, settings.checkpoint_keep, settings.timeout),
+        asking=Asking(start.store, world.rank, first=plan.placement[0]),
         every=settings.checkpoint_every,
         unit=settings.checkpoint_unit,
-        run=job.run,
+        run=prepared.word.run,
         conditions=conditions or {},
-        config=job.config,
+        config=config or {},
     )
     saved = partial(saved_so_far, run_dir)
     with keeper.asking.listening(saved):
@@ -349,6 +361,7 @@ def train(
             recorder.stop(lost)
     if keeper.asking.stopped_by == SIGINT and not finished:
         raise KeyboardInterrupt(f"interrupted; {saved()}")
+    start.trains.clear()  # what comes is the next job of a sweep
 
 
 def saved_so_far(run_dir: Path) -> str:

@@ -16,22 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipetrain.building import Models
 from pipetrain.cli import compose
-from pipetrain.data import load_data
 from pipetrain.errors import ConfigError
-from pipetrain.launch import Job, Leader
 from pipetrain.plan.replay import read_trace
-from pipetrain.runtime.mesh import World
-from pipetrain.train import discard_folder, join
-from pipetrain.train import start as begin
-from tests.support.cases import config
+from pipetrain.runtime.ranks import World
+from pipetrain.start import Start
+from pipetrain.train import discard_folder, lead
 from tests.support.processes import DEADLINE_S, lines_of
 
 pytestmark = pytest.mark.processes
@@ -285,9 +279,8 @@ def train_here(monkeypatch, folder: Path, *words: str) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"run_dir={folder}/run"]
     monkeypatch.setattr("sys.argv", ["pipetrain", *words, *quiet])
-    world = World()
     try:
-        compose("config", lambda cfg: begin(cfg, world, Leader(world)), discard_folder)
+        compose("config", lambda cfg: lead(cfg, Start(World(), words)), discard_folder)
     finally:
         GlobalHydra.instance().clear()
 
@@ -321,15 +314,6 @@ assert gc.isenabled() and gc.get_freeze_count()
 """
     ended = start(["-c", program], CHECKOUT)
     assert (ended.status, ended.err) == (0, "")
-
-
-@pytest.mark.parametrize("task", ["train", "profile"])
-def test_a_rank_without_a_gpu_refuses_before_it_says_that_it_is_ready(monkeypatch, task):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    cfg = config(["data=digits", "model=mlp", "device=cuda", "run_dir=run"])
-    job = Job(OmegaConf.to_container(cfg, resolve=True), "1f1b", "run", load_data(cfg.data).facts, task=task)
-    with pytest.raises(ConfigError, match="device=cuda needs a GPU"):
-        join(Models(), job, World(1, 2))
 
 
 def test_cfg_job_prints_the_configuration_once_and_leaves_nothing(tmp_path):

@@ -11,8 +11,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 
 from pipetrain import measure
@@ -24,11 +26,11 @@ from pipetrain.network.numerics import Numerics
 from pipetrain.plan.blueprint import profile_conditions
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.profile import LayerTime, Profile
-from pipetrain.runtime.mesh import Mesh, World
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.ranks import World
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.programs import forward_only
-from pipetrain.seal import SealedStore
 from pipetrain.settings import Settings
 from pipetrain.training.run import check_early
 from tests.support import again, models
@@ -288,10 +290,10 @@ def both_ways(placement: list[int]) -> list[tuple[int, int]]:
     return [edge for a, b in up for edge in ((a, b), (b, a))]
 
 
-def links(world: World, store: SealedStore, placements: list[list[int]]) -> list[Link]:
+def links(world: World, store: Store, placements: list[list[int]]) -> list[Link]:
     found = []
     for number, placement in enumerate(placements):
-        prefix = store.under(str(number))
+        prefix = dist.PrefixStore(str(number), store)
         mesh = Mesh(world, placement, both_ways(placement), CPU, prefix, 30)
         found.append(slowest_link(mesh, buffer_size=2))
         mesh.close()

@@ -28,6 +28,8 @@ from threading import Event, Thread, Timer
 from types import FrameType
 from typing import Literal
 
+from torch.distributed.distributed_c10d import Store
+
 from pipetrain.ending import (
     ACT_S,
     INTERRUPTED,
@@ -39,7 +41,6 @@ from pipetrain.ending import (
     say,
     terminate,
 )
-from pipetrain.seal import SealedStore
 
 Asked = Literal["", "save", "stop"]
 ORDER: list[Asked] = ["", "save", "stop"]  # by rising priority
@@ -59,7 +60,7 @@ PATIENCE_S = 20.0  # after which a rank says that it is not through
 class Asking:
     """The signals' requests, agreed on by all ranks. `first`: the rank of the first stage."""
 
-    def __init__(self, store: SealedStore | None, rank: int, first: int) -> None:
+    def __init__(self, store: Store | None, rank: int, first: int) -> None:
         self._store = store
         self._leads = rank == first
         self._rank = rank
@@ -158,7 +159,7 @@ class Asking:
             return self._asked == "stop" and self._goes_on_for_long(batches, begun)
         self._request(store)
         if not self._leads:
-            return store.check(key) and store.get(key) == str(batches)
+            return store.check([key]) and int(store.get(key)) == batches
         if self._asked_by_any(store) != "stop" or not self._goes_on_for_long(batches, begun):
             return False
         _publish(store, key, str(batches))
@@ -180,8 +181,8 @@ class Asking:
         self._request(self._store)
         if self._leads and self._decided is None:
             self._decide(self._store)
-        elif not self._leads and self._store.check(f"decided/{self._served}"):
-            window, word = self._store.get(f"decided/{self._served}").split()
+        elif not self._leads and self._store.check([f"decided/{self._served}"]):
+            window, word = self._store.get(f"decided/{self._served}").decode().split()
             self._decided = int(window), _asked(word)
         if self._decided is None or self._decided[0] != self._windows:
             return ""
@@ -191,16 +192,16 @@ class Asking:
             self._asked = ""  # a higher request made meanwhile is kept, and told again
         return done
 
-    def _request(self, store: SealedStore) -> None:
+    def _request(self, store: Store) -> None:
         if self._asked and self._requested != (self._served, self._asked):
             self._requested = self._served, self._asked
             store.set(f"asked/{self._served}", self._asked)
 
-    def _asked_by_any(self, store: SealedStore) -> Asked:
+    def _asked_by_any(self, store: Store) -> Asked:
         key = f"asked/{self._served}"
-        return _asked(store.get(key)) if store.check(key) else ""
+        return _asked(store.get(key).decode()) if store.check([key]) else ""
 
-    def _decide(self, store: SealedStore) -> None:
+    def _decide(self, store: Store) -> None:
         if asked := self._asked_by_any(store):
             self._decided = self._windows + 1, asked
             _publish(store, f"decided/{self._served}", f"{self._windows + 1} {asked}")
@@ -282,6 +283,6 @@ def _asked(word: str) -> Asked:
     return ORDER[ORDER.index(word)]  # type: ignore[arg-type]
 
 
-def _publish(store: SealedStore, key: str, text: str) -> None:
+def _publish(store: Store, key: str, text: str) -> None:
     store.set(key, text)
     store.get(key)  # returns only when the store has the value, so later checks of other ranks see it

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from pipetrain.checkpoint.asking import Asking
 from pipetrain.checkpoint.files import (
@@ -41,7 +42,6 @@ from pipetrain.records.figures import Progress, best_epoch
 from pipetrain.runtime.coding import Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.stage import Stage
-from pipetrain.seal import SealedStore
 from pipetrain.untrusted import DamagedCheckpoint, read_as
 
 log = logging.getLogger("pipetrain")
@@ -75,13 +75,11 @@ class _SaveFailed(Exception):
 class Saver:
     """Saves one rank's part of every checkpoint into `run_dir`. One save at a time."""
 
-    def __init__(
-        self, run_dir: Path, rank: int, store: SealedStore | None, keep: int, timeout: float
-    ) -> None:
+    def __init__(self, run_dir: Path, rank: int, store: Store | None, keep: int, timeout: float) -> None:
         self._folder = run_dir / CHECKPOINTS
         self._rank = rank
         # A connection of its own: otherwise a wait in the background would block the engine's thread.
-        self._store = None if store is None else store.clone()
+        self._store = None if store is None else store.clone()  # type: ignore[attr-defined]
         self._keep = keep
         self._timeout = timeout
         self._writer = ThreadPoolExecutor(1, "pipetrain-save")
@@ -184,11 +182,11 @@ class Saver:
         assert self._store is not None
         key = f"saved/{update}/{rank}"
         end = time.monotonic() + seconds
-        while not self._store.check(key):
+        while not self._store.check([key]):
             if time.monotonic() > end:
                 return None
             time.sleep(POLL_S)
-        return self._store.get(key)
+        return str(self._store.get(key), "utf-8")
 
 
 def _unseen(path: Path, part: Part) -> DamagedCheckpoint | None:

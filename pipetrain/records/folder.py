@@ -1,16 +1,10 @@
-"""The folder of one run: used by one run at a time, and never overwritten once finished.
-
-The lock file also holds the key that authenticates the run's ranks (see pipetrain.seal). Other users cannot
-read it, and a rank that can has shown that it sees the same folder.
-"""
+"""The folder of one run: used by one run at a time, and never overwritten once finished."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import re
-import secrets
-import stat
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,13 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.errors import ConfigError
-from pipetrain.seal import SECRET
 
 METRICS, UPDATES = "metrics.csv", "updates.csv"
 RUNS = "runs"  # the folder of runs whose run_dir is not given
 SUMMARY, CONFIG, EVENTS = "summary.json", "config.yaml", "events.out.tfevents.*"
 PROFILE_FILE, TRACE, RAN = "profile.json", "trace.json", "ran.txt"
-LOCK, KEY_BYTES = ".lock", 32
+LOCK = ".lock"
+LATE_S = 15.0  # until network file systems show another machine's files
 # Follow no link, do not block on a FIFO, and close in child processes.
 _ITSELF = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -46,8 +40,8 @@ os.register_at_fork(after_in_child=_let_go)
 @contextmanager
 def claim(
     folder: Path, resuming: bool = False, finished: bool = False, patience_s: float = 0.0
-) -> Iterator[str]:
-    """Lock a folder for this run; yield its key, empty if other users could read it.
+) -> Iterator[None]:
+    """Lock a folder for this run.
 
     Waits up to `patience_s` seconds for another run to end. Raises ConfigError if the folder cannot be made,
     is in use, holds a finished run (unless `finished`), or has checkpoints (unless `resuming`).
@@ -66,11 +60,10 @@ def claim(
                     f"run_dir={folder} holds the checkpoints of a run that did not finish; go on with "
                     f"resume=auto, choose another folder, or remove it"
                 )
-            key = _made_key(lock)
         except OSError as error:
             why = f"run_dir={folder} cannot be written: {error.strerror}"
             raise ConfigError(f"{why}; choose another") from error
-        yield key
+        yield
 
 
 def _release(lock: int) -> None:
@@ -95,35 +88,17 @@ def _locked(lock: int) -> bool:
     return True
 
 
-def read_key(folder: Path) -> str:
-    """Return the key in a folder of this user, "" if there is none."""
-    with suppress(OSError, ValueError):
-        handle = os.open(folder / LOCK, os.O_RDONLY | _ITSELF)
-        try:
-            return _key(handle)
-        finally:
-            os.close(handle)
-    return ""
-
-
-def _key(handle: int) -> str:
-    """Read the key in an open file, "" if other users could have written or read it."""
-    status = os.fstat(handle)
-    ours = status.st_uid == os.geteuid() and not status.st_mode & 0o077
-    if not stat.S_ISREG(status.st_mode) or not (ours or os.environ.get(SECRET)):
-        return ""
-    text = os.pread(handle, 2 * KEY_BYTES, 0).decode("ascii", "replace")
-    return text if re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", text) else ""
-
-
-def _made_key(lock: int) -> str:
-    """Return the key in the lock file, after making one if there is none; "" if others can read it."""
-    if not _key(lock):
-        os.ftruncate(lock, 0)
-        os.fchmod(lock, 0o600)
-        os.pwrite(lock, secrets.token_hex(KEY_BYTES).encode(), 0)
-        os.fsync(lock)
-    return _key(lock)
+def prove_shared(folder: Path, rank: int) -> None:
+    """Refuse a folder that rank 0 has claimed and this rank does not see. Raises ConfigError."""
+    end = time.monotonic() + LATE_S
+    while not (folder / LOCK).exists():
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"rank {rank} on {socket.gethostname()} does not see {folder / LOCK}, which rank 0 has "
+                f"written: give run_dir a folder that all machines share, or train without checkpoints "
+                f"(checkpoint.every=null)"
+            )
+        time.sleep(0.1)
 
 
 def clear(folder: Path, names: Sequence[str] = (METRICS, UPDATES, TRACE, RAN, PROFILE_FILE)) -> None:

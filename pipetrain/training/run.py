@@ -91,12 +91,18 @@ def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
             raise
         note = fallback_message(error, fallback)
     log.warning("pipetrain: %s", note)
+    cfg = with_fallback(cfg)
+    return cfg, replace(load_data(cfg.data, dtype), note=note)
+
+
+def with_fallback(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with the data set of its `data.fallback`."""
     cfg = cfg.copy()
-    taken = OmegaConf.load(conf_dir() / "data" / f"{fallback}.yaml")
+    taken = OmegaConf.load(conf_dir() / "data" / f"{cfg.data.fallback}.yaml")
     for key in CARRIED_OVER:
         OmegaConf.update(taken, key, cfg.data[key])
     cfg.data = taken
-    return cfg, replace(load_data(cfg.data, dtype), note=note)
+    return cfg
 
 
 def check_early(

@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from pipetrain.plan.blueprint import Plan
 from pipetrain.runtime.allocator import keep_freed_memory
-from pipetrain.runtime.mesh import Mesh, World
-from pipetrain.seal import Seal, SealedStore
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.ranks import World
 
 TIMEOUT_S = 300.0  # of any wait between ranks
 SILENCE_S = 900.0  # after which ranks that say nothing are given up
@@ -220,9 +221,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def meeting(world: World, path: str) -> SealedStore:
+def meeting(world: World, path: str) -> Store:
     """Return the store through which the ranks of a world find each other: a file."""
-    return SealedStore(dist.FileStore(path, world.size), Seal(path, ""))  # type: ignore[attr-defined]
+    return dist.FileStore(path, world.size)  # type: ignore[attr-defined]
 
 
 def gather_objects(item: object) -> list[Any]:

@@ -14,7 +14,7 @@ from benchmark.contestants import Ours
 from benchmark.report import Row
 from benchmark.tasks import prepare
 from pipetrain.plan.estimate import Layer
-from pipetrain.runtime.mesh import World
+from pipetrain.runtime.ranks import World
 from tests.support.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from pipetrain.checkpoint import asking as module
 from pipetrain.checkpoint.asking import Asking
-from pipetrain.errors import TrainingStopped
-from pipetrain.seal import Seal, SealedStore
 
 STOP, SAVE = signal.SIGTERM, signal.SIGUSR1
 
@@ -22,7 +20,7 @@ def acted(asked: list[tuple[int, int, int]], ranks: int = 3, windows: int = 8) -
 
     Ranks end a window in the order that is worst: the first stage at once, the others when they have to.
     """
-    store = SealedStore(dist.HashStore(), Seal("of a test", ""))
+    store = dist.HashStore()
     ranks_asking = [Asking(store, rank, first=0) for rank in range(ranks)]
     acts: list[list[str]] = [[] for _ in range(ranks)]
     for window in range(1, windows + 1):
@@ -94,7 +92,7 @@ def ended(
     `asked`: the batch before which a rank hears SIGTERM, and the rank. The rank of the first stage is two
     batches ahead; the others ask after it has decided.
     """
-    store = SealedStore(dist.HashStore(), Seal("of a test", ""))
+    store = dist.HashStore()
     ranks = [Asking(store, rank, first=0) for rank in range(3)]
     for asking in ranks:
         asking.begin_window(batches, batch_s if known else None)
@@ -148,11 +146,3 @@ def test_alone_a_long_window_ends_with_the_next_batch(clock):
     alone._take(STOP, None)
     assert alone.ends_window(4, 4)
     assert (alone.after_window(), alone.after_window()) == ("stop", "stop")
-
-
-def test_what_somebody_else_writes_into_the_store_stops_nothing():
-    raw = dist.HashStore()
-    leads = Asking(SealedStore(raw, Seal("of a test", "")), 0, 0)
-    raw.set("asked/0", "stop")
-    with pytest.raises(TrainingStopped, match="somebody else has written into torchrun's store"):
-        leads.after_window()

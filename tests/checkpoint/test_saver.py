@@ -17,7 +17,6 @@ import torch.distributed as dist
 from pipetrain.checkpoint import files, saver
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, newest_first, read_whole
 from pipetrain.checkpoint.saver import Saver, Snapshot
-from pipetrain.seal import Seal, SealedStore
 
 
 def snapshot(rank: int) -> Snapshot:
@@ -29,7 +28,7 @@ def manifest(update: int, ranks: int) -> Manifest:
 
 
 def save(folder: Path, update: int, ranks: int = 2, silent: bool = False, best: bool = False) -> Saver:
-    store = SealedStore(dist.HashStore(), Seal("of a test", ""))
+    store = dist.HashStore()
     savers = [Saver(folder, rank, store, keep=2, timeout=1) for rank in range(ranks)]
     for rank, one in enumerate(savers):
         if rank == 0 or not silent:
@@ -95,7 +94,7 @@ def apart(tmp_path) -> list[Path]:
 
 
 def save_apart(folders: list[Path], update: int = 6) -> Saver:
-    store = SealedStore(dist.HashStore(), Seal("of a test", ""))
+    store = dist.HashStore()
     savers = [Saver(folder, rank, store, keep=1, timeout=1) for rank, folder in enumerate(folders)]
     for rank, one in enumerate(savers):
         one.save(update, snapshot(rank), None if rank else manifest(update, 2), best=True)
@@ -154,7 +153,7 @@ def test_each_rank_removes_what_a_dead_run_left_in_its_view_of_the_folder(apart)
     for folder in apart:
         (folder / CHECKPOINTS / "update-00000009.partial").mkdir()
     for rank, folder in enumerate(apart):
-        Saver(folder, rank, SealedStore(dist.HashStore(), Seal("of a test", "")), keep=1, timeout=1).close()
+        Saver(folder, rank, dist.HashStore(), keep=1, timeout=1).close()
         assert names(folder) == ["update-00000005"]
 
 

@@ -8,7 +8,9 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import TensorSpec, ValueSpec, specs_of
@@ -16,9 +18,8 @@ from pipetrain.network.numerics import Numerics
 from pipetrain.network.tracing.trace import trace
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
-from pipetrain.runtime.mesh import World
+from pipetrain.runtime.ranks import World
 from pipetrain.runtime.stage import Stage
-from pipetrain.seal import SealedStore
 from tests.support.cases import Case, compare, make_run, run_in_threads
 from tests.support.jobs import train_cases
 from tests.support.worlds import run_world
@@ -104,9 +105,9 @@ def test_data_that_crosses_a_cut_is_not_narrowed():
 # Layout
 
 
-def train_both(world: World, store: SealedStore, layout: Sequence[Case], bf16: Case) -> None:
-    train_cases(world, store.under("layout"), layout, 1e-10)
-    train_cases(world, store.under("bf16"), [bf16], 1e-5)
+def train_both(world: World, store: Store, layout: Sequence[Case], bf16: Case) -> None:
+    train_cases(world, dist.PrefixStore("layout", store), layout, 1e-10)
+    train_cases(world, dist.PrefixStore("bf16", store), [bf16], 1e-5)
 
 
 def test_channels_last_and_bf16_over_gloo_equal_one_process():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -13,8 +12,8 @@ from threading import Timer
 import pytest
 
 from pipetrain.errors import ConfigError
-from pipetrain.records.folder import KEY_BYTES, LOCK, claim, clear, discard, read_key, rename_after
-from pipetrain.seal import SECRET
+from pipetrain.records import folder
+from pipetrain.records.folder import LOCK, claim, clear, discard, prove_shared, rename_after
 
 
 def test_a_folder_is_made_and_taken(tmp_path):
@@ -22,10 +21,10 @@ def test_a_folder_is_made_and_taken(tmp_path):
         assert (tmp_path / "a" / "b").is_dir()
 
 
-def take(folder: Path, **words) -> str:
-    """Claim a folder for a moment; return its key."""
-    with claim(folder, **words) as key:
-        return key
+def take(where: Path, **words) -> None:
+    """Claim a folder for a moment."""
+    with claim(where, **words):
+        pass
 
 
 def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path):
@@ -95,65 +94,24 @@ def test_a_folder_with_a_name_of_its_own_keeps_it(tmp_path):
     assert rename_after(tmp_path, "cifar10", "digits") == tmp_path
 
 
-# The lock, and the key in it
+# The lock
 
 
 def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
-    """What it led to was truncated."""
     target = tmp_path / "somebody's"
-    target.write_text("precious")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).symlink_to(target)
     with pytest.raises(ConfigError, match=f"run_dir={tmp_path}/run cannot be written: "):
         take(tmp_path / "run")
-    assert target.read_text() == "precious"
-    assert read_key(tmp_path / "run") == ""
+    assert not target.exists()
 
 
-def test_a_pipe_in_its_place_is_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / LOCK)
-    with pytest.raises(ConfigError, match="cannot be written: "):
-        take(tmp_path)
-    assert read_key(tmp_path) == ""
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o644, 0o666])
-def test_nobody_else_may_read_the_lock_and_so_hold_it_or_know_its_key(tmp_path, mode):
-    """Of an older file, too; its key is then another."""
-    (tmp_path / LOCK).write_text("ab" * KEY_BYTES)
-    (tmp_path / LOCK).chmod(mode)
-    with claim(tmp_path) as key:
-        assert stat.S_IMODE((tmp_path / LOCK).stat().st_mode) == 0o600
-        assert key == read_key(tmp_path)
-        assert (key == "ab" * KEY_BYTES) == (mode == 0o600)
-        assert len(key) == 2 * KEY_BYTES
-
-
-def test_a_key_stays_that_of_its_folder(tmp_path):
-    """So that a run that is restarted knows what it said before."""
-    first = take(tmp_path)
-    assert take(tmp_path.with_name("other")) != first
-    assert take(tmp_path, resuming=True) == first
-
-
-@pytest.mark.parametrize("text", ["", "x" * 2 * KEY_BYTES, "ab"])
-def test_what_is_no_key_is_made_anew(tmp_path, text):
-    (tmp_path / LOCK).touch(0o600)
-    (tmp_path / LOCK).write_text(text)
-    assert read_key(tmp_path) == ""
-    with claim(tmp_path) as key:
-        assert key == read_key(tmp_path) != ""
-
-
-def test_a_key_that_others_can_read_is_none_without_a_secret(tmp_path, monkeypatch):
-    """As on a file system that keeps no permissions."""
-    monkeypatch.setattr("os.fchmod", lambda handle, mode: None)
-    (tmp_path / LOCK).touch()
-    with claim(tmp_path) as key:
-        assert (key, read_key(tmp_path)) == ("", "")
-    monkeypatch.setenv(SECRET, "some random words")
-    with claim(tmp_path) as key:
-        assert key == read_key(tmp_path) != ""
+def test_a_rank_that_does_not_see_the_folder_refuses(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "LATE_S", 0.1)
+    take(tmp_path / "here")
+    prove_shared(tmp_path / "here", rank=3)
+    with pytest.raises(ConfigError, match=r"rank 3 on \S+ does not see \S+, which rank 0 has written: "):
+        prove_shared(tmp_path / "elsewhere", rank=3)
 
 
 def test_a_process_that_was_forked_off_holds_no_lock(tmp_path):

@@ -9,14 +9,14 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from pipetrain import Pipeline
 from pipetrain.models import gpt
-from pipetrain.runtime.mesh import World
+from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import make_stages
-from pipetrain.seal import SealedStore
 from tests.support.live import Live
 from tests.support.programs import DOUBLE, falling, labelled, momentum, process_group
 
@@ -83,13 +83,13 @@ def trained(name: str, **options: Any) -> dict[str, Any]:
 
 
 def all_trained(
-    world: World, store: SealedStore, names: Sequence[str], options: Mapping[str, Any] | None = None
+    world: World, store: Store, names: Sequence[str], options: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     with process_group(world, store):
         return [trained(name, **options or {}) for name in names]
 
 
-def saved(world: World, store: SealedStore, folder: Path) -> list[float]:
+def saved(world: World, store: Store, folder: Path) -> list[float]:
     """Train 3 updates, save, and train 3 more; return the losses of these."""
     batches = list(DataLoader(labelled(24), batch_size=8))
     with process_group(world, store), pipe_of("normed") as pipe:
@@ -110,7 +110,7 @@ def next_token(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-def peak(world: World, store: SealedStore) -> tuple[int, int, int]:
+def peak(world: World, store: Store) -> tuple[int, int, int]:
     """Build a model and train one batch; return the peaks of both, and the bytes of the rank's weights."""
     batch = (torch.zeros(2, 8, dtype=torch.int64),) * 2
     held: list[int] = []

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from benchmark.worlds import gather_objects
 from pipetrain.codec import Codecs
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, Refused
 from pipetrain.measure import measure_run
 from pipetrain.network.boundary import TensorSpec, specs_of
 from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.coding import Coding, Feedback
-from pipetrain.runtime.mesh import Mesh, World
-from pipetrain.seal import SealedStore
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.ranks import Ranks, World, make_group
 from pipetrain.training.run import check_early, prepare
 from pipetrain.training.trainer import Trainer
 from tests.support.cases import Case, Listener, compare, config, make_run, state_of, tiny_data
@@ -25,12 +28,12 @@ from tests.support.deadlines import DEADLINE_S
 CPU = torch.device("cpu")
 
 
-def train_cases(world: World, store: SealedStore, cases: Sequence[Case], tolerance: float = 1e-12) -> int:
+def train_cases(world: World, store: Store, cases: Sequence[Case], tolerance: float = 1e-12) -> int:
     """Train each case over gloo and hold it against the reference on rank 0."""
     for number, case in enumerate(cases):
         run = make_run(case)
         settings = run.settings
-        prefix = store.under(str(number))
+        prefix = dist.PrefixStore(str(number), store)
         mesh = Mesh(world, run.plan.placement, list(run.plan.cut.bounds), CPU, prefix, settings.timeout)
         listener = Listener()
         trainer = Trainer(run, mesh, listener if world.rank == 0 else None)  # type: ignore[arg-type]
@@ -48,7 +51,7 @@ def _message(mb: int, elements: int, forward: bool = True) -> Message:
     return Message(*ends, mb, (TensorSpec((elements,), torch.float32),), ends)
 
 
-def exchange(world: World, store: SealedStore, elements: int, messages: int, buffer_size: int) -> list[float]:
+def exchange(world: World, store: Store, elements: int, messages: int, buffer_size: int) -> list[float]:
     """Both of two ranks send first, then receive: returns the first value of each message."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
     channel = mesh.channel(buffer_size)
@@ -66,11 +69,11 @@ def exchange(world: World, store: SealedStore, elements: int, messages: int, buf
     return seen
 
 
-def starve(world: World, store: SealedStore, device: torch.device = CPU, staged: bool | None = None) -> str:
+def starve(world: World, store: Store, device: torch.device = CPU, staged: bool | None = None) -> str:
     """Rank 1 waits for what rank 0 never sends; returns what its error says."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], device, store, DEADLINE_S, staged)
     if world.rank == 0:
-        store.raw.wait(["done"])
+        store.wait(["done"])
         return ""
     channel = mesh.channel(1)
     channel._timeout = 1.0
@@ -84,11 +87,11 @@ def starve(world: World, store: SealedStore, device: torch.device = CPU, staged:
     return "no error"
 
 
-def overfill(world: World, store: SealedStore) -> str:
+def overfill(world: World, store: Store) -> str:
     """Rank 0 sends more than the bound to a rank that takes nothing; returns what its error says."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
     if world.rank == 1:
-        store.raw.wait(["done"])
+        store.wait(["done"])
         return ""
     channel = mesh.channel(2)
     channel._timeout = 1.0
@@ -103,7 +106,7 @@ def overfill(world: World, store: SealedStore) -> str:
     return "no error"
 
 
-def vanish(world: World, store: SealedStore) -> str:
+def vanish(world: World, store: Store) -> str:
     """Rank 0 dies while rank 1 waits for it; returns what rank 1's error says."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
     if world.rank == 0:
@@ -118,11 +121,11 @@ def vanish(world: World, store: SealedStore) -> str:
     return "no error"
 
 
-def tell_no_norms(world: World, store: SealedStore) -> str:
+def tell_no_norms(world: World, store: Store) -> str:
     """Rank 1 waits for norms that rank 0 does not tell; returns what its error says."""
     mesh = Mesh(world, [0, 1], [], CPU, store, DEADLINE_S)
     if world.rank == 0:
-        store.raw.wait(["done"])
+        store.wait(["done"])
         return ""
     channel = mesh.channel(1)
     channel._timeout = 1.0
@@ -133,11 +136,11 @@ def tell_no_norms(world: World, store: SealedStore) -> str:
         store.set("done", "1")
 
 
-def die_before_norms(world: World, store: SealedStore) -> str:
+def die_before_norms(world: World, store: Store) -> str:
     """Rank 0 dies while rank 1 waits for its norms; returns what rank 1's error says."""
     mesh = Mesh(world, [0, 1], [], CPU, store, DEADLINE_S)
     if world.rank == 0:
-        store.raw.wait(["connected"])
+        store.wait(["connected"])
         dist.destroy_process_group()
         return ""
     store.set("connected", "1")
@@ -146,7 +149,7 @@ def die_before_norms(world: World, store: SealedStore) -> str:
     return _complaint(channel.hear_norms)
 
 
-def watch(world: World, store: SealedStore) -> list[str]:
+def watch(world: World, store: Store) -> list[str]:
     """Both ranks look before they wait: for what comes late, for room, and for a peer that dies."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
     channel = mesh.channel(1)
@@ -155,7 +158,7 @@ def watch(world: World, store: SealedStore) -> list[str]:
     said = []
     if world.rank == 0:
         channel.expect([], watched=True)
-        store.raw.wait(["late"])
+        store.wait(["late"])
         assert channel.room(first)
         channel.send(first, [torch.full((4,), 7.0)])
         channel.wait([], [second])  # until that one has arrived
@@ -163,7 +166,7 @@ def watch(world: World, store: SealedStore) -> list[str]:
         assert not channel.room(third)  # rank 1 has taken none, so it has posted no more
         said.append(_complaint(lambda: channel.wait([], [third])))
         store.set("full", "1")
-        store.raw.wait(["taken"])
+        store.wait(["taken"])
         dist.destroy_process_group()
         return said
     channel.expect([first, second, third], watched=True)
@@ -172,7 +175,7 @@ def watch(world: World, store: SealedStore) -> list[str]:
     store.set("late", "1")
     channel.wait([first], [])
     assert channel.arrived(first)
-    store.raw.wait(["full"])
+    store.wait(["full"])
     for message in (first, second):
         channel.wait([message], [])
         said.append(str(channel.recv(message)[0][0].item()))
@@ -191,7 +194,7 @@ def _complaint(action: Callable[[], object]) -> str:
     return "no error"
 
 
-def profile_then_train(world: World, store: SealedStore, words: Sequence[str]) -> tuple[object, list[int]]:
+def profile_then_train(world: World, store: Store, words: Sequence[str]) -> tuple[object, list[int]]:
     """Train by the cuts of a profile that is taken now, then by the same cuts as they are given.
 
     Returns the profile and the cuts, once the two have ended alike to the last bit.
@@ -199,7 +202,7 @@ def profile_then_train(world: World, store: SealedStore, words: Sequence[str]) -
     torch.set_num_threads(1)
     cfg = config([*words, "partition=profile"])
     draft = check_early(cfg, "1f1b", world.size)
-    profile = measure_run(cfg, draft, world, CPU, store.under("profile"))
+    profile = measure_run(cfg, draft, world, CPU, dist.PrefixStore("profile", store))
     data = tiny_data(44, cfg=cfg)
     cuts = prepare(cfg, "1f1b", world.size, data.facts, data, profile).plan.cuts
     ended = []
@@ -207,7 +210,14 @@ def profile_then_train(world: World, store: SealedStore, words: Sequence[str]) -
         cfg = config([*words, f"partition={partition}"])
         used = profile if name == "measured" else None
         run = prepare(cfg, "1f1b", world.size, data.facts, data, used)
-        mesh = Mesh(world, run.plan.placement, list(run.plan.cut.bounds), CPU, store.under(name), DEADLINE_S)
+        mesh = Mesh(
+            world,
+            run.plan.placement,
+            list(run.plan.cut.bounds),
+            CPU,
+            dist.PrefixStore(name, store),
+            DEADLINE_S,
+        )
         trainer = Trainer(run, mesh, Listener() if world.rank == 0 else None)  # type: ignore[arg-type]
         trainer.fit()
         ended.append(state_of(trainer, run))
@@ -218,7 +228,7 @@ def profile_then_train(world: World, store: SealedStore, words: Sequence[str]) -
     return profile.to_json(), cuts
 
 
-def profile_that_fails(world: World, store: SealedStore, words: Sequence[str]) -> str:
+def profile_that_fails(world: World, store: Store, words: Sequence[str]) -> str:
     """Profile a model that cannot be; return what is said."""
     cfg = config([*words, "partition=profile"])
     draft = check_early(cfg, "1f1b", world.size)
@@ -229,7 +239,7 @@ def profile_that_fails(world: World, store: SealedStore, words: Sequence[str]) -
     return "no error"
 
 
-def compare_clocks(world: World, store: SealedStore, shifts: Sequence[float]) -> tuple[float, float]:
+def compare_clocks(world: World, store: Store, shifts: Sequence[float]) -> tuple[float, float]:
     """Each rank's clock is `shifts[rank]` seconds ahead; returns its offset and the error."""
     mesh = Mesh(world, list(range(world.size)), [], CPU, store, DEADLINE_S)
     offset = mesh.clock_offset(lambda: time.perf_counter() + shifts[world.rank])
@@ -237,7 +247,7 @@ def compare_clocks(world: World, store: SealedStore, shifts: Sequence[float]) ->
     return offset
 
 
-def exchange_coded(world: World, store: SealedStore, all_codecs: Sequence[Codecs]) -> int:
+def exchange_coded(world: World, store: Store, all_codecs: Sequence[Codecs]) -> int:
     """Two ranks send each other images, channels innermost, through each pair of codecs, and check them."""
     mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -265,3 +275,32 @@ def exchange_coded(world: World, store: SealedStore, all_codecs: Sequence[Codecs
         assert arrived.is_contiguous(memory_format=torch.channels_last)
     mesh.close()
     return len(all_codecs)
+
+
+def agreements(world: World, store: Store) -> list[str]:
+    """Three ranks agree, or do not; returns what each call ended with. In the last one rank 2 is missing."""
+    make_group(world, store, timedelta(seconds=DEADLINE_S))
+    ranks, rank = Ranks(world, DEADLINE_S, dist.group.WORLD), world.rank
+    refusals = [
+        {},
+        {2: "it has no GPU"},
+        {1: "rank 1 does not see it"},
+        {0: "the first of two", 1: "another"},
+    ]
+    said = []
+    for refusal in refusals:
+        said.append(_agreed(ranks, item=[rank], refusal=refusal.get(rank, "")))
+    said.append(_agreed(ranks, same={"seed": rank % 2, "code": "ab"}))
+    said.append(_agreed(ranks, same={} if rank == 1 else {"data set": "digits"}))
+    said.append("" if rank == 2 else _agreed(ranks, limit_s=1.0))
+    if rank == 0:
+        store.set("over", "")
+    store.wait(["over"])
+    return said
+
+
+def _agreed(ranks: Ranks, **words: Any) -> str:
+    try:
+        return str(ranks.agree("get ready", **words))
+    except (Refused, ChannelError) as error:
+        return str(error)

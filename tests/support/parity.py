@@ -28,8 +28,8 @@ from pipetrain.network.network import Network
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.plan.blueprint import Plan, Samples, make_plan
 from pipetrain.plan.cut import cut_layers
-from pipetrain.runtime.mesh import World
 from pipetrain.runtime.order import evaluation_of, order_of
+from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings

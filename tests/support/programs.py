@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 from torch.func import functional_call
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
@@ -25,8 +26,7 @@ from pipetrain import LanguageModelling, Pipeline, Regression, Task, TrainingSto
 from pipetrain.checkpoint import direct
 from pipetrain.data import pieces
 from pipetrain.network.boundary import Value, as_tuple
-from pipetrain.runtime.mesh import World
-from pipetrain.seal import SealedStore
+from pipetrain.runtime.ranks import World
 from tests.support.reference import DELAYS, Delay
 
 DOUBLE = torch.float64
@@ -34,12 +34,12 @@ Batch = tuple[Value, Value]
 
 
 @contextmanager
-def process_group(world: World, store: SealedStore | None) -> Iterator[None]:
+def process_group(world: World, store: Store | None) -> Iterator[None]:
     """Be in a group that the program has made itself, which Pipeline uses and leaves alone."""
     if store is None or world.size == 1:
         yield
         return
-    dist.init_process_group("gloo", store=store.raw, rank=world.rank, world_size=world.size)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     yield
     dist.barrier()  # it was not closed
     dist.destroy_process_group()
@@ -352,7 +352,7 @@ def train_case(case: Case, rank: int) -> dict[str, Any]:
     return told
 
 
-def train_cases(world: World, store: SealedStore, cases: Sequence[Case]) -> list[dict[str, Any]]:
+def train_cases(world: World, store: Store, cases: Sequence[Case]) -> list[dict[str, Any]]:
     with process_group(world, store):
         told = [train_case(case, world.rank) for case in cases]
         assert world.size == 1 or len(dist.distributed_c10d._world.pg_map) == 1, "a Pipeline left groups"
@@ -410,7 +410,7 @@ def resumed(folder: Path, schedule: str, begun: bool) -> tuple[list[float], dict
     return losses, state
 
 
-def first_half(world: World, store: SealedStore, folder: Path) -> tuple[dict[str, Any], Any]:
+def first_half(world: World, store: Store, folder: Path) -> tuple[dict[str, Any], Any]:
     """Train 3 updates with 1F1B and save; return the weights, and an evaluation."""
     with process_group(world, store):
         pipe = going_on("1f1b")
@@ -422,7 +422,7 @@ def first_half(world: World, store: SealedStore, folder: Path) -> tuple[dict[str
         return state, known
 
 
-def damaged_on_one_rank(world: World, store: SealedStore, folder: Path) -> str:
+def damaged_on_one_rank(world: World, store: Store, folder: Path) -> str:
     """Save where rank 1 cannot write; return what is told. The training can go on."""
     with process_group(world, store):
         pipe = going_on("1f1b")

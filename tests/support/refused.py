@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 from torch.nn import functional
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipetrain import ConfigError, Metric, Pipeline, ScheduleError, TrainingStopped
 from pipetrain.errors import ChannelError
-from pipetrain.runtime.mesh import World
+from pipetrain.runtime.ranks import World
 from pipetrain.schedule.programs import one_f_one_b
-from pipetrain.seal import SealedStore
 from tests.support.programs import process_group
 
 Program = Callable[[int], object]
@@ -398,6 +398,6 @@ def told(program: Program, rank: int) -> str:
     return "nothing"
 
 
-def all_told(world: World, store: SealedStore, names: Sequence[str]) -> list[str]:
+def all_told(world: World, store: Store, names: Sequence[str]) -> list[str]:
     with process_group(world, store):
         return [told((ALIKE | APART)[name][0], world.rank) for name in names]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.distributed_c10d import Store
+
 from benchmark.worlds import Say, Work, meeting, run_ranks
-from pipetrain.runtime.mesh import World
-from pipetrain.seal import SealedStore
+from pipetrain.runtime.ranks import World
 from tests.support.deadlines import DEADLINE_S
 
 
@@ -17,9 +18,9 @@ def run_world(work: Work, size: int, *arguments: Any) -> list[Any]:
     )
 
 
-def _meet(world: World, path: str) -> tuple[World, SealedStore]:
+def _meet(world: World, path: str) -> tuple[World, Store]:
     return world, meeting(world, path)
 
 
-def _quietly(met: tuple[World, SealedStore], say: Say, work: Work, *arguments: Any) -> Any:
+def _quietly(met: tuple[World, Store], say: Say, work: Work, *arguments: Any) -> Any:
     return work(*met, *arguments)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.mesh import World
+from pipetrain.runtime.ranks import World
 from pipetrain.training.run import Run
 from pipetrain.training.trainer import Trainer
 from tests.support.cases import Case, Listener, make_run, run_in_threads, state_of

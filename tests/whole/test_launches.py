@@ -27,7 +27,7 @@ from benchmark.contestants import Ours
 from benchmark.tasks import Job, Task, prepare
 from pipetrain.models import vision
 from pipetrain.runtime.channel import Message
-from pipetrain.runtime.mesh import World
+from pipetrain.runtime.ranks import World
 from tests.support.cases import SCHEDULES
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import LocalChannel, Wire

@@ -1,0 +1,417 @@
+"""The ranks of a run: how they find each other, and what they tell each other beside the stages' messages.
+
+They find each other in torchrun's store. It outlives the ranks that torchrun restarts, and each of its agents
+counts its own restarts: a node that was replaced begins with 0 again. So the ranks agree on an attempt. Each
+one counts its starts in the store, and rank 0 answers the newest start of every other with its own number,
+under which all of them meet: no key of an earlier attempt is read.
+
+What they tell is JSON and tensors: nothing that is received is unpickled or run. Every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from pipetrain.errors import ChannelError, Refused
+from pipetrain.network.boundary import TensorSpec
+from pipetrain.runtime.channel import cause_of
+
+START_S = 300.0  # that the ranks' imports may take
+POLL_S = 0.02
+ROUNDS = 32  # messages to and fro to compare two clocks
+SHORT = 1024  # bytes of a message that `tell` sends at once
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+LOOPBACK = 127  # first byte of its addresses
+ELSEWHERE = "192.0.2.1"  # from RFC 5737, in no network: reached by the default route
+_TARGETS = 1  # tag of the targets; gloo keeps messages of different tags apart
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The rank of a process among the others, as set by torchrun; a single process without it."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @classmethod
+    def from_environment(cls) -> World:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        defaults = (0, 1, 0, 1)
+        return cls(*(int(os.environ.get(n, d)) for n, d in zip(names, defaults, strict=True)))
+
+    @classmethod
+    def current(cls) -> World:
+        """Return the world of the process group, if there is one, else that of torchrun."""
+        if not dist.is_initialized():
+            return cls.from_environment()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local = (int(os.environ.get(n, d)) for n, d in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size)))
+        return cls(rank, size, *local)
+
+
+# The interface
+
+
+def choose_interface(world: World) -> None:
+    """Let gloo and NCCL listen only on the network of torchrun's address.
+
+    That is the loopback if all ranks are on this machine. The default is the network of this machine's host
+    name, which may be an unneeded one, or a loopback that other machines cannot reach. Existing settings are
+    kept.
+    """
+    master = os.environ.get("MASTER_ADDR", "")
+    if world.size == world.local_size or master == "localhost" or master.startswith("127."):
+        name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    else:
+        name = _interface_towards(master) if master else None
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # = for an exact match
+
+
+def _interface_towards(host: str) -> str | None:
+    """Return the name of the interface that leads to a host, None if unknown."""
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        mine = _own_address(host)
+        if mine[0] == LOOPBACK:  # a machine's own name often stands for it
+            mine = _own_address(ELSEWHERE)
+        for _, name in socket.if_nameindex() if mine[0] != LOOPBACK else ():
+            with suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode())
+                if fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24] == mine:
+                    return name
+    return None
+
+
+def _own_address(host: str) -> bytes:
+    """Return this machine's address on the route to a host, without sending anything. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return socket.inet_aton(probe.getsockname()[0])
+
+
+# An attempt
+
+
+class Attempt:
+    """A start of all ranks by torchrun. `store`: torchrun's, None for a process that it did not start."""
+
+    def __init__(self, world: World, store: Store | None) -> None:
+        self._world = world
+        self._store = store and PrefixStore("pipetrain", store)
+        self._start = self._store.add(self._starts(world.rank), 1) if self._store else 1
+        self._met: Store | None = None
+
+    @property
+    def restarted(self) -> bool:
+        """Whether torchrun has started this rank before."""
+        return self._start > 1
+
+    def remember(self, key: str, text: str) -> None:
+        """Keep a text for later attempts."""
+        if self._store:
+            self._store.set(key, text)
+
+    def recall(self, key: str) -> str | None:
+        """Return what an earlier attempt has kept, None if nothing."""
+        if self._store and self._store.check([key]):
+            return self._store.get(key).decode()
+        return None
+
+    def meet(self, limit_s: float) -> Store | None:
+        """Return this attempt's store once all ranks have come; None without others. Raises ChannelError."""
+        if self._met is None and self._store and self._world.size > 1:
+            number = (self._follow if self._world.rank else self._lead)(self._store, limit_s)
+            self._met = PrefixStore(f"attempt {number}", self._store)
+        return self._met
+
+    def _lead(self, store: Store, limit_s: float) -> int:
+        missing = set(range(1, self._world.size))
+        answered: Counter[int] = Counter()
+        end = time.monotonic() + limit_s
+        while True:
+            for rank in sorted(missing):
+                start = store.add(self._starts(rank), 0)
+                if start > answered[rank]:  # it may be one of an earlier attempt, which nobody waits for
+                    store.set(self._answer(rank, start), str(self._start))
+                    answered[rank] = start
+                if store.check([f"attempt {self._start}/rank {rank}"]):
+                    missing.discard(rank)
+            if not missing:
+                break
+            if time.monotonic() > end:
+                raise ChannelError(_waited(0, limit_s, missing, "start"))
+            time.sleep(POLL_S)
+        store.set(f"attempt {self._start}/all", "")
+        return self._start
+
+    def _follow(self, store: Store, limit_s: float) -> int:
+        rank = self._world.rank
+        number = int(self._await(store, self._answer(rank, self._start), limit_s, "rank 0"))
+        store.set(f"attempt {number}/rank {rank}", "")
+        self._await(store, f"attempt {number}/all", limit_s, "all ranks")
+        return number
+
+    def _await(self, store: Store, key: str, limit_s: float, whom: str) -> bytes:
+        rank, end = self._world.rank, time.monotonic() + limit_s
+        try:
+            while not store.check([key]):
+                if time.monotonic() > end:
+                    raise ChannelError(_waited(rank, limit_s, whom, "start"))
+                time.sleep(POLL_S)  # and not in C++, so that a signal is handled
+            return store.get(key)
+        except RuntimeError as error:
+            if isinstance(error, ChannelError):
+                raise
+            raise ChannelError(
+                f"rank {rank} lost torchrun's store in its start: {cause_of(error)}; look at what rank 0 says"
+            ) from error
+
+    @staticmethod
+    def _starts(rank: int) -> str:
+        return f"starts of rank {rank}"
+
+    @staticmethod
+    def _answer(rank: int, start: int) -> str:
+        return f"attempt of rank {rank}, start {start}"
+
+
+@cache
+def this_attempt(world: World) -> Attempt:
+    """Return the attempt that this process belongs to."""
+    return Attempt(world, _torchrun_store(world))
+
+
+def _torchrun_store(world: World) -> Store | None:
+    """Connect to torchrun's store, without the prefix of its agent's count."""
+    if world.size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def make_group(world: World, store: Store, limit: timedelta) -> None:
+    """Make the process group of all ranks, over gloo. Raises RuntimeError."""
+    choose_interface(world)
+    hook = sys.excepthook
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    if getattr(hook, "__name__", "") == "_distributed_excepthook":  # of torch: it names the rank
+        sys.excepthook = hook
+
+
+# What they tell
+
+
+class Ranks:
+    """All ranks of a run, over gloo. `timeout`: seconds that a wait for the others may take."""
+
+    def __init__(self, world: World, timeout: float, group: Any = None) -> None:
+        self.world = world
+        self._timeout = timeout
+        self._all = group
+
+    def gather(self, what: str, item: Any) -> list[Any]:
+        """Return each rank's `item` as JSON has it: lists for tuples, keys that are strings.
+
+        Raises ChannelError.
+        """
+        item = json.loads(json.dumps(item))
+        return [
+            self.tell(f"{what} of rank {rank}", item if rank == self.world.rank else None, rank)
+            for rank in range(self.world.size)
+        ]
+
+    def tell(self, what: str, item: Any = None, source: int = 0) -> Any:
+        """Return on every rank what rank `source` gives as `item`: JSON. Raises ChannelError."""
+        if self.world.size == 1:
+            return item
+        text = json.dumps([what, item]).encode() if self.world.rank == source else b""
+        first = bytearray((len(text).to_bytes(8, "little") + text[: SHORT - 8]).ljust(SHORT))
+        try:
+            dist.broadcast(torch.frombuffer(first, dtype=torch.uint8), source, group=self._all)
+            size = int.from_bytes(first[:8], "little")
+            content = bytes(first[8 : 8 + size])
+            if size > SHORT - 8:
+                rest = bytearray(text[SHORT - 8 :].ljust(size - len(content)))
+                dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, group=self._all)
+                content += rest
+        except RuntimeError as error:
+            doing = f"tell {what}" if source == self.world.rank else f"hear {what} from rank {source}"
+            raise self._lost(doing, error) from error
+        theirs, told = json.loads(content)
+        if theirs != what:
+            raise ChannelError(
+                f"rank {self.world.rank} waits for {what}, and rank {source} is at {theirs}: let all ranks "
+                f"call the same methods in the same order"
+            )
+        return told
+
+    def agree(
+        self,
+        doing: str,
+        item: Any = None,
+        same: Mapping[str, Any] | None = None,
+        refusal: str = "",
+        limit_s: float | None = None,
+    ) -> list[Any]:
+        """Return each rank's `item` (JSON), unless one refuses, or has others of the `same` values.
+
+        A rank that refuses may call it in place of the next call of the others. `doing`: what all ranks have
+        then done, such as "get ready". Raises Refused on every rank alike, and ChannelError, which names the
+        ranks that do not come.
+        """
+        self._come(doing, self._timeout if limit_s is None else limit_s)
+        told = self.gather("the start", [refusal, item, same or {}])
+        for rank, (why, *_) in enumerate(told):
+            if why:
+                raise Refused(why if why.startswith(f"rank {rank} ") or not rank else f"rank {rank}: {why}")
+        ours = told[0][-1]
+        for rank, (*_, theirs) in enumerate(told):
+            for name in ours:
+                if theirs.get(name, ours[name]) != ours[name]:
+                    apart = difference(ours[name], theirs[name])
+                    raise Refused(
+                        f"rank {rank} has another {name} than rank 0 ({apart}): start every rank with the "
+                        f"same code, files and command line"
+                    )
+        return [item for _, item, _ in told]
+
+    def _come(self, doing: str, limit_s: float) -> None:
+        """Wait for all ranks. Raises ChannelError."""
+        if self.world.size == 1:
+            return
+        try:
+            dist.monitored_barrier(self._all, timedelta(seconds=limit_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            if missing := re.search(r"[Rr]anks? ([\d, ]+) failed to pass", str(error)):
+                ranks = [int(rank) for rank in missing[1].split(",")]
+                raise ChannelError(_waited(self.world.rank, limit_s, ranks, doing)) from error
+            raise self._lost(f"meet the others to {doing}", error) from error
+
+    def any(self, what: str, mine: bool) -> bool:
+        """Return whether it is true on any rank. Raises ChannelError."""
+        if self.world.size == 1:
+            return mine
+        ranks = torch.tensor([int(mine)])
+        try:
+            dist.all_reduce(ranks, group=self._all)
+        except RuntimeError as error:
+            raise self._lost(f"hear {what} of all ranks", error) from error
+        return bool(ranks.item())
+
+    def copy_from_first(self, what: str, tensor: Tensor) -> None:
+        """Overwrite a tensor in host memory with that of rank 0. Raises ChannelError."""
+        try:
+            values = tensor.contiguous()
+            dist.broadcast(values.flatten().view(torch.uint8), 0, group=self._all)
+            tensor.copy_(values)
+        except RuntimeError as error:
+            raise self._lost(f"receive {what}", error) from error
+
+    def post_tensor(self, tensor: Tensor, rank: int) -> dist.Work | None:
+        """Start to send a tensor in host memory to a rank, beside the messages of the stages."""
+        return dist.isend(tensor.contiguous(), rank, group=self._all, tag=_TARGETS)
+
+    def take_tensor(self, what: str, spec: TensorSpec, rank: int) -> Tensor:
+        """Receive a tensor that a rank has posted. Raises ChannelError."""
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        try:
+            dist.recv(tensor, rank, group=self._all, tag=_TARGETS)
+        except RuntimeError as error:
+            raise self._lost(f"receive {what} from rank {rank}", error) from error
+        return tensor
+
+    def clock_offset(self, now: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+        """Return what to add to this rank's `now()` to get rank 0's, and the bound of its error, in seconds.
+
+        All ranks must call it. As in NTP, rank 0's answer is assumed to be midway between question and
+        answer; the round with the shortest round trip counts, and half of that is the error.
+        """
+        offset, error = 0.0, 0.0
+        try:
+            for rank in range(1, self.world.size):
+                if self.world.rank == rank:
+                    offset, error = self._ask_time(now)
+                elif self.world.rank == 0:
+                    self._tell_time(rank, now)
+        except RuntimeError as failure:
+            raise self._lost("compare its clock with rank 0's", failure) from failure
+        return offset, error
+
+    def _ask_time(self, now: Callable[[], float]) -> tuple[float, float]:
+        rounds = []
+        answer = torch.zeros(1, dtype=torch.float64)
+        for _ in range(ROUNDS):
+            asked = now()
+            dist.send(answer, 0, group=self._all)
+            dist.recv(answer, 0, group=self._all)
+            answered = now()
+            rounds.append(((answered - asked) / 2, answer.item() - (asked + answered) / 2))
+        error, offset = min(rounds)
+        return offset, error
+
+    def _tell_time(self, rank: int, now: Callable[[], float]) -> None:
+        token = torch.zeros(1, dtype=torch.float64)
+        for _ in range(ROUNDS):
+            dist.recv(token, rank, group=self._all)
+            dist.send(torch.tensor([now()], dtype=torch.float64), rank, group=self._all)
+
+    def _lost(self, doing: str, error: RuntimeError) -> ChannelError:
+        cause = cause_of(error)
+        if not re.search("timed? ?out", cause, re.IGNORECASE):
+            return ChannelError(
+                f"rank {self.world.rank} could not {doing}: {cause}; a rank has ended, look at what it says"
+            )
+        return ChannelError(
+            f"rank {self.world.rank} could not {doing} within {self._timeout:g} s: {cause}; look at what the "
+            f"other ranks say, or give it longer with timeout="
+        )
+
+
+def _waited(rank: int, limit_s: float, whom: Any, doing: str) -> str:
+    if not isinstance(whom, str):
+        names = list(map(str, sorted(whom)))
+        whom = f"rank{'s' * (len(names) > 1)} {', '.join(names)}"
+    return (
+        f"rank {rank} waited {limit_s:g} s for {whom} to {doing}; look at what the others say, or give them "
+        f"longer with timeout="
+    )
+
+
+def difference(first: Any, theirs: Any) -> str:
+    """Return a phrase about the first difference of two values: rank 0's, and another rank's."""
+    if isinstance(first, dict) and isinstance(theirs, dict):
+        key = next(key for key in first | theirs if first.get(key) != theirs.get(key))
+        return f"{key}: {difference(first.get(key), theirs.get(key))}"
+    if isinstance(first, list) and isinstance(theirs, list):
+        there, here = Counter(map(str, theirs)), Counter(map(str, first))
+        only = {"there": there - here, "at rank 0": here - there}
+        parts = [f"{' '.join(words.elements())} only {where}" for where, words in only.items() if words]
+        return ", ".join(parts) or f"{theirs}, not {first}"
+    return f"{theirs}, not {first}"

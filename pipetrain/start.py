@@ -1,0 +1,126 @@
+"""How the ranks of the command line start: each composes its own configuration, and they refuse together.
+
+What is the same for all is refused by each of them alike. What one alone can know (its GPU, its files, the
+run's folder) it brings along when they meet: then rank 0 says it for all, and all end with the same status.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from threading import Event
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from pipetrain.errors import ChannelError, ConfigError, Refused, one_line
+from pipetrain.runtime.ranks import START_S, Ranks, World, make_group, this_attempt
+from pipetrain.schedule.actions import ScheduleError
+
+REFUSED_S = 5.0  # for the others to hear that rank 0 refuses; torchrun ends those that come later
+SILENCE_S = 10.0  # between two lines about what takes long
+_RUN_DIR = "run_dir"
+
+log = logging.getLogger("pipetrain")
+
+
+class Start:
+    """One rank's way to the training of each job. `words`: its command line.
+
+    `doing`: what it does, for `remind`; `trains`: set when training begins, which logs its own progress.
+    """
+
+    def __init__(self, world: World, words: Sequence[str]) -> None:
+        self.world = world
+        self.doing = "start"
+        self.trains = Event()
+        self._words = list(words)
+        self._attempt = this_attempt(world)
+        self._store: Store | None = None
+        self._ranks: Ranks | None = None
+        self._jobs = 0
+
+    def remind(self) -> None:
+        """Log what takes long every SILENCE_S seconds until training begins; for a thread of its own."""
+        while not self.trains.wait(SILENCE_S):
+            log.info("pipetrain: it takes time to %s", self.doing)
+
+    @property
+    def run_dir(self) -> str | None:
+        """The folder of the run that torchrun has restarted, if it has."""
+        return self._attempt.recall(_RUN_DIR) if self._attempt.restarted else None
+
+    def remember(self, run_dir: Path) -> None:
+        """Keep the run's folder for a restart by the same torchrun."""
+        self._attempt.remember(_RUN_DIR, str(run_dir))
+
+    def begin(self, cfg: DictConfig, word: Mapping[str, Any] | None = None) -> Any:
+        """Return rank 0's `word` (JSON) on all ranks, if they run the same. Raises Refused, ChannelError.
+
+        `cfg`: the composed configuration, by which the others know how long rank 0 may read its data.
+        """
+        self._jobs += 1
+        content: Any = OmegaConf.to_container(cfg, resolve=False)
+        same = {
+            "pipetrain": code_fingerprint(),
+            "command line": self._words,
+            "configuration": {key: value for key, value in content.items() if key != "run_dir"},
+        }
+        limit_s = START_S + seconds(cfg, "timeout") + seconds(cfg, "data.source.total_timeout")
+        told = self._meet(limit_s).agree("start", word, json.loads(json.dumps(same, default=str)))
+        return told[0]
+
+    def agree(self, doing: str, item: Any = None, same: Mapping[str, Any] | None = None) -> list[Any]:
+        """Return each rank's `item`; see Ranks.agree."""
+        self.doing = f"let all ranks {doing}"
+        return self._meet(START_S).agree(doing, item, same)
+
+    def refuse(self, error: ConfigError | ScheduleError) -> NoReturn:
+        """End all ranks by an error of this one, before they train. Raises Refused, or the error."""
+        if self.world.size == 1 or self.trains.is_set() or isinstance(error, Refused):
+            raise error
+        limit_s = START_S if self.world.rank else REFUSED_S
+        try:
+            self._meet(limit_s).agree("start", refusal=one_line(error), limit_s=limit_s)
+        except ChannelError:  # nobody hears it
+            raise error from None
+        raise AssertionError("a refusal was not heard")
+
+    @property
+    def store(self) -> Store | None:
+        """The store of the job that has begun; None without other ranks."""
+        return PrefixStore(f"job {self._jobs}", self._store) if self._store else None
+
+    def _meet(self, limit_s: float) -> Ranks:
+        """Return the ranks once all have come for the first time. Raises ChannelError."""
+        if self._ranks is None:
+            self._store = self._attempt.meet(limit_s)
+            if self._store is not None:
+                make_group(self.world, self._store, timedelta(seconds=limit_s))
+            self._ranks = Ranks(self.world, limit_s, dist.group.WORLD if self._store else None)
+        return self._ranks
+
+
+def seconds(cfg: DictConfig, key: str) -> float:
+    """Return a number of seconds from an unchecked configuration; 0 if it is not a number."""
+    try:
+        value = OmegaConf.select(cfg, key)
+    except OmegaConfBaseException:
+        value = None
+    return value if isinstance(value, int | float) else 0.0
+
+
+def code_fingerprint() -> str:
+    """Return a digest of this package's source code."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]

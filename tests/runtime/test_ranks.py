@@ -1,0 +1,228 @@
+"""How ranks find each other, and what they tell each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from pipetrain.errors import ChannelError
+from pipetrain.runtime import ranks
+from pipetrain.runtime.ranks import Attempt, World, _interface_towards, choose_interface, difference
+from tests.support.deadlines import DEADLINE_S
+from tests.support.jobs import agreements
+from tests.support.worlds import run_world
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def test_a_process_without_torchrun_is_alone(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert World.from_environment() == World(rank=0, size=1, local_rank=0, local_size=1)
+
+
+def test_torchrun_s_numbers_are_read(monkeypatch):
+    for name, value in zip(VARIABLES, (5, 8, 1, 4), strict=True):
+        monkeypatch.setenv(name, str(value))
+    assert World.from_environment() == World(rank=5, size=8, local_rank=1, local_size=4)
+
+
+# The interface
+
+
+BOTH = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.fixture
+def interface(monkeypatch):
+    """Gloo's and NCCL's variables: unset, and put back after the test."""
+    for name in BOTH:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    return lambda: tuple(os.environ.get(name) for name in BOTH)
+
+
+def test_ranks_of_one_machine_stay_off_the_network(interface):
+    choose_interface(World(0, 2, 0, 2))
+    assert interface() == ("lo", "=lo")
+
+
+@pytest.mark.parametrize("master", ["localhost", "127.0.0.1"])
+def test_so_do_those_that_meet_on_the_loopback(interface, monkeypatch, master):
+    monkeypatch.setenv("MASTER_ADDR", master)
+    choose_interface(World(0, 4, 0, 2))
+    assert interface() == ("lo", "=lo")
+
+
+def test_ranks_of_several_machines_listen_where_torchrun_s_address_is_reached(interface, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
+    monkeypatch.setattr(ranks, "_interface_towards", {"10.0.0.7": "eth0"}.get)
+    choose_interface(World(0, 4, 0, 2))
+    assert interface() == ("eth0", "=eth0")
+
+
+@pytest.mark.parametrize("master", ["", "no-such-host.invalid"])
+def test_where_that_is_not_known_the_choice_is_left_to_the_backends(interface, monkeypatch, master):
+    monkeypatch.setenv("MASTER_ADDR", master)
+    choose_interface(World(0, 4, 0, 2))
+    assert interface() == (None, None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks interfaces up as Linux does")
+def test_a_machine_s_own_name_says_nothing_of_the_way_to_it():
+    """It stands for the loopback there: what counts is the way to everybody else."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ranks.ELSEWHERE, 9))
+        except OSError:
+            pytest.skip("there is no network")
+        mine = probe.getsockname()[0]
+    found = _interface_towards(mine)
+    assert found in {name for _, name in socket.if_nameindex()} - {"lo"}
+    assert _interface_towards("127.0.1.1") == found
+
+
+def test_a_chosen_interface_is_respected(interface, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    choose_interface(World(0, 2, 0, 2))
+    assert interface() == ("eth7", "=lo")
+
+
+def test_a_machine_without_a_loopback_is_left_to_the_backends(interface, monkeypatch):
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(2, "eth0")])
+    choose_interface(World(0, 2, 0, 2))
+    assert interface() == (None, None)
+
+
+# An attempt
+
+
+def started(store: dist.Store, size: int) -> list[Attempt]:
+    """Start all ranks, as torchrun does at the beginning and after a failure."""
+    return [Attempt(World(rank, size), store) for rank in range(size)]
+
+
+def met(attempts: list[Attempt], limit_s: float = DEADLINE_S) -> list[dist.Store | ChannelError]:
+    """Let ranks meet, each in a thread; return each one's store, or its error."""
+
+    def meet(attempt: Attempt) -> dist.Store | ChannelError:
+        try:
+            return attempt.meet(limit_s)  # type: ignore[return-value]
+        except ChannelError as error:
+            return error
+
+    with ThreadPoolExecutor(len(attempts)) as threads:
+        return list(threads.map(meet, attempts))
+
+
+def together(stores: list[dist.Store]) -> bool:
+    """Whether what rank 0 says is heard by all."""
+    stores[0].set("said", "here")
+    return all(store.check(["said"]) for store in stores)
+
+
+def test_all_ranks_meet_in_one_store():
+    assert together(met(started(dist.HashStore(), 3)))
+
+
+def test_a_restart_reads_nothing_of_the_attempt_before_it():
+    raw = dist.HashStore()
+    before = met(started(raw, 3))
+    assert together(before)
+    stores = met(started(raw, 3))
+    assert not stores[0].check(["said"])
+    assert together(stores)
+
+
+@pytest.mark.parametrize("died", [{0}, {1}, {2}, {0, 2}, {1, 2}])
+def test_ranks_that_started_a_different_number_of_times_meet(died):
+    """Some were killed before the others came; so it is with a node that was replaced."""
+    raw = dist.HashStore()
+    for _ in range(3):
+        for rank in died:
+            Attempt(World(rank, 3), raw)
+    assert together(met(started(raw, 3)))
+    assert together(met(started(raw, 3)))
+
+
+def test_the_count_of_an_agent_is_no_part_of_a_key(monkeypatch):
+    """torch puts its agent's count before the keys, and a new agent begins with 0."""
+    raw = dist.HashStore()
+    stores = iter([dist.PrefixStore("/worker/attempt_3", raw), dist.PrefixStore("/worker/attempt_0", raw)])
+    monkeypatch.setattr(ranks, "rendezvous", lambda *_, **__: iter([(next(stores), 0, 2)]))
+    worlds = [World(rank, 2) for rank in range(2)]
+    assert together(met([Attempt(world, ranks._torchrun_store(world)) for world in worlds]))
+
+
+def test_a_rank_that_does_not_start_is_named():
+    here = [attempt for rank, attempt in enumerate(started(dist.HashStore(), 4)) if rank not in (1, 3)]
+    more = "; look at what the others say, or give them longer with timeout="
+    assert [str(error) for error in met(here, 0.2)] == [
+        f"rank 0 waited 0.2 s for ranks 1, 3 to start{more}",
+        f"rank 2 waited 0.2 s for all ranks to start{more}",
+    ]
+    (alone,) = met(started(dist.HashStore(), 2)[1:], 0.1)
+    assert str(alone) == f"rank 1 waited 0.1 s for rank 0 to start{more}"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_an_attempt_remembers_the_next_one_recalls(size):
+    """One process alone too, as torchrun restarts it as well."""
+    raw = dist.HashStore()
+    first = Attempt(World(0, size), raw)
+    assert (first.restarted, first.recall("run_dir")) == (False, None)
+    first.remember("run_dir", "here")
+    again = Attempt(World(0, size), raw)
+    assert (again.restarted, again.recall("run_dir")) == (True, "here")
+
+
+def test_without_torchrun_there_is_nobody_to_meet():
+    alone = Attempt(World(), None)
+    alone.remember("run_dir", "here")
+    assert (alone.restarted, alone.recall("run_dir"), alone.meet(0.1)) == (False, None, None)
+
+
+# What they agree on
+
+
+@pytest.mark.processes
+def test_ranks_agree_or_all_refuse_with_one_sentence():
+    first, *others = run_world(agreements, 3)
+    assert all(other[:-1] == first[:-1] for other in others)
+    assert first == [
+        "[[0], [1], [2]]",
+        "rank 2: it has no GPU",
+        "rank 1 does not see it",
+        "the first of two",
+        "rank 1 has another seed than rank 0 (1, not 0): start every rank with the same code, files and "
+        "command line",
+        "[None, None, None]",
+        "rank 0 waited 1 s for rank 2 to get ready; look at what the others say, or give them longer with "
+        "timeout=",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "theirs", "said"),
+    [
+        (["seed=0", "epochs=1"], ["epochs=1", "seed=1"], "seed=1 only there, seed=0 only at rank 0"),
+        (["epochs=1", "window=2"], ["epochs=1"], "window=2 only at rank 0"),
+        (["a=1"], ["a=1", "a=1"], "a=1 only there"),
+        (["a=1", "a=2"], ["a=2", "a=1"], "['a=2', 'a=1'], not ['a=1', 'a=2']"),
+        (
+            {"data": {"name": "digits"}, "seed": 0},
+            {"data": {"name": "text"}, "seed": 1},
+            "data: name: text, not digits",
+        ),
+        ({"seed": 0}, {}, "seed: None, not 0"),
+    ],
+)
+def test_the_first_difference_is_named(first, theirs, said):
+    assert difference(first, theirs) == said

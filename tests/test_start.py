@@ -1,0 +1,180 @@
+"""How the ranks of the command line start: together, or not at all, and with one sentence."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from omegaconf import OmegaConf
+
+from pipetrain import start as module
+from pipetrain.errors import ConfigError, Refused
+from pipetrain.runtime.ranks import World, this_attempt
+from pipetrain.start import Start, seconds
+from tests.support.processes import (
+    CHECKOUT,
+    DEADLINE_S,
+    SMALL,
+    await_epoch,
+    ended,
+    lines_of,
+    rank_of,
+    started,
+)
+
+# Alone
+
+
+@pytest.fixture
+def alone() -> Start:
+    return Start(World(), ["seed=0"])
+
+
+def test_alone_there_is_nobody_to_tell(alone):
+    cfg = OmegaConf.create({"run_dir": "${now:}", "seed": 0, "timeout": 3})
+    assert alone.begin(cfg, {"run": "a"}) == {"run": "a"}
+    assert alone.agree("get ready", 1) == [1]
+    assert (alone.store, alone.run_dir) == (None, None)
+    with pytest.raises(ConfigError, match="too small") as refusal:
+        alone.refuse(ConfigError("too small"))
+    assert not isinstance(refusal.value, Refused)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ({"timeout": 3}, 3),
+        ({}, 0),
+        ({"timeout": "long"}, 0),
+        ({"timeout": "${missing}"}, 0),
+        ({"timeout": [1]}, 0),
+    ],
+)
+def test_how_long_to_wait_is_read_of_a_configuration_that_nobody_has_checked(content, found):
+    assert seconds(OmegaConf.create(content), "timeout") == found
+
+
+def test_what_takes_long_is_said_until_the_training_begins(alone, monkeypatch, caplog):
+    monkeypatch.setattr(module, "SILENCE_S", 0.05)
+    caplog.set_level(logging.INFO, logger="pipetrain")
+    alone.doing = "read the data set"
+    reminding = Thread(target=alone.remind, daemon=True)
+    reminding.start()
+    time.sleep(0.2)
+    alone.trains.set()
+    reminding.join(DEADLINE_S)
+    assert not reminding.is_alive()
+    said = {record.getMessage() for record in caplog.records}
+    assert said == {"pipetrain: it takes time to read the data set"}
+
+
+def test_a_process_is_of_one_attempt():
+    assert this_attempt(World()) is this_attempt(World())
+
+
+# Ranks that are started one by one, as other launchers do
+
+
+Said = tuple[int, str]  # the status of a process, and its output
+
+
+@pytest.fixture
+def ranks(tmp_path) -> Iterator[object]:
+    """Give a function that starts a rank for each list of words; returns (status, what it said) of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    with ExitStack() as left:
+
+        def run(
+            *commands: Sequence[str], module: Sequence[str] = ("-m", "pipetrain")
+        ) -> list[tuple[int, str]]:
+            processes = []
+            for rank, words in enumerate(commands):
+                world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+                variables = {name: str(value) for name, value in world.items()}
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+                process = subprocess.Popen(
+                    [sys.executable, *module, *SMALL, "epochs=1", *words],
+                    cwd=tmp_path,
+                    env={**os.environ, "PYTHONPATH": str(CHECKOUT), **variables, "CUDA_VISIBLE_DEVICES": ""},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                left.callback(process.wait)
+                left.callback(process.kill)
+                processes.append(process)
+            outs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+            return [(process.returncode, out) for process, out in zip(processes, outs, strict=True)]
+
+        yield run
+
+
+SAME = "start every rank with the same code, files and command line"
+
+
+@pytest.mark.processes
+def test_a_rank_with_another_command_line_is_named_once_and_all_end_alike(ranks, tmp_path):
+    (status, said), other = ranks(["seed=0"], ["seed=1"])
+    differ = "rank 1 has another command line than rank 0 (seed=1 only there, seed=0 only at rank 0)"
+    assert lines_of(said) == [f"pipetrain: {differ}: {SAME}"]
+    assert (status, other) == (2, (2, ""))
+    assert list(tmp_path.iterdir()) == []
+
+
+OTHERWISE = """
+import os, sys
+from pipetrain import data, train
+from pipetrain.errors import ConfigError
+
+def cannot(*_):
+    raise ConfigError("its disk is gone")
+
+if os.environ["RANK"] == "1":
+    {change}
+train.main()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("train.load_data = cannot", "rank 1: its disk is gone"),
+        ("data.Data.fingerprint = 'other'", "rank 1 has another data set than rank 0 (other, not digits "),
+    ],
+)
+def test_what_one_rank_alone_refuses_or_has_otherwise_is_said_by_rank_0(ranks, tmp_path, change, said):
+    (status, out), other = ranks([], [], module=("-c", OTHERWISE.format(change=change)))
+    (line,) = lines_of(out)
+    assert line.startswith(f"pipetrain: {said}")
+    assert (status, other) == (2, (2, ""))
+    assert list(tmp_path.iterdir()) == []
+
+
+# A restart
+
+
+@pytest.mark.processes
+def test_a_run_that_torchrun_restarts_goes_on_in_its_folder(tmp_path):
+    """Nobody has named it, and its name has the time in it."""
+    with started(tmp_path, ["epochs=4", "resume=auto"], restarts=1) as process:
+        await_epoch(process, 2)
+        os.kill(rank_of(process, 0), signal.SIGKILL)
+        out = ended(process)
+    assert process.returncode == 0, out
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"going on from {folder}" in out
+    assert (folder / "summary.json").exists()
+    assert Path(folder, "metrics.csv").read_text().count("\n") == 5
