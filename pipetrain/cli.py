@@ -10,12 +10,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 
 import hydra
@@ -105,17 +106,18 @@ def asks(words: Sequence[str]) -> bool:
 
 @contextmanager
 def _without_outputs() -> Iterator[None]:
-    """Let Hydra write its folder and its log where nobody looks."""
-    with TemporaryDirectory() as folder:
-        words = [word for word in sys.argv[1:] if not _LOGGING.match(word)]
-        nowhere = [f"hydra.{mode}.dir={quoted(folder)}" for mode in ("run", "sweep")]
-        quiet = [f"hydra/{log}_logging=none" for log in ("job", "hydra")]
-        sys.argv[1:] = [*words, *nowhere, *quiet, "hydra.output_subdir=null"]
+    """Let Hydra log nothing, and make no folder but that of a sweep, which is removed."""
+    folder = Path(gettempdir(), f"pipetrain-{os.getpid()}")
+    words = [word for word in sys.argv[1:] if not _LOGGING.match(word)]
+    nowhere = ["hydra.run.dir=.", f"hydra.sweep.dir={quoted(str(folder))}", "hydra.output_subdir=null"]
+    sys.argv[1:] = [*words, *nowhere, "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    try:
         yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _compose(name: str, task: Callable[[DictConfig], None], refused: Callable[[], None]) -> int:
-
     def job(cfg: DictConfig) -> None:
         try:
             content: Any = OmegaConf.to_container(cfg, resolve=False)
