@@ -48,15 +48,11 @@ SHAPES: dict[str, Shape] = {"constant": constant, "cosine": cosine, "one_cycle":
 def learning_rate(schedule: str | Rate, warmup: float, updates: int) -> Rate:
     """Return the rate of update 0 ... `updates` - 1: a shape by its name, or a function of the update.
 
-    Raises ConfigError for invalid values, and for a function that gives no finite number of at least 0 for
-    one of the updates. A function includes its own warm-up.
+    Raises ConfigError for a function that gives no finite number of at least 0 for one of the updates. A
+    function includes its own warm-up.
     """
     if not isinstance(schedule, str):
         return _tried(schedule, updates)
-    if schedule not in SHAPES:
-        raise ConfigError(f"lr_schedule={schedule} is unknown; choose one of {', '.join(SHAPES)}")
-    if not 0 <= warmup < 1:
-        raise ConfigError(f"warmup={warmup:g} is a share of all updates; choose it from 0 to below 1")
     shape = SHAPES[schedule]
     # Progress is that of the middle of an update, so that neither the first nor the last rate is 0.
     return lambda update: shape((update + 0.5) / updates, warmup)

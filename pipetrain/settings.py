@@ -2,7 +2,7 @@
 
 `Settings.read` reads the keyword options of a program, `Settings.composed` what Hydra composed of the command
 line. Both refuse a wrong value by the same rule, in one sentence. (A library would not make this shorter: the
-sentences are ours, and most rules are no types, such as "a strategy's name or a list of layer numbers".)
+sentences are ours, and most rules are no types, such as "a strategy's name or a list of layers".)
 
 What an option is for is said by the comment in its line of conf/, which `--help` shows.
 """
@@ -29,6 +29,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.rate import SHAPES, Rate, learning_rate
 
 MONTH_S = 30 * 24 * 3600
+STRATEGIES = ("even", "params", "flops")
 PROFILE = "profile"  # the strategy that measures
 MODES = ("never", "selective", "always")
 RECOMPUTE = ("auto", "never", "except_last", "always", "selective")
@@ -110,7 +111,7 @@ def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
 def _is_partition(value: Any) -> bool:
     if isinstance(value, Mapping):
         return list(value) == [PROFILE] and isinstance(value[PROFILE], str) and value[PROFILE] != ""
-    return isinstance(value, str) or _is_list(value, _is_whole)
+    return value in (*STRATEGIES, PROFILE) if isinstance(value, str) else _is_list(value, _is_whole)
 
 
 def _partition(key: str, value: Any) -> str | list[int]:
@@ -166,7 +167,8 @@ SOURCE = Rule(
 )
 WEIGHTS = Rule("the path of a file or a folder", lambda value: isinstance(value, str) and value != "")
 PARTITION = Rule(
-    "a strategy's name, a list of layer numbers such as [8], or partition.profile=FILE of an earlier run",
+    f"one of {', '.join((*STRATEGIES, PROFILE))}, the first layers of all stages but the first, such as [8], "
+    f"or partition.profile=FILE of an earlier run",
     _is_partition,
     _partition,
 )

@@ -89,7 +89,7 @@ def test_a_number_may_come_from_the_environment(monkeypatch):
 
 CODEC = {"_target_": "pipetrain.codec.TopK", "fraction": "x"}
 WHOLE = "must be a whole number of at least 1"
-STRATEGY = "must be a strategy's name, a list of layer numbers such as [8], or partition.profile=FILE of an"
+STRATEGY = "must be one of even, params, flops, profile, the first layers of all stages but the first, such"
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,7 @@ STRATEGY = "must be a strategy's name, a list of layer numbers such as [8], or p
         ("trace", {"steps": 3}, "trace={'steps': 3} must be true or false"),
         ("trace", {"windows": 0}, "trace={'windows': 0} must be true or false; trace.windows=4 traces"),
         ("partition", 8, f"partition=8 {STRATEGY}"),
+        ("partition", "middle", f"partition=middle {STRATEGY}"),
         ("partition", None, f"partition=None {STRATEGY}"),
         ("partition", [True], f"partition=[True] {STRATEGY}"),
         ("partition", {"file": "x"}, f"partition={{'file': 'x'}} {STRATEGY}"),

@@ -19,7 +19,6 @@ from pipetrain.plan.stages import Predictor
 from pipetrain.settings import PROFILE
 
 GIB = 2**30
-STRATEGIES = ("even", "params", "flops")
 
 
 def choose_cuts(
@@ -43,14 +42,9 @@ def choose_cuts(
         )
     if partition == "even":
         return [round(len(layers) * stage / stages) for stage in range(1, stages)]
-    if partition in ("params", "flops"):
+    if isinstance(partition, str):
         weights = [getattr(layer, partition) for layer in layers]
         return balance(weights, stages) if where is None else balance_ranks(weights, where)
-    if isinstance(partition, str):
-        raise ConfigError(
-            f"partition={partition} is unknown; choose one of {', '.join((*STRATEGIES, PROFILE))}, or give "
-            f"the first layer of each stage but the first, such as partition=[{len(layers) // 2}]"
-        )
     cuts = list(partition)
     if len(cuts) != stages - 1:
         raise ConfigError(

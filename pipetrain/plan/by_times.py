@@ -14,7 +14,7 @@ from pipetrain.codec import Identity
 from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.network import Network
 from pipetrain.plan.allowed import cuts_that_may_be
-from pipetrain.plan.balance import GIB, STRATEGIES, balance_times, choose_cuts
+from pipetrain.plan.balance import GIB, balance_times, choose_cuts
 from pipetrain.plan.cut import shared_weights
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import Profile, refuse_other_layers
@@ -26,7 +26,7 @@ from pipetrain.schedule.actions import Op, Program, Schedule, splits
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.memory import Counts, counts, fullest, most
 from pipetrain.schedule.policy import Policy
-from pipetrain.settings import PROFILE, Settings
+from pipetrain.settings import PROFILE, STRATEGIES, Settings
 
 
 def predictor_of(

@@ -21,7 +21,6 @@ from pipetrain.data import declared_example, load_data, pieces
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import TensorSpec
 from pipetrain.network.chain import network_of
-from pipetrain.plan.balance import STRATEGIES
 from pipetrain.plan.blueprint import Plan, Samples, draft_plan, make_plan, with_costs
 from pipetrain.plan.comparing import BATCHES, WORK, Played, aligned, batches_of, in_units
 from pipetrain.plan.fitting import gpu_bytes, says_whether_it_fits, within_limit
@@ -36,7 +35,7 @@ from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.memory import PARTS, Moment, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
-from pipetrain.settings import COUNT, PROFILE, Settings
+from pipetrain.settings import COUNT, PROFILE, STRATEGIES, Settings
 
 Measure = Callable[[DictConfig, Plan], Profile]
 """Measures the layers of a configuration's model, of which there is a plan by estimates."""

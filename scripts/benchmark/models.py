@@ -20,11 +20,11 @@ from benchmark.tasks import Job, Scale, Task, compose_task, prepare, schedules
 from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.measure import measure as measure_costs
 from pipetrain.network.chain import Chain
-from pipetrain.plan.balance import STRATEGIES, choose_cuts
+from pipetrain.plan.balance import choose_cuts
 from pipetrain.plan.blueprint import profile_conditions
 from pipetrain.plan.estimate import Layer
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.settings import PROFILE
+from pipetrain.settings import PROFILE, STRATEGIES
 
 RANKS = 2
 MODELS = {

@@ -78,7 +78,6 @@ def test_even_stages_differ_by_one_layer_at_most(n, data):
         ([1, 2], 2, f"partition=[1, 2] cuts the model into 3 stages, but there are 2; {ONE_OF_FOUR}"),
         ([0], 2, f"partition=[0] leaves a stage without layers; {RISING}"),
         ([4], 2, f"partition=[4] leaves a stage without layers; {RISING}"),
-        ("middle", 2, "partition=middle is unknown; choose one of even, params, flops, profile, or give the"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_list_of_layers(partition, stages, says):

@@ -279,7 +279,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "timeout": (lambda rank: step(timeout="-1"), "timeout='-1' must be a number of seconds above 0"),
     "partition": (
         lambda rank: step(partition=torch.tensor([1])),
-        r"partition=tensor\(\[1\]\) must be a strategy's name, a list of layer numbers",
+        r"partition=tensor\(\[1\]\) must be one of even, params, flops, profile",
     ),
     "groups": (
         lambda rank: step(param_groups={"norms_and_biases": {"weight_dekay": 0}}),
