@@ -217,9 +217,7 @@ class Gradients(NamedTuple):
 
 def requires_grad(known: Gradients | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
     """Return which tensors depend on weights; all that can, if it is unknown."""
-    if known is None or len(known.requires) != len(tensors):  # in an evaluation their number may differ
-        return [differentiable(t) for t in tensors]
-    return known.requires
+    return known.requires if known else [differentiable(t) for t in tensors]
 
 
 def needs_grad(known: Gradients | None, tensors: Sequence[Tensor]) -> Sequence[bool]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import Packing, Value, ValueSpec
+from pipetrain.network.boundary import Gradients, Packing, Value, ValueSpec
 from pipetrain.network.modes import evaluating
 
 INPUT = -1  # in place of a layer: the data
@@ -49,7 +49,9 @@ class Values(Protocol):
 class Slice:
     """Layers `start` to `end` (exclusive) of a model, with the values that enter and leave them, ascending.
 
-    `drawing`: those layers that draw random numbers; `single`: whether the first one takes one tensor rather
+    `entering` and `leaving` tell which of these have gradients; None, where that is unknown, stands for every
+    one that can have one. `drawing`: those layers that draw random numbers; `copies_input`: one modifies what
+    enters; `copies_output`: one keeps what leaves. `single`: whether the first one takes one tensor rather
     than a tuple, in a Chain, and `packing`: the form of what it takes, if it is neither.
     """
 
@@ -57,6 +59,10 @@ class Slice:
     end: int
     enters: tuple[Made, ...]
     leaves: tuple[Made, ...]
+    entering: Gradients | None = None
+    leaving: Gradients | None = None
+    copies_input: bool = False
+    copies_output: bool = False
     drawing: frozenset[int] = frozenset()
     single: bool = True
     packing: Packing | None = None

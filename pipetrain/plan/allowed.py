@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.network import INPUT, Made, Network, Slice
+from pipetrain.network.network import INPUT, Made, Network
 from pipetrain.network.places import places
 from pipetrain.plan.cut import copies_output, reaches, stage_of, values_entering
 from pipetrain.plan.estimate import Layer
@@ -35,7 +35,7 @@ def _refuse_value(layers: Sequence[Layer], value: Made, user: int, cut: int) -> 
     if output.specs[value.number].dtype.is_complex:
         raise ConfigError(f"{where} returns {output}, and complex tensors cannot cross a cut; {elsewhere}")
     behind = range(cut, len(layers))
-    if copies_output(layers, Slice(0, cut, (), (value,))) and reaches(
+    if copies_output(layers, [value], 0, cut) and reaches(
         layers, [value], behind, lambda layer: layer.writes_input
     ):
         raise ConfigError(f"{where} keeps its output, which a later layer modifies; {elsewhere}")

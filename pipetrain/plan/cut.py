@@ -56,15 +56,13 @@ class Route:
 class Cut:
     """A model as stages, in training or in an evaluation: the layers of each, and what joins them.
 
-    `specs`: of the values that enter stages, by the number of samples in a microbatch; `requires_grad`: those
-    of them that depend on weights; `shared`: the stages of each weight that several have, by its name in the
-    model.
+    `specs`: of the values that enter stages, by the number of samples in a microbatch; `shared`: of each
+    weight that several stages have, by its name in the model, these stages.
     """
 
     slices: tuple[Slice, ...]  # by stage
     routes: tuple[Route, ...]  # ascending
     specs: Mapping[int, Specs]
-    requires_grad: frozenset[Made]
     shared: Mapping[str, Tie] = field(default_factory=dict)
 
     @cached_property
@@ -121,25 +119,10 @@ class Cut:
         """Return the tensors of a message: activations, or gradients from a later stage to an earlier one."""
         return tuple(self.specs[size][value] for value in self._values[edge])
 
-    def inputs(self, stage: int) -> Gradients:
-        """Return which of the tensors that enter a stage have gradients."""
-        return self._gradients(self.slices[stage].enters, self.routes_into[stage])
-
-    def outputs(self, stage: int) -> Gradients:
-        """Return which of the tensors that leave a stage have gradients."""
-        return self._gradients(self.slices[stage].leaves, self.routes_from[stage])
-
     @cached_property
     def _values(self) -> dict[Edge, tuple[Made, ...]]:
         there = {route.edge: route.values for route in self.routes}
         return there | {route.way_back: route.returned for route in self.routes}
-
-    def _gradients(self, values: Sequence[Made], routes: Sequence[Route]) -> Gradients:
-        returned = {value for route in routes for value in route.returned}
-        return Gradients(
-            requires=tuple(value in self.requires_grad for value in values),
-            needs=tuple(value in returned for value in values),
-        )
 
 
 def divide(tensors: Tensors, parts: Sequence[Sequence[Made]]) -> list[Tensors]:
@@ -194,7 +177,6 @@ def cut_layers(
             size: {v: (of[v.layer].output if v.layer != INPUT else inputs).specs[v.number] for v in used}
             for size, of, inputs in ((size, of, example.of(size)) for size, of in estimates.items())
         },
-        requires_grad=frozenset(v for v in used if _depends_on_weights(layers, v)),
         shared=shared or {},
     )
 
@@ -230,23 +212,32 @@ def _slices(
 ) -> Iterator[Slice]:
     last = len(layers) - 1
     for stage, (start, end) in enumerate(pairwise([0, *cuts, len(layers)])):
-        leaves = {value for route in routes if route.source == stage for value in route.values}
+        mine = [route for route in routes if route.source == stage]
+        leaves = sorted({value for route in mine for value in route.values})
+        returned = {value for route in mine for value in route.returned}
         if end > last:
-            leaves = {Made(last, number) for number in range(len(layers[last].output.specs))}
+            leaves = [Made(last, number) for number in range(len(layers[last].output.specs))]
         yield Slice(
             start,
             end,
             enters=tuple(entering[stage]),
-            leaves=tuple(sorted(leaves)),
+            leaves=tuple(leaves),
+            entering=_gradients(layers, entering[stage]),
+            leaving=_gradients(layers, {v: v in returned for v in leaves}) if end <= last else None,
+            copies_input=copies_input(layers, entering[stage], start, end),
+            copies_output=copies_output(layers, leaves, start, end),
             drawing=frozenset(n for n in range(start, end) if layers[n].draws),
             single=layers[start - 1].output.single if start else example.single,
             packing=layers[start - 1].output.packing if start else None,
         )
 
 
-def _depends_on_weights(layers: Sequence[Layer], value: Made) -> bool:
-    known = None if value.layer == INPUT else layers[value.layer].requires_grad
-    return known is not None and known[value.number]
+def _gradients(layers: Sequence[Layer], needs: Mapping[Made, bool]) -> Gradients | None:
+    """Return which of these values have gradients; None if the layers do not tell, as in an evaluation."""
+    if layers[-1].requires_grad is None:
+        return None
+    requires = [v.layer != INPUT and (layers[v.layer].requires_grad or ())[v.number] for v in needs]
+    return Gradients(tuple(requires), tuple(needs.values()))
 
 
 def stage_of(layer: int, cuts: Sequence[int]) -> int:
@@ -277,19 +268,19 @@ def shared_weights(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
     return {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
 
 
-def copies_input(layers: Sequence[Layer], slice: Slice) -> bool:
-    """Return whether a stage modifies what enters it in place."""
-    return reaches(layers, slice.enters, range(slice.start, slice.end), lambda layer: layer.writes_input)
+def copies_input(layers: Sequence[Layer], enters: Iterable[Made], start: int, end: int) -> bool:
+    """Return whether one of layers `start` to `end` (exclusive) modifies what enters them in place."""
+    return reaches(layers, enters, range(start, end), lambda layer: layer.writes_input)
 
 
-def copies_output(layers: Sequence[Layer], slice: Slice) -> bool:
-    """Return whether what leaves a stage may change later, because a layer keeps it."""
+def copies_output(layers: Sequence[Layer], leaves: Iterable[Made], start: int, end: int) -> bool:
+    """Return whether what leaves layers `start` to `end` (exclusive) may change later, as one keeps it."""
     kept: set[int] = set()  # the layers of which that is true
-    for index in range(slice.start, slice.end):
+    for index in range(start, end):
         layer = layers[index]
         if layer.keeps_output or (layer.hands_through and any(v.layer in kept for v in layer.takes)):
             kept.add(index)
-    return any(value.layer in kept for value in slice.leaves)
+    return any(value.layer in kept for value in leaves)
 
 
 def reaches(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pipetrain.codec import Identity
 from pipetrain.network.boundary import TensorSpec
 from pipetrain.plan.blueprint import Plan
-from pipetrain.plan.cut import copies_input, copies_output
 from pipetrain.plan.recompute import Mode
 from pipetrain.plan.sizes import loss_sizes, microbatch, tensors_of, weights_of
 from pipetrain.plan.stages import costs_by_work
@@ -83,7 +82,7 @@ def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan
             slice.start,
             slice.end,
             loss,
-            copies_input=copies_input(plan.layers, slice),
+            copies_input=slice.copies_input,
             selective=plan.modes[stage] is Mode.SELECTIVE,
         )
         sizes.append(
@@ -106,6 +105,5 @@ def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan
 def memory(plan: Plan, run: Timeline) -> list[list[Moment]]:
     """Return, by rank, what the stages of a plan that is `sized` hold after each action of a timeline."""
     coded = not isinstance(plan.settings.codecs.forward, Identity)
-    slices = plan.cut.slices
-    copied = [edge for edge in plan.cut.edges if coded or copies_output(plan.layers, slices[edge[0]])]
+    copied = [edge for edge in plan.cut.edges if coded or plan.cut.slices[edge[0]].copies_output]
     return over_time(run, plan.sizes, plan.cut.bounds, plan.cut.edges, copied)

@@ -15,7 +15,7 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.materialise import materialise
 from pipetrain.network.network import Network, Part
 from pipetrain.plan.blueprint import Plan, outputs_of
-from pipetrain.plan.cut import copies_input, copies_output, homes
+from pipetrain.plan.cut import homes
 from pipetrain.plan.fitting import explained, is_out_of_memory
 from pipetrain.plan.recompute import Mode
 from pipetrain.rate import Rate
@@ -218,10 +218,6 @@ def make_stages(
             optimizer,
             rate,
             task=task.to(mesh.device) if index == plan.stages - 1 else None,
-            inputs=plan.cut.inputs(index),
-            outputs=plan.cut.outputs(index) if index < plan.stages - 1 else None,
-            copy_input=copies_input(plan.layers, plan.cut.slices[index]),
-            copy_output=copies_output(plan.layers, plan.cut.slices[index]),
             numerics=plan.numerics,
             compile=settings.compile,
             selective=plan.modes[index] is Mode.SELECTIVE,

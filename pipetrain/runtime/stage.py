@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.network import draws
-from pipetrain.network.boundary import Gradients, Value, as_tuple, needs_grad, requires_grad
+from pipetrain.network.boundary import Value, as_tuple, needs_grad, requires_grad
 from pipetrain.network.modes import evaluating
 from pipetrain.network.network import INPUT, Part
 from pipetrain.network.numerics import Numerics, numbers_of
@@ -61,10 +61,8 @@ def compiled(module: nn.Module) -> Callable[..., Value]:
 class Stage:
     """Slice `index` of a model. The last stage has the task; the others pass their outputs on.
 
-    `inputs` and `outputs` tell which of the tensors that enter and leave have a gradient; by default every
-    one but the data that can have one does.
-    `copy_input`: a layer modifies what enters; `copy_output`: a layer keeps what leaves. `compile`: use
-    torch.compile. `selective`: a forward that is to be run again keeps dear results, see recompute.py.
+    `module.slice` tells what enters and leaves it. `compile`: use torch.compile. `selective`: a forward that
+    is to be run again keeps dear results, see recompute.py.
     `ema`: evaluate a moving average of the weights, see Weights.
     `clip_grad_norm`: the most that the norm of a batch's gradient may be, otherwise it is scaled to it.
     `names`: those of parameters in the model, where they differ, as of a weight that an earlier layer has
@@ -80,10 +78,6 @@ class Stage:
         rate: Rate,
         *,
         task: Task | None = None,
-        inputs: Gradients | None = None,
-        outputs: Gradients | None = None,
-        copy_input: bool = False,
-        copy_output: bool = False,
         numerics: Numerics | None = None,
         compile: bool = False,
         selective: bool = False,
@@ -116,10 +110,6 @@ class Stage:
         self._clip = clip_grad_norm
         self._selective = selective
         self._proves = True  # whether the next recomputation is held against its forward
-        self._inputs = inputs
-        self._outputs = outputs
-        self._copy_input = copy_input
-        self._copy_output = copy_output
         self._open: dict[int, Microbatch] = {}
         self._batch = Batch()  # whose gradient is being made
         self._reduced = Batch()  # that is to be stepped
@@ -151,7 +141,7 @@ class Stage:
         instead. Raises TrainingStopped, as observers do.
         """
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
-        requires = requires_grad(self._inputs, x) if self.index else [False] * len(x)
+        requires = requires_grad(self.module.slice.entering, x)
         x = tuple(t.requires_grad_(require) for t, require in zip(x, requires, strict=True))
         one = self._open[mb] = Microbatch(mb, x, version, saving, target)
         if saving.recomputed:
@@ -183,7 +173,7 @@ class Stage:
 
     def _prove_planned(self, mb: int, outputs: Tensors) -> None:
         """Refuse outputs that depend on weights where the plan says that they do not."""
-        planned = requires_grad(self._outputs, outputs)
+        planned = requires_grad(self.module.slice.leaving, outputs)
         for number, (t, require) in enumerate(zip(outputs, planned, strict=True)):
             if t.requires_grad and not require:
                 raise TrainingStopped(
@@ -234,14 +224,14 @@ class Stage:
         self.settle()
         with evaluating(self.module), self.weights.averaged():
             outputs = self._call(tuple(self.numerics.arrange(t) for t in x))
-        if self.objective is None:
-            return self._handed_on(outputs)
+            if self.objective is None:
+                return self._handed_on(outputs)
         assert target is not None, f"stage {self.index} is the last and needs the targets"
         self.objective.evaluate(outputs, target)
         return ()
 
     def _call(self, x: Tensors) -> Tensors:
-        if self._copy_input:
+        if self.module.slice.copies_input:
             x = tuple(t.clone() for t in x)
         with self.numerics.context(self.device):
             outputs = as_tuple(self._layers(*x))
@@ -252,9 +242,10 @@ class Stage:
 
     def _handed_on(self, outputs: Tensors) -> Tensors:
         """Return the outputs to send, copied where the layers may keep or change them."""
-        requires = requires_grad(self._outputs, outputs)
+        slice = self.module.slice
+        requires = requires_grad(slice.leaving, outputs)
         return tuple(
-            t.detach() if require and not self._copy_output else t.detach().clone()
+            t.detach() if require and not slice.copies_output else t.detach().clone()
             for t, require in zip(outputs, requires, strict=True)
         )
 
@@ -307,7 +298,7 @@ class Stage:
 
     def needed(self, outputs: Tensors) -> Sequence[bool]:
         """Return which outputs get a gradient."""
-        return needs_grad(self._outputs, outputs)
+        return needs_grad(self.module.slice.leaving, outputs)
 
     def _differentiate(
         self, one: Microbatch, grads: Tensors, run: Callable[[list[Tensor], list[Tensor]], None]
@@ -332,7 +323,7 @@ class Stage:
 
     def _handed_back(self, one: Microbatch, grads: Tensors) -> Tensors:
         """Return the gradients that the stage before needs. Raises TrainingStopped for any others."""
-        needs = needs_grad(self._inputs, one.inputs) if self.index else [False] * len(one.inputs)
+        needs = needs_grad(self.module.slice.entering, one.inputs)
         for number, (t, need) in enumerate(zip(one.inputs, needs, strict=True)):
             if need != (t.grad is not None):
                 found = "no" if need else "a"

@@ -95,7 +95,7 @@ def test_data_that_crosses_a_cut_is_not_narrowed():
     joined = cut_layers({2: estimate(network, inputs, numerics)}, [1], example)
     part = network.part(joined.slices[0])
     sgd = partial(torch.optim.SGD, lr=0.1)
-    stage = Stage(0, part, sgd, lambda update: 1.0, outputs=joined.outputs(0), numerics=numerics)
+    stage = Stage(0, part, sgd, lambda update: 1.0, numerics=numerics)
     made = stage.forward(0, (torch.ones(2, 4), torch.full((2, 4), 1.001)), 0)
     assert [str(spec) for spec in specs_of(made)] == ["float32[2, 4]", "bfloat16[2, 4]"]
     assert specs_of(made) == joined.entering(1, 2)

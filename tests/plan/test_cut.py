@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Chain, Pop, Stash
-from pipetrain.network.network import INPUT, Made, Slice
+from pipetrain.network.network import INPUT, Made
 from pipetrain.plan.allowed import cuts_that_may_be, refuse_changing, refuse_cuts
 from pipetrain.plan.balance import lighter_cuts
 from pipetrain.plan.cut import Cut, copies_output, cut_layers
@@ -106,7 +106,7 @@ def test_every_value_enters_where_it_is_used_from_where_it_is_made(case):
                 used[here][value] = used[here].get(value, False) or reached
     for stage, slice in enumerate(joined.slices):
         assert slice.enters == tuple(sorted(used[stage]))
-        assert joined.inputs(stage).needs == tuple(used[stage][value] for value in slice.enters)
+        assert slice.entering.needs == tuple(used[stage][value] for value in slice.enters)
         made = [ENTRY if v.layer == INPUT else layers[v.layer].output for v in slice.enters]
         specs = tuple(of.specs[v.number] for of, v in zip(made, slice.enters, strict=True))
         assert joined.entering(stage, 2) == specs
@@ -114,7 +114,7 @@ def test_every_value_enters_where_it_is_used_from_where_it_is_made(case):
         later = {v for taken in used[stage + 1 :] for v in taken if stage_of(cuts, v.layer) == stage}
         assert slice.leaves == tuple(sorted(later))
         wanted = tuple(any(taken.get(v, False) for taken in used) for v in slice.leaves)
-        assert joined.outputs(stage).needs == wanted
+        assert slice.leaving.needs == wanted
     assert joined.slices[-1].leaves == (Made(len(layers) - 1, 0),)
     assert [(slice.start, slice.end) for slice in joined.slices] == list(pairwise([0, *cuts, len(layers)]))
 
@@ -319,8 +319,8 @@ def test_what_a_layer_keeps_is_known_behind_many_that_hand_it_on(first, kept):
     entry = ValueSpec((TensorSpec((4,), torch.float32),) * 3, single=False).of(2)
     layers = estimate(model, entry)
     leaves = tuple(Made(40, number) for number in range(3))
-    assert copies_output(layers, Slice(0, 41, (), leaves)) is kept
-    assert not copies_output(layers, Slice(1, 41, (), leaves))  # a copy came from another stage
+    assert copies_output(layers, leaves, 0, 41) is kept
+    assert not copies_output(layers, leaves, 1, 41)  # a copy came from another stage
 
 
 class Plus(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import TensorSpec, ValueSpec
+from pipetrain.network.boundary import Gradients, TensorSpec, ValueSpec
 from pipetrain.plan.cut import Cut, cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.channel import Message
@@ -195,7 +195,7 @@ def engine(rank_of: list[int], mine: list[int], bounds: Bounds) -> tuple[Engine,
     stages = {
         index: Stage(
             index,
-            part_of(nn.Linear(3, 3)),
+            part_of(nn.Linear(3, 3), before=index, entering=None if index else Gradients((False,), (False,))),
             sgd,
             lambda update: 1.0,
             task=Classification() if index == len(rank_of) - 1 else None,

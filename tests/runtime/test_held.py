@@ -49,8 +49,6 @@ def made() -> tuple[Stage, ValueSpec, list]:
         part,
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         lambda update: 1.0,
-        inputs=joined.inputs(STAGE),
-        outputs=joined.outputs(STAGE),
     )
     return stage, entry, layers
 

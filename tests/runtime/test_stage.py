@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -34,10 +35,16 @@ def stage(
     enters: int = 1,
     leaves: int = 1,
     skips: bool = False,
+    entering: Gradients | None = None,
+    leaving: Gradients | None = None,
+    copies_input: bool = False,
     **arguments: object,
 ) -> Stage:
     """A stage of these layers; of a later one, the layer before them is layer 4 of the model."""
-    part = part_of(module.double(), enters, leaves, before=5 if index else 0)
+    if not index:
+        entering = Gradients((False,) * enters, (False,) * enters)
+    known = {"entering": entering, "leaving": leaving, "copies_input": copies_input}
+    part = part_of(module.double(), enters, leaves, before=5 if index else 0, **known)
     made = Stage(index, part, SGD, lambda update: 1.0, **arguments)  # type: ignore[arg-type]
     made.observers = observers_of(made, skips)
     return made
@@ -144,7 +151,7 @@ class First(nn.Module):
 
 
 def test_an_input_that_the_plan_says_is_not_used_has_no_gradient():
-    middle = stage(First(), enters=2, inputs=Gradients((True, True), (True, False)))
+    middle = stage(First(), enters=2, entering=Gradients((True, True), (True, False)))
     (output,) = middle.forward(0, (randn(2), randn(2)), 0)
     (used,) = middle.backward(0, (torch.ones_like(output),), 0)
     assert used.tolist() == [2.0, 2.0]
@@ -160,7 +167,7 @@ def test_an_input_that_is_not_used_against_the_plan_stops_the_training():
 
 def test_an_input_that_is_used_against_the_plan_stops_the_training():
     """Weights before it would miss its gradient."""
-    middle = stage(Join(), enters=2, inputs=Gradients((True, True), (True, False)))
+    middle = stage(Join(), enters=2, entering=Gradients((True, True), (True, False)))
     output = middle.forward(4, (randn(2), randn(2)), 0)[0]
     with pytest.raises(
         TrainingStopped, match="a gradient reaches input 1 of stage 1 in microbatch 4, and the"
@@ -170,7 +177,7 @@ def test_an_input_that_is_used_against_the_plan_stops_the_training():
 
 def test_an_output_that_depends_on_weights_against_the_plan_stops_the_training():
     never = Gradients((True, False), (True, False))
-    middle = stage(Fork(nn.Linear(3, 3)), leaves=2, outputs=never)
+    middle = stage(Fork(nn.Linear(3, 3)), leaves=2, leaving=never)
     with pytest.raises(
         TrainingStopped, match="output 1 of stage 1 depends on weights in microbatch 4, and the"
     ):
@@ -183,7 +190,9 @@ class Trimmed(nn.Module):
 
 
 def test_an_evaluation_may_hand_on_fewer_tensors():
-    middle = stage(Trimmed(), leaves=2, outputs=Gradients((True, True), (True, True)))
+    middle = stage(Trimmed(), leaves=2, leaving=Gradients((True, True), (True, True)))
+    slice = middle.module.slice
+    middle.module._evaluated = replace(slice, leaves=slice.leaves[:1], leaving=None)
     assert len(middle.forward(0, (randn(2),), 0)) == 2
     assert len(middle.predict((randn(2),))) == 1
 
@@ -201,13 +210,13 @@ class Counts(nn.Module):
 
 
 def test_what_has_no_gradient_is_sent_as_a_copy():
-    middle = stage(Counts(), leaves=2, outputs=Gradients((True, False), (True, False)))
+    middle = stage(Counts(), leaves=2, leaving=Gradients((True, False), (True, False)))
     sent = [middle.forward(mb, (randn(2),), 0)[1] for mb in range(3)]
     assert [float(count) for count in sent] == [1.0, 2.0, 3.0]
 
 
 def test_an_output_that_has_no_gradient_leaves_its_weights_alone():
-    middle = stage(Fork(nn.Linear(3, 3)), leaves=2, outputs=Gradients((True, True), (False, True)))
+    middle = stage(Fork(nn.Linear(3, 3)), leaves=2, leaving=Gradients((True, True), (False, True)))
     _, skip = middle.forward(0, (randn(2, 3),), 0)
     (back,) = middle.backward(0, (torch.ones_like(skip),), 0)
     assert back.tolist() == [[1.0] * 3] * 2
@@ -291,7 +300,7 @@ def test_a_first_layer_that_works_in_place_gets_a_copy():
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
     x = randn(2, 3)
     before = x.clone()
-    careful = stage(module, copy_input=True)
+    careful = stage(module, copies_input=True)
     (output,) = careful.forward(0, (x,), 0)
     (back,) = careful.backward(0, (torch.ones_like(output),), 0)
     assert torch.equal(x, before)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from pipetrain.network.chain import Chain
 from pipetrain.network.network import Made, Part, Slice
 
 
-def part_of(module: nn.Module, enters: int = 1, leaves: int = 1, before: int = 0) -> Part:
+def part_of(module: nn.Module, enters: int = 1, leaves: int = 1, before: int = 0, **known: Any) -> Part:
     """Return the layers of an nn.Sequential, or one layer named 0, as the end of a longer model.
 
-    `enters` and `leaves`: how many tensors do; `before`: the number of layers of the model before these.
+    `enters` and `leaves`: how many tensors do; `before`: the number of layers of the model before these;
+    `known`: more of a Slice.
     """
     layers = module._modules if isinstance(module, nn.Sequential) else {"0": module}
     model = nn.Sequential(*(nn.Identity() for _ in range(before)))
@@ -22,5 +25,6 @@ def part_of(module: nn.Module, enters: int = 1, leaves: int = 1, before: int = 0
         enters=tuple(Made(before - 1, number) for number in range(enters)),
         leaves=tuple(Made(len(model) - 1, number) for number in range(leaves)),
         single=enters == 1,
+        **known,
     )
     return Chain(model).part(slice)
