@@ -36,8 +36,8 @@ from pipetrain.network.chain import Chain
 from pipetrain.network.network import INPUT, Made, Network, Tensors
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import made_up, strided
-from pipetrain.plan.blueprint import Plan, profile_conditions
 from pipetrain.plan.estimate import Layer
+from pipetrain.plan.plan import Plan, profile_conditions
 from pipetrain.plan.profile import Facts, LayerTime, Profile, average
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.clock import Clock, Mark

@@ -51,18 +51,10 @@ from pipetrain.network.loan import Loan, put
 from pipetrain.network.materialise import named_tensors
 from pipetrain.network.model import prove_model, state_names, tensor_attributes
 from pipetrain.network.network import Network, Values
-from pipetrain.plan.blueprint import (
-    Plan,
-    Samples,
-    make_plan,
-    outputs_of,
-    profile_conditions,
-    prove_targets,
-)
 from pipetrain.plan.cut import AnySize
 from pipetrain.plan.describe import describe
-from pipetrain.plan.fitting import within_limit
-from pipetrain.plan.prediction import sized
+from pipetrain.plan.memory import sized
+from pipetrain.plan.plan import Plan, Samples, make_plan, outputs_of, profile_conditions, prove_targets
 from pipetrain.plan.profile import read_profile
 from pipetrain.plan.program import draft_program, make_program, settle_clipping
 from pipetrain.plan.prove import prove_window
@@ -584,7 +576,7 @@ class Pipeline:
                 with self._together():
                     profile = measure(self._mesh, draft, conditions, lambda: (twin, self._optimizer))
         plan = make(settings, model=network.spare(), profile=profile)
-        return within_limit(sized(plan, self._task, optimizer_state(self._optimizer)))
+        return sized(plan, self._task, optimizer_state(self._optimizer))
 
     def _prove_task(self, plan: Plan, reader: Reader) -> None:
         first = reader.first()

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from functools import cache, partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -31,9 +32,21 @@ from pipetrain.rate import SHAPES, Rate, learning_rate
 MONTH_S = 30 * 24 * 3600
 STRATEGIES = ("even", "params", "flops")
 PROFILE = "profile"  # the strategy that measures
-MODES = ("never", "selective", "always")
-RECOMPUTE = ("auto", "never", "except_last", "always", "selective")
+AUTO = "auto"
+RECOMPUTE = (AUTO, "never", "except_last", "always", "selective")
 """The values of recompute=, beside a list of the modes of all stages."""
+
+
+class Mode(StrEnum):
+    """What a stage holds of a microbatch between its forward and its backward.
+
+    NEVER: all that the backward needs. SELECTIVE: its inputs, and what is dear to make again. ALWAYS: its
+    inputs alone.
+    """
+
+    NEVER = "never"
+    SELECTIVE = "selective"
+    ALWAYS = "always"
 
 
 def cores() -> int:
@@ -121,7 +134,7 @@ def _partition(key: str, value: Any) -> str | list[int]:
 
 
 def _is_recompute(value: Any) -> bool:
-    return value in RECOMPUTE if isinstance(value, str) else _is_list(value, lambda mode: mode in MODES)
+    return value in RECOMPUTE if isinstance(value, str) else _is_list(value, lambda mode: mode in [*Mode])
 
 
 def _is_trace(value: Any) -> bool:

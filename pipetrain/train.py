@@ -40,9 +40,9 @@ from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.measure import measure_run
 from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.modes import is_in_evaluation, warn_of_evaluation
-from pipetrain.plan.blueprint import Plan
 from pipetrain.plan.describe import describe, verdict
-from pipetrain.plan.fitting import gpu_bytes
+from pipetrain.plan.memory import gpu_bytes
+from pipetrain.plan.plan import Plan
 from pipetrain.plan.profile import Profile
 from pipetrain.records import folder
 from pipetrain.records.files import Files

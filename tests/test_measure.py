@@ -23,8 +23,8 @@ from pipetrain.measure import LARGE, REPEATS, SMALL, WARM_UP, Link, measure_laye
 from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Chain
 from pipetrain.network.numerics import Numerics
-from pipetrain.plan.blueprint import profile_conditions
 from pipetrain.plan.estimate import estimate
+from pipetrain.plan.plan import profile_conditions
 from pipetrain.plan.profile import LayerTime, Profile
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.ranks import World

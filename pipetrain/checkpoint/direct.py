@@ -42,8 +42,8 @@ from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.network.boundary import TensorSpec, bytes_of
 from pipetrain.network.materialise import cast_exactly, named_tensors
 from pipetrain.network.network import Network, Values
-from pipetrain.plan.blueprint import Plan
 from pipetrain.plan.cut import homes
+from pipetrain.plan.plan import Plan
 from pipetrain.records.figures import Progress
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.session import Session, slots

@@ -14,9 +14,8 @@ from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.source import Source
 from pipetrain.errors import ConfigError
 from pipetrain.network.model import state_names
-from pipetrain.plan.recompute import Mode
 from pipetrain.records.folder import SUMMARY, is_of
-from pipetrain.settings import PROFILE, Settings
+from pipetrain.settings import PROFILE, Mode, Settings
 from pipetrain.training.run import Run
 
 

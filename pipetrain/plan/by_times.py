@@ -18,15 +18,14 @@ from pipetrain.plan.balance import GIB, balance_times, choose_cuts
 from pipetrain.plan.cut import shared_weights
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import Profile, refuse_other_layers
-from pipetrain.plan.program import make_program
-from pipetrain.plan.recompute import AUTO, Mode, modes_of
+from pipetrain.plan.program import make_program, modes_of
 from pipetrain.plan.sizes import assumed_loss
 from pipetrain.plan.stages import Prediction, Predictor, Recomputation, StageTime
 from pipetrain.schedule.actions import Op, Program, Schedule, splits
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.memory import Counts, counts, fullest, most
 from pipetrain.schedule.policy import Policy
-from pipetrain.settings import PROFILE, STRATEGIES, Settings
+from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode, Settings
 
 
 def predictor_of(

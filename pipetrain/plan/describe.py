@@ -21,12 +21,10 @@ from pipetrain.data import declared_example, load_data, pieces
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import TensorSpec
 from pipetrain.network.chain import network_of
-from pipetrain.plan.blueprint import Plan, Samples, draft_plan, make_plan, with_costs
 from pipetrain.plan.comparing import BATCHES, WORK, Played, aligned, batches_of, in_units
-from pipetrain.plan.fitting import gpu_bytes, says_whether_it_fits, within_limit
-from pipetrain.plan.prediction import memory, played, sized, unit_of_time
+from pipetrain.plan.memory import gpu_bytes, memory, says_whether_it_fits, sized
+from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, with_costs
 from pipetrain.plan.profile import Profile
-from pipetrain.plan.recompute import Mode
 from pipetrain.plan.replay import Replay, full_of, read_trace
 from pipetrain.plan.sizes import known_state, optimizer_state
 from pipetrain.plan.stages import Prediction
@@ -35,7 +33,7 @@ from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.memory import PARTS, Moment, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
-from pipetrain.settings import COUNT, PROFILE, STRATEGIES, Settings
+from pipetrain.settings import COUNT, PROFILE, STRATEGIES, Mode, Settings
 
 Measure = Callable[[DictConfig, Plan], Profile]
 """Measures the layers of a configuration's model, of which there is a plan by estimates."""
@@ -54,7 +52,7 @@ def show_plan(cfg: DictConfig, measure: Measure) -> None:
         refuse_other(plan, traced, str(cfg.cost))
         plan = with_costs(plan, traced.costs)
         refuse_other(plan, traced, str(cfg.cost))
-    plan = within_limit(sized(plan, make_task(cfg), _state_of(cfg)))
+    plan = sized(plan, make_task(cfg), _state_of(cfg))
     span = _span(cfg)
     if cfg.out is not None:
         _draw(plan, Path(str(cfg.out)), span)
@@ -87,13 +85,13 @@ def by_model(name: str, cfg: DictConfig) -> tuple[str, Played]:
     """Return a title, and what a schedule takes by the costs of a configuration's model."""
     plan = planned(cfg, name)
     title = f"{plan.settings.model}{' ms' if plan.costs else ''}"
-    return title, in_units(played(plan), batches_of(cfg), 1e-3 if plan.costs else WORK)
+    return title, in_units(plan.timeline(), batches_of(cfg), 1e-3 if plan.costs else WORK)
 
 
 def _draw(plan: Plan, path: Path, span: tuple[int, int] | None) -> None:
-    run = played(plan)
+    run = plan.timeline()
     try:
-        as_figure(run, path, _title(plan), unit_of_time(plan), span, memory(plan, run))
+        as_figure(run, path, _title(plan), plan.unit_of_time, span, memory(plan, run))
     except OSError as error:
         raise ConfigError(f"out={path} cannot be written: {error}") from error
 
@@ -147,9 +145,9 @@ def describe(
         head += f"clip_grad_norm {settings.clip_grad_norm:g} by the norm of {_clipped(plan)}\n"
     for name, stages in plan.cut.shared.items():
         head += f"{name} is trained as one by stages {', '.join(map(str, stages))}\n"
-    run = played(plan)
+    run = plan.timeline()
     held = memory(plan, run) if plan.sizes else []
-    picture = as_text(run, width, unit_of_time(plan), span, held, _title(plan))
+    picture = as_text(run, width, plan.unit_of_time, span, held, _title(plan))
     split = splits(plan.window.program)
     for line in plan.prediction.reasons if plan.prediction else ():
         head += f"{line}\n"
@@ -247,7 +245,7 @@ def _figures(plan: Plan, batches: int) -> str:
     if formula and not any(formula.staleness) and has_norms(plan.window.program):
         formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
     if plan.by_costs:  # the formulas are for an order that was made for equal stages
-        formula, simulation = None, played(plan)
+        formula, simulation = None, plan.timeline()
     bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.2%}"
     which = "these" if plan.by_costs else "equal"
     rows = [[f"details of {which} stages", "simulated"], ["bubble", f"{simulation.bubble:.2%}", bubble]]

@@ -5,7 +5,7 @@ A window is what runs between two drains of the pipeline. Its length comes from 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, pairwise
 from typing import Any
@@ -25,7 +25,7 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import Policy
 from pipetrain.schedule.simulate import Cost
 from pipetrain.schedule.transforms import joined, with_norms, with_recompute, with_ties
-from pipetrain.settings import Settings
+from pipetrain.settings import AUTO, RECOMPUTE, Mode, Settings
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
@@ -129,3 +129,24 @@ def refuse_ties(settings: Settings, schedule: Schedule, cut: Cut) -> None:
             f"leave an update out that others make: set clip_grad_norm, by which all stages leave it out, or "
             f"{together}"
         )
+
+
+def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
+    """Return the mode of each stage for a value of recompute=; auto is never. Raises ConfigError."""
+    if not isinstance(recompute, str):
+        if len(recompute) != stages:
+            raise ConfigError(
+                f"recompute=[{','.join(recompute)}] has modes of {len(recompute)} stages, and there are "
+                f"{stages}: give one for each, or one of {', '.join(RECOMPUTE)}"
+            )
+        return [Mode(mode) for mode in recompute]
+    if recompute == AUTO:
+        return [Mode.NEVER] * stages
+    if recompute == "except_last":
+        return [Mode.ALWAYS] * (stages - 1) + [Mode.NEVER]
+    return [Mode(recompute)] * stages
+
+
+def recomputing(modes: Sequence[Mode]) -> list[int]:
+    """Return the stages that recompute their forwards."""
+    return [stage for stage, mode in enumerate(modes) if mode is not Mode.NEVER]

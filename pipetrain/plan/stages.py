@@ -21,7 +21,6 @@ from pipetrain.network.network import INPUT, Made
 from pipetrain.plan.cut import Cut
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import LayerTime, Profile
-from pipetrain.plan.recompute import Mode
 from pipetrain.plan.sizes import (
     NO_LOSS,
     LossSizes,
@@ -33,7 +32,7 @@ from pipetrain.plan.sizes import (
 from pipetrain.schedule.actions import Edge, Op
 from pipetrain.schedule.memory import Counts, Sizes, in_bytes
 from pipetrain.schedule.timeline import Costs, Kind
-from pipetrain.settings import PROFILE
+from pipetrain.settings import PROFILE, Mode
 
 
 @dataclass(frozen=True, slots=True)

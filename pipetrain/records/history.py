@@ -9,11 +9,11 @@ from itertools import count
 from statistics import mean
 from typing import Any
 
-from pipetrain.plan.prediction import StageTimes, memory, played, predict
+from pipetrain.plan.memory import memory
 from pipetrain.records.figures import EpochFigures, best_epoch
 from pipetrain.runtime.held import Measured
 from pipetrain.schedule.memory import PARTS, Peak, peak, peaks
-from pipetrain.schedule.timeline import StageStats, total
+from pipetrain.schedule.timeline import StageStats, StageTimes, total
 from pipetrain.tasks import Metric
 from pipetrain.training.run import Run
 
@@ -59,8 +59,8 @@ class History:
         self._run = run
         self._plan = run.plan
         self._batches = len(run.sampler.batch_sizes)  # per epoch
-        self.simulated = played(run.plan)
-        self.predicted = predict(run.plan, self.simulated)
+        self.simulated = run.plan.timeline()
+        self.predicted = run.plan.stage_times(self.simulated)
         self.predicted_memory = memory(run.plan, self.simulated)
         self.memory: Memory | None = None
         """What was measured, once it was."""

@@ -16,8 +16,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.errors import NotRecorded
-from pipetrain.plan.fitting import says_whether_it_fits
-from pipetrain.plan.prediction import unit_of_time
+from pipetrain.plan.memory import says_whether_it_fits
 from pipetrain.records import events
 from pipetrain.records.bar import Bar
 from pipetrain.records.figures import EpochFigures
@@ -67,7 +66,7 @@ class Recorder:
             as_png(
                 self._history.simulated,
                 f"{run.settings.model}, {run.settings.schedule}",
-                unit_of_time(run.plan),
+                run.plan.unit_of_time,
                 self._history.predicted_memory,
             ),
         )

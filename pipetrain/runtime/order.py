@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from pipetrain.plan.blueprint import Plan
+from pipetrain.plan.plan import Plan
 from pipetrain.runtime.microbatch import Saving
 from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Edge, Op, last_uses, shortened
 from pipetrain.schedule.lower import Lowering

@@ -14,10 +14,9 @@ from pipetrain.network.boundary import Value, cast_floats
 from pipetrain.network.chain import network_of
 from pipetrain.network.materialise import materialise
 from pipetrain.network.network import Network, Part
-from pipetrain.plan.blueprint import Plan, outputs_of
 from pipetrain.plan.cut import homes
-from pipetrain.plan.fitting import explained, is_out_of_memory
-from pipetrain.plan.recompute import Mode
+from pipetrain.plan.memory import explained, is_out_of_memory
+from pipetrain.plan.plan import Plan, outputs_of
 from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import Channel
@@ -37,6 +36,7 @@ from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.statistics import BatchStatistics
 from pipetrain.runtime.times import Observe
 from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.settings import Mode
 from pipetrain.tasks import ModelLoss, Task, prove_batch
 from pipetrain.tasks.trial import ModelTrial
 

@@ -203,6 +203,19 @@ class Timeline:
         return [stats.max_staleness for stats in self.stages]
 
 
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """The time of a stage, measured or predicted.
+
+    `bubble`: the fraction of training in which its rank does not compute, `wait`: in which its rank is
+    blocked. `stage_time_s`: seconds of computing per batch; None if unknown.
+    """
+
+    bubble: float
+    stage_time_s: float | None
+    wait: float
+
+
 Kind = tuple[int, Op] | tuple[int, Op, int]  # (stage, op) or, of one route's messages, (stage, op, peer)
 
 

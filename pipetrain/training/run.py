@@ -32,9 +32,8 @@ from pipetrain.data import (
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.network import Network
-from pipetrain.plan.blueprint import Plan, Samples, draft_plan, make_plan, prove_targets
-from pipetrain.plan.fitting import within_limit
-from pipetrain.plan.prediction import sized
+from pipetrain.plan.memory import sized
+from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, prove_targets
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.sizes import optimizer_state
 from pipetrain.runtime.optimizer import make_optimizer
@@ -171,7 +170,7 @@ def prepare(
         facts=facts,
         data=data,
         task=task,
-        plan=within_limit(sized(plan, task, optimizer_state(optimizer))),
+        plan=sized(plan, task, optimizer_state(optimizer)),
         sampler=sampler,
         optimizer=optimizer,
         see_model=partial(models.see, *named),

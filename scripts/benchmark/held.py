@@ -12,7 +12,7 @@ from benchmark.report import Row, Verdict
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.network.boundary import on_each
-from pipetrain.plan.prediction import memory, played, sized
+from pipetrain.plan.memory import memory, sized
 from pipetrain.plan.sizes import optimizer_state
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.held import Meter
@@ -116,7 +116,7 @@ def measure(mesh: Mesh, say: Say, case: Case) -> list[Found]:
         order = order_of(plan, max(plan.windows), mesh.world.rank)
         engine.train(order, Feed(job, mesh.device), job.microbatches)
     measured = meter.close()
-    predicted = peaks(memory(plan, played(plan)))
+    predicted = peaks(memory(plan, plan.timeline()))
     return [Found(stage, peak(held), predicted[stage]) for stage, held in measured.stages.items()]
 
 

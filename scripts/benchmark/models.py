@@ -21,8 +21,8 @@ from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.measure import measure as measure_costs
 from pipetrain.network.chain import Chain
 from pipetrain.plan.balance import choose_cuts
-from pipetrain.plan.blueprint import profile_conditions
 from pipetrain.plan.estimate import Layer
+from pipetrain.plan.plan import profile_conditions
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.settings import PROFILE, STRATEGIES
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from pipetrain.plan.blueprint import Plan
+from pipetrain.plan.plan import Plan
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.ranks import World

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from benchmark.held import NEAR, WINDOWS, Case, Feed, job_of
 from benchmark.worlds import fitted, gather_objects
-from pipetrain.plan.prediction import memory as over_time
-from pipetrain.plan.prediction import played
+from pipetrain.plan.memory import memory as over_time
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
@@ -134,6 +133,6 @@ def _measure(mesh: Mesh, case: Case) -> Held:
         [(record.activations, record.versions) for _, record in records],
         [tuple(plan.peaks(stage))[:2] for stage, _ in records],
         meter.peak - before if isinstance(meter, ByAction) else 0,
-        max(moment.total for moment in over_time(plan, played(plan))[mesh.world.rank]),
+        max(moment.total for moment in over_time(plan, plan.timeline())[mesh.world.rank]),
         meter.needed if isinstance(meter, ByAction) else 0,
     )

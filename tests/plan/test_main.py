@@ -18,9 +18,8 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.plan import __main__ as command
 from pipetrain.plan import describe as printing
-from pipetrain.plan.blueprint import Plan, Samples, make_plan
 from pipetrain.plan.describe import describe, verdict
-from pipetrain.plan.prediction import played
+from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.replay import read_trace
 from pipetrain.plan.stages import Choice, Prediction
 from pipetrain.schedule.actions import Op
@@ -405,7 +404,7 @@ def test_with_a_model_its_own_costs_stand_beside_equal_ones(run):
     rows = rows_of(out)
     assert rows["schedule"][:4] == ["batch", "bubble", "mlp batch", "mlp bubble"]
     plan = planned("zbv", 2, 4, 16, "model=mlp")
-    took = played(plan).makespan / 16 / 3
+    took = plan.timeline().makespan / 16 / 3
     assert rows["zbv"][2:4] == [f"{took:.4g}", f"{1 - 4 / took:.1%}"]
     assert float(rows["1f1b"][0]) == 5
 

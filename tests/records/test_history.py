@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipetrain.plan.prediction import StageTimes
 from pipetrain.records.history import History, Machine, find_straggler, stage_table, stage_times
-from pipetrain.schedule.timeline import StageStats
+from pipetrain.schedule.timeline import StageStats, StageTimes
 from tests.support.cases import Case, make_run
 from tests.support.figures import figures
 

@@ -18,7 +18,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipetrain.cli import contained
 from pipetrain.errors import NotRecorded
-from pipetrain.plan.prediction import played, predict
 from pipetrain.records import recorder as module
 from pipetrain.records.files import Files
 from pipetrain.records.history import Machine
@@ -162,7 +161,7 @@ def test_the_summary_is_of_the_last_and_of_the_best_epoch(made):
     assert [stage["bubble"] for stage in stages] == [1.5 / 6, 4.5 / 6]
     assert [stage["stage_time_s"] for stage in stages] == pytest.approx([4.5 / 12, 1.5 / 12])  # an update
     assert [stage["wait"] for stage in stages] == pytest.approx([1.2 / 6, 3.6 / 6])
-    said = predict(run.plan, played(run.plan))
+    said = run.plan.stage_times(run.plan.timeline())
     assert [stage["predicted_bubble"] for stage in stages] == [times.bubble for times in said]
     assert [stage["predicted_wait"] for stage in stages] == [times.wait for times in said]
     assert [stage["predicted_stage_time_s"] for stage in stages] == [None, None]
@@ -195,7 +194,7 @@ def test_tensorboard_has_the_run(made):
     wanted |= {"sent_mib/stage0": [1000 / 2**20] * 2, "sent_mib/stage1": [500 / 2**20] * 2}  # of an epoch
     wanted |= {"codec_s/stage0": [0.25] * 2, "codec_s/stage1": [0.0] * 2}
     wanted |= {"stage_time/stage0": [1.5 / 4] * 2, "stage_time/stage1": [0.5 / 4] * 2}  # of an update
-    for stage, times in enumerate(predict(run.plan, played(run.plan))):
+    for stage, times in enumerate(run.plan.stage_times(run.plan.timeline())):
         wanted |= {f"bubble_predicted/stage{stage}": [times.bubble] * 2}
         wanted |= {f"wait_predicted/stage{stage}": [times.wait] * 2}
     points = scalars(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipetrain.errors import ConfigError
-from pipetrain.plan.blueprint import with_costs
+from pipetrain.plan.plan import with_costs
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Costs
 from tests.support.cases import Case, compare, make_run, run_in_threads

@@ -26,8 +26,8 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.network.network import Network
 from pipetrain.network.tracing.traced import Traced
-from pipetrain.plan.blueprint import Plan, Samples, make_plan
 from pipetrain.plan.cut import cut_layers
+from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.runtime.order import evaluation_of, order_of
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session

@@ -17,11 +17,10 @@ from pipetrain.building import make_schedule
 from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
 from pipetrain.network.boundary import TensorSpec, ValueSpec
-from pipetrain.plan.blueprint import Plan, Samples, make_plan, prove_targets
+from pipetrain.plan.plan import Plan, Samples, make_plan, prove_targets
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.program import make_program, window_lengths
 from pipetrain.plan.prove import prove_window
-from pipetrain.plan.recompute import Mode
 from pipetrain.schedule.actions import (
     Action,
     Op,
@@ -34,7 +33,7 @@ from pipetrain.schedule.actions import (
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.transforms import with_recompute
-from pipetrain.settings import Settings
+from pipetrain.settings import Mode, Settings
 from pipetrain.tasks import Regression, Task
 from tests.support.cases import config
 from tests.support.models import Fork, complex_inside, shared_statistics, skipping, tied, with_norm

@@ -9,8 +9,7 @@ import torch
 
 from pipetrain.building import make_model, make_schedule
 from pipetrain.network.boundary import TensorSpec, ValueSpec
-from pipetrain.plan.blueprint import Plan, Samples, make_plan
-from pipetrain.plan.prediction import played, predict
+from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.stages import costs_by_work
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Costs
@@ -28,7 +27,7 @@ def planned(schedule: str, *words: str, batches: int = 1) -> Plan:
 
 
 def predicted(plan):
-    return predict(plan, played(plan))
+    return plan.stage_times(plan.timeline())
 
 
 def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known():

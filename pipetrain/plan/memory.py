@@ -1,24 +1,76 @@
-"""Whether the ranks hold what the plan predicts: within `memory_limit=`, or in the memory of their GPUs.
+"""What the ranks of a plan hold, and whether it fits: within memory_limit=, or in the memory of their GPUs.
 
-A prediction is no proof, as it leaves out what an action needs only while it runs: that a GPU may be too
-small is said, and refused is only what is above a limit that was given.
+It follows from the order of the actions, and from what the estimated layers save. A prediction is no proof,
+as it leaves out what an action needs only while it runs: that a GPU may be too small is said, and refused is
+only what is above a limit that was given.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
+from pipetrain.codec import Identity
 from pipetrain.errors import ActionFailed, ConfigError
+from pipetrain.network.boundary import TensorSpec
 from pipetrain.plan.balance import GIB
-from pipetrain.plan.blueprint import Plan
-from pipetrain.plan.prediction import memory, played
-from pipetrain.plan.recompute import AUTO, Mode
-from pipetrain.schedule.memory import Moment
-from pipetrain.settings import PROFILE, Settings
+from pipetrain.plan.plan import Plan
+from pipetrain.plan.sizes import loss_sizes, microbatch, tensors_of, weights_of
+from pipetrain.schedule.memory import Moment, Sizes, over_time
+from pipetrain.schedule.timeline import Timeline
+from pipetrain.settings import AUTO, PROFILE, Mode, Settings
+from pipetrain.tasks import Task
+
+
+def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan:
+    """Return a plan with the bytes of its stages. `state_of`: of the optimizer's state of a parameter.
+
+    Raises ConfigError if a rank is predicted to hold more than memory_limit=.
+    """
+    loss = loss_sizes(task, plan.layers[-1].output, plan.settings.data_dtype)
+    messages = [(edge, plan.cut.message(edge, plan.full)) for edge in plan.cut.message_edges]
+    sizes = []
+    for stage in range(plan.stages):
+        slice, held = plan.cut.slices[stage], plan.stage_layers(stage)
+        parameters, _ = tensors_of(held)
+        weights = weights_of(held)
+        of_one = microbatch(
+            plan.layers,
+            plan.example.of(plan.full),
+            slice.start,
+            slice.end,
+            loss,
+            copies_input=slice.copies_input,
+            selective=plan.modes[stage] is Mode.SELECTIVE,
+        )
+        sizes.append(
+            Sizes(
+                saved=of_one.saved,
+                before_r=of_one.before_r,
+                after_i=of_one.after_i,
+                weights=weights.trained * (1 + (plan.settings.ema is not None)) + weights.fixed,
+                version=weights.trained,
+                gradient=weights.trained,
+                optimizer=sum(map(state_of, parameters.values())),
+                tied=sum(parameters[name].nbytes for name, tie in plan.cut.shared.items() if stage in tie),
+                wire={edge: plan.settings.codecs.wire_bytes(s, edge[0] < edge[1]) for edge, s in messages},
+                raw={edge: sum(spec.nbytes for spec in s) for edge, s in messages},
+            )
+        )
+    plan = replace(plan, sizes=sizes)
+    _refuse_more(plan)
+    return plan
+
+
+def memory(plan: Plan, run: Timeline) -> list[list[Moment]]:
+    """Return, by rank, what the stages of a plan that is `sized` hold after each action of a timeline."""
+    coded = not isinstance(plan.settings.codecs.forward, Identity)
+    copied = [edge for edge in plan.cut.edges if coded or plan.cut.slices[edge[0]].copies_output]
+    return over_time(run, plan.sizes, plan.cut.bounds, plan.cut.edges, copied)
 
 
 def gpu_bytes(device: str, processes: int = 1) -> int | None:
@@ -49,21 +101,17 @@ def says_whether_it_fits(settings: Settings, held: Sequence[Sequence[Moment]], r
     )
 
 
-def within_limit(plan: Plan) -> Plan:
-    """Return a plan that is `sized`. Raises ConfigError if a rank is predicted to hold more than the limit.
-
-    The cut of partition=profile keeps to it itself, by what was measured.
-    """
+def _refuse_more(plan: Plan) -> None:
+    """Refuse a plan above the limit; the cut of partition=profile keeps to it, by what was measured."""
     limit = plan.settings.memory_limit
     if limit is None or plan.settings.partition == PROFILE:
-        return plan
-    rank, peak = _fullest(memory(plan, played(plan)))
+        return
+    rank, peak = _fullest(memory(plan, plan.timeline()))
     if peak > limit * GIB:
         raise ConfigError(
             f"memory_limit={limit:g} is too small: rank {rank} is predicted to hold {_gib(peak)} GiB; "
             f"{_ways(plan.settings)}, or choose partition={PROFILE}, which keeps to it where it can"
         )
-    return plan
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -77,7 +125,7 @@ def explained(error: ActionFailed, plan: Plan, rank: int, device: torch.device) 
     whose = "its GPU" if device.type == "cuda" else "its machine"
     predicted = ""
     if plan.sizes:
-        peak = peaks_by_rank(memory(plan, played(plan)))[rank]
+        peak = peaks_by_rank(memory(plan, plan.timeline()))[rank]
         predicted = f" and it was predicted to hold {_gib(peak)} GiB at its peak"
     return ActionFailed(f"{error}; {whose} has {_gib(room)} GiB{predicted}: {_ways(plan.settings)}")
 

@@ -1,8 +1,4 @@
-"""The plan of a run: the cut model, and every program that will run, checked.
-
-Every rank makes it from the same configuration, before a process group exists. All programs are lowered,
-checked and simulated at the buffer size of the real channels.
-"""
+"""The plan of a run: costs, cut, programs, proof; each is made once, and every rank makes the same."""
 
 from __future__ import annotations
 
@@ -27,17 +23,25 @@ from pipetrain.plan.by_times import cut_by_times, predictor_of
 from pipetrain.plan.cut import Cut, Estimates, cut_layers, shared_weights
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.profile import Facts, Profile, read_profile
-from pipetrain.plan.program import draft_program, make_program, refuse_ties, settle_clipping, window_lengths
+from pipetrain.plan.program import (
+    draft_program,
+    make_program,
+    modes_of,
+    recomputing,
+    refuse_ties,
+    settle_clipping,
+    window_lengths,
+)
 from pipetrain.plan.prove import Window, prove, prove_window
-from pipetrain.plan.recompute import Mode, modes_of, recomputing
 from pipetrain.plan.stages import Prediction, costs_by_work
 from pipetrain.schedule.actions import Op, Program, Schedule, asks_for, placement
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Sizes
 from pipetrain.schedule.policy import Bounds, Policy
 from pipetrain.schedule.programs import forward_only
-from pipetrain.schedule.timeline import Costs
-from pipetrain.settings import PROFILE, Settings
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
+from pipetrain.settings import PROFILE, Mode, Settings
 from pipetrain.tasks import Task
 
 
@@ -78,7 +82,7 @@ class Plan:
     @property
     def stage_costs(self) -> Costs:
         """The costs of all stages: from a profile or a trace, or else by their estimated work."""
-        return self.costs or costs_by_work(self.layers, self.cut, max(self.placement) + 1)
+        return self.costs or costs_by_work(self.layers, self.cut, self.settings.ranks)
 
     @property
     def recompute(self) -> list[Mode]:
@@ -135,6 +139,36 @@ class Plan:
         """Return the peaks of activations, weight versions and staleness of a stage over all windows."""
         most = (window.bounds[stage] for window in self.windows.values())
         return Bounds(*map(max, *most, Bounds(0, 0, 0)))
+
+    @property
+    def unit_of_time(self) -> str:
+        """The unit of the times of its timeline."""
+        ranks = self.settings.ranks
+        part = f"1/{ranks} of the model" if ranks > 1 else "the model"
+        return "s" if self.costs else f"forwards of {part}"
+
+    def timeline(self) -> Timeline:
+        """Return the longest window, simulated at the costs of its stages."""
+        return simulate(
+            self.window.program,
+            self.settings.microbatches,
+            buffer_size=self.cut.bounds,
+            cost=self.stage_costs,
+            routes=self.cut.edges,
+            ties=self.cut.ties,
+        )
+
+    def stage_times(self, run: Timeline) -> list[StageTimes]:
+        """Return the predicted times of each stage, by its `timeline`."""
+        waited = run.waits(repeated=self.settings.window is not None)
+        return [
+            StageTimes(
+                bubble=run.bubble_per_rank[rank],
+                stage_time_s=run.stages[stage].busy_s / max(self.windows) if self.costs else None,
+                wait=waited[rank] / run.makespan,
+            )
+            for stage, rank in enumerate(self.placement)
+        ]
 
     def program(self, batches: int) -> Program:
         """Return the program of a window of so many batches."""
@@ -207,28 +241,27 @@ def make_plan(
     settings, where = settle_clipping(settings, schedule, draft), placement(draft)
     modes = modes_of(settings.recompute, len(where))
 
-    full = settings.full
-    sizes = {full, *(n for batch in set(samples.batches) for n in pieces(batch, settings.microbatches))}
-    numerics, trained, evaluated = _estimates(settings, network, example, sizes, set(samples.evaluation))
-    layers = trained[full]
+    numerics, trained, evaluated = _estimates(settings, network, example, samples)
+    layers, inputs = trained[settings.full], example.of(settings.full)
     prediction = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
-        predictor = predictor_of(settings, schedule, where, lengths, profile, layers, example.of(full))
+        predictor = predictor_of(settings, schedule, where, lengths, profile, layers, inputs)
         prediction = cut_by_times(settings, network, predictor)
         cuts, modes = prediction.cuts, prediction.modes
     else:
         cuts = choose_cuts(settings.partition, layers, len(where), network.joins, where)
         if settings.partition == "flops":
-            cuts = lighter_cuts(layers, cuts, example.of(full))
+            cuts = lighter_cuts(layers, cuts, inputs)
     refuse_cuts(network, layers, cuts)
     _refuse_drawing(settings, layers)
     refuse_changing([*trained.values(), *evaluated.values()], cuts)
-    cut = cut_layers({full: layers, **trained}, cuts, example, shared_weights(network, cuts))
+    cut = cut_layers({settings.full: layers, **trained}, cuts, example, shared_weights(network, cuts))
     refuse_ties(settings, schedule, cut)
+
     costs = prediction.costs if prediction else None
-    priced = costs or costs_by_work(layers, cut, max(where) + 1)
-    programs = {n: make_program(schedule, cut, n, settings, priced, recomputing(modes)) for n in lengths}
+    stage_costs = costs or costs_by_work(layers, cut, settings.ranks)
+    programs = {n: make_program(schedule, cut, n, settings, stage_costs, recomputing(modes)) for n in lengths}
     evaluation = lower(forward_only(where, len(samples.evaluation)), cut.edges)
     cut, windows = prove(settings, schedule, cut, programs, evaluation)
     return Plan(
@@ -297,17 +330,16 @@ def _cast(what: str, example: ValueSpec, dtype: torch.dtype | None) -> ValueSpec
 
 
 def _estimates(
-    settings: Settings,
-    network: Network,
-    example: ValueSpec,
-    sizes: Collection[int],
-    evaluation: Collection[int],
+    settings: Settings, network: Network, example: ValueSpec, samples: Samples
 ) -> tuple[Numerics, Estimates, Estimates]:
-    """Choose the memory format, and estimate the layers for each size in it."""
+    """Choose the memory format, and estimate the layers for each size of a microbatch."""
 
     def of(numerics: Numerics, sizes: Collection[int], train: bool) -> Estimates:
         return {size: estimate(network, example.of(size), numerics, train) for size in sorted(sizes)}
 
+    m = settings.microbatches
+    sizes = {settings.full, *(n for batch in set(samples.batches) for n in pieces(batch, m))}
+    evaluation = set(samples.evaluation)
     numerics = Numerics(settings.precision == "bf16", settings.memory_format == "channels_last")
     if settings.memory_format == "auto" and settings.dtype == torch.float32:
         inner = replace(numerics, channels_last=True)

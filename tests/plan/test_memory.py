@@ -11,11 +11,17 @@ import torch
 
 import pipetrain
 from pipetrain.errors import ActionFailed, ConfigError
-from pipetrain.plan import fitting
+from pipetrain.plan import memory as module
 from pipetrain.plan.balance import GIB
-from pipetrain.plan.blueprint import Plan
-from pipetrain.plan.fitting import explained, gpu_bytes, is_out_of_memory, peaks_by_rank, says_whether_it_fits
-from pipetrain.plan.prediction import memory, played
+from pipetrain.plan.memory import (
+    explained,
+    gpu_bytes,
+    is_out_of_memory,
+    memory,
+    peaks_by_rank,
+    says_whether_it_fits,
+)
+from pipetrain.plan.plan import Plan
 from pipetrain.schedule.actions import Action, Op
 from pipetrain.schedule.memory import Held, Moment
 from tests.support.cases import config, prepared
@@ -66,7 +72,7 @@ def test_only_what_would_help_is_named(words, ways):
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_limit_is_kept_to_by_each_rank_whatever_the_partition(schedule):
     plan = plan_of(schedule)
-    most = max(peaks_by_rank(memory(plan, played(plan)))) / GIB
+    most = max(peaks_by_rank(memory(plan, plan.timeline()))) / GIB
     assert plan_of(schedule, f"memory_limit={most!r}").cuts == plan.cuts
     with pytest.raises(ConfigError) as refused:
         plan_of(schedule, f"memory_limit={most * 0.999!r}")
@@ -76,7 +82,7 @@ def test_a_limit_is_kept_to_by_each_rank_whatever_the_partition(schedule):
 
 def test_recomputation_makes_a_rank_fit():
     plan = plan_of("1f1b", "recompute=always")
-    most = max(peaks_by_rank(memory(plan, played(plan)))) / GIB
+    most = max(peaks_by_rank(memory(plan, plan.timeline()))) / GIB
     plan_of("1f1b", "recompute=always", f"memory_limit={most!r}")
     with pytest.raises(ConfigError, match="recompute=selective or always"):
         plan_of("1f1b", f"memory_limit={most!r}")
@@ -108,8 +114,8 @@ def test_what_an_allocator_says_is_told_from_other_errors(error, whether):
 
 def test_an_error_out_of_memory_says_what_was_there_and_what_was_predicted(monkeypatch):
     plan = plan_of()
-    monkeypatch.setattr(fitting, "gpu_bytes", lambda device: int(80 * GIB))
-    peak = peaks_by_rank(memory(plan, played(plan)))[1] / GIB
+    monkeypatch.setattr(module, "gpu_bytes", lambda device: int(80 * GIB))
+    peak = peaks_by_rank(memory(plan, plan.timeline()))[1] / GIB
     failed = ActionFailed("rank 1, stage 1, action 1F0@0: OutOfMemoryError: CUDA out of memory")
     said = str(explained(failed, plan, 1, torch.device("cuda")))
     assert said.startswith(
