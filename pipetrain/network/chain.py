@@ -168,9 +168,7 @@ class _ChainPart(Part):
             entered[made.layer] = (*entered.get(made.layer, ()), tensor)
         kept: dict[int, Value] = {**entered}  # of the layer before, and of stashes
         before = entered[slice.start - 1]
-        value: Any = before[0] if slice.single else before
-        if slice.packing is not None:
-            value = slice.packing.pack(before)
+        value: Any = slice.form.pack(before)
         self._packing = None
         for index, (name, layer) in enumerate(self._modules.items(), slice.start):
             assert layer is not None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import Gradients, Packing, Value, ValueSpec
+from pipetrain.network.boundary import Gradients, Value, ValueSpec
 from pipetrain.network.modes import evaluating
 
 INPUT = -1  # in place of a layer: the data
@@ -45,27 +45,29 @@ class Values(Protocol):
         """
 
 
+_ONE_TENSOR = ValueSpec(())
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """Layers `start` to `end` (exclusive) of a model, with the values that enter and leave them, ascending.
 
-    `entering` and `leaving` tell which of these have gradients; None, where that is unknown, stands for every
-    one that can have one. `drawing`: those layers that draw random numbers; `copies_input`: one modifies what
-    enters; `copies_output`: one keeps what leaves. `single`: whether the first one takes one tensor rather
-    than a tuple, in a Chain, and `packing`: the form of what it takes, if it is neither.
+    `enters_grad` and `leaves_grad` tell which of these have gradients; None, where that is unknown, stands
+    for every one that can have one. `copies_input`: a layer modifies what enters; `copies_output`: one keeps
+    what leaves. `drawing`: the layers that draw random numbers; `form`: of what the first one takes, in a
+    Chain.
     """
 
     start: int
     end: int
     enters: tuple[Made, ...]
     leaves: tuple[Made, ...]
-    entering: Gradients | None = None
-    leaving: Gradients | None = None
+    enters_grad: Gradients | None = None
+    leaves_grad: Gradients | None = None
     copies_input: bool = False
     copies_output: bool = False
     drawing: frozenset[int] = frozenset()
-    single: bool = True
-    packing: Packing | None = None
+    form: ValueSpec = _ONE_TENSOR
 
 
 class Part(nn.Module, ABC):

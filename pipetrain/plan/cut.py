@@ -222,13 +222,12 @@ def _slices(
             end,
             enters=tuple(entering[stage]),
             leaves=tuple(leaves),
-            entering=_gradients(layers, entering[stage]),
-            leaving=_gradients(layers, {v: v in returned for v in leaves}) if end <= last else None,
+            enters_grad=_gradients(layers, entering[stage]),
+            leaves_grad=_gradients(layers, {v: v in returned for v in leaves}) if end <= last else None,
             copies_input=copies_input(layers, entering[stage], start, end),
             copies_output=copies_output(layers, leaves, start, end),
             drawing=frozenset(n for n in range(start, end) if layers[n].draws),
-            single=layers[start - 1].output.single if start else example.single,
-            packing=layers[start - 1].output.packing if start else None,
+            form=layers[start - 1].output if start else example,
         )
 
 

@@ -417,7 +417,7 @@ def costs_by_work(layers: Sequence[Layer], cut: Cut, ranks: int) -> Costs:
         mine = layers[slice.start : slice.end]
         forward = sum(layer.flops for layer in mine) / mean
         weights = sum(layer.weight_flops for layer in mine) / mean
-        if slice.entering is None or not any(slice.entering.needs):
+        if slice.enters_grad is None or not any(slice.enters_grad.needs):
             weights = 2 * forward
         times = {Op.F: forward, Op.R: forward, Op.B: 2 * forward, Op.I: 2 * forward - weights, Op.W: weights}
         costs |= {(stage, op): seconds for op, seconds in times.items()}

@@ -141,7 +141,7 @@ class Stage:
         instead. Raises TrainingStopped, as observers do.
         """
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
-        requires = requires_grad(self.module.slice.entering, x)
+        requires = requires_grad(self.module.slice.enters_grad, x)
         x = tuple(t.requires_grad_(require) for t, require in zip(x, requires, strict=True))
         one = self._open[mb] = Microbatch(mb, x, version, saving, target)
         if saving.recomputed:
@@ -173,7 +173,7 @@ class Stage:
 
     def _prove_planned(self, mb: int, outputs: Tensors) -> None:
         """Refuse outputs that depend on weights where the plan says that they do not."""
-        planned = requires_grad(self.module.slice.leaving, outputs)
+        planned = requires_grad(self.module.slice.leaves_grad, outputs)
         for number, (t, require) in enumerate(zip(outputs, planned, strict=True)):
             if t.requires_grad and not require:
                 raise TrainingStopped(
@@ -243,7 +243,7 @@ class Stage:
     def _handed_on(self, outputs: Tensors) -> Tensors:
         """Return the outputs to send, copied where the layers may keep or change them."""
         slice = self.module.slice
-        requires = requires_grad(slice.leaving, outputs)
+        requires = requires_grad(slice.leaves_grad, outputs)
         return tuple(
             t.detach() if require and not slice.copies_output else t.detach().clone()
             for t, require in zip(outputs, requires, strict=True)
@@ -298,7 +298,7 @@ class Stage:
 
     def needed(self, outputs: Tensors) -> Sequence[bool]:
         """Return which outputs get a gradient."""
-        return needs_grad(self.module.slice.leaving, outputs)
+        return needs_grad(self.module.slice.leaves_grad, outputs)
 
     def _differentiate(
         self, one: Microbatch, grads: Tensors, run: Callable[[list[Tensor], list[Tensor]], None]
@@ -323,7 +323,7 @@ class Stage:
 
     def _handed_back(self, one: Microbatch, grads: Tensors) -> Tensors:
         """Return the gradients that the stage before needs. Raises TrainingStopped for any others."""
-        needs = needs_grad(self.module.slice.entering, one.inputs)
+        needs = needs_grad(self.module.slice.enters_grad, one.inputs)
         for number, (t, need) in enumerate(zip(one.inputs, needs, strict=True)):
             if need != (t.grad is not None):
                 found = "no" if need else "a"

@@ -106,7 +106,7 @@ def test_every_value_enters_where_it_is_used_from_where_it_is_made(case):
                 used[here][value] = used[here].get(value, False) or reached
     for stage, slice in enumerate(joined.slices):
         assert slice.enters == tuple(sorted(used[stage]))
-        assert slice.entering.needs == tuple(used[stage][value] for value in slice.enters)
+        assert slice.enters_grad.needs == tuple(used[stage][value] for value in slice.enters)
         made = [ENTRY if v.layer == INPUT else layers[v.layer].output for v in slice.enters]
         specs = tuple(of.specs[v.number] for of, v in zip(made, slice.enters, strict=True))
         assert joined.entering(stage, 2) == specs
@@ -114,7 +114,7 @@ def test_every_value_enters_where_it_is_used_from_where_it_is_made(case):
         later = {v for taken in used[stage + 1 :] for v in taken if stage_of(cuts, v.layer) == stage}
         assert slice.leaves == tuple(sorted(later))
         wanted = tuple(any(taken.get(v, False) for taken in used) for v in slice.leaves)
-        assert slice.leaving.needs == wanted
+        assert slice.leaves_grad.needs == wanted
     assert joined.slices[-1].leaves == (Made(len(layers) - 1, 0),)
     assert [(slice.start, slice.end) for slice in joined.slices] == list(pairwise([0, *cuts, len(layers)]))
 

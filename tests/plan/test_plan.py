@@ -120,7 +120,7 @@ def test_boundaries_of_every_size_that_will_be_seen():
         assert entry == (TensorSpec((size, 3, 32, 32), torch.float64),)
         assert fork == (TensorSpec((size, 4, 4, 4), torch.float64),) * 2
         assert flat == (TensorSpec((size, 4, 4, 4), torch.float64),)
-    assert [slice.single for slice in made.cut.slices] == [True, False, True]
+    assert [slice.form.single for slice in made.cut.slices] == [True, False, True]
 
 
 def test_an_evaluation_visits_every_stage_with_every_microbatch():

@@ -195,7 +195,9 @@ def engine(rank_of: list[int], mine: list[int], bounds: Bounds) -> tuple[Engine,
     stages = {
         index: Stage(
             index,
-            part_of(nn.Linear(3, 3), before=index, entering=None if index else Gradients((False,), (False,))),
+            part_of(
+                nn.Linear(3, 3), before=index, enters_grad=None if index else Gradients((False,), (False,))
+            ),
             sgd,
             lambda update: 1.0,
             task=Classification() if index == len(rank_of) - 1 else None,

@@ -43,7 +43,7 @@ def stage(
     """A stage of these layers; of a later one, the layer before them is layer 4 of the model."""
     if not index:
         entering = Gradients((False,) * enters, (False,) * enters)
-    known = {"entering": entering, "leaving": leaving, "copies_input": copies_input}
+    known = {"enters_grad": entering, "leaves_grad": leaving, "copies_input": copies_input}
     part = part_of(module.double(), enters, leaves, before=5 if index else 0, **known)
     made = Stage(index, part, SGD, lambda update: 1.0, **arguments)  # type: ignore[arg-type]
     made.observers = observers_of(made, skips)
@@ -192,7 +192,7 @@ class Trimmed(nn.Module):
 def test_an_evaluation_may_hand_on_fewer_tensors():
     middle = stage(Trimmed(), leaves=2, leaving=Gradients((True, True), (True, True)))
     slice = middle.module.slice
-    middle.module._evaluated = replace(slice, leaves=slice.leaves[:1], leaving=None)
+    middle.module._evaluated = replace(slice, leaves=slice.leaves[:1], leaves_grad=None)
     assert len(middle.forward(0, (randn(2),), 0)) == 2
     assert len(middle.predict((randn(2),))) == 1
 

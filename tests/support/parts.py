@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.chain import Chain
 from pipetrain.network.network import Made, Part, Slice
 
@@ -24,7 +25,7 @@ def part_of(module: nn.Module, enters: int = 1, leaves: int = 1, before: int = 0
         end=len(model),
         enters=tuple(Made(before - 1, number) for number in range(enters)),
         leaves=tuple(Made(len(model) - 1, number) for number in range(leaves)),
-        single=enters == 1,
+        form=ValueSpec((), single=enters == 1),
         **known,
     )
     return Chain(model).part(slice)
