@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from pipetrain.building import make_schedule, names_of, shipped
 from pipetrain.data.loading import NamedTargets
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Value
 from pipetrain.network.deferred import Deferred
 from pipetrain.network.factory import Factory, build
 from pipetrain.network.loan import renewed
 from pipetrain.network.model import own_dtype, refuse_elsewhere
+from pipetrain.network.values import Value
 from pipetrain.schedule.actions import Schedule, parse_program
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import ADDED

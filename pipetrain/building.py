@@ -26,12 +26,12 @@ from pipetrain.cli import conf_dir
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import factory
-from pipetrain.network.boundary import ValueSpec, specs_of
 from pipetrain.network.chain import Chain, is_chain, network_of
 from pipetrain.network.materialise import named_tensors
 from pipetrain.network.model import prove_model
 from pipetrain.network.network import Network, Values
 from pipetrain.network.tensors import storage_of
+from pipetrain.network.values import ValueSpec, specs_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
 

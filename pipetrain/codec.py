@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.values import TensorSpec
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 LEVELS = 127  # int8 values on either side of zero

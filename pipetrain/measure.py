@@ -31,11 +31,11 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.building import Models
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import TensorSpec, Value, ValueSpec, as_tuple, leaves_of
 from pipetrain.network.chain import Chain
 from pipetrain.network.network import INPUT, Made, Network, Tensors
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import made_up, strided
+from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, leaves_of
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.plan import Plan, profile_conditions
 from pipetrain.plan.profile import Facts, LayerTime, Profile, average

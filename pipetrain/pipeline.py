@@ -43,7 +43,6 @@ from pipetrain.data.loading import BadBatch, Form, Loader, Reader
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.measure import measure
-from pipetrain.network.boundary import TensorSpec, Value, ValueSpec, as_tuple, specs_of
 from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
@@ -51,6 +50,7 @@ from pipetrain.network.loan import Loan, put
 from pipetrain.network.materialise import named_tensors
 from pipetrain.network.model import prove_model, state_names, tensor_attributes
 from pipetrain.network.network import Network, Values
+from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, specs_of
 from pipetrain.plan.cut import AnySize
 from pipetrain.plan.describe import describe
 from pipetrain.plan.memory import sized

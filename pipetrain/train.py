@@ -38,8 +38,8 @@ from pipetrain.data import Data, DataFacts, load_data
 from pipetrain.ending import FAILED, guarded, leave, name_of, terminate
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.measure import measure_run
-from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.modes import is_in_evaluation, warn_of_evaluation
+from pipetrain.network.values import ValueSpec
 from pipetrain.plan.describe import describe, verdict
 from pipetrain.plan.memory import gpu_bytes
 from pipetrain.plan.plan import Plan

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from pipetrain.building import Models, make_model, make_schedule, make_task
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec, Value, ValueSpec
 from pipetrain.network.materialise import materialise
+from pipetrain.network.values import TensorSpec, Value, ValueSpec
 from pipetrain.plan.allowed import refuse_cuts
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.optimizer import make_optimizer

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from pipetrain.cli import as_hydra, compose, contained
 from pipetrain.codec import Codecs, Half, TopKInt8
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.values import TensorSpec
 from pipetrain.settings import Settings
 from tests.support.cases import config
 

@@ -25,7 +25,7 @@ from pipetrain.data import (
     load_data,
 )
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec, Value, ValueSpec
+from pipetrain.network.values import TensorSpec, Value, ValueSpec
 from tests.support.cases import config
 
 CONFIGS = sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml"))

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 from pipetrain import measure
 from pipetrain.errors import ConfigError
 from pipetrain.measure import LARGE, REPEATS, SMALL, WARM_UP, Link, measure_layers, measure_run, slowest_link
-from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Chain
 from pipetrain.network.numerics import Numerics
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.plan import profile_conditions
 from pipetrain.plan.profile import LayerTime, Profile

@@ -39,9 +39,9 @@ from pipetrain.checkpoint.state import (
     set_random_state,
 )
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.network.boundary import TensorSpec, bytes_of
 from pipetrain.network.materialise import cast_exactly, named_tensors
 from pipetrain.network.network import Network, Values
+from pipetrain.network.values import TensorSpec, bytes_of
 from pipetrain.plan.cut import homes
 from pipetrain.plan.plan import Plan
 from pipetrain.records.figures import Progress

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from pipetrain.checkpoint.files import CHECKPOINTS, MANIFEST
 from pipetrain.checkpoint.source import Source, find_source
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import TensorSpec, specs_of
 from pipetrain.network.materialise import named_tensors
 from pipetrain.network.model import state_names
 from pipetrain.network.network import Values
+from pipetrain.network.values import TensorSpec, specs_of
 from pipetrain.untrusted import DamagedCheckpoint, opened, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from pipetrain.data.dataset import as_split
 from pipetrain.data.loader import Sampler, loaded, pieces
 from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, ImageData, Images, Split, prove
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import TensorSpec, ValueSpec
+from pipetrain.network.values import TensorSpec, ValueSpec
 
 __all__ = [
     "Augment",

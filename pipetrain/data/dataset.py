@@ -23,7 +23,7 @@ from pipetrain.data.augment import draw as draw_words
 from pipetrain.data.augment import key
 from pipetrain.data.sets import Draw, Split, Tensors, checksum
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import TensorSpec, Value, ValueSpec, as_tuple, specs_of
+from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, specs_of
 
 _HALVES = ("inputs", "targets")
 _READ_FIRST = 8  # samples that are read before the start, twice

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from pipetrain.data.augment import key
 from pipetrain.data.sets import Draw, Split
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.network.boundary import Value
+from pipetrain.network.values import Value
 
 
 def pieces(samples: int, microbatches: int) -> list[int]:

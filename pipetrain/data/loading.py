@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.network.boundary import Value, ValueSpec, as_tuple, on_each
+from pipetrain.network.values import Value, ValueSpec, as_tuple, on_each
 from pipetrain.tasks import counted_for
 
 log = logging.getLogger("pipetrain")

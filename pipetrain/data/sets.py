@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Value, ValueSpec, as_tuple, bytes_of, on_each, specs_of
+from pipetrain.network.values import Value, ValueSpec, as_tuple, bytes_of, on_each, specs_of
 
 
 class DataMissing(ConfigError):

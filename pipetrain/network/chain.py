@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
 from pipetrain.network import draws
-from pipetrain.network.boundary import Packing, Value, ValueSpec, as_tuple, leaves_of, named_layers
 from pipetrain.network.network import Made, Network, Part, See, Slice, Tensors
+from pipetrain.network.values import Packing, Value, ValueSpec, as_tuple, leaves_of, named_layers
 
 
 class Stash(nn.Module):

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipetrain.errors import ConfigError
 from pipetrain.network import draws
-from pipetrain.network.boundary import bytes_of
+from pipetrain.network.values import bytes_of
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 _INITIAL = -2  # in place of the number of an update

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import Gradients, Value, ValueSpec
 from pipetrain.network.modes import evaluating
+from pipetrain.network.values import Gradients, Value, ValueSpec
 
 INPUT = -1  # in place of a layer: the data
 Tensors = tuple[Tensor, ...]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.values import TensorSpec
 
 
 def made_up(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:

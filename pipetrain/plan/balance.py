@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, chain, combinations, pairwise, product
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import ValueSpec
+from pipetrain.network.values import ValueSpec
 from pipetrain.plan.cut import values_entering
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.stages import Predictor

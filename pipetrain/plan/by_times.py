@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from pipetrain.codec import Identity
-from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.network import Network
+from pipetrain.network.values import ValueSpec
 from pipetrain.plan.allowed import cuts_that_may_be
 from pipetrain.plan.balance import GIB, balance_times, choose_cuts
 from pipetrain.plan.cut import shared_weights

@@ -14,9 +14,9 @@ from itertools import combinations, pairwise, repeat
 
 from torch import Tensor
 
-from pipetrain.network.boundary import Gradients, TensorSpec, ValueSpec
 from pipetrain.network.network import INPUT, Made, Network, Slice, Tensors
 from pipetrain.network.places import places
+from pipetrain.network.values import Gradients, TensorSpec, ValueSpec
 from pipetrain.plan.estimate import Layer
 from pipetrain.schedule.actions import Edge, Tie
 

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from pipetrain.building import build, make_model, make_schedule, make_task
 from pipetrain.data import declared_example, load_data, pieces
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec
 from pipetrain.network.chain import network_of
+from pipetrain.network.values import TensorSpec
 from pipetrain.plan.comparing import BATCHES, WORK, Played, aligned, batches_of, in_units
 from pipetrain.plan.memory import gpu_bytes, memory, says_whether_it_fits, sized
 from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, with_costs

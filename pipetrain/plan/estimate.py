@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import Packing, TensorSpec, ValueSpec, leaves_of, specs_of
 from pipetrain.network.chain import Chain
 from pipetrain.network.network import INPUT, Made, Network, Tensors, Values
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import places, standing_in
 from pipetrain.network.tensors import made_up, quiet, storage_of, strided
+from pipetrain.network.values import Packing, TensorSpec, ValueSpec, leaves_of, specs_of
 from pipetrain.plan.saved import NONE, Saving, Storages
 
 CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second

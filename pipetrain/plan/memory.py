@@ -16,7 +16,7 @@ import torch
 
 from pipetrain.codec import Identity
 from pipetrain.errors import ActionFailed, ConfigError
-from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.values import TensorSpec
 from pipetrain.plan.balance import GIB
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.sizes import loss_sizes, microbatch, tensors_of, weights_of

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from pipetrain.building import make_schedule
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import Value, ValueSpec, cast_floats
 from pipetrain.network.chain import network_of
 from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
+from pipetrain.network.values import Value, ValueSpec, cast_floats
 from pipetrain.plan.allowed import refuse_changing, refuse_cuts
 from pipetrain.plan.balance import choose_cuts, lighter_cuts
 from pipetrain.plan.by_times import cut_by_times, predictor_of

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetrain.network.boundary import TensorSpec, ValueSpec, leaves_of
 from pipetrain.network.network import INPUT, Made
 from pipetrain.network.tensors import made_up, quiet
+from pipetrain.network.values import TensorSpec, ValueSpec, leaves_of
 from pipetrain.plan.estimate import Layer, fake_mode
 from pipetrain.plan.saved import NONE, Saving, Storages
 from pipetrain.tasks import Task

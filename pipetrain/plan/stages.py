@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from pipetrain.codec import Codecs
-from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.network import INPUT, Made
+from pipetrain.network.values import ValueSpec
 from pipetrain.plan.cut import Cut
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import LayerTime, Profile

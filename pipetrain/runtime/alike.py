@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import bytes_of, specs_of
+from pipetrain.network.values import bytes_of, specs_of
 from pipetrain.rate import Rate
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Program, format_program

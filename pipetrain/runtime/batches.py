@@ -21,7 +21,7 @@ from pipetrain.data.loader import Sampled, loaded
 from pipetrain.data.loading import Form, Reader
 from pipetrain.data.sets import Draw, Split
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.boundary import Value, ValueSpec, as_tuple
+from pipetrain.network.values import Value, ValueSpec, as_tuple
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.tasks import Task, counted_for
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipetrain.errors import ChannelError as ChannelError
-from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.values import TensorSpec
 from pipetrain.runtime.watch import Deadline, Watch
 from pipetrain.schedule.actions import Edge, Tie
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipetrain.codec import Codec, Codecs, Identity, NotFinite, on_wire
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.values import TensorSpec
 from pipetrain.runtime.channel import Message
 from pipetrain.schedule.actions import Edge
 

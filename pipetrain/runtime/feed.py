@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipetrain.network.boundary import Value, as_tuple, joined, on_each
+from pipetrain.network.values import Value, as_tuple, joined, on_each
 from pipetrain.tasks import counted_for
 
 Weight = Callable[[Value], Tensor | float]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.boundary import differentiable
 from pipetrain.network.numerics import numbers_of
+from pipetrain.network.values import differentiable
 from pipetrain.runtime.buffers import Buffers, Copies
 from pipetrain.runtime.microbatch import Batch, Microbatch, Tensors
 from pipetrain.runtime.observer import Observer

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import Value, ValueSpec, as_tuple
+from pipetrain.network.values import Value, ValueSpec, as_tuple
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving, Tensors
 from pipetrain.runtime.objective import Counted

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.boundary import specs_of
+from pipetrain.network.values import specs_of
 from pipetrain.plan.cut import Cut, divide, merge
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.coding import Coding

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipetrain.network.boundary import as_tuple, cast_floats, differentiable, leaves_of
+from pipetrain.network.values import as_tuple, cast_floats, differentiable, leaves_of
 from pipetrain.runtime.feed import Target
 from pipetrain.tally import Counter
 from pipetrain.tasks import Task

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import as_tuple
 from pipetrain.network.network import INPUT, Part
 from pipetrain.network.numerics import numbers_of
+from pipetrain.network.values import as_tuple
 from pipetrain.runtime.microbatch import Microbatch, Tensors
 from pipetrain.runtime.stage import Stage
 

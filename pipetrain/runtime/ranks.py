@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from pipetrain.errors import ChannelError, Refused
-from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.values import TensorSpec
 from pipetrain.runtime.channel import cause_of
 
 START_S = 300.0  # that the ranks' imports may take

@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipetrain.network.boundary import differentiable
 from pipetrain.network.draws import Beginning
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.products import DEAR, Watching
 from pipetrain.network.tensors import storage_of
+from pipetrain.network.values import differentiable
 from pipetrain.runtime.buffers import Copies
 
 

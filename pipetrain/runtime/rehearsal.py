@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipetrain.network.boundary import Value, as_tuple, on_each
 from pipetrain.network.draws import Beginning
 from pipetrain.network.places import standing_in
+from pipetrain.network.values import Value, as_tuple, on_each
 from pipetrain.runtime.feed import Feed, Target
 from pipetrain.runtime.mailbox import Transport
 from pipetrain.runtime.order import Order

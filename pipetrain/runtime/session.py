@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ActionFailed
-from pipetrain.network.boundary import Value, cast_floats
 from pipetrain.network.chain import network_of
 from pipetrain.network.materialise import materialise
 from pipetrain.network.network import Network, Part
+from pipetrain.network.values import Value, cast_floats
 from pipetrain.plan.cut import homes
 from pipetrain.plan.memory import explained, is_out_of_memory
 from pipetrain.plan.plan import Plan, outputs_of

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.network import draws
-from pipetrain.network.boundary import Value, as_tuple, needs_grad, requires_grad
 from pipetrain.network.modes import evaluating
 from pipetrain.network.network import INPUT, Part
 from pipetrain.network.numerics import Numerics, numbers_of
+from pipetrain.network.values import Value, as_tuple, needs_grad, requires_grad
 from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers, changed
 from pipetrain.runtime.feed import Target

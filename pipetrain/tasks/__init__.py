@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
-from pipetrain.network.boundary import (
+from pipetrain.network.values import (
     TensorSpec,
     Value,
     ValueSpec,
@@ -373,7 +373,7 @@ def prove_task(
 ) -> None:
     """Refuse a task that cannot take a model's outputs with these targets. Raises ConfigError.
 
-    `outputs`: the boundary after the last `layer`, for any number of samples; `targets`: those of a few
+    `outputs`: what the last `layer` returns, for any number of samples; `targets`: those of a few
     samples [n, ...]; `classes`: of the data set, None if unknown. The outputs are made up: numbers from 0
     to 1, which a loss of probabilities takes too. Losses of parts of the samples must add up to that of all,
     where a batch has several `microbatches`.

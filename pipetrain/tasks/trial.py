@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
-from pipetrain.network.boundary import Value, ValueSpec, as_tuple
 from pipetrain.network.modes import evaluating
 from pipetrain.network.network import INPUT, Made, Part
 from pipetrain.network.tracing.traced import TracedPart
+from pipetrain.network.values import Value, ValueSpec, as_tuple
 from pipetrain.tasks import IGNORED, ModelLoss, few, prove_sum
 
 

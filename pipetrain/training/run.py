@@ -30,8 +30,8 @@ from pipetrain.data import (
     load_data,
 )
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.network import Network
+from pipetrain.network.values import ValueSpec
 from pipetrain.plan.memory import sized
 from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, prove_targets
 from pipetrain.plan.profile import Profile

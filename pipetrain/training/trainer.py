@@ -22,7 +22,7 @@ from pipetrain.checkpoint.saver import Keeper, is_best
 from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
 from pipetrain.data import Draw, loaded
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.boundary import Value
+from pipetrain.network.values import Value
 from pipetrain.plan.program import window_lengths
 from pipetrain.records.figures import EpochFigures, Loss, Progress, Stats, by_update, read_progress
 from pipetrain.records.tracer import Tracer

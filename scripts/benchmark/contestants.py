@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmark.report import Series
 from benchmark.tasks import LR, Job
 from benchmark.worlds import Say, fitted
-from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.values import TensorSpec
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.feed import Target

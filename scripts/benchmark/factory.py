@@ -23,7 +23,7 @@ from benchmark.tasks import Scale
 from benchmark.worlds import Say, run_world, titled
 from pipetrain import Pipeline
 from pipetrain.models import gpt
-from pipetrain.network.boundary import Value
+from pipetrain.network.values import Value
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.tasks import LossFunction
 

@@ -11,7 +11,7 @@ from benchmark.contestants import BatchFeed
 from benchmark.report import Row, Verdict
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, fitted, run_world, titled
-from pipetrain.network.boundary import on_each
+from pipetrain.network.values import on_each
 from pipetrain.plan.memory import memory, sized
 from pipetrain.plan.sizes import optimizer_state
 from pipetrain.runtime.feed import Target

@@ -19,8 +19,8 @@ from benchmark.report import Row, Series, Verdict, ratio
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, run_world, titled
 from pipetrain.models import unet
-from pipetrain.network.boundary import named_layers
 from pipetrain.network.chain import Pop, Stash
+from pipetrain.network.values import named_layers
 from pipetrain.runtime.mesh import Mesh
 
 STAGES = (4, 8)  # a process each

@@ -20,7 +20,7 @@ from pipetrain import tasks
 from pipetrain.building import make_model, make_schedule, make_task
 from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import load_data
-from pipetrain.network.boundary import ValueSpec, named_layers
+from pipetrain.network.values import ValueSpec, named_layers
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.profile import Profile
 from pipetrain.runtime.optimizer import make_optimizer

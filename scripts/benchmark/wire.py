@@ -22,7 +22,7 @@ from benchmark.contestants import FULL, Ours, race
 from benchmark.report import Row, Series, ratio
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import TIMEOUT_S, Say, fitted, run_world, titled
-from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.values import TensorSpec
 from pipetrain.runtime.channel import Channel, Message, expired
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Edge

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from pipetrain.data.dataset import as_split
 from pipetrain.data.sets import Draw, Split
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import as_tuple
+from pipetrain.network.values import as_tuple
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
 IDS = torch.tensor([4, 0, 3])

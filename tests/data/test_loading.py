@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDat
 
 from pipetrain import ConfigError
 from pipetrain.data.loading import BadBatch, Form, Reader, known_sizes, pair
-from pipetrain.network.boundary import TensorSpec, ValueSpec
+from pipetrain.network.values import TensorSpec, ValueSpec
 
 DATA = TensorDataset(torch.arange(22.0).reshape(22, 1), torch.arange(22))
 

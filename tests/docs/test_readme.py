@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from benchmark import cli
 from pipetrain.cli import conf_dir
 from pipetrain.codec import Codec
-from pipetrain.network.boundary import TensorSpec, ValueSpec, specs_of
+from pipetrain.network.values import TensorSpec, ValueSpec, specs_of
 from pipetrain.plan import __main__ as plan
 from pipetrain.plan.balance import choose_cuts
 from pipetrain.plan.estimate import estimate

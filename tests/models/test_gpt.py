@@ -13,8 +13,8 @@ from pipetrain.building import build
 from pipetrain.data import Split, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.models import gpt
-from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Chain
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.allowed import refuse_cuts
 from pipetrain.plan.cut import shared_weights
 from pipetrain.plan.estimate import estimate

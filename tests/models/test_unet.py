@@ -12,8 +12,8 @@ from pipetrain.data.made import shapes
 from pipetrain.errors import ConfigError
 from pipetrain.models import unet
 from pipetrain.models.unet import Concatenate
-from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Pop, Stash
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.estimate import estimate
 from pipetrain.tasks.metrics import MeanIoU
 from tests.support.cases import Case, compare, config, run_in_threads

@@ -15,9 +15,9 @@ from torch.nn.functional import mse_loss
 
 from pipetrain.building import _is_copied_whole
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec, ValueSpec, as_tuple
 from pipetrain.network.chain import Chain, Pop, Stash, is_chain, network_of
 from pipetrain.network.network import INPUT, Made
+from pipetrain.network.values import TensorSpec, ValueSpec, as_tuple
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.tasks import Task

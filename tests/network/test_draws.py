@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipetrain.network import draws
-from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.draws import EVALUATION, Seeds, _mixed, begin, drawing
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from tests.support.models import Join

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec, ValueSpec, specs_of
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tracing.trace import trace
+from pipetrain.network.values import TensorSpec, ValueSpec, specs_of
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.ranks import World

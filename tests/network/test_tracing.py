@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.network import draws
-from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.network import INPUT, Made, Slice
 from pipetrain.network.tracing.trace import trace
+from pipetrain.network.values import TensorSpec, ValueSpec
 from tests.support.tracing import assert_equal, example, inputs, tokens
 
 

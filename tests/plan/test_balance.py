@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec, ValueSpec
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.balance import GIB, balance, balance_ranks, balance_times, choose_cuts
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import LayerTime

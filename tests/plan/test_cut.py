@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.network import INPUT, Made
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.allowed import cuts_that_may_be, refuse_changing, refuse_cuts
 from pipetrain.plan.balance import lighter_cuts
 from pipetrain.plan.cut import Cut, copies_output, cut_layers

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.numerics import Numerics
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan import estimate as module
 from pipetrain.plan.estimate import estimate
 from tests.support import models

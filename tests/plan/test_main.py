@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pipetrain.building import make_model, make_schedule
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec, ValueSpec
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan import __main__ as command
 from pipetrain.plan import describe as printing
 from pipetrain.plan.describe import describe, verdict

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipetrain.building import make_schedule
 from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec, ValueSpec
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.plan import Plan, Samples, make_plan, prove_targets
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.program import make_program, window_lengths

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec, ValueSpec
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import Profile, average, read_profile, refuse_other_layers
 from tests.support.profiles import layer, profile

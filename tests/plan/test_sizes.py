@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.numerics import Numerics
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.sizes import (
     LossSizes,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipetrain.building import make_model, make_schedule
-from pipetrain.network.boundary import TensorSpec, ValueSpec
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.stages import costs_by_work
 from pipetrain.schedule.actions import Op

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.values import TensorSpec
 from pipetrain.runtime import channel as module
 from pipetrain.runtime.channel import DistChannel, LoopbackChannel, Message, cause_of, expired
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipetrain.codec import Codec, Codecs, Half, Identity, Int8, TopK, TopKInt8
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.boundary import specs_of
+from pipetrain.network.values import specs_of
 from pipetrain.runtime.channel import Message
 from pipetrain.runtime.coding import Coding, Feedback
 from pipetrain.schedule.actions import COMMUNICATION, SENDS

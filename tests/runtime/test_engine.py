@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import Gradients, TensorSpec, ValueSpec
+from pipetrain.network.values import Gradients, TensorSpec, ValueSpec
 from pipetrain.plan.cut import Cut, cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.channel import Message

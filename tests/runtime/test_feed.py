@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipetrain.network.boundary import Value
+from pipetrain.network.values import Value
 from pipetrain.runtime.feed import Weight, WindowFeed
 from pipetrain.tasks import Classification
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.measure import _Live
-from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Chain
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.sizes import LossSizes, microbatch

@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipetrain.errors import TrainingStopped
 from pipetrain.models.gpt import gpt
 from pipetrain.models.vision import resnet18, vgg16
-from pipetrain.network.boundary import leaves_of
 from pipetrain.network.chain import network_of
 from pipetrain.network.network import INPUT, Made
 from pipetrain.network.tensors import made_up
+from pipetrain.network.values import leaves_of
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.microbatch import WHOLE, Saving
 from pipetrain.runtime.session import observers_of

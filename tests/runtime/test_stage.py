@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.boundary import Gradients, Value
+from pipetrain.network.values import Gradients, Value
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import Saving
 from pipetrain.runtime.session import observers_of

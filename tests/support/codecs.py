@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.codec import Codec
-from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.values import TensorSpec
 
 
 class Same(Codec):

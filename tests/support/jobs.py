@@ -15,7 +15,7 @@ from benchmark.worlds import gather_objects
 from pipetrain.codec import Codecs
 from pipetrain.errors import ConfigError, Refused
 from pipetrain.measure import measure_run
-from pipetrain.network.boundary import TensorSpec, specs_of
+from pipetrain.network.values import TensorSpec, specs_of
 from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.coding import Coding, Feedback
 from pipetrain.runtime.mesh import Mesh

@@ -21,11 +21,11 @@ from torch.func import functional_call
 
 from pipetrain.arguments import read_schedule
 from pipetrain.data.loader import pieces
-from pipetrain.network.boundary import Value, ValueSpec, as_tuple, on_each
 from pipetrain.network.chain import network_of
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.network.network import Network
 from pipetrain.network.tracing.traced import Traced
+from pipetrain.network.values import Value, ValueSpec, as_tuple, on_each
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.runtime.order import evaluation_of, order_of

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pipetrain.codec import Codecs
-from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.network import INPUT, Made
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.profile import LayerTime, Profile
 from pipetrain.plan.saved import Storages

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, default_collate
 from pipetrain import LanguageModelling, Pipeline, Regression, Task, TrainingStopped
 from pipetrain.checkpoint import direct
 from pipetrain.data import pieces
-from pipetrain.network.boundary import Value, as_tuple
+from pipetrain.network.values import Value, as_tuple
 from pipetrain.runtime.ranks import World
 from tests.support.reference import DELAYS, Delay
 

@@ -19,9 +19,9 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pipetrain.data import Data, Draw, Sampler
-from pipetrain.network.boundary import as_tuple, named_layers
 from pipetrain.network.chain import Pop, Stash
 from pipetrain.network.draws import Seeds, begin, drawing
+from pipetrain.network.values import as_tuple, named_layers
 from pipetrain.runtime.weights import OptimizerFactory
 
 IGNORED = -100  # a label that does not count

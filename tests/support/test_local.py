@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipetrain.network.boundary import TensorSpec
+from pipetrain.network.values import TensorSpec
 from pipetrain.runtime.channel import ChannelError, Message
 from tests.support.local import LocalChannel, Wire
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.network import INPUT, Made, Slice
 from pipetrain.network.tracing.trace import trace
 from pipetrain.network.tracing.traced import Traced
+from pipetrain.network.values import TensorSpec, ValueSpec
 
 
 def example(*shapes: tuple[int, ...], names: tuple[str, ...] | None = None) -> ValueSpec:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipetrain.network.boundary import Value
+from pipetrain.network.values import Value
 from pipetrain.tally import Counter
 from pipetrain.tasks import Accuracy, Mean, MeanIoU, Metric, Perplexity, SquaredError, Task
 

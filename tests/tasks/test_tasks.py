@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec, Value, ValueSpec
+from pipetrain.network.values import TensorSpec, Value, ValueSpec
 from pipetrain.tally import Tally
 from pipetrain.tasks import (
     Accuracy,

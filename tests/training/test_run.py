@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipetrain.building import Models
 from pipetrain.data import DataMissing
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import TensorSpec, ValueSpec
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.training.run import _even, check_early, obtain_data
 from tests.support.cases import config, prepared

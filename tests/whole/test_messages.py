@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network.boundary import TensorSpec, ValueSpec
 from pipetrain.network.chain import Pop, Stash
 from pipetrain.network.network import Made
+from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.cut import Route, cut_layers, divide, merge
 from pipetrain.plan.estimate import estimate
 

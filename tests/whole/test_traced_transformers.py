@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.network import INPUT, Made
+from pipetrain.network.values import ValueSpec
 from tests.support.hugging_face import bert, convnext, gpt2, llama, resnet, segformer, vit
 from tests.support.tracing import assert_equal, images, tokens
 

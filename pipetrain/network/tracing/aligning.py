@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_structure
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import specs_of
 from pipetrain.network.tracing.operations import BOTH, Choice, Constant, Listing, Op, ops_in, selection
+from pipetrain.network.values import specs_of
 
 
 def align(training: Listing, evaluation: Listing) -> Listing:

@@ -20,10 +20,10 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.places import standing_in
 from pipetrain.network.tensors import made_up
 from pipetrain.network.tracing.watching import Watch, watching
+from pipetrain.network.values import ValueSpec
 
 SAMPLES = 3  # of a microbatch; the trace holds for any number
 

@@ -20,12 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import draws
-from pipetrain.network.boundary import ValueSpec, as_tuple, cast_floats, leaves_of, specs_of
 from pipetrain.network.network import INPUT, Made, Tensors
 from pipetrain.network.tensors import made_up
 from pipetrain.network.tracing.exporting import as_arguments
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.tracing.watching import watching
+from pipetrain.network.values import ValueSpec, as_tuple, cast_floats, leaves_of, specs_of
 
 SAMPLES = 2
 MOST_WORK = 4e10  # floating-point operations of a forward: some seconds for all runs on one core

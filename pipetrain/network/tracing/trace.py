@@ -15,7 +15,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.boundary import ValueSpec
 from pipetrain.network.modes import evaluating
 from pipetrain.network.tracing.aligning import align
 from pipetrain.network.tracing.dataflow import Dataflow
@@ -26,6 +25,7 @@ from pipetrain.network.tracing.padding import zeros_of_the_fast_path
 from pipetrain.network.tracing.proving import prove
 from pipetrain.network.tracing.reading import read
 from pipetrain.network.tracing.traced import Traced
+from pipetrain.network.values import ValueSpec
 
 
 def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Traced:

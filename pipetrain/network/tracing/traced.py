@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from pipetrain.network.boundary import TensorSpec, Value, ValueSpec
 from pipetrain.network.network import INPUT, Made, Network, Part, See, Slice, Tensors
 from pipetrain.network.tracing.dataflow import Dataflow, draws
 from pipetrain.network.tracing.emitting import Code, Function
 from pipetrain.network.tracing.grouping import Group
 from pipetrain.network.tracing.layering import layers_of
 from pipetrain.network.tracing.operations import Constant, Held, Input, Op, canonical
+from pipetrain.network.values import TensorSpec, Value, ValueSpec
 
 
 class Traced(Network):

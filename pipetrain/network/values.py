@@ -1,6 +1,7 @@
-"""The tensors that cross from one layer to the next: a tensor or a tuple of them, of known shapes.
+"""Values, which are what layers take and return, and their specs: shapes and dtypes, without numbers.
 
-Shapes are not sent: every rank computes every boundary before the start, and posts its receives by them.
+Shapes are not sent: every rank plans the specs of all that travels before the start, and posts its receives
+by them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What crosses a cut: its sizes, its words, and what comes back."""
+"""Specs of values: their sizes and words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipetrain.network.boundary import TensorSpec, ValueSpec, as_tuple
+from pipetrain.network.values import TensorSpec, ValueSpec, as_tuple
 
 HALF = TensorSpec((2, 3), torch.float16)
 IDS = TensorSpec((5,), torch.int64)
