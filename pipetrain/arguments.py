@@ -151,7 +151,7 @@ def read_model(model: nn.Module | Factory, seed: Any) -> tuple[nn.Module, Deferr
     Raises ConfigError for a factory that fails, and a model that is not in host memory.
     """
     if callable(model) and not isinstance(model, nn.Module):
-        return build(model, int(seed) if SEED.holds(seed) else 0)  # a wrong one is refused with the settings
+        return build(model, SEED.read("seed", seed, null=True) or 0)
     if isinstance(model, nn.Module):
         renewed(model)
         refuse_elsewhere(model)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, partial
-from numbers import Integral, Real
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -59,104 +60,95 @@ def share_of_cores(local_size: int) -> int:
     return max(1, cores() // local_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A rule for a value: in words, as a test, and the conversion of a valid value under its key."""
+class Rule(NamedTuple):
+    """What a value must be, in words; and what reads it under its key, or raises ValueError or TypeError."""
 
     words: str
-    holds: Callable[[Any], bool]
-    convert: Callable[[str, Any], Any] = lambda key, value: value
+    convert: Callable[[str, Any], Any]
 
     def read(self, key: str, value: Any, null: bool = False) -> Any:
-        """Return a valid value, or None where `null` allows it. Raises ConfigError."""
+        """Return a value as it is used, or None where `null` allows it. Raises ConfigError."""
         if value is None and null:
             return None
-        if not self.holds(value):
-            raise ConfigError(f"{key}={_shown(value)} must be {self.words}{' or null' if null else ''}")
-        return self.convert(key, value)
+        try:
+            return self.convert(key, value)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError):
+            words = f"{self.words}{' or null' if null else ''}"
+            raise ConfigError(f"{key}={_shown(value)} must be {words}") from None
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
-    return repr(value) if isinstance(value, str) and _is_number(value) else str(value)
+    return repr(value) if isinstance(value, str) and re.fullmatch(r"[-+.\d]+", value) else str(value)
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except ValueError:
-        return False
-    return True
+def _kept(value: Any, holds: bool) -> Any:
+    if not holds:
+        raise ValueError
+    return value
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _index(value: Any) -> Any:
+    """Return a whole number of Python or NumPy."""
+    return index(_kept(value, not isinstance(value, bool)))
 
 
 def whole(low: int, most: float = math.inf) -> Rule:
-    """Rule a whole number, of Python or NumPy."""
+    """Rule a whole number."""
     words = f"a whole number of at least {low}" + (f" and at most {most}" if most < math.inf else "")
-    return Rule(words, lambda value: _is_whole(value) and low <= value <= most, lambda key, value: int(value))
+    return Rule(words, lambda key, value: _kept(_index(value), low <= value <= most))
 
 
 def _number(words: str, holds: Callable[[float], bool]) -> Rule:
     """Rule a number; in words too, as ${oc.env:NAME} gives it."""
-
-    def is_one(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, Real | str):
-            return False
-        return _is_number(value) and holds(float(value))
-
-    return Rule(words, is_one, lambda key, value: float(value))
-
-
-def _one_of(*names: str) -> Rule:
     return Rule(
-        f"one of {', '.join(names)}", lambda value: str(value) in names, lambda key, value: str(value)
+        words, lambda key, value: _kept(float(value), not isinstance(value, bool) and holds(float(value)))
     )
 
 
-def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list | tuple) and all(map(holds, value))
+def _one_of(*names: str) -> Rule:
+    return Rule(f"one of {', '.join(names)}", lambda key, value: _kept(str(value), str(value) in names))
 
 
-def _is_partition(value: Any) -> bool:
+def _text(words: str) -> Rule:
+    return Rule(words, lambda key, value: _kept(value, isinstance(value, str) and value != ""))
+
+
+def _dtype(key: str, value: Any) -> Any:
+    name = str(value).removeprefix("torch.")
+    return getattr(torch, _kept(name, name in DTYPES))
+
+
+def _partition(key: str, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_index(layer) for layer in value]
     if isinstance(value, Mapping):
-        return list(value) == [PROFILE] and isinstance(value[PROFILE], str) and value[PROFILE] != ""
-    return value in (*STRATEGIES, PROFILE) if isinstance(value, str) else _is_list(value, _is_whole)
+        file = _kept(value, list(value) == [PROFILE])[PROFILE]
+        return _kept(PROFILE, isinstance(file, str) and file != "")
+    return _kept(value, value in (*STRATEGIES, PROFILE))
 
 
-def _partition(key: str, value: Any) -> str | list[int]:
-    if isinstance(value, Mapping):
-        return PROFILE
-    return value if isinstance(value, str) else [int(layer) for layer in value]
-
-
-def _is_recompute(value: Any) -> bool:
-    return value in RECOMPUTE if isinstance(value, str) else _is_list(value, lambda mode: mode in [*Mode])
-
-
-def _is_trace(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return list(value) == ["windows"] and COUNT.holds(value["windows"])
-    return isinstance(value, bool)
-
-
-def _traced_windows(key: str, value: Any) -> int:
-    if isinstance(value, Mapping):
-        return int(value["windows"])
-    return sys.maxsize if value else 0
-
-
-def _is_lr_schedule(value: Any) -> bool:
-    return value in SHAPES if isinstance(value, str) else isinstance(value, Mapping) and "_target_" in value
-
-
-def _lr_schedule(key: str, value: Any) -> str | Rate:
-    """Return a shape's name, or the function of a mapping with `_target_`. Raises ConfigError."""
+def _recompute(key: str, value: Any) -> Any:
     if isinstance(value, str):
-        return value
+        return _kept(value, value in RECOMPUTE)
+    return [_kept(mode, mode in [*Mode]) for mode in value]
+
+
+def _trace(key: str, value: Any) -> Any:
+    """Return of how many windows a trace is."""
+    if isinstance(value, Mapping):
+        return COUNT.convert(key, _kept(value, list(value) == ["windows"])["windows"])
+    return sys.maxsize if _kept(value, isinstance(value, bool)) else 0
+
+
+def _lr_schedule(key: str, value: Any) -> Any:
+    """Return a shape's name, or the function of a mapping with `_target_`."""
+    if isinstance(value, str):
+        return _kept(value, value in SHAPES)
+    _kept(value, isinstance(value, Mapping) and "_target_" in value)
     function: Rate = build_node(key, {"_partial_": True, **value})
     if not callable(function):
         raise ConfigError(f"{key} {value['_target_']} must be a function of the update number")
@@ -168,36 +160,23 @@ SEED = whole(0, 2**63 - 1)
 POSITIVE = _number("a finite number above 0", lambda value: 0 < value < math.inf)
 SHARE = _number("a number from 0 to below 1", lambda value: 0 <= value < 1)
 SECONDS = _number(f"a number of seconds above 0 and at most {MONTH_S}", lambda value: 0 < value <= MONTH_S)
-BOOL = Rule("true or false", lambda value: isinstance(value, bool))
+BOOL = Rule("true or false", lambda key, value: _kept(value, isinstance(value, bool)))
 DTYPES = ("float32", "float64")
-DTYPE = Rule(
-    f"one of {', '.join(DTYPES)}",
-    lambda value: str(value).removeprefix("torch.") in DTYPES,
-    lambda key, value: getattr(torch, str(value).removeprefix("torch.")),
-)
-SOURCE = Rule(
-    "auto, the folder of a checkpoint or of a run,", lambda value: isinstance(value, str) and value != ""
-)
-WEIGHTS = Rule("the path of a file or a folder", lambda value: isinstance(value, str) and value != "")
+DTYPE = Rule(f"one of {', '.join(DTYPES)}", _dtype)
+SOURCE = _text("auto, the folder of a checkpoint or of a run,")
+WEIGHTS = _text("the path of a file or a folder")
 PARTITION = Rule(
     f"one of {', '.join((*STRATEGIES, PROFILE))}, the first layers of all stages but the first, such as [8], "
     f"or partition.profile=FILE of an earlier run",
-    _is_partition,
     _partition,
 )
-PROFILE_FILE = replace(
-    PARTITION, convert=lambda key, value: value[PROFILE] if isinstance(value, Mapping) else None
-)
+FILE = Rule("", lambda key, value: value[PROFILE] if isinstance(value, Mapping) else None)  # of PARTITION
 RECOMPUTED = Rule(
-    f"one of {', '.join(RECOMPUTE)}, or the mode of each stage, such as [always,selective,never]",
-    _is_recompute,
-    lambda key, value: value if isinstance(value, str) else list(value),
+    f"one of {', '.join(RECOMPUTE)}, or the mode of each stage, such as [always,selective,never]", _recompute
 )
-LR_SCHEDULE = Rule(
-    f"one of {', '.join(SHAPES)}, or lr_schedule._target_=FUNCTION", _is_lr_schedule, _lr_schedule
-)
-TRACE = Rule("true or false; trace.windows=4 traces the first 4 windows", _is_trace, _traced_windows)
-CODEC = Rule("a codec's name", lambda value: True, make_codec)
+LR_SCHEDULE = Rule(f"one of {', '.join(SHAPES)}, or lr_schedule._target_=FUNCTION", _lr_schedule)
+TRACE = Rule("true or false; trace.windows=4 traces the first 4 windows", _trace)
+CODEC = Rule("a codec's name", make_codec)
 MOST_THREADS = max(64, 8 * cores())  # more are probably a mistake
 
 
@@ -229,7 +208,7 @@ class Settings:
 
     stages: int | None = option(None, COUNT)
     partition: str | list[int] = option("flops", PARTITION)
-    profile: str | None = of_run(None, PROFILE_FILE, key="partition")  # for partition=profile; None: measure
+    profile: str | None = of_run(None, FILE, key="partition")  # for partition=profile; None: measure
     memory_limit: float | None = option(None, POSITIVE)  # GiB: of a stage if partition=profile, else a rank
     recompute: str | list[str] = option("auto", RECOMPUTED)  # a list: of the modes of all stages
     microbatches: int = option(4, COUNT)
