@@ -13,9 +13,9 @@ from itertools import accumulate, chain, combinations, pairwise, product
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import ValueSpec
+from pipetrain.plan.costs import Predictor
 from pipetrain.plan.cut import values_entering
 from pipetrain.plan.estimate import Layer
-from pipetrain.plan.stages import Predictor
 from pipetrain.settings import PROFILE
 
 GIB = 2**30

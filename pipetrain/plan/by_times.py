@@ -15,12 +15,12 @@ from pipetrain.network.network import Network
 from pipetrain.network.values import ValueSpec
 from pipetrain.plan.allowed import cuts_that_may_be
 from pipetrain.plan.balance import GIB, balance_times, choose_cuts
+from pipetrain.plan.costs import Prediction, Predictor, Recomputation, StageTime
 from pipetrain.plan.cut import shared_weights
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import Profile, refuse_other_layers
 from pipetrain.plan.program import make_program, modes_of
 from pipetrain.plan.sizes import assumed_loss
-from pipetrain.plan.stages import Prediction, Predictor, Recomputation, StageTime
 from pipetrain.schedule.actions import Op, Program, Schedule, splits
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.memory import Counts, counts, fullest, most

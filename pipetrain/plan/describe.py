@@ -22,12 +22,12 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
 from pipetrain.plan.comparing import BATCHES, WORK, Played, aligned, batches_of, in_units
+from pipetrain.plan.costs import Prediction
 from pipetrain.plan.memory import gpu_bytes, memory, says_whether_it_fits, sized
 from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, with_costs
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.replay import Replay, full_of, read_trace
 from pipetrain.plan.sizes import known_state, optimizer_state
-from pipetrain.plan.stages import Prediction
 from pipetrain.schedule.actions import COMMUNICATION, TOLD, has_norms, splits
 from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.memory import PARTS, Moment, peaks

@@ -20,6 +20,7 @@ from pipetrain.network.values import Value, ValueSpec, cast_floats
 from pipetrain.plan.allowed import refuse_changing, refuse_cuts
 from pipetrain.plan.balance import choose_cuts, lighter_cuts
 from pipetrain.plan.by_times import cut_by_times, predictor_of
+from pipetrain.plan.costs import Prediction, costs_by_work
 from pipetrain.plan.cut import Cut, Estimates, cut_layers, shared_weights
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.profile import Facts, Profile, read_profile
@@ -33,7 +34,6 @@ from pipetrain.plan.program import (
     window_lengths,
 )
 from pipetrain.plan.prove import Window, prove, prove_window
-from pipetrain.plan.stages import Prediction, costs_by_work
 from pipetrain.schedule.actions import Op, Program, Schedule, asks_for, placement
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Sizes

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.balance import GIB, balance, balance_ranks, balance_times, choose_cuts
+from pipetrain.plan.costs import Predictor
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import LayerTime
-from pipetrain.plan.stages import Predictor
 from pipetrain.settings import STRATEGIES
 from tests.support.profiles import Skip, estimates_of, held_by, layer, predictor_of
 

@@ -18,10 +18,10 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan import __main__ as command
 from pipetrain.plan import describe as printing
+from pipetrain.plan.costs import Choice, Prediction
 from pipetrain.plan.describe import describe, verdict
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.replay import read_trace
-from pipetrain.plan.stages import Choice, Prediction
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.chrome import write
 from pipetrain.schedule.lower import lower

@@ -9,8 +9,8 @@ import torch
 
 from pipetrain.building import make_model, make_schedule
 from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.plan.costs import costs_by_work
 from pipetrain.plan.plan import Plan, Samples, make_plan
-from pipetrain.plan.stages import costs_by_work
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Costs
 from pipetrain.settings import Settings

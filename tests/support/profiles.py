@@ -12,10 +12,10 @@ from torch import nn
 from pipetrain.codec import Codecs
 from pipetrain.network.network import INPUT, Made
 from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.plan.costs import Predictor
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.profile import LayerTime, Profile
 from pipetrain.plan.saved import Storages
-from pipetrain.plan.stages import Predictor
 from pipetrain.schedule.memory import Counts, fullest
 
 

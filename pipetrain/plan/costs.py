@@ -1,4 +1,4 @@
-"""Predicts the time per batch and the memory of a stage from profiled layers.
+"""What stages cost: the time per batch and the memory of any layers, by a profile or by their work.
 
 A stage's time is that of its layers, its optimizer step, and every message to or from another rank, in full
 at both ends, because the processor that copies a message does not compute meanwhile. PipeDream's partitioner

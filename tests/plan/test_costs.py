@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipetrain.network.network import INPUT
-from pipetrain.plan.stages import Predictor
+from pipetrain.plan.costs import Predictor
 from pipetrain.schedule.actions import NO_PEER, Action, Op
 from tests.support.profiles import Skip, estimates_of, held_by, layer, predictor_of
 
