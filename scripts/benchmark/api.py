@@ -75,7 +75,7 @@ def ways(mesh: Mesh, schedule: str, batches: int) -> list[Contestant]:
     pipe = Pipeline(
         job.model,
         job.task,
-        job.optimizer,
+        lambda parameters: job.optimizer([("", parameter) for parameter in parameters]),
         schedule,
         microbatches=MICROBATCHES,
         partition="even",
