@@ -9,12 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
+from pipetrain.network.chain import Pop, Stash
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.balance import GIB, balance, balance_ranks, balance_times, choose_cuts
+from pipetrain.plan.balance import GIB, balance, balance_ranks, balance_times, choose_cuts, lighter_cuts
 from pipetrain.plan.costs import Predictor
-from pipetrain.plan.estimate import Layer
+from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.profile import LayerTime
 from pipetrain.settings import STRATEGIES
 from tests.support.profiles import Skip, estimates_of, held_by, layer, predictor_of
@@ -247,3 +249,34 @@ def test_where_no_cut_may_be_that_is_said(limit):
         error.value
     )
     assert "\n" not in str(error.value)
+
+
+# Lighter cuts
+
+
+class Plus(nn.Module):
+    """The sum of two tensors."""
+
+    def forward(self, tensors: tuple[Tensor, Tensor]) -> Tensor:
+        return tensors[0] + tensors[1]
+
+
+def skipping() -> nn.Sequential:
+    """Layers 0 to 6: linear, Stash, linear, linear, Pop, join, linear."""
+    stash, (a, b, c, d) = Stash(), (nn.Linear(4, 4) for _ in range(4))
+    return nn.Sequential(a, stash, b, c, Pop(stash), Plus(), d)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "lighter"),
+    [
+        ([2, 3, 5], [2, 3, 4]),  # behind the Pop the skip would travel twice
+        ([2, 5], [2, 5]),  # the stage of the Pop has it anyway
+        ([4], [4]),
+        ([4, 5], [4, 5]),  # the stage between would be empty
+        ([3, 6], [3, 6]),  # no layer there only hands on
+    ],
+)
+def test_a_cut_is_moved_to_where_fewer_bytes_cross(cuts, lighter):
+    entry = ValueSpec((TensorSpec((4,), torch.float32),)).of(2)
+    assert lighter_cuts(estimate(skipping(), entry), cuts, entry) == lighter
