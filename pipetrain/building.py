@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import pkgutil
 import random
 import re
 from collections.abc import Mapping
@@ -41,13 +40,14 @@ def build(cfg: DictConfig, group: str) -> Any:
     return build_node(group, cfg[group])
 
 
-def build_node(key: str, node: object) -> Any:
-    """Build the `_target_` of a key's node. Raises ConfigError."""
+def build_node(key: str, node: object, partial: bool = False) -> Any:
+    """Build the `_target_` of a key's node; `partial`: leave its call to others. Raises ConfigError."""
     if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
         raise ConfigError(f"{key} needs a _target_: the dotted name of what builds it")
     node = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
     try:
-        made = instantiate(node, _convert_="all")  # lists and dicts, as callers in Python give
+        more = {"_partial_": True} if partial else {}
+        made = instantiate(node, _convert_="all", **more)  # lists and dicts, as callers in Python give
     except InstantiationException as error:
         raise not_built(key, node, error) from error
     except InterpolationKeyError as error:
@@ -119,9 +119,11 @@ def make_schedule(cfg: DictConfig) -> Schedule:
 
 def make_task(cfg: DictConfig) -> Task:
     """Return the task of a configuration: `loss` and `metrics` if given, else `task`. Raises ConfigError."""
-    metrics = {name: _function(cfg, f"metrics.{name}") for name in cfg.get("metrics") or ()}
+    metrics = {
+        name: build_function(f"metrics.{name}", node) for name, node in (cfg.get("metrics") or {}).items()
+    }
     if cfg.get("loss") is not None:
-        task = Task(_function(cfg, "loss"))
+        task = Task(build_function("loss", cfg.loss))
     else:
         task = build(cfg, "task")
         if not isinstance(task, Task):
@@ -139,16 +141,11 @@ def make_task(cfg: DictConfig) -> Task:
     return task
 
 
-def _function(cfg: DictConfig, key: str) -> Any:
-    """Return the function of a key's `_target_`, or the callable object that its class makes."""
-    node = OmegaConf.select(cfg, key)
-    if not isinstance(node, DictConfig) or "_target_" not in node:
-        raise ConfigError(f"{key} needs a _target_: the dotted name of a function or a class")
-    try:
-        is_class = inspect.isclass(pkgutil.resolve_name(str(node["_target_"])))
-        made = instantiate(node, _partial_=not is_class, _convert_="all")
-    except (InstantiationException, ImportError, AttributeError, ValueError) as error:
-        raise not_built(key, node, error) from error
+def build_function(key: str, node: object) -> Any:
+    """Return the function of a `_target_`, or the callable that its class makes. Raises ConfigError."""
+    made = build_node(key, node, partial=True)
+    if isinstance(made.func, type):
+        made = build_node(key, node)
     if not callable(made) and not isinstance(made, Metric):
         raise ConfigError(f"{key} must be a function; got {type(made).__name__}")
     return made

@@ -25,7 +25,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError
 
-from pipetrain.building import build_node, make_codec
+from pipetrain.building import build_function, make_codec
 from pipetrain.codec import Codec, Codecs, Identity
 from pipetrain.errors import ConfigError
 from pipetrain.rate import SHAPES, Rate, learning_rate
@@ -148,11 +148,7 @@ def _lr_schedule(key: str, value: Any) -> Any:
     """Return a shape's name, or the function of a mapping with `_target_`."""
     if isinstance(value, str):
         return _kept(value, value in SHAPES)
-    _kept(value, isinstance(value, Mapping) and "_target_" in value)
-    function: Rate = build_node(key, {"_partial_": True, **value})
-    if not callable(function):
-        raise ConfigError(f"{key} {value['_target_']} must be a function of the update number")
-    return function
+    return build_function(key, _kept(value, isinstance(value, Mapping) and "_target_" in value))
 
 
 COUNT = whole(1)
