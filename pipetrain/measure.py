@@ -37,8 +37,8 @@ from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import made_up, strided
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, leaves_of
 from pipetrain.plan.estimate import Layer
-from pipetrain.plan.plan import Plan, profile_conditions
-from pipetrain.plan.profile import Facts, LayerTime, Profile, average
+from pipetrain.plan.plan import Plan
+from pipetrain.plan.profile import Facts, LayerTime, Profile, average, profile_conditions
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.mesh import Mesh, choose_device

@@ -54,8 +54,8 @@ from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, spe
 from pipetrain.plan.cut import AnySize
 from pipetrain.plan.describe import describe
 from pipetrain.plan.memory import sized
-from pipetrain.plan.plan import Plan, Samples, make_plan, outputs_of, profile_conditions, prove_targets
-from pipetrain.plan.profile import read_profile
+from pipetrain.plan.plan import Plan, Samples, make_plan, outputs_of, prove_targets
+from pipetrain.plan.profile import profile_conditions, read_profile
 from pipetrain.plan.program import draft_program, make_program, settle_clipping
 from pipetrain.plan.prove import prove_window
 from pipetrain.plan.sizes import optimizer_state

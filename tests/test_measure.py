@@ -24,8 +24,7 @@ from pipetrain.network.chain import Chain
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.estimate import estimate
-from pipetrain.plan.plan import profile_conditions
-from pipetrain.plan.profile import LayerTime, Profile
+from pipetrain.plan.profile import LayerTime, Profile, profile_conditions
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.weights import OptimizerFactory

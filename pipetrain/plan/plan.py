@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -23,7 +22,7 @@ from pipetrain.plan.by_times import cut_by_times, predictor_of
 from pipetrain.plan.costs import Prediction, costs_by_work
 from pipetrain.plan.cut import Cut, Estimates, cut_layers, shared_weights
 from pipetrain.plan.estimate import Layer, estimate
-from pipetrain.plan.profile import Facts, Profile, read_profile
+from pipetrain.plan.profile import Profile, profile_conditions, read_profile
 from pipetrain.plan.program import (
     draft_program,
     make_program,
@@ -62,7 +61,7 @@ class Plan:
     modes: Sequence[Mode]  # of recomputation, of each stage
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
-    sizes: Sequence[Sizes] = ()  # the bytes of each stage, see prediction.sized
+    sizes: Sequence[Sizes] = ()  # the bytes of each stage, see memory.sized
 
     @property
     def full(self) -> int:
@@ -193,20 +192,6 @@ class Samples:
         epoch = len(self.batches)
         lengths = {n for done in (0, self.resumed) for n in window_lengths(epoch, window, done)}
         return sorted(lengths, reverse=True)
-
-
-def profile_conditions(settings: Settings, optim: Mapping[Any, Any]) -> Facts:
-    """Return the conditions that a profile and the run that reads it must share; `optim`: the optimizer's."""
-    no_work = ("_target_", "_partial_", "lr")  # options that do not affect the optimizer's time
-    options = (f" {key}={value}" for key, value in optim.items() if key not in no_work)
-    return {
-        "model": settings.model,
-        "microbatch": settings.full,
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        "precision": settings.precision,
-        "memory_format": settings.memory_format,
-        "optimizer": str(optim["_target_"]).rsplit(".", 1)[-1] + "".join(options),
-    }
 
 
 def draft_plan(

@@ -15,6 +15,7 @@ from typing import Any
 
 from pipetrain.errors import ConfigError
 from pipetrain.plan.estimate import Layer
+from pipetrain.settings import Settings
 from pipetrain.untrusted import read_as
 
 VERSION = 2
@@ -70,6 +71,20 @@ class Profile:
                 if isinstance(value, float) and value < 0:
                     raise ValueError(f"{what} has {key}={value}")
         return profile
+
+
+def profile_conditions(settings: Settings, optim: Mapping[Any, Any]) -> Facts:
+    """Return the conditions that a profile and the run that reads it must share; `optim`: the optimizer's."""
+    no_work = ("_target_", "_partial_", "lr")  # options that do not affect the optimizer's time
+    options = (f" {key}={value}" for key, value in optim.items() if key not in no_work)
+    return {
+        "model": settings.model,
+        "microbatch": settings.full,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "precision": settings.precision,
+        "memory_format": settings.memory_format,
+        "optimizer": str(optim["_target_"]).rsplit(".", 1)[-1] + "".join(options),
+    }
 
 
 def read_profile(path: str, conditions: Facts) -> Profile:

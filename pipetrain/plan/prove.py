@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pipetrain.errors import ConfigError
@@ -37,25 +38,29 @@ def prove(
     `programs`: by number of batches. Raises ScheduleError and ConfigError.
     """
     for batches, program in programs.items():
-        refuse_unsound(settings, batches, program, cut)
-    bounds = [
-        edge_bounds(program, cut.edges, settings.buffer_size, cut.ties)
-        for program in (evaluation, *programs.values())
-    ]
-    cut = cut.bounded(widest(bounds))
-    simulate(evaluation, 1, buffer_size=cut.bounds, routes=cut.edges)
-    return cut, {n: played(settings, schedule, n, program, cut) for n, program in programs.items()}
+        _refuse_unsound(settings, batches, program, cut)
+    every = [evaluation, *programs.values()]
+    with _named_waits(settings, every, cut):
+        cut = cut.bounded(
+            widest([edge_bounds(one, cut.edges, settings.buffer_size, cut.ties) for one in every])
+        )
+        simulate(evaluation, 1, buffer_size=cut.bounds, routes=cut.edges)
+        return cut, {n: _played(settings, schedule, n, program, cut) for n, program in programs.items()}
 
 
 def prove_window(
     settings: Settings, schedule: Schedule, batches: int, program: Program, cut: Cut | None = None
 ) -> Window:
-    """Return the window of one program. `cut`: None for stages of which each sends to the next."""
-    refuse_unsound(settings, batches, program, cut)
-    return played(settings, schedule, batches, program, cut)
+    """Return the window of one program. `cut`: None for stages of which each sends to the next.
+
+    Raises ScheduleError and ConfigError.
+    """
+    _refuse_unsound(settings, batches, program, cut)
+    with _named_waits(settings, [program], cut):
+        return _played(settings, schedule, batches, program, cut)
 
 
-def refuse_unsound(settings: Settings, batches: int, program: Program, cut: Cut | None) -> None:
+def _refuse_unsound(settings: Settings, batches: int, program: Program, cut: Cut | None) -> None:
     """Refuse a program that is wrong, or that the engine cannot run. Raises ScheduleError and ConfigError."""
     routes, ties = (cut.edges, cut.ties) if cut else (None, [])
     if splits(program):
@@ -64,16 +69,13 @@ def refuse_unsound(settings: Settings, batches: int, program: Program, cut: Cut 
     check(program, batches, settings.microbatches, routes, has_norms(program), ties)
 
 
-def played(settings: Settings, schedule: Schedule, batches: int, program: Program, cut: Cut | None) -> Window:
-    """Return the window of a sound program as it is simulated. Raises Deadlock and ConfigError."""
+def _played(
+    settings: Settings, schedule: Schedule, batches: int, program: Program, cut: Cut | None
+) -> Window:
+    """Return the window of a sound program. Raises Deadlock."""
     routes, ties = (cut.edges, cut.ties) if cut else (None, [])
     buffer_size = cut.bounds if cut else settings.buffer_size
-    try:
-        run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
-    except Deadlock as blocked:
-        if not has_norms(program) and not ties:
-            raise
-        raise _refused_waits(settings, has_norms(program)) from blocked
+    run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
     if isinstance(schedule, Policy):  # whose program is one of many
         size = len(program), batches, settings.microbatches
         return Window(program, run, [schedule.bounds(stage, *size) for stage in range(len(program))])
@@ -93,14 +95,20 @@ def _refuse_splits(settings: Settings) -> None:
             )
 
 
-def _refused_waits(settings: Settings, norms: bool) -> ConfigError:
-    """Return the error for updates that would wait for each other for good."""
-    waits, way = (
-        ("the norm of the model", "set clip_grad_norm_over=stage")
-        if norms
-        else ("weights that stages share", "keep the layers that share a weight in one stage by partition=")
-    )
-    return ConfigError(
-        f"schedule {settings.schedule} steps a stage while others still have work of that batch, so that its "
-        f"updates cannot wait for {waits}: {way}, or choose another schedule"
-    )
+@contextmanager
+def _named_waits(settings: Settings, programs: Sequence[Program], cut: Cut | None) -> Iterator[None]:
+    """Say it in a sentence where updates would wait for each other for good. Raises ConfigError."""
+    try:
+        yield
+    except Deadlock as blocked:
+        if any(map(has_norms, programs)):
+            waits, way = "the norm of the model", "set clip_grad_norm_over=stage"
+        elif cut and cut.ties:
+            waits = "weights that stages share"
+            way = "keep the layers that share a weight in one stage by partition="
+        else:
+            raise
+        raise ConfigError(
+            f"schedule {settings.schedule} steps a stage while others still have work of that batch, so that "
+            f"its updates cannot wait for {waits}: {way}, or choose another schedule"
+        ) from blocked

@@ -22,7 +22,7 @@ from pipetrain.measure import measure as measure_costs
 from pipetrain.network.chain import Chain
 from pipetrain.plan.balance import choose_cuts
 from pipetrain.plan.estimate import Layer
-from pipetrain.plan.plan import profile_conditions
+from pipetrain.plan.profile import profile_conditions
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.settings import PROFILE, STRATEGIES
 

@@ -22,8 +22,8 @@ from benchmark.tasks import Job, Scale, Task, compose_task, prepare
 from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.measure import measure as measure_costs
 from pipetrain.network.chain import Chain
-from pipetrain.plan.plan import Plan, profile_conditions, with_costs
-from pipetrain.plan.profile import LayerTime
+from pipetrain.plan.plan import Plan, with_costs
+from pipetrain.plan.profile import LayerTime, profile_conditions
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import SENDS, Op
 from pipetrain.schedule.simulate import simulate

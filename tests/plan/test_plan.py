@@ -17,6 +17,7 @@ from pipetrain.building import make_schedule
 from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.plan import prove
 from pipetrain.plan.plan import Plan, Samples, make_plan, prove_targets
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.program import make_program, window_lengths
@@ -30,6 +31,7 @@ from pipetrain.schedule.actions import (
     has_norms,
     parse_program,
 )
+from pipetrain.schedule.automatic import ZeroBubbleAuto
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.transforms import with_recompute
@@ -84,6 +86,18 @@ def test_a_plan_has_a_proved_program_for_each_length():
     assert set(made.windows) == {2, 1}
     assert made.window is made.windows[2]
     assert sum(action.op is Op.STEP for action in made.windows[1].program[0]) == 1
+
+
+@pytest.mark.parametrize("words", [(), ("partition=profile", "memory_limit=1"), ("partition=[2]",)])
+def test_each_length_is_proven_once(monkeypatch, words):
+    """Also where stages may recompute, where weights are shared, and where the order is for costs."""
+    proven: list[int] = []
+    monkeypatch.setattr(prove, "check", lambda program, batches, *more: proven.append(batches))
+    model = tied() if "partition=[2]" in words else with_norm()
+    for schedule in (one_f_one_b, gpipe, ZeroBubbleAuto(v=False)):
+        measured = profile_of(with_norm(), IMAGE.of(3), [1.0] * 10)
+        plan("window=2", *words, schedule=schedule, model=model, profile=measured)
+    assert proven == [2, 1] * 3
 
 
 # What it says
