@@ -37,6 +37,7 @@ from pipetrain.checkpoint.state import (
     residual_state,
     saved_residuals,
     set_random_state,
+    state_of,
 )
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.network.materialise import cast_exactly, named_tensors
@@ -159,7 +160,7 @@ def save(
     stages, plan = runner.stages, runner.plan
 
     def write() -> dict[str, list[Any]]:
-        files = {stage_file(index): stage.state() for index, stage in stages.items()}
+        files = {stage_file(index): state_of(stage) for index, stage in stages.items()}
         files[stage_file(min(stages))] |= random_state(mesh.world.rank, mesh.device)
         files[stage_file(min(stages))] |= residual_state(runner.feedback.residuals)
         metadata = {"run": run, "update": str(updates)}

@@ -37,7 +37,7 @@ from pipetrain.checkpoint.files import (
     stage_file,
     write_part,
 )
-from pipetrain.checkpoint.state import random_state, residual_state
+from pipetrain.checkpoint.state import random_state, residual_state, state_of
 from pipetrain.records.figures import Progress, best_epoch
 from pipetrain.runtime.coding import Slot
 from pipetrain.runtime.mesh import Mesh
@@ -241,7 +241,7 @@ class Keeper:
         rank = mesh.world.rank
         metadata = {"run": self.run, "update": str(position.update)}
         try:
-            files = {stage_file(index): stage.state() for index, stage in stages.items()}
+            files = {stage_file(index): state_of(stage) for index, stage in stages.items()}
             files[stage_file(min(stages))] |= random_state(rank, mesh.device) | residual_state(residuals)
             snapshot = Snapshot(files, metadata)
         except TypeError as error:  # possible with checkpoint.every=null, where only a signal makes it save

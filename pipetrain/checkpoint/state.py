@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,54 @@ from torch.optim import Optimizer
 
 from pipetrain.checkpoint.files import Tensors, described
 from pipetrain.errors import one_line
+from pipetrain.network.numerics import numbers_of
 from pipetrain.runtime.coding import Slot
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.untrusted import DamagedCheckpoint
+
+
+def state_of(stage: Stage) -> dict[str, Tensor]:
+    """Return copies, in host memory, of a stage's state between two windows.
+
+    Keys use the layer names of the whole model: `model/NAME` for parameters and buffers (complex ones as
+    pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state, `ema/NAME` for the moving
+    average of the weights. What several stages share is in the state of the first of them.
+    """
+    stage.settle()
+    weights = stage.weights
+    tensors = {f"model/{name}": numbers_of(tensor.detach()) for name, tensor in _named(stage)}
+    tensors |= {f"optimizer/{path}": tensor for path, tensor in weights.optimizer_state().items()}
+    tensors |= {f"ema/{name}": numbers_of(tensor) for name, tensor in weights.average().items()}
+    return {
+        path: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        for path, tensor in tensors.items()
+        if _weight_of(path) not in stage.elsewhere
+    }
+
+
+@torch.no_grad()
+def _restore(stage: Stage, tensors: Tensors, updates: int) -> None:
+    """Restore from `state_of`, of this stage or of other stages that held these layers."""
+    for name, tensor in _named(stage):
+        numbers_of(tensor.data).copy_(tensors[f"model/{name}"])
+    mine = stage.weights.live.keys()
+    paths = [path for path in tensors.names("optimizer/") if path.rpartition("/")[0] in mine]
+    stage.weights.load_optimizer_state({path: tensors[f"optimizer/{path}"] for path in paths}, updates)
+    averaged = mine & set(tensors.names("ema/"))
+    stage.weights.load_average({name: tensors[f"ema/{name}"] for name in averaged})
+
+
+def _named(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by their names in the model."""
+    for name, tensor in chain(stage.module.named_parameters(), stage.module.named_buffers()):
+        yield stage.name(name), tensor
+
+
+def _weight_of(path: str) -> str:
+    """Return the parameter or buffer of an entry of a stage's state."""
+    kind, _, name = path.partition("/")
+    return name.rpartition("/")[0] if kind == "optimizer" else name
 
 
 def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFactory) -> None:
@@ -21,11 +66,11 @@ def load(stage: Stage, tensors: Tensors, updates: int, optimizer: OptimizerFacto
 
     The optimizer state of each parameter must have the form that `optimizer` gives it after one update.
     """
-    model = {name: tensor for name, tensor in stage.state().items() if name.startswith("model/")}
+    model = {name: tensor for name, tensor in state_of(stage).items() if name.startswith("model/")}
     averages = {name.replace("model/", "ema/", 1): tensor for name, tensor in model.items()}
     tensors.prove(model | {name: tensor for name, tensor in averages.items() if name in tensors})
     try:
-        stage.load_state(tensors, updates)
+        _restore(stage, tensors, updates)
     except Exception as error:  # an optimizer may raise anything for a state that it cannot load
         cause = f"{type(error).__name__}: {one_line(error)}"
         raise DamagedCheckpoint(f"stage {stage.index} cannot go on from the checkpoint: {cause}") from error

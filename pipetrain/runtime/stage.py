@@ -7,11 +7,9 @@ out updates is among its observers.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +18,7 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.network import draws
 from pipetrain.network.modes import evaluating
 from pipetrain.network.network import INPUT, Part
-from pipetrain.network.numerics import Numerics, numbers_of
+from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import Value, as_tuple, needs_grad, requires_grad
 from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers, changed
@@ -30,7 +28,7 @@ from pipetrain.runtime.objective import Objective, weighted
 from pipetrain.runtime.observer import Observer
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
-from pipetrain.runtime.tied import packed, unpack
+from pipetrain.runtime.tied import Shared
 from pipetrain.runtime.weights import OptimizerFactory, Weights
 from pipetrain.schedule.actions import Tie
 from pipetrain.tally import Tally
@@ -41,15 +39,6 @@ _CHANGES = (
     "must not change from one microbatch to another; keep it in one stage with the layers beside it, by "
     "partition="
 )
-
-
-class StateReader(Protocol):
-    """Tensors by name."""
-
-    def __getitem__(self, name: str) -> Tensor: ...
-
-    def names(self, prefix: str) -> list[str]:
-        """Return all names that start with `prefix`, without it."""
 
 
 def compiled(module: nn.Module) -> Callable[..., Value]:
@@ -89,16 +78,14 @@ class Stage:
     ) -> None:
         self.index = index
         self._names = names or {}
-        self._shared = shared or {}
-        self.ties = sorted(set(self._shared.values()))
-        """The groups of stages with which this one shares weights."""
-        self._elsewhere = elsewhere
+        self.elsewhere = elsewhere
         self.numerics = numerics or Numerics()
         self.numerics.arrange_weights(module)
         self.module = module
         self._layers = compiled(module) if compile else module
         self.device = next((p.device.type for p in module.parameters()), "cpu")
         self.weights = Weights(module, optimizer, rate, ema, self._names)
+        self.shared = Shared(index, shared or {}, self.weights.live)
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
         self.observers: list[Observer] = []
@@ -350,16 +337,13 @@ class Stage:
         if self.objective is not None and batch.losses is not None:
             self.objective.count(batch.losses, batch.counted)
 
-    def _names_of(self, tie: Tie) -> list[str]:
-        return sorted(name for name, stages in self._shared.items() if stages == tie)
-
     def tied(self, tie: Tie) -> Tensor:
         """Return the batch's gradient of the weights of a tie, to be added to that of its other stages."""
-        return packed(self.weights.live, self._names_of(tie), self._reduced.skipped)
+        return self.shared.packed(tie, self._reduced.skipped)
 
     def add_tied(self, tie: Tie, sums: Tensor) -> None:
         """Take the sums of what `tied` returned on all stages of a tie."""
-        unpack(self.weights.live, self._names_of(tie), sums)
+        self.shared.unpack(tie, sums)
         for observer in self.observers:
             observer.hear(self._reduced, sums)
 
@@ -368,11 +352,7 @@ class Stage:
 
         A weight that several stages share counts at the first of them.
         """
-        return self._gradient_norm().double() ** 2
-
-    def _gradient_norm(self) -> Tensor:
-        elsewhere = [name for name, stages in self._shared.items() if stages[0] != self.index]
-        return self.weights.gradient_norm(elsewhere)
+        return self.weights.gradient_norm(without=self.shared.counted_elsewhere).double() ** 2
 
     def step(self, keep: bool, norm: Tensor | None = None) -> None:
         """Update the weights; `keep` the previous version for later actions.
@@ -381,7 +361,7 @@ class Stage:
         """
         batch, self._reduced = self._reduced, Batch()
         if self._clip is not None:
-            by = self._gradient_norm() if norm is None else norm
+            by = self.weights.gradient_norm(self.shared.counted_elsewhere) if norm is None else norm
             for observer in self.observers:
                 observer.hear(batch, by)
             if not batch.skipped:
@@ -452,47 +432,6 @@ class Stage:
         assert self.objective is not None
         self.objective.sums.trained.restore(trained, self.device)
 
-    # State
-
-    def state(self) -> dict[str, Tensor]:
-        """Return copies, in host memory, of the state between two windows.
-
-        Keys use the layer names of the whole model: `model/NAME` for parameters and buffers (complex ones as
-        pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state, `ema/NAME` for the moving
-        average of the weights. What several stages share is in the state of the first of them.
-        """
-        self.settle()
-        model = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
-        tensors = {f"model/{self.name(name)}": numbers_of(tensor.detach()) for name, tensor in model}
-        tensors |= {f"optimizer/{path}": tensor for path, tensor in self.weights.optimizer_state().items()}
-        tensors |= {f"ema/{name}": numbers_of(tensor) for name, tensor in self.weights.average().items()}
-        return {
-            path: _host_copy(tensor.detach())
-            for path, tensor in tensors.items()
-            if _weight_of(path) not in self._elsewhere
-        }
-
-    @torch.no_grad()
-    def load_state(self, tensors: StateReader, updates: int) -> None:
-        """Restore from `state`, of this stage or of other stages that held these layers."""
-        for name, tensor in itertools.chain(self.module.named_parameters(), self.module.named_buffers()):
-            numbers_of(tensor.data).copy_(tensors[f"model/{self.name(name)}"])
-        mine = self.weights.live.keys()
-        paths = [path for path in tensors.names("optimizer/") if path.rpartition("/")[0] in mine]
-        self.weights.load_optimizer_state({path: tensors[f"optimizer/{path}"] for path in paths}, updates)
-        averaged = mine & set(tensors.names("ema/"))
-        self.weights.load_average({name: tensors[f"ema/{name}"] for name in averaged})
-
     def name(self, own: str) -> str:
         """Return the name in the model of a parameter or buffer."""
         return self._names.get(own, own)
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-
-
-def _weight_of(path: str) -> str:
-    """Return the parameter or buffer of an entry of a stage's state."""
-    kind, _, name = path.partition("/")
-    return name.rpartition("/")[0] if kind == "optimizer" else name

@@ -40,7 +40,7 @@ class Sums:
 
     def tell_tied(self, action: Action) -> None:
         """Tell the other ranks of each tie, together with the last stage of it on this rank."""
-        for tie in self._stages[action.stage].ties:
+        for tie in self._stages[action.stage].shared.ties:
             mine = self._shares.setdefault((tie, action.version), {})
             mine[action.stage] = self._stages[action.stage].tied(tie)
             here = self._here(tie)
@@ -66,7 +66,7 @@ class Sums:
         `waits` is called before.
         """
         version, heard = action.version, False
-        for tie in self._stages[action.stage].ties:
+        for tie in self._stages[action.stage].shared.ties:
             if (tie, version) not in self._tied:
                 waits()
                 sums = self._sums.pop((tie, version), None)

@@ -6,45 +6,62 @@ copy is stepped by the same numbers, with the same optimizer state, and stays th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.numerics import numbers_of
+from pipetrain.schedule.actions import Tie
 
 
-def packed(weights: Mapping[str, Tensor], names: Sequence[str], skip: bool) -> Tensor:
-    """Return the gradients of `names` [n], and behind them a count of these that there are, each 0 or 1.
+class Shared:
+    """The weights of a stage that others have too; `tie_of`: the stages of each, by its name in the model.
 
-    `skip`: the stage leaves this update out, so all must, which a count of NaN says.
+    `live`: the stage's weights, by these names.
     """
-    parts = []
-    for name in names:
-        weight = weights[name]
-        if weight.grad is not None and weight.grad.layout is not torch.strided:
-            raise TrainingStopped(
-                f"the gradient of {name}, which stages share, is sparse: make the layer with sparse=False, "
-                f"or keep the layers that share it in one stage by partition="
-            )
-        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        parts.append(numbers_of(gradient).flatten())
-    there = [float("nan") if skip else float(weights[name].grad is not None) for name in names]
-    return torch.cat([*parts, parts[0].new_tensor(there)])
 
+    def __init__(self, stage: int, tie_of: Mapping[str, Tie], live: Mapping[str, Tensor]) -> None:
+        self._live = live
+        self._names: dict[Tie, list[str]] = {}
+        for name in sorted(tie_of):
+            self._names.setdefault(tie_of[name], []).append(name)
+        self.ties = sorted(self._names)
+        self.counted_elsewhere = [name for name, tie in tie_of.items() if tie[0] != stage]
+        """The weights that count at another stage where each is to count once."""
 
-def unpack(weights: Mapping[str, Tensor], names: Sequence[str], sums: Tensor) -> None:
-    """Set the gradients to sums of what `packed` returned.
+    def packed(self, tie: Tie, skip: bool) -> Tensor:
+        """Return the gradients of a tie's weights [n], and behind them for each weight a 1 if it has one.
 
-    The counts are looked at only for a weight without a gradient here: a GPU's host would wait for them.
-    """
-    left = 0
-    for number, name in enumerate(names):
-        # A copy: clipping scales it in place, and another stage of the rank may take the same sums.
-        gradient = torch.empty_like(weights[name])
-        numbers = numbers_of(gradient)
-        numbers.copy_(sums[left : left + numbers.numel()].view_as(numbers))
-        there = weights[name].grad is not None or sums[number - len(names)].reshape(1).tolist() != [0.0]
-        weights[name].grad = gradient if there else None
-        left += numbers.numel()
+        `skip`: the stage leaves this update out, so all must, which a NaN in these places says.
+        """
+        parts, there = [], []
+        for name in self._names[tie]:
+            weight = self._live[name]
+            if weight.grad is not None and weight.grad.layout is not torch.strided:
+                raise TrainingStopped(
+                    f"the gradient of {name}, which stages share, is sparse: make the layer with "
+                    f"sparse=False, or keep the layers that share it in one stage by partition="
+                )
+            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            parts.append(numbers_of(gradient).flatten())
+            there.append(math.nan if skip else float(weight.grad is not None))
+        return torch.cat([*parts, parts[0].new_tensor(there)])
+
+    def unpack(self, tie: Tie, sums: Tensor) -> None:
+        """Set the gradients to sums of what `packed` returned.
+
+        The counts are looked at only for a weight without a gradient here: a GPU's host would wait for them.
+        """
+        left, names = 0, self._names[tie]
+        for number, name in enumerate(names):
+            weight = self._live[name]
+            # A copy: clipping scales it in place, and another stage of the rank may take the same sums.
+            gradient = torch.empty_like(weight)
+            numbers = numbers_of(gradient)
+            numbers.copy_(sums[left : left + numbers.numel()].view_as(numbers))
+            there = weight.grad is not None or sums[number - len(names)].reshape(1).tolist() != [0.0]
+            weight.grad = gradient if there else None
+            left += numbers.numel()

@@ -23,7 +23,6 @@ from pipetrain.checkpoint.source import Source, find_source, refuse_older
 from pipetrain.cli import contained
 from pipetrain.errors import ConfigError
 from pipetrain.records.figures import best_epoch
-from pipetrain.runtime.stage import Stage
 from pipetrain.settings import Settings
 from pipetrain.untrusted import DamagedCheckpoint
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads
@@ -508,10 +507,10 @@ def test_tensors_that_do_not_fit_are_damage(name, harmed):
 
 
 def test_whatever_a_stage_says_of_what_it_is_to_load_is_a_sentence(harmed, monkeypatch):
-    def load_state(*_: object) -> None:
+    def restore(*_: object) -> None:
         raise KeyError("exp\navg")
 
-    monkeypatch.setattr(Stage, "load_state", load_state)
+    monkeypatch.setattr("pipetrain.checkpoint.state._restore", restore)
     with pytest.raises(DamagedCheckpoint, match=r"^stage 0 cannot go on from the checkpoint: KeyError: 'exp"):
         run_in_threads(HARMED, source=checkpoints(harmed)[-1])
 

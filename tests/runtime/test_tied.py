@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.tied import packed, unpack
+from pipetrain.runtime.tied import Shared
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 
+TIE = (0, 1)
 TIED = "model._target_=tests.support.models.tied"
 CLIPPED = ("clip_grad_norm=0.25", "clip_grad_norm_over=model")
 
@@ -39,12 +40,13 @@ def test_complex_weights_are_shared_as_pairs_of_numbers():
 def test_gradients_are_added_and_one_that_no_stage_has_stays_none():
     of = {"a": nn.Parameter(torch.zeros(2, 3)), "b": nn.Parameter(torch.zeros(4, dtype=torch.complex64))}
     other = {name: nn.Parameter(p.detach().clone()) for name, p in of.items()}
-    assert packed(of, ["a", "b"], skip=False).tolist() == [0] * 16
+    stages = [Shared(stage, {"a": TIE, "b": TIE}, weights) for stage, weights in enumerate((of, other))]
+    assert stages[0].packed(TIE, skip=False).tolist() == [0] * 16
     of["b"].grad = torch.full((4,), 1 + 2j)
     other["b"].grad = torch.full((4,), 3j)
-    sums = packed(of, ["a", "b"], skip=False) + packed(other, ["a", "b"], skip=False)
-    for weights in (of, other):
-        unpack(weights, ["a", "b"], sums)
+    sums = stages[0].packed(TIE, skip=False) + stages[1].packed(TIE, skip=False)
+    for stage, weights in zip(stages, (of, other), strict=True):
+        stage.unpack(TIE, sums)
         assert weights["a"].grad is None
         assert weights["b"].grad.tolist() == [1 + 5j] * 4
     assert of["b"].grad.data_ptr() != other["b"].grad.data_ptr()
@@ -53,15 +55,16 @@ def test_gradients_are_added_and_one_that_no_stage_has_stays_none():
 def test_a_stage_that_skips_says_so_by_a_nan():
     of = {"a": nn.Parameter(torch.zeros(2))}
     of["a"].grad = torch.ones(2)
-    assert not packed(of, ["a"], skip=True).isfinite().all()
-    assert packed(of, ["a"], skip=False).tolist() == [1, 1, 1]
+    shared = Shared(0, {"a": TIE}, of)
+    assert not shared.packed(TIE, skip=True).isfinite().all()
+    assert shared.packed(TIE, skip=False).tolist() == [1, 1, 1]
 
 
 def test_a_sparse_gradient_is_refused():
     layer = nn.Embedding(3, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
     with pytest.raises(TrainingStopped, match=r"of e, which stages share, is sparse: .*sparse=False"):
-        packed({"e": layer.weight}, ["e"], skip=False)
+        Shared(0, {"e": TIE}, {"e": layer.weight}).packed(TIE, skip=False)
 
 
 def test_two_stages_of_one_rank_go_on_with_a_state_each(tmp_path):
