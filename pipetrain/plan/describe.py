@@ -1,7 +1,7 @@
 """What `python -m pipetrain.plan` prints: a plan as text.
 
 It says where the model is cut, what crosses each cut, the timeline, and what the schedule holds and wastes;
-with a trace, how long it would take by the durations measured there.
+with a trace see replay.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.building import build, make_model, make_schedule, make_task
-from pipetrain.data import declared_example, load_data, pieces
+from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
@@ -26,9 +26,9 @@ from pipetrain.plan.costs import Prediction
 from pipetrain.plan.memory import gpu_bytes, memory, says_whether_it_fits, sized
 from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, with_costs
 from pipetrain.plan.profile import Profile
-from pipetrain.plan.replay import Replay, full_of, read_trace
+from pipetrain.plan.replay import compare, read_trace, refuse_other
 from pipetrain.plan.sizes import known_state, optimizer_state
-from pipetrain.schedule.actions import COMMUNICATION, TOLD, has_norms, splits
+from pipetrain.schedule.actions import has_norms, splits
 from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.memory import PARTS, Moment, peaks
 from pipetrain.schedule.theory import theory
@@ -153,7 +153,7 @@ def describe(
         head += f"{line}\n"
     predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches, split)]
     sizes = [_memory(plan, held, room)] if held else []
-    return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, batches)))
+    return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, run, batches)))
 
 
 def _clipped(plan: Plan) -> str:
@@ -237,7 +237,7 @@ def _memory(plan: Plan, held: Sequence[Sequence[Moment]], room: int | None) -> s
     return aligned(rows) + note
 
 
-def _figures(plan: Plan, batches: int) -> str:
+def _figures(plan: Plan, run: Timeline, batches: int) -> str:
     settings, simulation = plan.settings, plan.window.simulation
     virtual = plan.stages // settings.ranks
     size = settings.microbatches, virtual
@@ -245,7 +245,7 @@ def _figures(plan: Plan, batches: int) -> str:
     if formula and not any(formula.staleness) and has_norms(plan.window.program):
         formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
     if plan.by_costs:  # the formulas are for an order that was made for equal stages
-        formula, simulation = None, plan.timeline()
+        formula, simulation = None, run
     bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.2%}"
     which = "these" if plan.by_costs else "equal"
     rows = [[f"details of {which} stages", "simulated"], ["bubble", f"{simulation.bubble:.2%}", bubble]]
@@ -260,80 +260,6 @@ def _figures(plan: Plan, batches: int) -> str:
     if plan.policy:
         note += "the order is decided while it runs: this is how it goes if times are even\n"
     return aligned(rows) + note
-
-
-def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
-    """Refuse a plan for which a trace has no times. Raises ConfigError."""
-    settings, about = plan.settings, traced.about
-    cut = len(about["partition"]) + 1
-    if cut != plan.stages and about["ranks"] == settings.ranks:  # which no other partition mends
-        raise ConfigError(
-            f"cost={path} is of {about['schedule']} with {cut} stages on {about['ranks']} ranks, and "
-            f"{settings.schedule} has {plan.stages}: trace a run of {settings.schedule}"
-        )
-    traced_microbatch = full_of(about)
-    # Key, value in the trace, value here.
-    both = [
-        ("model", about["model"], settings.model),
-        ("stages", about["ranks"], settings.ranks),
-        ("partition", about["partition"], plan.cuts),
-        ("dtype", about["dtype"], str(settings.dtype).removeprefix("torch.")),
-        ("precision", about["precision"], settings.precision),
-        ("memory_format", about["memory_format"], plan.numerics.memory_format),
-        # The size of a microbatch is what counts.
-        ("batch_size", traced_microbatch * settings.microbatches, settings.full * settings.microbatches),
-        ("codec.forward", about.get("codec_forward", "identity"), str(settings.codecs.forward)),
-        ("codec.backward", about.get("codec_backward", "identity"), str(settings.codecs.backward)),
-    ]
-    other = [f"{key}={theirs}".replace(" ", "") for key, theirs, mine in both if theirs != mine]
-    if other:
-        raise ConfigError(
-            f"cost={path} is of {about['model']} cut before layers {about['partition']}, {traced_microbatch} "
-            f"samples a microbatch: pass {' '.join(other)}, or trace a run of this plan"
-        )
-    if sum(layer.params for layer in plan.layers) != about["parameters"]:
-        raise ConfigError(
-            f"cost={path} is of another {about['model']}, with {about['parameters']:,} parameters: trace a "
-            f"run of this plan"
-        )
-    for actions in plan.window.program:
-        for action in actions:
-            own = action.op not in COMMUNICATION | TOLD
-            if own and (action.stage, action.op) not in traced.costs.seconds:
-                raise ConfigError(
-                    f"cost={path} has no {action.op} of stage {action.stage}, which {settings.schedule} "
-                    f"needs: trace a run of {settings.schedule}, or of one with the same kinds of actions"
-                )
-
-
-def compare(plan: Plan, traced: Replay, path: str) -> str:
-    """Return the times of the traced schedule, measured and simulated, and of this plan, as text."""
-    settings, about = plan.settings, traced.about
-    mine = traced.figures(
-        plan.window.program,
-        pieces(settings.batch_size, settings.microbatches) * max(plan.windows),
-        batch_size=settings.batch_size,
-        buffer_size=plan.cut.bounds,
-        ties=plan.cut.ties,
-        repeated=settings.window is not None,
-    )
-    rows = [["", "seconds a batch", "samples/s", "bubble, by rank", "wait, by rank"]]
-    measured_rate = about["batch_size"] / traced.measured.batch_s
-    for name, figures, batch_size in (
-        (f"{about['schedule']}, measured", traced.measured, about["batch_size"]),
-        (f"{about['schedule']}, replayed", traced.again, about["batch_size"]),
-        (f"{settings.schedule}, this plan", mine, settings.batch_size),
-    ):
-        rate = batch_size / figures.batch_s
-        off = f" ({rate / measured_rate - 1:+.1%})" if rate != measured_rate else ""
-        shares = (_shares(figures.bubble), _shares(figures.wait))
-        rows.append([name, f"{figures.batch_s:.4f}", f"{rate:.1f}{off}", *shares])
-    windows = "1 window" if len(traced.windows) == 1 else f"{len(traced.windows)} windows"
-    return f"by the durations of {windows} in {path}\n" + aligned(zip(*rows, strict=True))
-
-
-def _shares(values: Iterable[float]) -> str:
-    return " ".join(f"{value:.1%}" for value in values)
 
 
 def _list(values: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""The costs of a traced run's actions, with which `simulate` predicts the time of another schedule.
+"""cost=trace.json: the costs of a traced run's actions, with which `simulate` predicts the time of a plan.
 
 The costs, from whole microbatches only:
 
@@ -21,7 +21,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from pipetrain.data import pieces
 from pipetrain.errors import ConfigError
+from pipetrain.plan.comparing import aligned
+from pipetrain.plan.plan import Plan
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import (
     COMMUNICATION,
@@ -174,6 +177,76 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
     return Replay(about, windows, Costs(seconds | _travels(windows, about["ties"])), own)
 
 
+def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
+    """Refuse a plan for which a trace has no times. Raises ConfigError."""
+    settings, about = plan.settings, traced.about
+    cut = len(about["partition"]) + 1
+    if cut != plan.stages and about["ranks"] == settings.ranks:  # which no other partition mends
+        raise ConfigError(
+            f"cost={path} is of {about['schedule']} with {cut} stages on {about['ranks']} ranks, and "
+            f"{settings.schedule} has {plan.stages}: trace a run of {settings.schedule}"
+        )
+    traced_microbatch = full_of(about)
+    # Key, value in the trace, value here.
+    both = [
+        ("model", about["model"], settings.model),
+        ("stages", about["ranks"], settings.ranks),
+        ("partition", about["partition"], plan.cuts),
+        ("dtype", about["dtype"], str(settings.dtype).removeprefix("torch.")),
+        ("precision", about["precision"], settings.precision),
+        ("memory_format", about["memory_format"], plan.numerics.memory_format),
+        # The size of a microbatch is what counts.
+        ("batch_size", traced_microbatch * settings.microbatches, settings.full * settings.microbatches),
+        ("codec.forward", about.get("codec_forward", "identity"), str(settings.codecs.forward)),
+        ("codec.backward", about.get("codec_backward", "identity"), str(settings.codecs.backward)),
+    ]
+    other = [f"{key}={theirs}".replace(" ", "") for key, theirs, mine in both if theirs != mine]
+    if other:
+        raise ConfigError(
+            f"cost={path} is of {about['model']} cut before layers {about['partition']}, {traced_microbatch} "
+            f"samples a microbatch: pass {' '.join(other)}, or trace a run of this plan"
+        )
+    if sum(layer.params for layer in plan.layers) != about["parameters"]:
+        raise ConfigError(
+            f"cost={path} is of another {about['model']}, with {about['parameters']:,} parameters: trace a "
+            f"run of this plan"
+        )
+    for actions in plan.window.program:
+        for action in actions:
+            own = action.op not in COMMUNICATION | TOLD
+            if own and (action.stage, action.op) not in traced.costs.seconds:
+                raise ConfigError(
+                    f"cost={path} has no {action.op} of stage {action.stage}, which {settings.schedule} "
+                    f"needs: trace a run of {settings.schedule}, or of one with the same kinds of actions"
+                )
+
+
+def compare(plan: Plan, traced: Replay, path: str) -> str:
+    """Return the times of the traced schedule, measured and simulated, and of this plan, as text."""
+    settings, about = plan.settings, traced.about
+    mine = traced.figures(
+        plan.window.program,
+        pieces(settings.batch_size, settings.microbatches) * max(plan.windows),
+        batch_size=settings.batch_size,
+        buffer_size=plan.cut.bounds,
+        ties=plan.cut.ties,
+        repeated=settings.window is not None,
+    )
+    rows = [["", "seconds a batch", "samples/s", "bubble, by rank", "wait, by rank"]]
+    measured_rate = about["batch_size"] / traced.measured.batch_s
+    for name, figures, batch_size in (
+        (f"{about['schedule']}, measured", traced.measured, about["batch_size"]),
+        (f"{about['schedule']}, replayed", traced.again, about["batch_size"]),
+        (f"{settings.schedule}, this plan", mine, settings.batch_size),
+    ):
+        rate = batch_size / figures.batch_s
+        off = f" ({rate / measured_rate - 1:+.1%})" if rate != measured_rate else ""
+        shares = (_shares(figures.bubble), _shares(figures.wait))
+        rows.append([name, f"{figures.batch_s:.4f}", f"{rate:.1f}{off}", *shares])
+    windows = "1 window" if len(traced.windows) == 1 else f"{len(traced.windows)} windows"
+    return f"by the durations of {windows} in {path}\n" + aligned(zip(*rows, strict=True))
+
+
 def _own_time(windows: Sequence[TracedWindow], rank: int) -> float:
     """Return a rank's overhead per F, B, I or W."""
     rows = [window.timeline.rows[rank] for window in windows]
@@ -232,3 +305,7 @@ def _told_travel(window: TracedWindow, ties: Ties) -> Iterator[tuple[Action, flo
             heard = min(span.start + span.waited for span in begins)
             travelled = max(0.0, heard - max(span.end for span in ends))
             yield from ((span.action, travelled) for span in ends if span.action is not None)
+
+
+def _shares(values: Iterable[float]) -> str:
+    return " ".join(f"{value:.1%}" for value in values)

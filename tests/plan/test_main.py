@@ -21,7 +21,7 @@ from pipetrain.plan import describe as printing
 from pipetrain.plan.costs import Choice, Prediction
 from pipetrain.plan.describe import describe, verdict
 from pipetrain.plan.plan import Plan, Samples, make_plan
-from pipetrain.plan.replay import read_trace
+from pipetrain.plan.replay import read_trace, refuse_other
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.chrome import write
 from pipetrain.schedule.lower import lower
@@ -505,7 +505,7 @@ def test_more_microbatches_of_the_same_size_can_be_predicted(run, trace, tmp_pat
 def test_a_plan_that_the_trace_says_nothing_of_is_refused(trace, words, says):
     plan = planned("1f1b", 2, 4, 1, "model=mlp", *words)
     with pytest.raises(ConfigError, match=rf"^cost={trace} .*{re.escape(says)}"):
-        printing.refuse_other(plan, read_trace(trace), str(trace))
+        refuse_other(plan, read_trace(trace), str(trace))
 
 
 def test_a_trace_of_other_numbers_of_stages_says_what_to_trace(trace):
@@ -513,7 +513,7 @@ def test_a_trace_of_other_numbers_of_stages_says_what_to_trace(trace):
     with pytest.raises(
         ConfigError, match=r"is of 1f1b with 2 stages on 2 ranks, and zbv has 4: trace a run of zbv$"
     ):
-        printing.refuse_other(plan, read_trace(trace), str(trace))
+        refuse_other(plan, read_trace(trace), str(trace))
 
 
 def test_a_plan_of_another_model_is_refused_by_the_command(run, trace):
