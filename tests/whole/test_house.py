@@ -1,0 +1,121 @@
+"""The house: which test file shows a module, what a wheel holds, and what scripts leave alone.
+
+Tests mirror the package: `network/chain.py` has `network/test_chain.py`, and a package may have one file for
+all that is in it. `python -m tests.whole.test_house` prints the table.
+"""
+
+from __future__ import annotations
+
+import ast
+from configparser import ConfigParser
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE, TESTS = ROOT / "pipetrain", ROOT / "tests"
+APART = {"benchmark", "comparison", "docs", "gpu", "support", "users", "whole"}
+"""Folders whose tests are of no one module."""
+SEEN_IN = {
+    "__init__": "docs/test_api_docs",
+    "checkpoint/source": "checkpoint/test_resume",
+    "checkpoint/state": "checkpoint/test_resume",
+    "errors": "test_ending",
+    "network/given": "users/test_modes",
+    "network/loan": "users/test_life",
+    "network/network": "network/test_chain",
+    "network/modes": "users/test_modes",
+    "network/places": "runtime/test_weights",
+    "network/products": "runtime/test_split",
+    "network/tensors": "plan/test_estimate",
+    "plan/by_times": "plan/test_plan",
+    "plan/comparing": "plan/test_main",
+    "plan/describe": "plan/test_main",
+    "plan/program": "plan/test_plan",
+    "plan/prove": "plan/test_plan",
+    "plan/saved": "plan/test_sizes",
+    "runtime/batches": "users/test_batches",
+    "runtime/buffers": "runtime/test_weights",
+    "runtime/mailbox": "runtime/test_engine",
+    "runtime/microbatch": "runtime/test_stage",
+    "runtime/objective": "runtime/test_stage",
+    "runtime/observer": "runtime/test_statistics",
+    "runtime/origin": "runtime/test_finite",
+    "runtime/session": "whole/test_equivalence",
+    "runtime/sums": "runtime/test_tied",
+    "runtime/times": "runtime/test_engine",
+    "schedule/page": "test_timelines",
+    "schedule/timeline": "schedule/test_simulate",
+    "schedule/waits": "schedule/test_simulate",
+    "stopping": "users/test_stopping",
+    "train": "test_main",
+}
+"""Modules without a test file of their own: what shows them."""
+
+
+def has_code(path: Path) -> bool:
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return any(isinstance(node, kinds) for node in ast.parse(path.read_text()).body)
+
+
+@cache
+def modules() -> list[str]:
+    paths = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if has_code(path)]
+    return sorted(str(path.with_suffix("")).removesuffix("/__init__") for path in paths)
+
+
+@cache
+def files() -> set[str]:
+    paths = [path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")]
+    return {str(path.with_suffix("")) for path in paths}
+
+
+def own(module: str) -> str:
+    folder, _, name = module.rpartition("/")
+    return f"{folder}/test_{name.strip('_')}".lstrip("/")
+
+
+def shown_in(module: str) -> str | None:
+    """The test file of a module: its own, or that of a package around it."""
+    while module:
+        if own(module) in files():
+            return own(module)
+        module = module.rpartition("/")[0]
+    return None
+
+
+def table() -> dict[str, str | None]:
+    return {module: shown_in(module) or SEEN_IN.get(module) for module in modules()}
+
+
+def test_every_module_has_a_test_file():
+    assert [module for module, file in table().items() if file not in files()] == []
+
+
+def test_every_test_file_has_a_module():
+    mirrored = {file for file in files() if file.partition("/")[0] not in APART}
+    assert mirrored - set(table().values()) == set()
+
+
+def test_what_is_seen_elsewhere_is_there_and_has_no_test_file_of_its_own():
+    assert [module for module in SEEN_IN if module not in modules() or shown_in(module)] == []
+
+
+def test_a_wheel_holds_every_package():
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = set(config["options"]["packages"].split()) - {"pipetrain.conf"}
+    there = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
+    assert listed == there
+
+
+def test_scripts_import_no_tests():
+    """The packages among them are held by import-linter; the programs are no packages."""
+    for path in (ROOT / "scripts").glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        assert [name for name in names if name.split(".")[0] == "tests"] == [], path.name
+
+
+if __name__ == "__main__":
+    print("\n".join(f"{module:32} {file}" for module, file in table().items()))
