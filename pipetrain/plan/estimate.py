@@ -78,11 +78,11 @@ class Layer:
 
 def estimate(
     model: nn.Sequential | Network,
-    entry: ValueSpec,
+    inputs: ValueSpec,
     numerics: Numerics | None = None,
     training: bool = True,
 ) -> list[Layer]:
-    """Estimate every layer of a model for one microbatch, the tensors of `entry`.
+    """Estimate every layer of a model for one microbatch. `inputs`: of the model.
 
     `training`: in the modes of its modules, and the layers tell which gradients are needed; otherwise in
     evaluation mode. Raises ConfigError with the name of a layer that cannot process what it takes, or trains
@@ -95,12 +95,12 @@ def estimate(
     with quiet(), torch.random.fork_rng([]), mode:
         torch.default_generator.manual_seed(0)  # so that every rank plans alike
         try:
-            with fake_mode() if entry.nbytes > MOST_REAL else nullcontext():
-                inputs = tuple(map(made_up, entry.specs))
+            with fake_mode() if inputs.nbytes > MOST_REAL else nullcontext():
+                tensors = tuple(map(made_up, inputs.specs))
         except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"a microbatch of {entry} cannot be made: {one_line(error)}") from error
-        values = {Made(INPUT, number): t for number, t in enumerate(inputs)}
-        made = [entry]
+            raise ConfigError(f"a microbatch of {inputs} cannot be made: {one_line(error)}") from error
+        values = {Made(INPUT, number): t for number, t in enumerate(tensors)}
+        made = [inputs]
         for index, (name, module) in enumerate(zip(network.names, network.modules, strict=True)):
             takes = network.takes(index, made)
             given = tuple(values[value] for value in takes)
