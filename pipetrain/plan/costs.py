@@ -308,10 +308,6 @@ class Predictor:
             for stage, (start, end) in enumerate(ends)
         ]
 
-    def slowest_s(self, cuts: Sequence[int], limit: float | None = None) -> float:
-        """Return the seconds of a batch at the slowest stage, each in its fastest mode within the limit."""
-        return self.choice(cuts, limit).slowest_s
-
     def choice(self, cuts: Sequence[int], limit: float | None = None) -> Choice:
         """Return what cuts would take and hold, each stage in its fastest mode within the limit."""
         stages = self.stage_times(cuts, self.modes_of(cuts, limit))

@@ -28,9 +28,9 @@ from pipetrain.network.values import ValueSpec
 SAMPLES = 3  # of a microbatch; the trace holds for any number
 
 
-def arguments(example: ValueSpec, device: torch.device, samples: int = SAMPLES) -> tuple[Any, dict[str, Any]]:
+def arguments(example: ValueSpec, device: torch.device) -> tuple[Any, dict[str, Any]]:
     """Return the positional and keyword arguments of a model for a made-up microbatch."""
-    return as_arguments(example, [made_up(spec, device) for spec in example.of(samples).specs])
+    return as_arguments(example, [made_up(spec, device) for spec in example.of(SAMPLES).specs])
 
 
 def as_arguments(example: ValueSpec, tensors: list[Any]) -> tuple[Any, dict[str, Any]]:
