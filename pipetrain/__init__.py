@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipetrain.errors import ActionFailed, ChannelError, ConfigError, TrainingStopped
+    from pipetrain.fitting import fit
     from pipetrain.network.chain import Pop, Stash
     from pipetrain.pipeline import Pipeline, schedules
     from pipetrain.schedule.actions import Action, Op, ScheduleError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "pipetrain.pipeline": ("Pipeline", "schedules"),
+    "pipetrain.fitting": ("fit",),
     "pipetrain.tasks": (
         "Classification",
         "LanguageModelling",
@@ -58,6 +60,7 @@ __all__ = [
     "Stash",
     "Task",
     "TrainingStopped",
+    "fit",
     "schedules",
 ]
 

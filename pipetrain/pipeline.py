@@ -38,8 +38,8 @@ from pipetrain.checkpoint.plain import of_checkpoint
 from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
-from pipetrain.data import pieces
-from pipetrain.data.loading import BadBatch, Form, Loader, Reader
+from pipetrain.data.loader import Sampled
+from pipetrain.data.loading import Form, Loader, Reader
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.measure import measure
@@ -67,14 +67,12 @@ from pipetrain.runtime.batches import Batches, OfLoader
 from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.mesh import Mesh, choose_device
 from pipetrain.runtime.optimizer import Function, prove_optimizer, small_copies
-from pipetrain.runtime.order import Listed, order_of
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Schedule, placement
 from pipetrain.schedule.fixed import FixedProgram
-from pipetrain.schedule.lower import edges, lower
-from pipetrain.schedule.programs import forward_only
+from pipetrain.schedule.lower import edges
 from pipetrain.settings import COUNT, PROFILE, Settings, share_of_cores
 from pipetrain.stopping import Stopping
 from pipetrain.tally import Tally
@@ -296,7 +294,7 @@ class Pipeline:
             self._counted(Stage.take_trained)  # what steps, or a pass that was left, have counted
         batches = self._batches(loader, f"{TRAINING} (pass {self._passes})")
         for sizes in self._windows(batches, window):
-            losses = self._losses(self._train(sizes, batches))
+            losses = self._train(sizes, batches)
             samples += sum(sizes)
             yield from losses
         self.metrics = self._values(
@@ -321,7 +319,7 @@ class Pipeline:
         batch = inputs if targets is None else (inputs, targets)
         batches = self._batches([batch], f"{TRAINING} by step()")
         for sizes in self._windows(batches, 1):
-            (loss,) = self._losses(self._train(sizes, batches))
+            (loss,) = self._train(sizes, batches)
             return loss
         return math.nan
 
@@ -335,7 +333,7 @@ class Pipeline:
         batches = self._batches(loader, "the evaluation")
         for sizes in self._windows(batches, EVALUATED_AT_ONCE):
             with self._together():
-                self._evaluate(sizes, batches)
+                self._begun.evaluate(sizes, batches, self._tick("evaluation", len(sizes)))
         return self._values("the evaluation", Stage.take_evaluated)
 
     def predict(self, loader: Loader) -> Iterator[Any]:
@@ -354,12 +352,10 @@ class Pipeline:
             yield from outputs
 
     def _predict(self, sizes: Sequence[int], batches: Batches) -> list[Any]:
-        source, session = batches.open([[size] for size in sizes], self.rank), self._begun
-        last, pack = session.plan.placement[-1], outputs_of(session.plan).pack
-        order, tick = self._forwards(len(sizes)), self._tick("prediction", len(sizes))
-        with self._with_its_own():
-            found = session.predict(order, sizes, source.inputs, tick)
-        moved = direct.brought(found, self._mesh, last)
+        session = self._begun
+        found = session.predict(sizes, batches, self._tick("prediction", len(sizes)))
+        moved = direct.brought(found, self._mesh, session.plan.placement[-1])
+        pack = outputs_of(session.plan).pack
         return [pack(tensors) for tensors in moved] if not self.rank else [None] * len(sizes)
 
     def _values(self, what: str, take: Callable[[Stage], Tally], **more: float) -> dict[str, float]:
@@ -418,7 +414,7 @@ class Pipeline:
     ) -> Reader | None:
         return None if self.rank else Reader(loader, what, self._form, self._named, weight)
 
-    def _on_first(self, what: str, reader: Reader | None, read: Callable[[Reader], Any]) -> Any:
+    def _on_first(self, what: str, reader: Any, read: Callable[[Any], Any]) -> Any:
         """Return on every rank what `read` returns on rank 0; raise its error there, and tell the others."""
         return self._on_one(0, what, None if reader is None else partial(read, reader))
 
@@ -440,46 +436,14 @@ class Pipeline:
         return found
 
     def _train(self, sizes: Sequence[int], batches: Batches) -> list[float]:
-        """Train a window on batches of these `sizes`; return their mean losses on the last stage's rank."""
-        m = self._settings.microbatches
-        if min(sizes) < m:
-            raise BadBatch(
-                f"a batch of {min(sizes)} samples cannot be cut into microbatches={m}: leave it out, as "
-                f"DataLoader(drop_last=True) does, or choose another batch size"
-            )
-        self._begun.prove(len(sizes))
+        """Train a window on batches of these `sizes`; return their mean losses on every rank."""
+        tick, session = self._tick("training", len(sizes)), self._begun
+        session.refuse_small(sizes)
         with self._together():
-            return self._train_window([pieces(size, m) for size in sizes], batches)
-
-    def _losses(self, mine: list[float]) -> list[float]:
-        """Return on every rank the losses of the last stage's, and hear whether to stop."""
-        with self._together():
-            told: list[float] = self._mesh.tell("the losses", mine, self.plan.placement[-1])
+            _, losses = session.train(sizes, batches, tick)
+            told: list[float] = self._mesh.tell("the losses", losses, session.plan.placement[-1])
             self._stopping = self._mesh.any("a stop", self._signals.asked)
         return told
-
-    def _train_window(self, cut: Sequence[Sequence[int]], batches: Batches) -> list[float]:
-        session, loan = self._begun, self._loan
-        source = batches.open(cut, session.plan.placement[-1])
-        assert loan is not None
-        loan.take_back()
-        order, tick = order_of(session.plan, len(cut), self.rank), self._tick("training", len(cut))
-        losses = session.train(order, cut, source.inputs, source.targets, tick)
-        source.close()
-        return losses
-
-    def _evaluate(self, sizes: Sequence[int], batches: Batches) -> None:
-        """Evaluate batches of these `sizes`, each as one microbatch: a model may look at the whole batch."""
-        source = batches.open([[size] for size in sizes], self.plan.placement[-1])
-        order, tick = self._forwards(len(sizes)), self._tick("evaluation", len(sizes))
-        with self._with_its_own():
-            self._begun.evaluate(order, sizes, source.inputs, source.targets, tick)
-        source.close()
-
-    def _forwards(self, microbatches: int) -> Listed:
-        """Return this rank's forwards of so many microbatches."""
-        program = lower(forward_only(self.plan.placement, microbatches), self.plan.cut.edges)
-        return Listed(program[self.rank], microbatches)
 
     def _tick(self, what: str, total: int) -> Tick:
         """Return what shows rank 0's progress in a window of many steps."""
@@ -519,25 +483,32 @@ class Pipeline:
 
     # The start
 
-    def _begin(self, reader: Reader | None) -> None:
-        """Plan for the first batch of rank 0, prove the task on it, and make this rank's stages."""
+    def _begin(self, reader: Reader | Sampled | None, known: Samples | None = None) -> None:
+        """Plan for the first batch of rank 0, prove the task on it, and make this rank's stages.
+
+        `known`: the sizes of all batches, else others may come.
+        """
         first = self._on_first("the first batch", reader, _first)
         if first is None:
             raise ConfigError(NO_BATCH)
         form, samples, model = Form.from_json(first[0]), first[1], self._model
-        m = self._settings.microbatches
-        full = max(1, samples // m)  # in a microbatch
-        settings = replace(self._settings, batch_size=full * m)
-        sizes = Samples([size * m for size in (full, full + 1) for _ in range(self._least)], [full, full + 1])
-        network = network_of(model, form.inputs, self._settings.precision == "bf16")
+        settings = tried = self._settings
+        if known is None:
+            m = settings.microbatches
+            full = max(1, samples // m)  # in a microbatch
+            settings = replace(settings, batch_size=full * m)
+            sizes = [size * m for size in (full, full + 1) for _ in range(self._least)]
+            known, tried = Samples(sizes, [full, full + 1]), replace(settings, window=self._least)
+        network = network_of(model, form.inputs, settings.precision == "bf16")
         network.values = self._initial
-        plan = self._make_plan(replace(settings, window=self._least), network, form.inputs, sizes)
+        plan = self._make_plan(tried, network, form.inputs, known)
         with self._together():
             prove_same(self._mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program)})
             level(self._mesh, "the tensors of the layers", plan.foreign)
             self._mesh.open(list(plan.cut.bounds), plan.cut.ties)
         self._on_first("the task", reader, partial(self._prove_task, plan))
-        plan = _OpenPlan.of(plan, settings)
+        if tried is not settings:
+            plan = _OpenPlan.of(plan, settings)
         self._given = Given(model, not isinstance(network, Chain))
         self._settings, self._form = settings, form
         with self._together():
@@ -546,9 +517,16 @@ class Pipeline:
             last = plan.placement[-1]
             self._on_one(last, "the model's loss", self._session.settle if self.rank == last else None)
         own = direct.own_tensors(self._session, self._names)
-        self._loan, self._initial = Loan(network, own, self._mesh.world.size == 1), None
+        self._loan = self._session.loan = Loan(network, own, self._mesh.world.size == 1)
+        self._initial = None
         if self._source is not None:
             direct.load_source(self._source, self._session, self._mesh, self._optimizer)
+
+    def _begin_by_number(self, train: Sampled, test: Sampled, done: int) -> None:
+        """Plan for samples by number, of which so many batches are done; prove the task on both."""
+        if self._session is None:
+            self._begin(None if self.rank else train, Samples(train.sizes, test.sizes, done))
+            self._on_first("the task", None if self.rank else test, partial(self._prove_task, self.plan))
 
     def _make_plan(self, settings: Settings, network: Network, example: ValueSpec, samples: Samples) -> Plan:
         """Return the plan of a window; for partition=profile, by a profile that is read or measured now."""
@@ -578,10 +556,10 @@ class Pipeline:
         plan = make(settings, model=network.spare(), profile=profile)
         return sized(plan, self._task, optimizer_state(self._optimizer))
 
-    def _prove_task(self, plan: Plan, reader: Reader) -> None:
+    def _prove_task(self, plan: Plan, reader: Reader | Sampled) -> None:
         first = reader.first()
         assert first is not None
-        prove_targets(plan, self._task, first[1])
+        prove_targets(plan, self._task, first[1], getattr(reader, "classes", None))
 
     # What is left of a training
 
@@ -622,11 +600,11 @@ class Pipeline:
         specs = {name: spec for name, spec in self._specs.items() if name in names}
         if self._session is None:  # nothing has been trained
             return direct.initial(self._model, self._initial, specs) if not self.rank else {}
-        with self._with_its_own():
+        with self._suspended():
             own = direct.own_tensors(self._session, self._names, ema)
         return direct.merged(own, self._mesh, specs, self._owners)
 
-    def _with_its_own(self) -> AbstractContextManager[None]:
+    def _suspended(self) -> AbstractContextManager[None]:
         """Let the stages have their tensors where a collected model has others."""
         return self._loan.suspended() if self._loan is not None else nullcontext()
 
@@ -642,7 +620,7 @@ class Pipeline:
         path, session = read_path("folder", folder), self._begun
         with self._together():
             session.engine.settle()
-        with self._with_its_own():
+        with self._suspended():
             return direct.save(path, session, self._mesh, self._conditions, self.updates, keep)
 
     def load(self, folder: str | Path) -> None:
@@ -695,7 +673,7 @@ class Pipeline:
         self._closed, _open = True, None
 
 
-def _first(reader: Reader) -> list[Any] | None:
+def _first(reader: Reader | Sampled) -> list[Any] | None:
     """Return what the other ranks need to know of the first batch; None if there is none."""
     first = reader.first()
     return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0])]

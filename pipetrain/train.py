@@ -55,8 +55,7 @@ from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import PROFILE, Settings, share_of_cores
 from pipetrain.start import Start
-from pipetrain.training.run import Run, check_early, obtain_data, prepare, with_fallback
-from pipetrain.training.trainer import Trainer
+from pipetrain.training.run import Run, check_early, epochs_of, obtain_data, prepare, with_fallback
 from pipetrain.untrusted import read_as
 
 if TYPE_CHECKING:
@@ -308,7 +307,7 @@ def make_recorder(
     room = gpu_bytes(device.type, world.local_size)
     machine = Machine(f"{world.size} x {name}", threads(run, world), keep_freed_memory(), room)
     files.text(Path(cfg.run_dir) / "plan.txt", describe(run.plan, room=room))
-    return Recorder(Path(cfg.run_dir), cfg, run, machine, files, loggers)
+    return Recorder(Path(cfg.run_dir), cfg, run.about, machine, files, loggers)
 
 
 def threads(run: Run, world: World) -> int:
@@ -344,18 +343,18 @@ def train(
     )
     saved = partial(saved_so_far, run_dir)
     with keeper.asking.listening(saved):
-        trainer = Trainer(run, mesh, recorder, keeper)
+        epochs = epochs_of(run, mesh, recorder, keeper)
         if source is not None:
-            trainer.restore(source.folder, source.manifest)
+            epochs.restore(source.folder, source.manifest, run.optimizer)
         try:
-            finished = trainer.fit()
+            finished = epochs.run()
         except ChannelError as error:
             if by := keeper.asking.stopped_by:  # another rank has left
                 terminate(f"{error}, after {name_of(by)}; {saved()}", status_after(by))
             raise
         mesh.close()
         lost = keeper.saver.not_saved
-        if recorder and finished and lost != trainer.updates:
+        if recorder and finished and lost != epochs.updates:
             recorder.close()
         elif recorder:
             recorder.stop(lost)

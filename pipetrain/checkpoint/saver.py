@@ -39,9 +39,8 @@ from pipetrain.checkpoint.files import (
 )
 from pipetrain.checkpoint.state import random_state, residual_state, state_of
 from pipetrain.records.figures import Progress, best_epoch
-from pipetrain.runtime.coding import Slot
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.session import Session
 from pipetrain.untrusted import DamagedCheckpoint, read_as
 
 log = logging.getLogger("pipetrain")
@@ -230,24 +229,28 @@ class Keeper:
 
     def save(
         self,
-        stages: Mapping[int, Stage],
+        session: Session,
         mesh: Mesh,
         position: Position,
-        pipeline: Mapping[str, Any],
         progress: Progress,
-        residuals: Mapping[Slot, Tensor],
+        random: Mapping[str, Tensor],
     ) -> None:
-        """Start a save; all ranks must call it with equal values, except for their stages and residuals."""
-        rank = mesh.world.rank
+        """Start a save; all ranks must call it with equal values, except for their stages and `random`.
+
+        That is the random state from which the epoch's batches come again.
+        """
+        rank, stages = mesh.world.rank, session.stages
         metadata = {"run": self.run, "update": str(position.update)}
         try:
             files = {stage_file(index): state_of(stage) for index, stage in stages.items()}
-            files[stage_file(min(stages))] |= random_state(rank, mesh.device) | residual_state(residuals)
+            own = random_state(rank, mesh.device) | residual_state(session.feedback.residuals)
+            files[stage_file(min(stages))] |= {**own, **random}
             snapshot = Snapshot(files, metadata)
         except TypeError as error:  # possible with checkpoint.every=null, where only a signal makes it save
             snapshot = Snapshot({}, metadata, f"the optimizer of rank {rank} remembers {error}")
         manifest = None
         if rank == 0:
+            pipeline: Any = session.plan.pipeline
             manifest = Manifest(
                 self.run, position, self.conditions, pipeline, self.config, progress.to_json(), {}
             )

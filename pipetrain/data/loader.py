@@ -82,7 +82,7 @@ class Sampled:
 
     `split`: None on ranks that need no sample. `sizes`: the samples of each batch. With a `sampler` they are
     shuffled and augmented, else taken in order, each batch as one microbatch, as an evaluation does. `seed`:
-    of the augmentation.
+    of the augmentation. `classes`: that targets tell apart, None if unknown or none.
     """
 
     def __init__(
@@ -93,8 +93,10 @@ class Sampled:
         seed: int = 0,
         workers: int = 0,
         timeout: float = 60.0,
+        classes: int | None = None,
     ) -> None:
         self.split = split
+        self.classes = classes
         self.sizes = list(sizes)
         self.workers = workers
         self.timeout = timeout

@@ -257,7 +257,7 @@ class Reader:
         if known is not None:
             sizes = known[self._announced :][:batches]
         else:
-            if batches is None and not _has_length(self._loader):
+            if batches is None and not has_length(self._loader):
                 raise ConfigError(
                     "this schedule trains a whole pass as one window, and a loader without length does not "
                     "say how long that is: give train(loader, window=...)"
@@ -268,6 +268,18 @@ class Reader:
             sizes = [_samples(inputs) for inputs, _ in self._held]
         self._announced += len(sizes)
         return sizes if self._announced or self._read else None
+
+    def skip(self, batches: int) -> int:
+        """Read so many batches for nothing; return how many there were. The loader's random numbers go on."""
+        self._refuse_other()
+        skipped = 0
+        while skipped < batches and (self._held or self._read_one()):
+            self._leave_out()
+            if self._held:
+                self._held.popleft()
+                skipped += 1
+        self._announced += skipped
+        return skipped
 
     def _refuse_other(self) -> None:
         loader: Any = self._loader
@@ -350,7 +362,8 @@ def _all_count(weight: Callable[[Value], Tensor | float], targets: Value) -> boo
     return counted_for(weight, targets) in (len(first), first.numel())
 
 
-def _has_length(loader: Any) -> bool:
+def has_length(loader: Any) -> bool:
+    """Return whether a loader says how many batches it has."""
     try:
         return len(loader) >= 0
     except TypeError:  # a DataLoader has none for an IterableDataset without one

@@ -22,10 +22,10 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import histogram_raw, hparams, image, scalar, text
 
+from pipetrain.records.about import About
 from pipetrain.records.figures import EpochFigures
 from pipetrain.records.history import History, Memory
 from pipetrain.schedule.memory import peaks
-from pipetrain.training.run import Run
 
 HYPER_PARAMETERS = [
     "data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size",
@@ -45,12 +45,12 @@ def beginning(now: float) -> bytes:
     return _record(Event(file_version="brain.Event:2", wall_time=now))
 
 
-def introduction(run: Run, config: str, picture: bytes) -> bytes:
+def introduction(about: About, config: str, picture: bytes) -> bytes:
     """Return the beginning of the run's file: the configuration, the data, and the timeline from a PNG."""
     now, pixels = time.time(), matplotlib.image.imread(BytesIO(picture))[:, :, :3]
     summaries = [
         text("config", f"```yaml\n{config}```"),
-        text("data", f"{run.facts.name}. {run.facts.note}".strip()),
+        text("data", f"{about.data.name}. {about.data.note}".strip()),
         image("timeline", pixels, dataformats="HWC"),
     ]
     return beginning(now) + _records(summaries, now)

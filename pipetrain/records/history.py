@@ -10,12 +10,12 @@ from statistics import mean
 from typing import Any
 
 from pipetrain.plan.memory import memory
+from pipetrain.records.about import About
 from pipetrain.records.figures import EpochFigures, best_epoch
 from pipetrain.runtime.held import Measured
 from pipetrain.schedule.memory import PARTS, Peak, peak, peaks
 from pipetrain.schedule.timeline import StageStats, StageTimes, total
 from pipetrain.tasks import Metric
-from pipetrain.training.run import Run
 
 SPEEDS = ["lr", "samples_per_s", "epoch_s", "eval_s", "elapsed_s"]  # the last columns of metrics.csv
 MOST_ROWS = 40  # of the table of epochs
@@ -55,13 +55,13 @@ class Memory:
 class History:
     """The finished epochs of a run. Epochs that another pipeline trained have no statistics of stages."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._plan = run.plan
-        self._batches = len(run.sampler.batch_sizes)  # per epoch
-        self.simulated = run.plan.timeline()
-        self.predicted = run.plan.stage_times(self.simulated)
-        self.predicted_memory = memory(run.plan, self.simulated)
+    def __init__(self, about: About) -> None:
+        self._about = about
+        self._plan = about.plan
+        self._batches = about.batches  # per epoch
+        self.simulated = about.plan.timeline()
+        self.predicted = about.plan.stage_times(self.simulated)
+        self.predicted_memory = memory(about.plan, self.simulated)
         self.memory: Memory | None = None
         """What was measured, once it was."""
         self.epochs: list[EpochFigures] = []
@@ -121,15 +121,15 @@ class History:
         """Return the epochs as a table: all, or of many the best and the last ones."""
         best = self.best
         shown = self.epochs if len(self.epochs) <= MOST_ROWS else [best, *self.epochs[-MOST_ROWS // 2 :]]
-        names = [metric.name for metric in self._run.task.metrics]
+        names = [metric.name for metric in self._about.task.metrics]
         titles = [f"{of} {name}" for of in ("train", "val") for name in ("loss", *names)]
         lines = ["  ".join(["epoch", *(f"{title:>9}" for title in titles), "samples/s", "seconds"])]
         for figures in shown:
             cells = [f"{figures.epoch:5d}"]
             for tally in (figures.trained, figures.evaluated):
-                values = self._run.task.values(tally)
+                values = self._about.task.values(tally)
                 cells.append(f"{tally.mean_loss:.4f}")
-                cells += [metric.text(values[metric.name]) for metric in self._run.task.metrics]
+                cells += [metric.text(values[metric.name]) for metric in self._about.task.metrics]
             row = [cells[0], *(cell.rjust(max(9, len(t))) for cell, t in zip(cells[1:], titles, strict=True))]
             row += [f"{figures.samples_per_s:9.1f}", f"{figures.train_s:7.1f}"]
             lines.append("  ".join(row) + ("  best" if figures is best else ""))
@@ -137,14 +137,14 @@ class History:
 
     def metrics_of(self, figures: EpochFigures) -> list[tuple[Metric, float, float]]:
         """Return each metric with its values of training and of evaluation."""
-        task = self._run.task
+        task = self._about.task
         trained, evaluated = task.values(figures.trained), task.values(figures.evaluated)
         return [(metric, trained[metric.name], evaluated[metric.name]) for metric in task.metrics]
 
     def row(self, number: int) -> bytes:
         """Return a line of metrics.csv: the header as number 0, then the epochs."""
         if number == 0:
-            names = ["loss", *(metric.name for metric in self._run.task.metrics)]
+            names = ["loss", *(metric.name for metric in self._about.task.metrics)]
             return _line(["epoch", *(f"{of}_{name}" for of in ("train", "val") for name in names), *SPEEDS])
         figures = self.epochs[number - 1]
         metrics = self.metrics_of(figures)
@@ -164,7 +164,7 @@ class History:
         return b"".join(map(_line, rows))
 
     def summary(self, machine: Machine) -> dict[str, Any]:
-        settings, facts, last, best = self._run.settings, self._run.facts, self.last, self.best
+        settings, facts, last, best = self._about.settings, self._about.data, self.last, self.best
         train_s = sum(figures.train_s for figures in self.epochs)
         straggler, stages, actual = self.straggler, self._stages(self.epochs), self.measured()
         epochs = sum(figures.updates for figures in self.epochs) / self._batches  # with stage statistics
@@ -201,15 +201,15 @@ class History:
             "train_loss": last.trained.mean_loss,
             "metrics": [
                 {"name": metric.name, "higher": metric.higher, "percent": metric.percent}
-                for metric in self._run.task.metrics
+                for metric in self._about.task.metrics
             ],
-            "task": str(self._run.task),
+            "task": str(self._about.task),
             "samples_per_s": sum(f.trained.samples for f in self.epochs) / train_s,
             "epoch_s": train_s / len(self.epochs),
             "total_s": last.elapsed_s,
             "bytes_per_epoch": sum(stats.bytes_sent for stats in stages) / epochs if epochs else None,
             "codec_s_per_epoch": sum(stats.codec_s for stats in stages) / epochs if epochs else None,
-            "updates": max(last.losses, default=self._run.updates),
+            "updates": max(last.losses, default=self._about.updates),
             "straggler": None if straggler is None else asdict(straggler),
             "simulated_bubble": self.simulated.bubble,
             "memory_bytes": self.memory and max(of.total for of in self.memory.peaks),

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from pipetrain.errors import NotRecorded
 from pipetrain.plan.memory import says_whether_it_fits
 from pipetrain.records import events
+from pipetrain.records.about import About
 from pipetrain.records.bar import Bar
 from pipetrain.records.figures import EpochFigures
 from pipetrain.records.files import Files, Growing, why, write_whole
@@ -30,12 +31,112 @@ from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.draw import as_png
 from pipetrain.tally import Tally
-from pipetrain.training.run import Run
 
 log = logging.getLogger("pipetrain")
 
 
-class Recorder:
+class Console:
+    """Shows a training on rank 0: lines about its beginning and each epoch, a bar, tables at the end."""
+
+    def __init__(self, about: About, machine: Machine) -> None:
+        self._about = about
+        self._plan = about.plan
+        self._machine = machine
+        self._history = History(about)
+        self._bar = Bar()
+
+    def begin(self, history: Sequence[EpochFigures] = ()) -> None:
+        """Log the run's model, data and plan; `history`: the epochs that are already done."""
+        self._history.epochs.extend(history)
+        for line in self._introduction_lines():
+            log.info("%s", line)
+        self._bar.spoke()
+
+    def _introduction_lines(self) -> list[str]:
+        settings, data, plan, machine = self._about.settings, self._about.data, self._plan, self._machine
+        sizes = f"{data.train} train, {data.test} test samples"
+        bubble = f"{self._history.simulated.bubble:.1%} by the stages' {'times' if plan.costs else 'work'}"
+        lines = [
+            f"pipetrain: {settings.model} on {data.name} ({sizes}), schedule {settings.schedule}, "
+            f"{machine.device}",
+            f"{plan.stages} stages, cut before layers {plan.cuts}; batch {settings.batch_size} in "
+            f"{settings.microbatches} microbatches; bubble {bubble}",
+            f"{settings.precision}, {plan.numerics.memory_format}, threads a process: {machine.threads}",
+            f"{settings.epochs} epochs, {self._about.updates} updates, seed {settings.seed}{self._where()}",
+        ]
+        if machine.room is not None:
+            lines.append(says_whether_it_fits(settings, self._history.predicted_memory, machine.room))
+        if settings.compile:
+            lines.append("the first microbatches compile the stages, which takes minutes")
+        return lines
+
+    def _where(self) -> str:
+        return ""
+
+    def tick(self, what: str, total: int) -> None:
+        """Count one of `total` steps of `what`, and show the progress."""
+        self._bar.tick(what, total)
+
+    def epoch(self, figures: EpochFigures, held: Sequence[Measured] = ()) -> None:
+        """Note a finished epoch, and log a line about it.
+
+        `held`: what each rank held in a window of it, if that was measured.
+        """
+        self._bar.spoke()
+        self._history.epochs.append(figures)
+        if held:
+            self._history.memory = Memory(figures.epoch, held)
+        log.info(
+            "epoch %d/%d: train loss %s; val loss %s; %.0f samples/s, %.1f s",
+            figures.epoch,
+            self._about.settings.epochs,
+            self._told(figures.trained),
+            self._told(figures.evaluated),
+            figures.samples_per_s,
+            figures.train_s + figures.eval_s,
+        )
+
+    def _told(self, tally: Tally) -> str:
+        """Return a mean loss and the metrics, such as `0.3120, acc 91.20 %`."""
+        values = self._about.task.values(tally)
+        metrics = [f"{metric.name} {metric.text(values[metric.name])}" for metric in self._about.task.metrics]
+        return ", ".join([f"{tally.mean_loss:.4f}", *metrics])
+
+    def trace(self, trace: Trace) -> None:
+        """Take the traced windows."""
+
+    def programs(self, epoch: int, programs: Sequence[Program]) -> None:
+        """Take the programs that a policy decided in an epoch (counted from 1), one per window."""
+
+    def close(self) -> None:
+        """Log the results. Raises NotRecorded for files that cannot be written."""
+        log.info("\n%s\n", self._history.table())
+        log.info("%s\n", self._history.stage_table())
+        if self._history.memory is not None:
+            log.info("%s\n", self._history.memory_table())
+        if (straggler := self._history.straggler) is not None:
+            log.info("%s\n", straggler.sentence)
+        settings, data, total_s = self._about.settings, self._about.data, self._history.last.elapsed_s
+        log.info("%s on %s: %s in %.0f s", settings.model, data.name, self._outcome_told(), total_s)
+        if data.note:
+            log.info("%s", data.note)
+
+    def _outcome_told(self) -> str:
+        """Return the last and the best value of the task's first metric, or of the loss."""
+        last, best = self._history.last, self._history.best
+        name, values = "loss", [f"{figures.evaluated.mean_loss:.4f}" for figures in (last, best)]
+        for metric in self._about.task.metrics[:1]:
+            name = metric.name
+            of = (self._about.task.values(figures.evaluated)[name] for figures in (last, best))
+            values = [metric.text(value) for value in of]
+        return f"val {name} {values[0]} (best {values[1]}, epoch {best.epoch})"
+
+    def stop(self, not_saved: int | None) -> None:
+        """End a training that was stopped; see Recorder.stop."""
+        self._bar.close()
+
+
+class Recorder(Console):
     """Writes metrics.csv, summary.json, TensorBoard events and the progress of one run into its folder.
 
     The chosen trackers (see pipetrain.records.loggers) get the same figures.
@@ -46,101 +147,54 @@ class Recorder:
         self,
         folder: Path,
         cfg: DictConfig,
-        run: Run,
+        about: About,
         machine: Machine,
         files: Files,
         loggers: Loggers | None = None,
     ) -> None:
+        super().__init__(about, machine)
         self._folder = folder
         self._loggers = loggers or Loggers()
         self._tensorboard = TENSORBOARD in cfg.logger
-        self._run = run
-        self._plan = run.plan
-        self._machine = machine
         self._files = files
         self._began = time.time()
-        self._history = History(run)
-        self._bar = Bar()
         config, picture = (
             OmegaConf.to_yaml(cfg, resolve=True),
             as_png(
                 self._history.simulated,
-                f"{run.settings.model}, {run.settings.schedule}",
-                run.plan.unit_of_time,
+                f"{about.settings.model}, {about.settings.schedule}",
+                about.plan.unit_of_time,
                 self._history.predicted_memory,
             ),
         )
         files.text(folder / CONFIG, config)
         files.whole(folder / "timeline.png", lambda new: new.write_bytes(picture))
-        self._introduction, self._outcome = events.introduction(run, config, picture), b""
+        self._introduction, self._outcome = events.introduction(about, config, picture), b""
         self._metrics = Growing(folder / METRICS, self._history.row)
         self._updates = Growing(folder / UPDATES, self._history.update_rows)
         name = events.file_name()
         self._events = Growing(folder / name, self._event)
         self._stages_events = [
             Growing(folder / f"stage{stage}" / name, partial(self._stage_event, stage))
-            for stage in range(run.plan.stages)
+            for stage in range(about.plan.stages)
         ]
-
-    def _introduce(self) -> None:
-        settings, facts, plan, machine = self._run.settings, self._run.facts, self._plan, self._machine
-        sizes = f"{facts.train} train, {facts.test} test samples"
-        bubble = f"{self._history.simulated.bubble:.1%} by the stages' {'times' if plan.costs else 'work'}"
-        lines = [
-            f"pipetrain: {settings.model} on {facts.name} ({sizes}), schedule {settings.schedule}, "
-            f"{machine.device}",
-            f"{plan.stages} stages, cut before layers {plan.cuts}; batch {settings.batch_size} in "
-            f"{settings.microbatches} microbatches; bubble {bubble}",
-            f"{settings.precision}, {plan.numerics.memory_format}, threads a process: {machine.threads}",
-            f"{settings.epochs} epochs, {self._run.updates} updates, seed {settings.seed}; "
-            f"records in {self._folder}",
-        ]
-        if machine.room is not None:
-            lines.append(says_whether_it_fits(settings, self._history.predicted_memory, machine.room))
-        if settings.compile:
-            lines.append("the first microbatches compile the stages, which takes minutes")
-        for line in lines:
-            log.info("%s", line)
 
     def begin(self, history: Sequence[EpochFigures] = ()) -> None:
-        """Log the run's model, data and plan; record the epochs that are already done."""
-        self._history.epochs.extend(history)
+        """Record the epochs that are already done too."""
+        super().begin(history)
         self._write()
         for epochs in range(1, 1 + len(history)):
             self._track(self._history.until(epochs))
-        self._introduce()
         self._bar.spoke()
 
-    def tick(self, what: str, total: int) -> None:
-        """Count one of `total` steps of `what`, and show the progress."""
-        self._bar.tick(what, total)
+    def _where(self) -> str:
+        return f"; records in {self._folder}"
 
     def epoch(self, figures: EpochFigures, held: Sequence[Measured] = ()) -> None:
-        """Record a finished epoch, and log a line about it.
-
-        `held`: what each rank held in a window of it, if that was measured.
-        """
-        self._bar.spoke()
-        self._history.epochs.append(figures)
-        if held:
-            self._history.memory = Memory(figures.epoch, held)
+        """Record a finished epoch."""
+        super().epoch(figures, held)
         self._write()
         self._track(self._history)
-        log.info(
-            "epoch %d/%d: train loss %s; val loss %s; %.0f samples/s, %.1f s",
-            figures.epoch,
-            self._plan.settings.epochs,
-            self._told(figures.trained),
-            self._told(figures.evaluated),
-            figures.samples_per_s,
-            figures.train_s + figures.eval_s,
-        )
-
-    def _told(self, tally: Tally) -> str:
-        """Return a mean loss and the metrics, such as `0.3120, acc 91.20 %`."""
-        values = self._run.task.values(tally)
-        metrics = [f"{metric.name} {metric.text(values[metric.name])}" for metric in self._run.task.metrics]
-        return ", ".join([f"{tally.mean_loss:.4f}", *metrics])
 
     def _write(self) -> None:
         """Update all files, including those that could not be written before."""
@@ -176,7 +230,7 @@ class Recorder:
 
     def trace(self, trace: Trace) -> None:
         """Write the traced windows, with the conditions needed to replay them."""
-        path, about = self._folder / TRACE, about_trace(self._run, trace, self._machine.device)
+        path, about = self._folder / TRACE, about_trace(self._about, trace, self._machine.device)
         number = "1 window" if len(trace.windows) == 1 else f"{len(trace.windows)} windows"
         limit = trace.cut and f"; it ends {trace.cut}"
         note = f"trace of {number} in {path}{limit}; open it at https://ui.perfetto.dev"
@@ -192,25 +246,11 @@ class Recorder:
         self._files.text(self._folder / RAN, "\n".join(parts))
 
     def close(self) -> None:
-        """Write the summary and hyper-parameters, and log the results. Raises NotRecorded."""
+        """Write the summary and hyper-parameters too. Raises NotRecorded."""
         summary = self._history.summary(self._machine)
         self._outcome = events.outcome(summary)
         self._write()
-        log.info("\n%s\n", self._history.table())
-        log.info("%s\n", self._history.stage_table())
-        if self._history.memory is not None:
-            log.info("%s\n", self._history.memory_table())
-        if (straggler := self._history.straggler) is not None:
-            log.info("%s\n", straggler.sentence)
-        log.info(
-            "%s on %s: %s in %.0f s",
-            summary["model"],
-            summary["data"],
-            self._outcome_told(),
-            summary["total_s"],
-        )
-        if self._run.facts.note:
-            log.info("%s", self._run.facts.note)
+        super().close()
         log.info("run folder: %s", self._folder)
         if self._tensorboard:
             log.info("look at it: %s", _tensorboard(self._folder))
@@ -229,19 +269,9 @@ class Recorder:
             )
         self._loggers.finish(summary)
 
-    def _outcome_told(self) -> str:
-        """Return the last and the best value of the task's first metric, or of the loss."""
-        last, best = self._history.last, self._history.best
-        name, values = "loss", [f"{figures.evaluated.mean_loss:.4f}" for figures in (last, best)]
-        for metric in self._run.task.metrics[:1]:
-            name = metric.name
-            of = (self._run.task.values(figures.evaluated)[name] for figures in (last, best))
-            values = [metric.text(value) for value in of]
-        return f"val {name} {values[0]} (best {values[1]}, epoch {best.epoch})"
-
     def stop(self, not_saved: int | None) -> None:
         """End without a summary. Raises NotRecorded if the checkpoint of the last update was `not_saved`."""
-        self._bar.close()
+        super().stop(not_saved)
         self._write()
         if not_saved is not None:
             raise NotRecorded(

@@ -16,15 +16,15 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipetrain.checkpoint.files import Position
+from pipetrain.data.loader import pieces
 from pipetrain.plan.program import window_lengths
+from pipetrain.records.about import About
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.times import Observe
 from pipetrain.schedule.actions import Op, parse_action
 from pipetrain.schedule.timeline import Row, Span, Timeline, TracedWindow
-from pipetrain.training.run import Run
 
 MOST_ACTIONS = 100_000  # per rank, in whole windows; one window is always traced
 
@@ -41,11 +41,11 @@ class Trace:
 class Tracer:
     """One rank's trace of the first windows from a position on. All ranks make the same calls."""
 
-    def __init__(self, run: Run, mesh: Mesh, position: Position) -> None:
-        self._run = run
+    def __init__(self, about: About, mesh: Mesh, position: Position) -> None:
+        self._about = about
         self._mesh = mesh
-        lengths = _lengths(run, position)[: run.settings.trace]
-        longest = {n: max(map(len, window.program)) for n, window in run.plan.windows.items()}
+        lengths = _lengths(about, position)[: about.settings.trace]
+        longest = {n: max(map(len, window.program)) for n, window in about.plan.windows.items()}
         actions = list(accumulate(longest[n] for n in lengths))
         self._left = max(1, bisect_right(actions, MOST_ACTIONS))
         self._cut = "" if self._left == len(lengths) else f"at {MOST_ACTIONS} actions of a rank"
@@ -57,12 +57,12 @@ class Tracer:
     def over(self) -> bool:
         return not self._left
 
-    def observer(self, epoch: int, batches: Sequence[Sequence[Tensor]]) -> Observe | None:
-        """Return the observer of the next window, of these sample ids; None if it is not traced."""
+    def observer(self, epoch: int, sizes: Sequence[int]) -> Observe | None:
+        """Return the observer of the next window, of batches of these sizes; None if it is not traced."""
         if self.over:
             return None
         self._left -= 1
-        return partial(self._take, epoch, batches)
+        return partial(self._take, epoch, sizes)
 
     def collect(self) -> Trace:
         """Gather the spans of all ranks, on the clock of rank 0."""
@@ -71,7 +71,7 @@ class Tracer:
         rows = [_shifted(row, lambda moment: moment + first + drift * (moment - began)) for row in self._rows]
         mine = {"windows": list(map(_as_json, rows)), "clock_error_s": max(error, other_error)}
         ranks = self._mesh.gather("the trace", mine)
-        m = self._run.settings.microbatches
+        m = self._about.settings.microbatches
         return Trace(
             [
                 TracedWindow(epoch, samples, Timeline([_as_row(rank["windows"][n]) for rank in ranks], m))
@@ -81,9 +81,10 @@ class Tracer:
             max(rank["clock_error_s"] for rank in ranks),
         )
 
-    def _take(self, epoch: int, batches: Sequence[Sequence[Tensor]], row: Row) -> None:
+    def _take(self, epoch: int, sizes: Sequence[int], row: Row) -> None:
         done = max(action.version for action in row.actions if action.op is Op.STEP)
-        self._windows.append((epoch, [len(ids) for batch in batches[:done] for ids in batch]))
+        microbatches = self._about.settings.microbatches
+        self._windows.append((epoch, [n for size in sizes[:done] for n in pieces(size, microbatches)]))
         self._rows.append(row)
 
     def _compare_clocks(self) -> tuple[float, float, float]:
@@ -91,13 +92,13 @@ class Tracer:
         return perf_counter(), *self._mesh.clock_offset()
 
 
-def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
+def about_trace(about: About, trace: Trace, device: str) -> dict[str, Any]:
     """Return the conditions of a trace, needed to replay it."""
-    settings, plan = run.settings, run.plan
+    settings, plan = about.settings, about.plan
     return {
         "model": settings.model,
         "parameters": sum(layer.params for layer in plan.layers),
-        "data": run.facts.name,
+        "data": about.data.name,
         "schedule": settings.schedule,
         "ranks": settings.ranks,
         "placement": plan.placement,
@@ -105,7 +106,7 @@ def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
         "batch_size": settings.batch_size,
         "microbatches": settings.microbatches,
         "window": settings.window,
-        "epoch_batches": len(run.sampler.batch_sizes),
+        "epoch_batches": about.batches,
         "buffer_size": settings.buffer_size,
         "bounds": [[*edge, bound] for edge, bound in sorted(plan.cut.bounds.items())],
         "ties": [list(tie) for tie in plan.cut.ties],
@@ -121,11 +122,11 @@ def about_trace(run: Run, trace: Trace, device: str) -> dict[str, Any]:
     }
 
 
-def _lengths(run: Run, position: Position) -> list[int]:
-    batches, window = len(run.sampler.batch_sizes), run.settings.window
+def _lengths(about: About, position: Position) -> list[int]:
+    batches, window = about.batches, about.settings.window
     return [
         length
-        for epoch in range(position.epoch, run.settings.epochs)
+        for epoch in range(position.epoch, about.settings.epochs)
         for length in window_lengths(batches, window, position.batch if epoch == position.epoch else 0)
     ]
 

@@ -33,7 +33,9 @@ Told = Callable[[Callable[[Reader], Any]], Any]
 
 
 class Batches(Protocol):
-    """The batches of one pass."""
+    """The batches of one pass. `total`: how many it has, those done before too; None if unknown."""
+
+    total: int | None
 
     def next(self, window: int | None) -> list[int] | None:
         """Return the samples of each of the next `window` batches (None: of all that are left).
@@ -41,7 +43,7 @@ class Batches(Protocol):
         At the end that is empty; for a loader that never had a batch it is None. All ranks call it.
         """
 
-    def open(self, sizes: Sizes, last: int, targets: bool = True) -> WindowSource:
+    def open(self, sizes: Sizes, last: int) -> WindowSource:
         """Return the next window's samples; `last`: the last stage's rank."""
 
 
@@ -88,20 +90,32 @@ def counting(
 
 
 class ByNumber:
-    """The batches of an epoch of samples by number, after the first `done` ones."""
+    """The `batches` of an epoch of samples by number (the ids of each microbatch), after the first `done`.
 
-    def __init__(self, samples: Sampled, epoch: int, stages: Sequence[int], last: int, done: int = 0) -> None:
-        batches = samples.epoch(epoch)[done:]
+    The rank of the first stage reads inputs, that of the last one targets.
+    """
+
+    def __init__(
+        self,
+        samples: Sampled,
+        epoch: int,
+        batches: Sequence[Sequence[Tensor]],
+        placement: Sequence[int],
+        rank: int,
+        done: int = 0,
+    ) -> None:
+        self.total: int | None = len(batches)
+        batches = batches[done:]
         self._sizes = [sum(map(len, batch)) for batch in batches]
         self._given = 0
         ids, split, draw = [ids for batch in batches for ids in batch], samples.split, samples.draw(epoch)
         self._window = WindowSource()
-        if 0 in stages:
+        if rank == placement[0]:
             assert split is not None, "the rank of the first stage needs the samples"
             self._window.inputs = loaded(
                 partial(split.inputs, draw=draw), ids, samples.workers, samples.timeout
             )
-        if last in stages:
+        if rank == placement[-1]:
             assert split is not None, "the rank of the last stage needs the samples"
             self._window.targets = loaded(partial(split.targets, draw=draw), ids)
 
@@ -110,12 +124,14 @@ class ByNumber:
         self._given += len(sizes)
         return sizes
 
-    def open(self, sizes: Sizes, last: int, targets: bool = True) -> WindowSource:
+    def open(self, sizes: Sizes, last: int) -> WindowSource:
         return self._window
 
 
 class OfLoader:
     """The batches of a loader; `reader`: on rank 0."""
+
+    total: int | None = None
 
     def __init__(self, mesh: Mesh, reader: Reader | None, told: Told, form: Form) -> None:
         self._mesh = mesh
@@ -127,7 +143,12 @@ class OfLoader:
         sizes: list[int] | None = self._told(lambda reader: reader.window(window))
         return sizes
 
-    def open(self, sizes: Sizes, last: int, targets: bool = True) -> WindowSource:
+    def skip(self, batches: int) -> None:
+        """Leave out the first batches, which have been trained on. All ranks call it."""
+        if batches:
+            self._told(lambda reader: reader.skip(batches))
+
+    def open(self, sizes: Sizes, last: int) -> WindowSource:
         return _Sent(self._mesh, last, sizes, self._form, self._reader)
 
 

@@ -199,9 +199,11 @@ def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> O
     return order.may_end(ends, _ahead(plan))
 
 
-def evaluation_of(plan: Plan, microbatches: int, rank: int, ends: Ends | None = None) -> Order:
-    """Return the actions of a rank in an evaluation of so many microbatches, each a batch to `ends`."""
-    return Listed(plan.evaluation[rank], microbatches).may_end(ends, _ahead(plan))
+def evaluation_of(
+    plan: Plan, actions: Sequence[Action], microbatches: int, ends: Ends | None = None
+) -> Order:
+    """Return a rank's forwards of so many microbatches, each a batch to `ends`, in an evaluation."""
+    return Listed(actions, microbatches).may_end(ends, _ahead(plan))
 
 
 def _ahead(plan: Plan) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 
+from pipetrain.data.loader import pieces
+from pipetrain.data.loading import BadBatch
 from pipetrain.errors import ActionFailed
 from pipetrain.network.chain import network_of
+from pipetrain.network.loan import Loan
 from pipetrain.network.materialise import materialise
 from pipetrain.network.network import Network, Part
 from pipetrain.network.values import Value, cast_floats
@@ -18,6 +21,7 @@ from pipetrain.plan.cut import homes
 from pipetrain.plan.memory import explained, is_out_of_memory
 from pipetrain.plan.plan import Plan, outputs_of
 from pipetrain.rate import Rate
+from pipetrain.runtime.batches import Batches, Sizes, WindowSource
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
@@ -30,12 +34,14 @@ from pipetrain.runtime.graphs import GraphedStage
 from pipetrain.runtime.mailbox import Transport
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.observer import Observer
-from pipetrain.runtime.order import Order
+from pipetrain.runtime.order import Ends, Order, evaluation_of, order_of
 from pipetrain.runtime.rehearsal import Rehearsal, rehearses
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.statistics import BatchStatistics
 from pipetrain.runtime.times import Observe
 from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import forward_only
 from pipetrain.settings import Mode
 from pipetrain.tasks import ModelLoss, Task, prove_batch
 from pipetrain.tasks.trial import ModelTrial
@@ -63,6 +69,8 @@ class Session:
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
         self._trial: ModelTrial | None = None
+        self.loan: Loan | None = None
+        """What a program's model has of the stages' tensors."""
 
     def settle(self) -> None:
         """Find what the labels of a model count for that computes its loss. Raises ConfigError."""
@@ -85,53 +93,82 @@ class Session:
             plan.windows[batches] = plan.proven(batches)
             self.engine.bounds = {stage: plan.peaks(stage) for stage in self.stages}
 
+    def refuse_small(self, sizes: Sequence[int]) -> None:
+        """Refuse a batch with fewer samples than microbatches. Raises BadBatch."""
+        m = self.plan.settings.microbatches
+        if min(sizes) < m:
+            raise BadBatch(
+                f"a batch of {min(sizes)} samples cannot be cut into microbatches={m}: leave it out, as "
+                f"DataLoader(drop_last=True) does, or choose another batch size"
+            )
+
     def train(
         self,
-        order: Order,
-        sizes: Sequence[Sequence[int]],
-        inputs: Iterator[Value] | None,
-        targets: Iterator[Value] | None,
+        sizes: Sequence[int],
+        batches: Batches,
         tick: Tick = lambda stage: None,
         observe: Observe | None = None,
-    ) -> list[float]:
-        """Train the batches of one window; return the mean loss of each update on the last stage's rank.
+        ends: Ends | None = None,
+    ) -> tuple[int, list[float]]:
+        """Train a window on batches of these `sizes`; return how many, and on the last rank their losses.
 
-        `sizes`: the samples of each microbatch of each batch; `inputs`, `targets`: those of each microbatch,
-        on the ranks of the first and the last stage. The others return nothing. See Engine.train for the
-        rest.
+        They are fewer where `ends` ended it early. See Engine.train for `tick` and `observe`. Raises BadBatch
+        for one with fewer samples than microbatches.
         """
-        feed = self._feed(sizes, inputs, targets, self._prove_batch)
+        m = self.plan.settings.microbatches
+        self.refuse_small(sizes)
+        self.prove(len(sizes))
+        cut = [pieces(size, m) for size in sizes]
+        source = batches.open(cut, self.plan.placement[-1])
+        order = order_of(self.plan, len(sizes), self._mesh.world.rank, ends)
+        feed = self._feed(cut, source, self._prove_batch)
+        if self.loan is not None:
+            self.loan.take_back()
         with self._explaining():
-            self.engine.train(order, feed, self.plan.settings.microbatches, tick, observe)
-        return [] if self.last is None else self.last.take_losses()
+            self.engine.train(order, feed, m, tick, observe)
+        source.close()
+        return order.batches, [] if self.last is None else self.last.take_losses()
 
     def evaluate(
         self,
-        order: Order,
         sizes: Sequence[int],
-        inputs: Iterator[Value] | None,
-        targets: Iterator[Value] | None,
+        batches: Batches,
         tick: Tick = lambda stage: None,
-    ) -> None:
-        """Predict microbatches of these `sizes` with the newest weights; the last stage counts."""
-        with self._explaining():
-            self.engine.evaluate(order, self._feed([[size] for size in sizes], inputs, targets), tick)
+        ends: Ends | None = None,
+    ) -> int:
+        """Evaluate batches of these `sizes` with the newest weights; the last stage counts. Return how many.
+
+        Each is one microbatch: a model may look at the whole batch.
+        """
+        cut = [[size] for size in sizes]
+        source = batches.open(cut, self.plan.placement[-1])
+        order = self._forwards(len(sizes), ends)
+        with self._explaining(), self._with_its_own():
+            self.engine.evaluate(order, self._feed(cut, source), tick)
+        source.close()
+        return order.batches
 
     def predict(
-        self,
-        order: Order,
-        sizes: Sequence[int],
-        inputs: Iterator[Value] | None,
-        tick: Tick = lambda stage: None,
+        self, sizes: Sequence[int], batches: Batches, tick: Tick = lambda stage: None
     ) -> list[tuple[Tensor, ...]]:
-        """Return the outputs for microbatches of these `sizes`, in host memory, on the last stage's rank."""
+        """Return the outputs for batches of these `sizes`, in host memory, on the last stage's rank."""
+        cut = [[size] for size in sizes]
+        source = batches.open(cut, 0)  # without targets, which would go from rank 0 to the last one
         found: list[tuple[Tensor, ...]] = []
         dtype = self.plan.settings.data_dtype
-        feed = _Unlabelled([[size] for size in sizes], inputs, None, len, self._mesh.device, dtype)
+        feed = _Unlabelled(cut, source.inputs, None, len, self._mesh.device, dtype)
         feed.take = lambda outputs: found.append(tuple(t.detach().cpu() for t in outputs))
-        with self._explaining():
-            self.engine.evaluate(order, feed, tick)
+        with self._explaining(), self._with_its_own():
+            self.engine.evaluate(self._forwards(len(sizes)), feed, tick)
         return found
+
+    def _forwards(self, microbatches: int, ends: Ends | None = None) -> Order:
+        program = lower(forward_only(self.plan.placement, microbatches), self.plan.cut.edges)
+        return evaluation_of(self.plan, program[self._mesh.world.rank], microbatches, ends)
+
+    def _with_its_own(self) -> AbstractContextManager[None]:
+        """Let the stages have their tensors where a collected model has others."""
+        return nullcontext() if self.loan is None else self.loan.suspended()
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -157,14 +194,10 @@ class Session:
             prove_batch(self._task, outputs_of(self.plan), targets, self._mesh.device)
 
     def _feed(
-        self,
-        sizes: Sequence[Sequence[int]],
-        inputs: Iterator[Value] | None,
-        targets: Iterator[Value] | None,
-        prove: Callable[[Value], None] = lambda targets: None,
+        self, cut: Sizes, source: WindowSource, prove: Callable[[Value], None] = lambda targets: None
     ) -> WindowFeed:
-        dtype = self.plan.settings.data_dtype
-        return WindowFeed(sizes, inputs, targets, self._task.weight, self._mesh.device, dtype, prove)
+        dtype, device = self.plan.settings.data_dtype, self._mesh.device
+        return WindowFeed(cut, source.inputs, source.targets, self._task.weight, device, dtype, prove)
 
 
 class _Unlabelled(WindowFeed):

@@ -7,16 +7,17 @@ and which one replaces it.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from pipetrain.building import Models, make_schedule, make_task
+from pipetrain.checkpoint.saver import Keeper
 from pipetrain.cli import conf_dir
 from pipetrain.data import (
     Data,
@@ -29,6 +30,8 @@ from pipetrain.data import (
     load_augment,
     load_data,
 )
+from pipetrain.data.loader import Sampled, even
+from pipetrain.epochs import Epochs, PassesByNumber
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import Network
 from pipetrain.network.values import ValueSpec
@@ -36,10 +39,16 @@ from pipetrain.plan.memory import sized
 from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, prove_targets
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.sizes import optimizer_state
+from pipetrain.records.about import About
+from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.optimizer import make_optimizer
+from pipetrain.runtime.session import Session
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
 from pipetrain.tasks import Task
+
+if TYPE_CHECKING:
+    from pipetrain.records.recorder import Console
 
 CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # options kept for a fallback data set
 
@@ -66,11 +75,32 @@ class Run:
 
     @property
     def evaluation_sizes(self) -> list[int]:
-        return _even(self.facts.test, self.settings.batch_size)
+        return even(self.facts.test, self.settings.batch_size)
 
     @property
     def updates(self) -> int:
         return self.settings.epochs * len(self.sampler.batch_sizes)
+
+    @property
+    def about(self) -> About:
+        """What the records say of it."""
+        return About(self.settings, self.plan, self.task, self.facts, len(self.sampler.batch_sizes))
+
+
+def epochs_of(run: Run, mesh: Mesh, recorder: Console | None = None, keeper: Keeper | None = None) -> Epochs:
+    """Return the epochs of a run on one rank."""
+    settings, data = run.settings, run.data
+    rate = settings.rate(run.updates)
+    # The whole model is built, as its initial weights depend on the order of layers, and then dropped.
+    session = Session(run.plan, run.take_network(), run.task, run.optimizer, rate, mesh)
+    session.settle()
+    # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
+    torch.manual_seed((settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
+    own = settings.seed, settings.workers, settings.timeout
+    train = Sampled(data.train if data else None, run.sampler.batch_sizes, run.sampler, *own)
+    test = Sampled(data.test if data else None, run.evaluation_sizes, None, *own)
+    passes = PassesByNumber(train, test, session, run.task, mesh)
+    return Epochs(session, mesh, passes, run.about, rate, recorder, keeper)
 
 
 def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
@@ -156,7 +186,7 @@ def prepare(
             f"here; give the batch_size and the data set that it was trained with, or train anew"
         )
     settings.rate(settings.epochs * len(sampler.batch_sizes))  # which refuses a wrong lr_schedule
-    samples = Samples(sampler.batch_sizes, _even(facts.test, settings.batch_size), resumed)
+    samples = Samples(sampler.batch_sizes, even(facts.test, settings.batch_size), resumed)
     network = models.copy(*named, facts.example.cast(settings.dtype))
     task = make_task(cfg)
     plan = make_plan(settings, make_schedule(cfg), network, facts.example, samples, profile)
@@ -176,9 +206,3 @@ def prepare(
         see_model=partial(models.see, *named),
         take_network=partial(models.take, *named, plan.example),
     )
-
-
-def _even(samples: int, most: int) -> list[int]:
-    """Divide samples into the fewest pieces of at most `most`, whose sizes differ by at most 1."""
-    size, larger = divmod(samples, math.ceil(samples / most))
-    return [size + (i < larger) for i in range(math.ceil(samples / most))]

@@ -15,7 +15,7 @@ from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import COMMUNICATION, RECEIVES, SENDS
 from pipetrain.schedule.timeline import TracedWindow
-from pipetrain.training.trainer import Trainer
+from pipetrain.training.run import epochs_of
 from tests.gpu.rows import Row, Setting, judged
 from tests.gpu.training import FLOAT32, MODELS
 from tests.support.cases import Case, Listener, make_run
@@ -49,7 +49,7 @@ def traced(mesh: Mesh, say: Say, case: Case, path: str) -> tuple[str, float]:
     """Train with a trace; return what marks a moment, and the error of the clocks in seconds."""
     run = make_run(case)
     listener = Listener()
-    Trainer(run, fitted(mesh, run.plan), None if mesh.world.rank else listener).fit()  # type: ignore[arg-type]
+    epochs_of(run, fitted(mesh, run.plan), None if mesh.world.rank else listener).run()  # type: ignore[arg-type]
     if mesh.world.rank:
         return "", 0.0
     (found,) = listener.traces

@@ -18,7 +18,7 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Program
 from pipetrain.settings import Settings
-from pipetrain.training.trainer import Trainer
+from pipetrain.training.run import epochs_of
 from tests.gpu.rows import NOT_RUN, SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
 from tests.support.cases import Case, Listener, expected, make_run, run_in_threads, state_of
@@ -55,10 +55,10 @@ def train(mesh: Mesh, case: Case) -> Trained:
     exactly()
     run = make_run(case)
     listener = Listener()
-    trainer = Trainer(run, fitted(mesh, run.plan), None if mesh.world.rank else listener)  # type: ignore[arg-type]
-    trainer.fit()
+    epochs = epochs_of(run, fitted(mesh, run.plan), None if mesh.world.rank else listener)  # type: ignore[arg-type]
+    epochs.run()
     return Trained(
-        whole(state_of(trainer, run)),
+        whole(state_of(epochs, run)),
         [(f.trained.mean_loss, f.evaluated.mean_loss, f.score) for f in listener.epochs],
         sum(stats.bytes_sent for f in listener.epochs for stats in f.stages.values()),
         listener.epochs.ran,
@@ -295,7 +295,7 @@ def nan(setting: Setting) -> Iterator[Row]:
 def explode(mesh: Mesh, say: Say, case: Case) -> str:
     """Train what cannot be; return what is said."""
     try:
-        Trainer(make_run(case), mesh, None).fit()
+        epochs_of(make_run(case), mesh, None).run()
     except TrainingStopped as error:
         return str(error)
     return ""

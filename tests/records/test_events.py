@@ -9,7 +9,7 @@ from pipetrain.records.history import History
 from tests.support.cases import Case, make_run
 from tests.support.figures import figures
 
-RUN = make_run(Case("pipedream", 2, ("partition=[4]",)))
+RUN = make_run(Case("pipedream", 2, ("partition=[4]",))).about
 
 
 def test_an_epoch_s_points_are_the_same_however_many_epochs_have_come_after_it():

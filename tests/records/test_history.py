@@ -11,7 +11,7 @@ from pipetrain.schedule.timeline import StageStats, StageTimes
 from tests.support.cases import Case, make_run
 from tests.support.figures import figures
 
-RUN = make_run(Case("pipedream", 2, ("partition=[4]",)))
+RUN = make_run(Case("pipedream", 2, ("partition=[4]",))).about
 
 
 def rows(history: History) -> list[list[str]]:

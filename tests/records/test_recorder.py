@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipetrain.cli import contained
 from pipetrain.errors import NotRecorded
 from pipetrain.records import recorder as module
+from pipetrain.records.about import About
 from pipetrain.records.files import Files
 from pipetrain.records.history import Machine
 from pipetrain.records.loggers import Loggers, Points
@@ -31,7 +32,6 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, StageStats
-from pipetrain.training.run import Run
 from tests.support.cases import config, prepared
 from tests.support.disk import full_disk
 from tests.support.figures import figures
@@ -69,15 +69,15 @@ def one_picture(monkeypatch):
 
 
 @pytest.fixture
-def made(tmp_path) -> tuple[Recorder, Run, Path]:
+def made(tmp_path) -> tuple[Recorder, About, Path]:
     folder = tmp_path / "deep" / "run"
     words = ["data=digits", "model._target_=tests.support.models.with_norm", "schedule=pipedream"]
     words += ["microbatches=2", "batch_size=12", "epochs=3", "partition=[4]", "seed=5", "window=2"]
     cfg = contained(config(words), folder)
-    run = prepared(cfg, "pipedream", 2, 44)
-    recorder = Recorder(folder, cfg, run, MACHINE, Files())
+    about = prepared(cfg, "pipedream", 2, 44).about
+    recorder = Recorder(folder, cfg, about, MACHINE, Files())
     recorder.begin()
-    return recorder, run, folder
+    return recorder, about, folder
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -144,9 +144,7 @@ def test_the_summary_is_of_the_last_and_of_the_best_epoch(made):
     stages = summary["per_stage"]
     assert all(stage.keys() >= PER_STAGE for stage in stages)
     assert [stage["layers"] for stage in stages] == [4, 6]
-    assert sum(stage["params"] for stage in stages) == sum(
-        p.numel() for p in run.take_network().model.parameters()
-    )
+    assert sum(stage["params"] for stage in stages) == sum(layer.params for layer in run.plan.layers)
     assert [stage["peak_in_flight"] for stage in stages] == [2, 1]
     assert [stage["peak_versions"] for stage in stages] == [2, 1]
     assert [stage["max_staleness"] for stage in stages] == [1, 0]
@@ -284,7 +282,7 @@ def test_epochs_of_another_pipeline_say_nothing_of_these_stages(tmp_path):
     """One that was trained on two stages, and one on three."""
     words = ["data=digits", "model._target_=tests.support.models.with_norm", "schedule=1f1b", "epochs=2"]
     cfg = contained(config([*words, "microbatches=3", "batch_size=12"]), tmp_path)
-    recorder = Recorder(tmp_path, cfg, prepared(cfg, "1f1b", 3, 44), MACHINE, Files())
+    recorder = Recorder(tmp_path, cfg, prepared(cfg, "1f1b", 3, 44).about, MACHINE, Files())
     recorder.begin([replace(figures(1), stages={})])
     now = figures(2)
     recorder.epoch(replace(now, stages={**now.stages, 2: now.stages[1]}))
@@ -315,8 +313,8 @@ def test_a_run_is_shown_under_its_name():
 def test_the_log_has_the_data_set_a_line_an_epoch_and_where_to_look(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="pipetrain")
     cfg = contained(config(["data=digits", "model=mlp", "epochs=2"]), tmp_path)
-    run = prepared(cfg, "1f1b", 2, 128, 64)
-    run = replace(run, facts=replace(run.facts, note="what was asked for is not there"))
+    run = prepared(cfg, "1f1b", 2, 128, 64).about
+    run = replace(run, data=replace(run.data, note="what was asked for is not there"))
     recorder = Recorder(tmp_path, cfg, run, MACHINE, Files())
     recorder.begin()
     recorder.epoch(figures(1))
@@ -339,7 +337,7 @@ def test_the_log_has_the_data_set_a_line_an_epoch_and_where_to_look(tmp_path, ca
 # Stages, measured against predicted
 
 
-def with_costs(run: Run) -> Run:
+def with_costs(run: About) -> About:
     costs = Costs({(s, op): n for s in (0, 1) for op, n in ((Op.F, 0.01), (Op.B, 0.02))})
     return replace(run, plan=replace(run.plan, costs=costs))
 
@@ -439,7 +437,7 @@ def test_what_a_full_disk_took_is_written_when_there_is_room(made, twin, tmp_pat
 
 def test_a_disk_that_is_full_at_the_start_is_no_end_and_all_is_there_later(tmp_path, caplog):
     cfg = contained(config(["data=digits", "model=mlp"]), tmp_path)
-    run = prepared(cfg, "1f1b", 2, 128, 64)
+    run = prepared(cfg, "1f1b", 2, 128, 64).about
     with full_disk():
         recorder = Recorder(tmp_path, cfg, run, MACHINE, Files())
         recorder.begin()

@@ -97,11 +97,11 @@ def test_times_are_put_on_rank_0_s_clock_and_drift_is_evened_out(monkeypatch):
     run = make_run(Case("1f1b", 1, (PLAIN, "microbatches=2", "epochs=1", "+trace.windows=1")))
     now = iter([100.0, 200.0])
     monkeypatch.setattr(module, "perf_counter", lambda: next(now))
-    tracer = Tracer(run, Shifted([(7.0, 0.01), (9.0, 0.002)]), Position())  # type: ignore[arg-type]
-    observe = tracer.observer(0, run.sampler.epoch(0)[:1])
+    tracer = Tracer(run.about, Shifted([(7.0, 0.01), (9.0, 0.002)]), Position())  # type: ignore[arg-type]
+    observe = tracer.observer(0, run.sampler.batch_sizes[:1])
     assert observe
     assert tracer.over
-    assert tracer.observer(0, run.sampler.epoch(0)[1:2]) is None
+    assert tracer.observer(0, run.sampler.batch_sizes[1:2]) is None
     actions = run.plan.windows[1].program[0]
     observe(Row(100.0, 200.0, [Span(action, 150.0, 150.0, 0.5) for action in actions]))
     trace = tracer.collect()
@@ -116,7 +116,7 @@ def test_what_a_trace_says_of_its_run_is_what_a_replay_needs():
     from pipetrain.plan.replay import CONDITIONS
 
     run = make_run(Case("pipedream", 2, (PLAIN, "microbatches=2", "partition=[3]")))
-    said = about_trace(run, Trace([], True, 2e-5), "2 x cpu")
+    said = about_trace(run.about, Trace([], True, 2e-5), "2 x cpu")
     assert said.keys() >= CONDITIONS
     assert (said["partition"], said["epoch_batches"], said["window"]) == ([3], 4, None)
     assert (said["dtype"], said["clock_error_us"], said["device"]) == ("float64", 20.0, "2 x cpu")

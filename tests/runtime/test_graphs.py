@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipetrain.errors import ConfigError
-from pipetrain.training import trainer
+from pipetrain.runtime.session import Session
 from tests.support.cases import Case, config, prepared, run_in_threads
 
 TWO = ("microbatches=3", "epochs=2", "window=2")
@@ -21,7 +21,7 @@ def test_gradients_and_versions_at_fixed_addresses_train_alike(schedule, options
     case = Case(schedule, 2, (*TWO, *options))
     plain, _ = run_in_threads(case)
     fixed: dict[int, set[int]] = {}
-    train = trainer.Session.train
+    train = Session.train
 
     def fix(self: Any, *args: Any, **kwargs: Any) -> Any:
         for index, stage in self.stages.items():
@@ -33,7 +33,7 @@ def test_gradients_and_versions_at_fixed_addresses_train_alike(schedule, options
                 assert stage.weights.storage(stage.weights.newest) in fixed[index]
         return train(self, *args, **kwargs)
 
-    with patch.object(trainer.Session, "train", fix):
+    with patch.object(Session, "train", fix):
         state, _ = run_in_threads(case)
     assert all(fixed.values())
     for name, tensor in plain.items():

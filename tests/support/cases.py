@@ -32,6 +32,7 @@ from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import Data, Images, ImageSplit, load_augment
+from pipetrain.epochs import Epochs
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.records.figures import EpochFigures
 from pipetrain.records.tracer import Trace
@@ -41,8 +42,7 @@ from pipetrain.runtime.ranks import World
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Edge, Op, Program, Tie, has_norms, ranks_of
 from pipetrain.tasks import IGNORED
-from pipetrain.training.run import Run, prepare
-from pipetrain.training.trainer import Trainer
+from pipetrain.training.run import Run, epochs_of, prepare
 from tests.support import reference
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import LocalChannel, Wire
@@ -183,7 +183,7 @@ def _reads(program: Program) -> reference.Delay:
     return lambda stage, mb: reads[stage, mb]
 
 
-class Epochs(list[EpochFigures]):
+class Ran(list[EpochFigures]):
     """The figures of all epochs, and the programs of all windows that a policy decided."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class Listener:
     """Stands in for the recorder: keeps the figures."""
 
     def __init__(self) -> None:
-        self.epochs = Epochs()
+        self.epochs = Ran()
         self.traces: list[Trace] = []
 
     def begin(self, history: Sequence[EpochFigures] = ()) -> None:
@@ -213,16 +213,16 @@ class Listener:
         self.traces.append(trace)
 
 
-def state_of(trainer: Trainer, run: Run) -> dict[str, Tensor]:
+def state_of(epochs: Epochs, run: Run) -> dict[str, Tensor]:
     """The weights and statistics of a rank's stages, by the whole model's names."""
     return {
         name: tensor.detach().clone()
-        for stage in trainer.stages.values()
+        for stage in epochs.session.stages.values()
         for name, tensor in stage.module.state_dict().items()
     }
 
 
-def compare(case: Case, state: dict[str, Tensor], figures: Epochs, tolerance: float = 1e-12) -> None:
+def compare(case: Case, state: dict[str, Tensor], figures: Ran, tolerance: float = 1e-12) -> None:
     """Hold a trained state and its figures against the reference."""
     wanted = expected(case, figures.ran)
     names = state.keys() if case.reference_model else wanted.state.keys()  # a twin may name a weight twice
@@ -335,7 +335,7 @@ def run_in_threads(
     saved: Saved | None = None,
     source: Path | None = None,
     runs: Sequence[Run] = (),
-) -> tuple[dict[str, Tensor], Epochs]:
+) -> tuple[dict[str, Tensor], Ran]:
     """Train a case with one thread a rank over the local channel; return the whole state and the figures.
 
     It saves as `saved` says, and goes on from the checkpoint `source`. `runs`: what each rank has prepared,
@@ -353,15 +353,15 @@ def run_in_threads(
     meshes = [LocalMesh(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
     # Here, one after the other: a model's weights come from the process's one random generator.
     trainers = [
-        Trainer(runs[mesh.world.rank], mesh, None if mesh.world.rank else listener, keeper)  # type: ignore[arg-type]
+        epochs_of(runs[mesh.world.rank], mesh, None if mesh.world.rank else listener, keeper)  # type: ignore[arg-type]
         for mesh, keeper in zip(meshes, keepers, strict=True)
     ]
     for trainer in trainers if manifest else ():
-        trainer.restore(source, manifest)  # type: ignore[arg-type]
+        trainer.restore(source, manifest, run.optimizer)  # type: ignore[arg-type]
 
     def work(rank: int) -> None:
         try:
-            trainers[rank].fit()
+            trainers[rank].run()
             state.update(state_of(trainers[rank], run))
         except BaseException as error:
             errors.append(error)

@@ -20,8 +20,7 @@ from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.coding import Coding, Feedback
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.ranks import Ranks, World, make_group
-from pipetrain.training.run import check_early, prepare
-from pipetrain.training.trainer import Trainer
+from pipetrain.training.run import check_early, epochs_of, prepare
 from tests.support.cases import Case, Listener, compare, config, make_run, state_of, tiny_data
 from tests.support.deadlines import DEADLINE_S
 
@@ -36,9 +35,9 @@ def train_cases(world: World, store: Store, cases: Sequence[Case], tolerance: fl
         prefix = dist.PrefixStore(str(number), store)
         mesh = Mesh(world, run.plan.placement, list(run.plan.cut.bounds), CPU, prefix, settings.timeout)
         listener = Listener()
-        trainer = Trainer(run, mesh, listener if world.rank == 0 else None)  # type: ignore[arg-type]
-        trainer.fit()
-        states = gather_objects(state_of(trainer, run))
+        epochs = epochs_of(run, mesh, listener if world.rank == 0 else None)  # type: ignore[arg-type]
+        epochs.run()
+        states = gather_objects(state_of(epochs, run))
         mesh.close()
         if world.rank == 0:
             whole = {name: tensor for state in states for name, tensor in state.items()}
@@ -218,9 +217,9 @@ def profile_then_train(world: World, store: Store, words: Sequence[str]) -> tupl
             dist.PrefixStore(name, store),
             DEADLINE_S,
         )
-        trainer = Trainer(run, mesh, Listener() if world.rank == 0 else None)  # type: ignore[arg-type]
-        trainer.fit()
-        ended.append(state_of(trainer, run))
+        epochs = epochs_of(run, mesh, Listener() if world.rank == 0 else None)  # type: ignore[arg-type]
+        epochs.run()
+        ended.append(state_of(epochs, run))
         mesh.close()
     measured, given = ended
     assert measured.keys() == given.keys()

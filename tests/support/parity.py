@@ -28,7 +28,7 @@ from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import Value, ValueSpec, as_tuple, on_each
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.plan import Plan, Samples, make_plan
-from pipetrain.runtime.order import evaluation_of, order_of
+from pipetrain.runtime.batches import WindowSource
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.weights import OptimizerFactory
@@ -131,6 +131,21 @@ def runner(subject: Subject, plan: Plan, way: Way, mesh: Any) -> Session:
     return Session(plan, subject.copied(), subject.task, way.optimizer, _constant, mesh)
 
 
+class InMemory:
+    """All batches of a subject, on every rank. See runtime.batches.Batches."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+
+    def next(self, window: int | None) -> list[int]:
+        raise AssertionError("the sizes are known")
+
+    def open(self, cut: Sequence[Sequence[int]], last: int) -> WindowSource:
+        flat, source = [size for batch in cut for size in batch], WindowSource()
+        source.inputs, source.targets = _cut(self._subject.inputs, flat), _cut(self._subject.targets, flat)
+        return source
+
+
 def trained(
     runner: Session, subject: Subject, plan: Plan, rank: int, meet: Callable[[], object] = lambda: None
 ) -> tuple[list[float], float | None]:
@@ -138,13 +153,9 @@ def trained(
 
     `meet`: called between the two.
     """
-    sizes = [pieces(samples, MICROBATCHES) for samples in SAMPLES]
-    flat = [size for batch in sizes for size in batch]
-    fed = [_cut(value, flat) for value in (subject.inputs, subject.targets)]
-    losses = runner.train(order_of(plan, len(SAMPLES), rank), sizes, *fed)
+    _, losses = runner.train([*SAMPLES], InMemory(subject))
     meet()
-    batches = [_cut(value, [*SAMPLES]) for value in (subject.inputs, subject.targets)]
-    runner.evaluate(evaluation_of(plan, len(SAMPLES), rank), [*SAMPLES], *batches)
+    runner.evaluate([*SAMPLES], InMemory(subject))
     return losses, None if runner.last is None else runner.last.take_evaluated().mean_loss
 
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from pipetrain.building import Models
 from pipetrain.data import DataMissing
+from pipetrain.data.loader import even
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.schedule.actions import ScheduleError
-from pipetrain.training.run import _even, check_early, obtain_data
+from pipetrain.training.run import check_early, obtain_data
 from tests.support.cases import config, prepared
 
 
@@ -179,7 +180,7 @@ def test_a_last_batch_too_small_to_cut_is_refused_with_the_ways_out():
 @settings(derandomize=True, deadline=None)
 @given(st.integers(1, 3000), st.integers(1, 300))
 def test_an_evaluation_has_every_sample_once_in_even_pieces(samples, most):
-    sizes = _even(samples, most)
+    sizes = even(samples, most)
     assert list(accumulate(sizes))[-1] == samples
     assert max(sizes) <= most
     assert max(sizes) - min(sizes) <= 1

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipetrain.epochs import Epochs
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.ranks import World
-from pipetrain.training.run import Run
-from pipetrain.training.trainer import Trainer
+from pipetrain.training.run import Run, epochs_of
 from tests.support.cases import Case, Listener, make_run, run_in_threads, state_of
 from tests.support.local import LocalChannel, Wire
 
@@ -38,8 +38,8 @@ class Paper:
         return item
 
 
-def trainer_of(run: Run, rank: int = 0, size: int = 1, recorder: Listener | None = None) -> Trainer:
-    return Trainer(run, Paper(World(rank, size)), recorder)  # type: ignore[arg-type]
+def epochs_for(run: Run, rank: int = 0, size: int = 1, recorder: Listener | None = None) -> Epochs:
+    return epochs_of(run, Paper(World(rank, size)), recorder)  # type: ignore[arg-type]
 
 
 def alone(*overrides: str, samples: int = 44) -> Case:
@@ -52,7 +52,7 @@ def alone(*overrides: str, samples: int = 44) -> Case:
 def initial(case: Case) -> dict[str, Tensor]:
     """The weights of all ranks before the first update."""
     run = make_run(case)
-    states = [state_of(trainer_of(run, rank, case.ranks), run).items() for rank in range(case.ranks)]
+    states = [state_of(epochs_for(run, rank, case.ranks), run).items() for rank in range(case.ranks)]
     return {name: tensor for state in states for name, tensor in state}
 
 
@@ -76,17 +76,17 @@ def test_initial_weights_are_the_same_on_any_partition_and_any_world():
 # Evaluation
 
 
-def evaluated(trainer: Trainer, last: int) -> tuple[int, float, float]:
-    trainer.evaluate(0)
-    tally = trainer.stages[last].take_evaluated()
-    return tally.samples, tally.mean_loss, trainer._run.task.values(tally)["acc"]
+def evaluated(epochs: Epochs, last: int) -> tuple[int, float, float]:
+    epochs.evaluate(0)
+    tally = epochs.session.stages[last].take_evaluated()
+    return tally.samples, tally.mean_loss, epochs._about.task.values(tally)["acc"]
 
 
-def plainly(run: Run, trainer: Trainer) -> tuple[float, float]:
+def plainly(run: Run, epochs: Epochs) -> tuple[float, float]:
     """Loss and accuracy of the whole model on all test samples at once."""
     split, ids = run.data.test, torch.arange(run.facts.test)
     model = run.take_network().model
-    model.load_state_dict(state_of(trainer, run))
+    model.load_state_dict(state_of(epochs, run))
     model.eval()
     with torch.no_grad():
         output = model(split.inputs(ids, None))
@@ -99,65 +99,65 @@ def plainly(run: Run, trainer: Trainer) -> tuple[float, float]:
 def test_an_evaluation_counts_every_sample_and_equals_a_plain_one(batch_size):
     """11 test samples: no batch size here divides them."""
     run = make_run(alone(f"batch_size={batch_size}", "data.drop_last=true", samples=64))
-    trainer = trainer_of(run)
-    statistics = trainer.stages[0].module.get_buffer("1.1.running_mean")
+    epochs = epochs_for(run)
+    statistics = epochs.session.stages[0].module.get_buffer("1.1.running_mean")
     statistics.fill_(0.3)  # those that are kept are those that are used
-    samples, loss, accuracy = evaluated(trainer, 0)
+    samples, loss, accuracy = evaluated(epochs, 0)
     assert samples == 11
-    wanted_loss, wanted_accuracy = plainly(run, trainer)
+    wanted_loss, wanted_accuracy = plainly(run, epochs)
     assert loss == pytest.approx(wanted_loss, rel=1e-12)
     assert accuracy == wanted_accuracy
 
 
 def test_an_evaluation_changes_nothing_and_comes_out_the_same_again():
     run = make_run(alone("batch_size=4"))
-    trainer = trainer_of(run)
-    before = state_of(trainer, run)
+    epochs = epochs_for(run)
+    before = state_of(epochs, run)
     random = torch.get_rng_state()
-    first = evaluated(trainer, 0)
-    assert evaluated(trainer, 0) == first
-    after = state_of(trainer, run)
+    first = evaluated(epochs, 0)
+    assert evaluated(epochs, 0) == first
+    after = state_of(epochs, run)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert torch.equal(torch.get_rng_state(), random)
-    assert trainer.stages[0].module.training
-    assert trainer.stages[0].weights.updates == 0
+    assert epochs.session.stages[0].module.training
+    assert epochs.session.stages[0].weights.updates == 0
 
 
 def test_a_run_that_is_evaluated_more_often_trains_the_same():
     states = []
     for extra in (0, 2):
         run = make_run(alone("epochs=2"))
-        trainer = trainer_of(run, recorder=Listener())
-        evaluate = trainer.evaluate
+        epochs = epochs_for(run, recorder=Listener())
+        evaluate = epochs.evaluate
 
-        def more(epoch: int, times: int = extra, plain=evaluate, trainer: Trainer = trainer) -> bool:
+        def more(epoch: int, times: int = extra, plain=evaluate, epochs: Epochs = epochs) -> bool:
             for _ in range(times):
                 plain(epoch)
-                trainer.stages[0]._evaluated.take()
+                epochs.session.stages[0].take_evaluated()
             return plain(epoch)
 
-        trainer.evaluate = more  # type: ignore[method-assign]
-        trainer.fit()
-        states.append(state_of(trainer, run))
+        epochs.evaluate = more  # type: ignore[method-assign]
+        epochs.run()
+        states.append(state_of(epochs, run))
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def test_modes_are_those_in_which_the_model_was_built():
     run = make_run(alone("epochs=1", "model._target_=tests.support.models.with_kept_statistics"))
-    trainer = trainer_of(run)
-    trainer.fit()
-    counts = [v for name, v in state_of(trainer, run).items() if name.endswith("num_batches_tracked")]
-    updates = trainer.stages[0].weights.updates
+    epochs = epochs_for(run)
+    epochs.run()
+    counts = [v for name, v in state_of(epochs, run).items() if name.endswith("num_batches_tracked")]
+    updates = epochs.session.stages[0].weights.updates
     assert [int(count) for count in counts] == [0, *[2 * updates] * 3]
 
 
 def test_an_epoch_s_figures_are_of_the_weights_after_its_last_update():
     run = make_run(alone("epochs=1"))
     listener = Listener()
-    trainer = trainer_of(run, recorder=listener)
-    trainer.fit()
+    epochs = epochs_for(run, recorder=listener)
+    epochs.run()
     (figures,) = listener.epochs
-    assert (figures.evaluated.mean_loss, figures.score) == pytest.approx(plainly(run, trainer))
+    assert (figures.evaluated.mean_loss, figures.score) == pytest.approx(plainly(run, epochs))
 
 
 class Spoils(nn.Module):
@@ -172,13 +172,13 @@ def spoils() -> nn.Sequential:
 
 
 def test_an_evaluation_that_is_not_a_number_stops_the_run_unless_it_may_be():
-    words = ["model._target_=tests.training.test_trainer.spoils", "epochs=1"]
+    words = ["model._target_=tests.test_epochs.spoils", "epochs=1"]
     case = Case("1f1b", 1, ("microbatches=2", *words))
     with pytest.raises(
         TrainingStopped, match="the loss of the evaluation after update 4 is nan: the weights"
     ):
-        trainer_of(make_run(case)).fit()
-    assert trainer_of(make_run(replace(case, overrides=(*case.overrides, "on_nan=skip")))).fit()
+        epochs_for(make_run(case)).run()
+    assert epochs_for(make_run(replace(case, overrides=(*case.overrides, "on_nan=skip")))).run()
 
 
 # An epoch
@@ -187,12 +187,12 @@ def test_an_evaluation_that_is_not_a_number_stops_the_run_unless_it_may_be():
 def test_figures_count_every_sample_of_every_epoch():
     run = make_run(alone("epochs=3"))
     listener = Listener()
-    trainer = trainer_of(run, recorder=listener)
-    trainer.fit()
+    epochs = epochs_for(run, recorder=listener)
+    epochs.run()
     assert [figures.epoch for figures in listener.epochs] == [1, 2, 3]
     assert [figures.trained.samples for figures in listener.epochs] == [44] * 3
     assert [figures.evaluated.samples for figures in listener.epochs] == [11] * 3
-    assert trainer.stages[0].weights.updates == run.updates == 12
+    assert epochs.session.stages[0].weights.updates == run.updates == 12
     rate = run.settings.rate(12)  # of the peak
     assert [figures.lr for figures in listener.epochs] == [0.05 * rate(n) for n in (3, 7, 11)]
 
@@ -236,7 +236,7 @@ def test_progress_counts_each_update_once_and_each_evaluated_microbatch_once(sch
 
     case = Case(schedule, 1, (NORM, "microbatches=2", "epochs=2", "batch_size=10"), train_samples=40)
     run = make_run(case)
-    trainer_of(run, recorder=Counting()).fit()
+    epochs_for(run, recorder=Counting()).run()
     assert ticks == [
         *[("epoch 1", 4)] * 4,
         *[("evaluation 1", 2)] * 2,
@@ -247,9 +247,10 @@ def test_progress_counts_each_update_once_and_each_evaluated_microbatch_once(sch
 
 def test_the_first_rank_reads_inputs_the_last_targets_and_the_middle_nothing():
     run = make_run(Case("1f1b", 3, (NORM,)))
-    ids = [torch.arange(3)]
-    first, middle, last = (trainer_of(run, rank, 3)._read("train", ids, None) for rank in range(3))
-    assert [values is not None for values in (*first, *middle, *last)] == [True, *[False] * 4, True]
-    assert torch.equal(next(last[1]), run.data.train.targets(ids[0], None))
-    nothing = replace(run, data=None)
-    assert trainer_of(nothing, 1, 3)._read("test", ids, None) == (None, None)
+    sources = [epochs_for(run, rank, 3)._passes.evaluate().open([[3]], 2) for rank in range(3)]
+    found = [values is not None for source in sources for values in (source.inputs, source.targets)]
+    assert found == [True, *[False] * 4, True]
+    targets = run.data.test.targets(torch.arange(run.evaluation_sizes[0]), None)
+    assert torch.equal(next(sources[2].targets), targets)
+    middle = epochs_for(replace(run, data=None), 1, 3)._passes.evaluate().open([[3]], 2)
+    assert (middle.inputs, middle.targets) == (None, None)
