@@ -16,13 +16,13 @@ from torch import Tensor
 
 from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
+from pipetrain.checkpoint.progress import EpochFigures, Loss, Progress, Stats, by_update, read_progress
 from pipetrain.checkpoint.saver import Keeper, is_best
 from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
 from pipetrain.data.loader import Sampled
 from pipetrain.errors import TrainingStopped
 from pipetrain.rate import Rate
 from pipetrain.records.about import About
-from pipetrain.records.figures import EpochFigures, Loss, Progress, Stats, by_update, read_progress
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.batches import Batches, ByNumber, counting
 from pipetrain.runtime.held import Measured, Meter

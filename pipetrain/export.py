@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipetrain.checkpoint.files import CHECKPOINTS, Tensors, best
+from pipetrain.checkpoint.progress import best_epoch, read_progress
 from pipetrain.checkpoint.source import Source, find_source
 from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.records.figures import best_epoch, read_progress
 from pipetrain.untrusted import DamagedCheckpoint, read_as
 
 _COMPLEX = {torch.float16: "complex32", torch.float32: "complex64", torch.float64: "complex128"}

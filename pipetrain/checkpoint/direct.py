@@ -29,6 +29,7 @@ from pipetrain.checkpoint.files import (
     write_part,
 )
 from pipetrain.checkpoint.plain import read_weights
+from pipetrain.checkpoint.progress import Progress
 from pipetrain.checkpoint.resume import difference
 from pipetrain.checkpoint.source import Source, find_source
 from pipetrain.checkpoint.state import (
@@ -45,7 +46,6 @@ from pipetrain.network.network import Network, Values
 from pipetrain.network.values import TensorSpec, bytes_of
 from pipetrain.plan.cut import homes
 from pipetrain.plan.plan import Plan
-from pipetrain.records.figures import Progress
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.session import Session, slots
 from pipetrain.runtime.weights import OptimizerFactory

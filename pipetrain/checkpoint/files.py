@@ -55,7 +55,7 @@ class Manifest:
     """Everything in a checkpoint except its tensors.
 
     `run`: the run's unique name. `conditions`: what a resumed run must match. `pipeline`: cuts and placement.
-    `progress`: the metrics so far (training.figures.Progress).
+    `progress`: the metrics so far (progress.Progress).
     """
 
     run: str

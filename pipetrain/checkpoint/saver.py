@@ -37,8 +37,8 @@ from pipetrain.checkpoint.files import (
     stage_file,
     write_part,
 )
+from pipetrain.checkpoint.progress import Progress, best_epoch
 from pipetrain.checkpoint.state import random_state, residual_state, state_of
-from pipetrain.records.figures import Progress, best_epoch
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.session import Session
 from pipetrain.untrusted import DamagedCheckpoint, read_as

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipetrain.checkpoint.files import CHECKPOINTS, MANIFEST, Manifest, folders, read_manifest, read_whole
+from pipetrain.checkpoint.progress import read_progress
 from pipetrain.errors import ConfigError
-from pipetrain.records.figures import read_progress
 from pipetrain.untrusted import DamagedCheckpoint
 
 AUTO = "auto"

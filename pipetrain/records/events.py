@@ -22,8 +22,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import histogram_raw, hparams, image, scalar, text
 
+from pipetrain.checkpoint.progress import EpochFigures
 from pipetrain.records.about import About
-from pipetrain.records.figures import EpochFigures
 from pipetrain.records.history import History, Memory
 from pipetrain.schedule.memory import peaks
 

@@ -9,9 +9,9 @@ from itertools import count
 from statistics import mean
 from typing import Any
 
+from pipetrain.checkpoint.progress import EpochFigures, best_epoch
 from pipetrain.plan.memory import memory
 from pipetrain.records.about import About
-from pipetrain.records.figures import EpochFigures, best_epoch
 from pipetrain.runtime.held import Measured
 from pipetrain.schedule.memory import PARTS, Peak, peak, peaks
 from pipetrain.schedule.timeline import StageStats, StageTimes, total

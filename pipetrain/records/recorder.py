@@ -15,12 +15,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from pipetrain.checkpoint.progress import EpochFigures
 from pipetrain.errors import NotRecorded
 from pipetrain.plan.memory import says_whether_it_fits
 from pipetrain.records import events
 from pipetrain.records.about import About
 from pipetrain.records.bar import Bar
-from pipetrain.records.figures import EpochFigures
 from pipetrain.records.files import Files, Growing, why, write_whole
 from pipetrain.records.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES
 from pipetrain.records.history import History, Machine, Memory

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from pipetrain.checkpoint import files
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, Tensors, read_whole
+from pipetrain.checkpoint.progress import best_epoch
 from pipetrain.checkpoint.resume import conditions, lengthens, refuse_other, with_cuts_of
 from pipetrain.checkpoint.source import Source, find_source, refuse_older
 from pipetrain.cli import contained
 from pipetrain.errors import ConfigError
-from pipetrain.records.figures import best_epoch
 from pipetrain.settings import Settings
 from pipetrain.untrusted import DamagedCheckpoint
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads

@@ -28,13 +28,13 @@ from torch.utils import _python_dispatch
 from pipetrain.building import make_schedule
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import read_whole
+from pipetrain.checkpoint.progress import EpochFigures
 from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import Data, Images, ImageSplit, load_augment
 from pipetrain.epochs import Epochs
 from pipetrain.network.draws import Seeds, drawing
-from pipetrain.records.figures import EpochFigures
 from pipetrain.records.tracer import Trace
 from pipetrain.runtime import engine
 from pipetrain.runtime.channel import LoopbackChannel

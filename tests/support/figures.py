@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipetrain.records.figures import EpochFigures
+from pipetrain.checkpoint.progress import EpochFigures
 from pipetrain.schedule.timeline import StageStats
 from pipetrain.tally import Tally
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pipetrain.checkpoint.files import Manifest, Position
-from pipetrain.records.figures import Progress, best_epoch, by_update, read_progress
+from pipetrain.checkpoint.progress import Progress, best_epoch, by_update, read_progress
 from pipetrain.tally import Tally
 from tests.support.figures import figures
 
