@@ -7,7 +7,6 @@ run's folder) it brings along when they meet: then rank 0 says it for all, and a
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -21,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipetrain.errors import ChannelError, ConfigError, Refused, one_line
+from pipetrain.runtime.alike import prove_same
 from pipetrain.runtime.ranks import START_S, Ranks, World, make_group, this_attempt
 from pipetrain.schedule.actions import ScheduleError
 
@@ -68,19 +68,23 @@ class Start:
         """
         self._jobs += 1
         content: Any = OmegaConf.to_container(cfg, resolve=False)
-        same = {
-            "pipetrain": code_fingerprint(),
-            "command line": self._words,
-            "configuration": {key: value for key, value in content.items() if key != "run_dir"},
-        }
-        limit_s = START_S + seconds(cfg, "timeout") + seconds(cfg, "data.source.total_timeout")
-        told = self._meet(limit_s).agree("start", word, json.loads(json.dumps(same, default=str)))
-        return told[0]
+        del content["run_dir"]  # which rank 0 is told in a restart
+        ranks = self._meet(START_S + seconds(cfg, "timeout") + seconds(cfg, "data.source.total_timeout"))
+        ranks.agree("start")
+        same = {"pipetrain": code_fingerprint(), "command line": self._words, **content}
+        prove_same(ranks, "the command line", same)
+        return ranks.tell("what rank 0 alone can know", word)
 
-    def agree(self, doing: str, item: Any = None, same: Mapping[str, Any] | None = None) -> list[Any]:
-        """Return each rank's `item`; see Ranks.agree."""
+    def agree(self, doing: str, item: Any = None, same: Mapping[str, Any] | None = None) -> Any:
+        """Return rank 0's `item` on all ranks, once all have come. Raises Refused, ChannelError.
+
+        `same`: what must be the same on all ranks.
+        """
         self.doing = f"let all ranks {doing}"
-        return self._meet(START_S).agree(doing, item, same)
+        ranks = self._meet(START_S)
+        ranks.agree(doing)
+        prove_same(ranks, f"what they have to {doing}", same or {})
+        return ranks.tell(f"what they need to {doing}", item)
 
     def refuse(self, error: ConfigError | ScheduleError) -> NoReturn:
         """End all ranks by an error of this one, before they train. Raises Refused, or the error."""

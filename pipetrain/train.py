@@ -191,7 +191,7 @@ def lead(composed: DictConfig, start: Start) -> None:
         warn_of_evaluation(is_in_evaluation(run.see_model()))
         if run.plan.prediction is not None:
             log.info("%s", verdict(run.plan.prediction))
-        get_ready(run, start)
+        get_ready(run, data.facts, start)
         start.doing = "start the loggers"
         with start_loggers(cfg, Path(word.run_dir), word.run, files) as loggers:
             recorder = make_recorder(cfg, run, device, world, files, loggers)
@@ -263,7 +263,7 @@ def follow(composed: DictConfig, start: Start) -> None:
     run = prepare(cfg, schedule, world.size, word.facts, None, profile, resume.done_batches(source), models)
     if world.rank in (run.plan.placement[0], run.plan.placement[-1]):  # the others need no sample
         run = replace(run, data=load_data(cfg.data, run.settings.dtype))
-    get_ready(run, start)
+    get_ready(run, word.facts, start)
     train(Prepared(word, run, device, source), start)
 
 
@@ -285,16 +285,14 @@ def obtain_profile(
     if not isinstance(cfg.partition, DictConfig):
         return None
     mine = draft.prediction.profile.to_json() if draft and draft.prediction else None
-    told = start.agree("hear the profile", mine)[0]
+    told = start.agree("hear the profile", mine)
     return None if told is None else Profile.from_json(told)
 
 
-def get_ready(run: Run, start: Start) -> None:
+def get_ready(run: Run, facts: DataFacts, start: Start) -> None:
     """Wait for all ranks, and compare what they have planned and read. Raises Refused, ChannelError."""
-    same: dict[str, Any] = {"plan": run.plan.pipeline}
-    if run.data is not None:
-        same["data set"] = run.data.fingerprint
-    start.agree("get ready", same=same)
+    data = facts.fingerprint if run.data is None else run.data.fingerprint
+    start.agree("get ready", same={"data set": data, **run.plan.pipeline})
 
 
 def make_recorder(

@@ -11,10 +11,10 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipetrain.errors import ConfigError
+from pipetrain.errors import Refused
 from pipetrain.network.values import bytes_of, specs_of
 from pipetrain.rate import Rate
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.ranks import Ranks
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.settings import Settings
 
@@ -43,19 +43,19 @@ def digest(program: Program) -> int:
     return zlib.crc32(format_program(program).encode())
 
 
-def prove_same(mesh: Mesh, what: str, mine: Mapping[str, Any]) -> None:
-    """Refuse ranks that have different values under a name. Raises ConfigError, on all of them alike."""
+def prove_same(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
+    """Refuse ranks that have different values under a name. Raises Refused, on all of them alike."""
     texts = {name: json.dumps(value, default=_in_words) for name, value in mine.items()}
-    if len(set(mesh.gather(what, zlib.crc32(json.dumps(texts).encode())))) == 1:
+    if len(set(ranks.gather(what, zlib.crc32(json.dumps(texts).encode())))) == 1:
         return
-    first, *others = mesh.gather(what, texts)
+    first, *others = ranks.gather(what, texts)
     for rank, theirs in enumerate(others, start=1):
         for name in first | theirs:
             expected, other = (texts.get(name, "nothing") for texts in (first, theirs))
             if expected != other:
-                raise ConfigError(
-                    f"rank {rank} has {name}={other}, and rank 0 has {expected}: give "
-                    f"Pipeline the same arguments on every rank"
+                raise Refused(
+                    f"rank {rank} has {name}={other}, and rank 0 has {expected}: give all ranks the same "
+                    f"arguments, code and files"
                 )
 
 
@@ -63,7 +63,7 @@ def _in_words(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor | np.generic) else type(value).__name__
 
 
-def level(mesh: Mesh, what: str, tensors: Mapping[str, Tensor]) -> None:
+def level(mesh: Ranks, what: str, tensors: Mapping[str, Tensor]) -> None:
     """Give tensors in host memory the numbers that they have on rank 0.
 
     Raises ConfigError, on all ranks alike, if they have other names or forms.

@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -272,35 +272,17 @@ class Ranks:
             )
         return told
 
-    def agree(
-        self,
-        doing: str,
-        item: Any = None,
-        same: Mapping[str, Any] | None = None,
-        refusal: str = "",
-        limit_s: float | None = None,
-    ) -> list[Any]:
-        """Return each rank's `item` (JSON), unless one refuses, or has others of the `same` values.
+    def agree(self, doing: str, refusal: str = "", limit_s: float | None = None) -> None:
+        """Wait for all ranks, of which none may refuse.
 
         A rank that refuses may call it in place of the next call of the others. `doing`: what all ranks have
         then done, such as "get ready". Raises Refused on every rank alike, and ChannelError, which names the
         ranks that do not come.
         """
         self._come(doing, self._timeout if limit_s is None else limit_s)
-        told = self.gather("the start", [refusal, item, same or {}])
-        for rank, (why, *_) in enumerate(told):
+        for rank, why in enumerate(self.gather("the start", refusal)):
             if why:
                 raise Refused(why if why.startswith(f"rank {rank} ") or not rank else f"rank {rank}: {why}")
-        ours = told[0][-1]
-        for rank, (*_, theirs) in enumerate(told):
-            for name in ours:
-                if theirs.get(name, ours[name]) != ours[name]:
-                    apart = difference(ours[name], theirs[name])
-                    raise Refused(
-                        f"rank {rank} has another {name} than rank 0 ({apart}): start every rank with the "
-                        f"same code, files and command line"
-                    )
-        return [item for _, item, _ in told]
 
     def _come(self, doing: str, limit_s: float) -> None:
         """Wait for all ranks. Raises ChannelError."""
@@ -402,16 +384,3 @@ def _waited(rank: int, limit_s: float, whom: Any, doing: str) -> str:
         f"rank {rank} waited {limit_s:g} s for {whom} to {doing}; look at what the others say, or give them "
         f"longer with timeout="
     )
-
-
-def difference(first: Any, theirs: Any) -> str:
-    """Return a phrase about the first difference of two values: rank 0's, and another rank's."""
-    if isinstance(first, dict) and isinstance(theirs, dict):
-        key = next(key for key in first | theirs if first.get(key) != theirs.get(key))
-        return f"{key}: {difference(first.get(key), theirs.get(key))}"
-    if isinstance(first, list) and isinstance(theirs, list):
-        there, here = Counter(map(str, theirs)), Counter(map(str, first))
-        only = {"there": there - here, "at rank 0": here - there}
-        parts = [f"{' '.join(words.elements())} only {where}" for where, words in only.items() if words]
-        return ", ".join(parts) or f"{theirs}, not {first}"
-    return f"{theirs}, not {first}"

@@ -288,9 +288,7 @@ def agreements(world: World, store: Store) -> list[str]:
     ]
     said = []
     for refusal in refusals:
-        said.append(_agreed(ranks, item=[rank], refusal=refusal.get(rank, "")))
-    said.append(_agreed(ranks, same={"seed": rank % 2, "code": "ab"}))
-    said.append(_agreed(ranks, same={} if rank == 1 else {"data set": "digits"}))
+        said.append(_agreed(ranks, refusal=refusal.get(rank, "")))
     said.append("" if rank == 2 else _agreed(ranks, limit_s=1.0))
     if rank == 0:
         store.set("over", "")
@@ -300,6 +298,7 @@ def agreements(world: World, store: Store) -> list[str]:
 
 def _agreed(ranks: Ranks, **words: Any) -> str:
     try:
-        return str(ranks.agree("get ready", **words))
+        ranks.agree("get ready", **words)
+        return "agreed"
     except (Refused, ChannelError) as error:
         return str(error)

@@ -105,8 +105,8 @@ def told(name: str) -> str:
 def test_what_differs_between_ranks_is_named_on_all_of_them(ranks, name) -> None:
     first, second = ranks(told, name)
     assert first == second
-    found, way_out = first.split(": give Pipeline ")
-    assert way_out == "the same arguments on every rank"
+    found, way_out = first.split(": give all ranks ")
+    assert way_out == "the same arguments, code and files"
     assert found.startswith("rank 1 has ")
     assert re.search(APART[name][2], found), found
 
