@@ -6,7 +6,7 @@ import difflib
 import inspect
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import is_dataclass
@@ -151,14 +151,20 @@ def build_function(key: str, node: object) -> Any:
     return made
 
 
+ReadWeights = Callable[[str, nn.Module, Values | None], Values]
+"""(path, model, values of what the path has not) -> the values of the model's tensors."""
+
+
 class Models:
     """Builds the model of a configuration once per process, if it can be copied.
 
     Planning and measuring get a copy of an nn.Sequential, as running a layer may change attributes other than
     its tensors; a traced model has none. Training gets the model itself, without another reference.
+    `read_weights`: opens what `weights` names; None: a plan needs no numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read_weights: ReadWeights | None = None) -> None:
+        self._read_weights = read_weights
         self._key: object = None
         self._model: nn.Module | None = None
         self._values: Values | None = None  # that the model shall have
@@ -171,7 +177,7 @@ class Models:
         with suppress(ValueError, OmegaConfBaseException):  # make_model raises a better error
             key = OmegaConf.to_container(cfg.model, resolve=True), seed, dtype, _origin(cfg)
         if self._model is None or self._key != key:
-            made = _with_values(cfg, seed, dtype)
+            made = _with_values(cfg, seed, dtype, self._read_weights)
             self._key, self._traced, (self._model, self._values) = key, None, made
             self._random = random.getstate(), np.random.get_state()
         random.setstate(self._random[0])  # so that layers draw the same numbers on every use
@@ -185,7 +191,7 @@ class Models:
             return self._trace(model, example, cfg)
         if _is_copied_whole(model):
             return _valued(Chain(deepcopy(model)), self._values)
-        twin, values = _with_values(cfg, seed, dtype)
+        twin, values = _with_values(cfg, seed, dtype, self._read_weights)
         return _valued(network_of(twin, example), values)
 
     def take(self, cfg: DictConfig, seed: int, dtype: torch.dtype, example: ValueSpec) -> Network:
@@ -233,7 +239,9 @@ def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Module:
     return _with_values(cfg, seed, dtype)[0]
 
 
-def _with_values(cfg: DictConfig, seed: int, dtype: torch.dtype) -> tuple[nn.Module, Values | None]:
+def _with_values(
+    cfg: DictConfig, seed: int, dtype: torch.dtype, read_weights: ReadWeights | None = None
+) -> tuple[nn.Module, Values | None]:
     """Build the model, for build=stages without its numbers; return the values that it shall have too."""
     torch.manual_seed(seed)
     random.seed(seed)
@@ -246,11 +254,9 @@ def _with_values(cfg: DictConfig, seed: int, dtype: torch.dtype) -> tuple[nn.Mod
     else:
         model, values = factory.build(partial(build, cfg, "model"), seed)
     prove_model(model, f"{cfg.model._target_} must return", dtype)
-    if weights is not None:
-        from pipetrain.checkpoint.plain import read_weights  # which needs this module
-
+    if weights is not None and read_weights is not None:
         values = read_weights(str(weights), model, values)
-    elif values is not None:
+    elif weights is None and values is not None:
         values.prove(named_tensors(model))
     return cast(nn.Module, model), values
 

@@ -31,6 +31,7 @@ from pipetrain.building import Models
 from pipetrain.checkpoint import resume
 from pipetrain.checkpoint.asking import Asking, idle, status_after, trained
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
+from pipetrain.checkpoint.plain import read_weights
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.checkpoint.source import AUTO, Source, find_source, read_source, refuse_older
 from pipetrain.cli import compose, contained, quoted
@@ -155,7 +156,7 @@ def lead(composed: DictConfig, start: Start) -> None:
     reads = OmegaConf.select(cfg, "data.sample") is None  # what an input is must then be seen
     start.doing = f"{'read the data set, ' if reads else ''}build and check the model"
     freeze_imports()
-    models = Models()
+    models = Models(read_weights)
     draft = check_early(cfg, schedule, world.size, models)
     check_loggers(cfg)
     collect_garbage()
@@ -244,7 +245,7 @@ def follow(composed: DictConfig, start: Start) -> None:
     device = choose_device(world, cfg.device)
     importlib.import_module("torch._dynamo")  # needed for planning; takes a second while rank 0 works
     freeze_imports()
-    models = Models()
+    models = Models(read_weights)
     models.see(cfg, settings.seed, settings.dtype)
     collect_garbage()
     told = start.begin(composed)

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from pipetrain.building import Models, make_model, make_schedule, make_task
+from pipetrain.checkpoint.plain import read_weights
 from pipetrain.errors import ConfigError
 from pipetrain.network.materialise import materialise
 from pipetrain.network.values import TensorSpec, Value, ValueSpec
@@ -216,12 +217,12 @@ def test_a_model_may_begin_with_the_weights_of_a_file(tmp_path, origin):
     known = make_model(config(words[:2]), 5, torch.float32)
     torch.save(known.state_dict(), tmp_path / "known.pt")
     asked = config([*words, f"weights={tmp_path / 'known.pt'}"]), 3, torch.float32, IMAGE
-    network = Models().take(*asked)
+    network = Models(read_weights).take(*asked)
     materialise(network, range(len(network.modules)))
     assert same(network.model, known)
     other = config([*words, "+model.width=64", f"weights={tmp_path / 'known.pt'}"])
     with pytest.raises(ConfigError, match=r"known.pt is of another model: it has float32\[128"):
-        Models().take(other, *asked[1:])
+        Models(read_weights).take(other, *asked[1:])
 
 
 @pytest.mark.parametrize(("kind", "cut"), [("functions", 4), ("memory", 3)])
