@@ -20,6 +20,7 @@ from torch import Tensor
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.values import Value, ValueSpec, as_tuple
 from pipetrain.runtime.feed import Target
+from pipetrain.runtime.fixed import FixedWeights
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving, Tensors
 from pipetrain.runtime.objective import Counted
 from pipetrain.runtime.stage import Stage
@@ -122,6 +123,9 @@ def _capturing(graph: Any, pool: Any) -> Any:
 
 class GraphedStage(Stage):
     """A stage whose passes are captured after a rehearsal, and replayed for microbatches like those of it."""
+
+    weights: FixedWeights
+    _weights = FixedWeights
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -59,6 +59,8 @@ class Stage:
     `elsewhere`: tensors, by these names, that are in the state of an earlier stage.
     """
 
+    _weights: type[Weights] = Weights
+
     def __init__(
         self,
         index: int,
@@ -84,7 +86,7 @@ class Stage:
         self.module = module
         self._layers = compiled(module) if compile else module
         self.device = next((p.device.type for p in module.parameters()), "cpu")
-        self.weights = Weights(module, optimizer, rate, ema, self._names)
+        self.weights = self._weights(module, optimizer, rate, ema, self._names)
         self.shared = Shared(index, shared or {}, self.weights.live)
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None

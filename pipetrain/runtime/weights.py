@@ -51,10 +51,6 @@ def _unless(optimizer: Any, stop: Tensor | None) -> Iterator[None]:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def _address(storage: Iterable[Tensor]) -> int:
-    return next((t.data_ptr() for t in storage), 0)
-
-
 def _leaf(parameter: nn.Parameter, copy: bool = False) -> nn.Parameter:
     leaf = nn.Parameter(parameter.data.clone() if copy else parameter.data)
     vars(leaf).update(vars(parameter))  # attributes set by a layer
@@ -95,8 +91,6 @@ class Weights:
         self._ema = ema
         self._average: dict[str, nn.Parameter] = {}  # by name; empty before the first step
         self._spare: list[list[Tensor]] = []
-        self._graded: set[str] = set()  # weights that have had a gradient so far, in rehearsals too
-        self._fixed: dict[str, Tensor] = {}  # their gradients, where graphs add to them
         self.updates = 0
         self.newest = 0
         self._versions = {0: self._fresh_leaves()}
@@ -147,8 +141,6 @@ class Weights:
 
     def accumulate_on(self, version: int) -> None:
         """Move the batch's gradient to the leaves of a version: one sum, in the order of the microbatches."""
-        if self._fixed:  # all versions have it
-            return
         leaves = self._versions[version]
         if leaves is not self._accumulating:
             for name, leaf in self._accumulating.items():
@@ -216,9 +208,8 @@ class Weights:
             for name, value in before.items():
                 setattr(self, name, value)
             self._accumulating = self._versions[self.newest]
-            for name, leaf in self._accumulating.items():
-                leaf.grad = self._fixed.get(name)
-            self._clear_fixed()
+            for leaf in self._accumulating.values():
+                leaf.grad = None
             if optimizer:
                 optimizer.state.clear()
                 optimizer.state.update(state)
@@ -234,46 +225,9 @@ class Weights:
         self.newest = 0
 
     def reduce(self) -> None:
-        for name in self._graded if self._fixed else ():
-            self._live[name].grad = self._fixed[name]
-        if self._fixed:
-            return
+        """Give the batch's gradient to the optimizer."""
         for name, leaf in self._accumulating.items():
             self._live[name].grad, leaf.grad = leaf.grad, None
-        self._graded |= self.gradients().keys()
-
-    def fix(self, versions: int) -> dict[int, dict[str, Tensor]]:
-        """Keep the gradients, and the storage of so many versions, where they are, for CUDA graphs.
-
-        Returns leaves over each storage, by its address. The gradient is then 0 before a batch.
-        """
-        self._fixed = {name: torch.zeros_like(p.data) for name, p in self._live.items()}
-        self._versions = {self.newest: self._fresh_leaves()}
-        self._accumulating = self._versions[self.newest]
-        own = [p.data for p in self._live.values()]
-        while len(self._spare) < versions - 1:
-            self._spare.append([torch.empty_like(t) for t in own])
-        found = {}
-        for storage in (own, *self._spare):
-            leaves = self._fresh_leaves()
-            for leaf, data in zip(leaves.values(), storage, strict=True):
-                leaf.data = data
-            found[_address(storage)] = leaves
-        return found
-
-    def storage(self, version: int) -> int:
-        """Return the address of a version's storage, as in `fix`."""
-        return _address(self._versions[version].values())
-
-    @contextmanager
-    def only(self, leaves: dict[str, Tensor]) -> Iterator[None]:
-        """Let these leaves be version 0."""
-        before = self._versions
-        self._versions = {0: leaves}
-        try:
-            yield
-        finally:
-            self._versions = before
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._live.items() if p.grad is not None}
@@ -307,7 +261,6 @@ class Weights:
                     self._step(self._optimizer)
             for parameter in self._live.values():
                 parameter.grad = None
-            self._clear_fixed()
         if self._ema is not None:
             self._average_in(self._ema)
         self.updates += 1
@@ -353,14 +306,7 @@ class Weights:
         self._spare.append([leaf.data for leaf in leaves])
 
     def _fresh_leaves(self) -> dict[str, Tensor]:
-        leaves: dict[str, Tensor] = {name: _leaf(p) for name, p in self._live.items()}
-        for name, gradient in self._fixed.items():
-            leaves[name].grad = gradient
-        return leaves
-
-    def _clear_fixed(self) -> None:
-        if self._fixed:
-            torch._foreach_zero_(list(self._fixed.values()))
+        return {name: _leaf(p) for name, p in self._live.items()}
 
     def _move(self) -> None:
         """Move the live parameters, with their values, to other storage."""

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from pipetrain.errors import ConfigError
+from pipetrain.runtime import session
+from pipetrain.runtime.graphs import GraphedStage
 from pipetrain.runtime.session import Session
 from tests.support.cases import Case, config, prepared, run_in_threads
 
@@ -33,7 +35,7 @@ def test_gradients_and_versions_at_fixed_addresses_train_alike(schedule, options
                 assert stage.weights.storage(stage.weights.newest) in fixed[index]
         return train(self, *args, **kwargs)
 
-    with patch.object(Session, "train", fix):
+    with patch.object(Session, "train", fix), patch.object(session, "Stage", GraphedStage):
         state, _ = run_in_threads(case)
     assert all(fixed.values())
     for name, tensor in plain.items():
