@@ -1,25 +1,28 @@
-"""Runs examples as they stand, one after the other, on the ranks that torchrun started: OUT EXAMPLE...
+"""Runs examples as they stand, one after the other, on ranks that are there already.
 
-What rank 0 prints goes to OUT/NAME. To import torch in processes of each example's own would take minutes.
+To import torch in processes of each example's own would take minutes.
 """
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
-from contextlib import redirect_stdout
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import chdir, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
-import torch.distributed as dist
 
-out = Path(sys.argv[1])
-dist.init_process_group("gloo")
-for example in sys.argv[2:]:
-    path, *arguments = example.split()
-    sys.argv = [path, *arguments]
-    to = out / Path(path).stem if dist.get_rank() == 0 else Path(os.devnull)
-    with to.open("a") as said, redirect_stdout(said):
-        names = runpy.run_path(path, run_name="__main__")
-    names["pipe"].close()
-dist.destroy_process_group()
+def run(folder: Path, examples: Sequence[str]) -> dict[str, str]:
+    """Run examples (PATH ARGUMENT...) in a folder; return what this rank prints, by their names."""
+    said: dict[str, str] = defaultdict(str)
+    with chdir(folder):
+        for example in examples:
+            sys.argv = example.split()
+            with redirect_stdout(StringIO()) as out:
+                names = runpy.run_path(sys.argv[0], run_name="__main__")
+            if "pipe" in names:
+                names["pipe"].close()
+            said[Path(sys.argv[0]).stem] += out.getvalue()
+    return said

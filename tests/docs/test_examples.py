@@ -14,13 +14,14 @@ import pytest
 
 import pipetrain
 from pipetrain.settings import PIPELINE_OPTIONS, Settings, refuse_unknown
+from tests.docs import run_examples
 from tests.support.deadlines import DEADLINE_S
 from tests.support.processes import CHECKOUT, MARK, kill
 
 DOCS = CHECKOUT / "docs"
 EXAMPLES = DOCS / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-ALONE = ["mlp", "torch_pipelining"]  # each started as a person starts it
+ALONE = "mlp"  # is started as a person starts it
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"\d+\.\d+(?:e-?\d+)?")
 
@@ -51,13 +52,10 @@ def numbers(text: str) -> list[float]:
 
 
 @pytest.mark.processes
-def test_every_example_runs_on_two_ranks(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    examples = [str(EXAMPLES / f"{name}.py") for name in NAMES if name not in ALONE]
+def test_every_example_runs_on_two_ranks(ranks, tmp_path):
+    examples = [str(EXAMPLES / f"{name}.py") for name in NAMES if name != ALONE]
     again = [str(EXAMPLES / "saving.py"), f"{EXAMPLES / 'own_schedule.py'} {EXAMPLES / 'by_twos.txt'}"]
-    torchrun(tmp_path, "-m", "tests.docs.run_examples", str(out), *examples, *again)
-    said = {path.name: path.read_text() for path in out.iterdir()}
+    said, by_the_last = ranks(run_examples.run, tmp_path, [*examples, *again])
 
     perplexities = [float(number) for number in re.findall(r"perplexity (\S+)", said["gpt"])]
     assert perplexities[-1] < 3 < perplexities[0]
@@ -77,7 +75,7 @@ def test_every_example_runs_on_two_ranks(tmp_path):
     assert len(numbers(said["from_torchgpipe"])) == 4
     assert len(numbers(said["from_deepspeed"])) == 10
 
-    theirs = numbers(torchrun(tmp_path, str(EXAMPLES / "torch_pipelining.py")))
+    theirs = numbers(by_the_last["torch_pipelining"])
     assert numbers(said["from_pipelining"]) == pytest.approx(theirs, rel=1e-12)
     assert len(theirs) == 4
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store
 from torch.nn import functional
 
 from pipetrain import Pipeline
-from pipetrain.runtime.ranks import World
 from pipetrain.tasks import LanguageModelling
 from tests.support import hugging_face
 from tests.support.hugging_face import VOCABULARY
@@ -68,7 +66,7 @@ def trained(pipe: Pipeline, some: list[Any]) -> Ended:
     return Ended(losses, pipe.evaluate(batches()), arrays(pipe.state_dict()))
 
 
-def begun(world: World, store: Store, folder: str) -> Ended:
+def begun(folder: str) -> Ended:
     """Train all batches, and save on the way."""
     pipe = pipeline("1f1b")
     first = [pipe.step(*batch) for batch in batches()[:SAVED]]
@@ -77,11 +75,11 @@ def begun(world: World, store: Store, folder: str) -> Ended:
     return Ended([*first, *ended.losses], ended.evaluated, ended.state)
 
 
-def gone_on(world: World, store: Store, folder: str) -> Ended:
+def gone_on(folder: str) -> Ended:
     """Train the rest with other ranks and another schedule."""
-    pipe = pipeline("gpipe")
-    pipe.load(folder)
-    return trained(pipe, batches()[SAVED:])
+    with pipeline("gpipe") as pipe:
+        pipe.load(folder)
+        return trained(pipe, batches()[SAVED:])
 
 
 def plain() -> tuple[nn.Module, Ended]:

@@ -12,7 +12,6 @@ import torch
 from pipetrain import export
 from tests.support import goes_on, subjects
 from tests.support.parity import ADAMW, Way, compare
-from tests.support.worlds import run_world
 
 pytestmark = pytest.mark.slow
 
@@ -47,18 +46,18 @@ def test_trains_as_one_process(name):
 
 
 @pytest.mark.processes
-def test_from_python_on_other_ranks_and_out_again(tmp_path, capsys):
-    """Dicts in and out, a weight of two stages, tables that all blocks use; 2 ranks, then 3, then none."""
-    whole = run_world(goes_on.begun, 2, str(tmp_path))
-    rest = run_world(goes_on.gone_on, 3, str(tmp_path))
+def test_from_python_on_other_ranks_and_out_again(ranks, tmp_path, capsys):
+    """Dicts in and out, a weight of two stages, tables that all blocks use; 2 ranks, then 1, then none."""
+    whole = ranks(goes_on.begun, str(tmp_path))
+    rest = [goes_on.gone_on(str(tmp_path))]
     model, wanted = goes_on.plain()
-    for ranks, updates in ((whole, wanted.losses), (rest, wanted.losses[goes_on.SAVED :])):
-        for ended in ranks:
+    for all_ended, updates in ((whole, wanted.losses), (rest, wanted.losses[goes_on.SAVED :])):
+        for ended in all_ended:
             assert ended.losses == pytest.approx(updates, rel=1e-12)
             assert ended.evaluated["loss"] == pytest.approx(wanted.evaluated["loss"], rel=1e-12)
-        assert list(ranks[0].state) == list(wanted.state)
+        assert list(all_ended[0].state) == list(wanted.state)
         for name, values in wanted.state.items():
-            np.testing.assert_allclose(ranks[0].state[name], values, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(all_ended[0].state[name], values, rtol=1e-12, atol=1e-12)
     assert export.main([str(tmp_path), "--out", str(tmp_path / "weights")]) == 0
     assert "of update 2 in" in capsys.readouterr().out
     exported = torch.load(tmp_path / "weights.pt")

@@ -26,15 +26,17 @@ WIDE = "model._target_=tests.support.models.wide"
 # By stages. Some cuts lie between a layer and its skip connection, or before a layer that works in place.
 UNEVEN = {1: "[]", 2: "[3]", 3: "[1,7]", 4: "[1,4,8]", 6: "[1,2,4,6,9]", 8: "[1,2,3,4,5,7,9]"}
 EPOCHS, BATCHES = "window=null", "window=2"
-FEW = {1: ["fbp", "v_half"], 2: SCHEDULES, 3: SCHEDULES, 4: ["interleaved_1f1b", "pipedream", "zbv"]}
+FEW = {  # schedules by ranks; in threads, each is held on more (test_equivalence.py)
+    1: ["fbp", "v_half"],
+    2: SCHEDULES[::2],
+    3: SCHEDULES[1::2],
+    4: ["interleaved_1f1b", "pipedream", "zbv"],
+}
 SPLIT = [schedule for schedule in SCHEDULES if schedule.startswith(("zb", "v_"))]
 
 
 def _cases(ranks: int) -> list[Case]:
-    """Each schedule once; by turns even and uneven cuts, with BatchNorm and without, both windows and bounds.
-
-    What a schedule has for a turn on two ranks it has not on three.
-    """
+    """By turns even and uneven cuts, with BatchNorm and without, both windows and bounds."""
     turns = [
         (NORM, "even", EPOCHS),
         (NORM, "uneven", BATCHES, "buffer_size=1"),
@@ -88,15 +90,8 @@ def test_norms_that_do_not_come_are_named_and_so_is_a_dead_rank():
 
 
 def test_eight_stages_and_one_message_under_way():
-    cases = [
-        Case(
-            schedule,
-            8,
-            (NORM, "partition=even", "batch_size=16", "microbatches=8", "buffer_size=1", "epochs=1"),
-        )
-        for schedule in ("1f1b", "pipedream")
-    ]
-    assert run_world(train_cases, 8, cases) == [2] * 8
+    words = (NORM, "partition=even", "batch_size=16", "microbatches=8", "buffer_size=1", "epochs=1")
+    assert run_world(train_cases, 8, [Case("pipedream", 8, words)]) == [1] * 8
 
 
 def test_a_boundary_over_64_mib_both_ways():
