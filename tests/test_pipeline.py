@@ -65,7 +65,7 @@ def test_one_process_trains_as_plain_pytorch_does(case):
 
 @pytest.mark.processes
 def test_two_processes_train_as_plain_pytorch_does_and_both_know_the_results():
-    """Each rank's loader shuffles otherwise; the batches are those of rank 0's. Three train a factory's model."""
+    """Each rank's loader shuffles otherwise; the batches are those of rank 0's."""
     first, second = run_world(train_cases, 2, cases(2))
     assert first == second
     assert all(result["updates"] == 3 for result in first)
