@@ -56,7 +56,16 @@ from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import PROFILE, Settings, share_of_cores
 from pipetrain.start import Start
-from pipetrain.training.run import Run, check_early, epochs_of, obtain_data, prepare, with_fallback
+from pipetrain.training.run import (
+    Run,
+    check_early,
+    conditions_of,
+    epochs_of,
+    lengthens,
+    obtain_data,
+    prepare,
+    with_fallback,
+)
 from pipetrain.untrusted import read_as
 
 if TYPE_CHECKING:
@@ -166,7 +175,7 @@ def lead(composed: DictConfig, start: Start) -> None:
         start.begin(composed)
         log.info("pipetrain: run_dir=%s holds this run, finished: nothing is left to do", run_dir)
         return
-    longer = resuming and resume.lengthens(run_dir, cfg, draft.settings)
+    longer = resuming and lengthens(run_dir, cfg, draft.settings)
     with folder.claim(run_dir, cfg.resume is not None, longer, RELEASE_S if resuming else 0.0):
         cfg, data, source = find(cfg, draft, start)
         word = Word(
@@ -186,7 +195,7 @@ def lead(composed: DictConfig, start: Start) -> None:
         start.doing = "plan the run"
         done = resume.done_batches(source)
         run = prepare(cfg, schedule, world.size, data.facts, data, profile, done, models)
-        conditions = resume.conditions(cfg, run)
+        conditions = conditions_of(cfg, run)
         if source is not None:
             go_on(cfg, source, run, conditions)
         warn_of_evaluation(is_in_evaluation(run.see_model()))

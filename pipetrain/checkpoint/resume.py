@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
-from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.source import Source
 from pipetrain.errors import ConfigError
 from pipetrain.network.model import state_names
-from pipetrain.records.folder import SUMMARY, is_of
-from pipetrain.settings import PROFILE, Mode, Settings
-from pipetrain.training.run import Run
-
-
-def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
-    """Return whether more epochs would continue the finished run in `run_dir`.
-
-    Raises ConfigError if the learning rates of its finished updates would have been different.
-    """
-    if not (folders(run_dir / CHECKPOINTS) and is_of(run_dir, cfg, {"resume", "epochs"})):
-        return False
-    try:
-        summary = json.loads((run_dir / SUMMARY).read_text())
-        updates, epochs = int(summary["updates"]), int(summary["epochs"])
-        rate, other = settings.rate(updates), settings.rate(updates // epochs * settings.epochs)
-    except (OSError, LookupError, TypeError, ValueError, ZeroDivisionError):
-        return False
-    if settings.epochs > epochs and any(rate(update) != other(update) for update in range(updates)):
-        raise ConfigError(
-            f"run_dir={run_dir} holds a run that finished after {epochs} epochs, and with "
-            f"lr_schedule={cfg.lr_schedule} warmup={cfg.warmup:g} the rates of {settings.epochs} epochs "
-            f"differ from the start: train anew in another run_dir, or go on there from its last weights "
-            f"with resume={run_dir}"
-        )
-    return settings.epochs > epochs
+from pipetrain.settings import PROFILE, Mode
 
 
 def done_batches(source: Source | None) -> int:
@@ -58,22 +30,6 @@ def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
         cfg.recompute = [[*Mode][number % len(Mode)].value for number in pipeline["recompute"]]
     cfg.memory_limit = None
     return cfg
-
-
-def conditions(cfg: DictConfig, run: Run) -> dict[str, Any]:
-    """Return the settings in which a run and its checkpoint must agree."""
-    return {
-        "model": OmegaConf.to_container(cfg.model, resolve=True),
-        **tensors_of(run.see_model()),
-        "data": run.facts.name,
-        "data's fingerprint": run.facts.fingerprint,
-        "task": str(run.task),
-        "optim": str(cfg.optim._target_),
-        "batch_size": run.settings.batch_size,
-        "data.drop_last": run.settings.drop_last,
-        "seed": run.settings.seed,
-        "dtype": str(run.settings.dtype).removeprefix("torch."),
-    }
 
 
 def tensors_of(model: nn.Module) -> dict[str, Any]:

@@ -6,17 +6,21 @@ and which one replaces it.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from pipetrain.building import Models, make_schedule, make_task
+from pipetrain.checkpoint.files import CHECKPOINTS, folders
+from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.saver import Keeper
 from pipetrain.cli import conf_dir
 from pipetrain.data import (
@@ -40,6 +44,7 @@ from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, prove_targ
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.sizes import optimizer_state
 from pipetrain.records.about import About
+from pipetrain.records.folder import SUMMARY, is_of
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.session import Session
@@ -206,3 +211,42 @@ def prepare(
         see_model=partial(models.see, *named),
         take_network=partial(models.take, *named, plan.example),
     )
+
+
+def conditions_of(cfg: DictConfig, run: Run) -> dict[str, Any]:
+    """Return the settings in which a run and its checkpoint must agree."""
+    return {
+        "model": OmegaConf.to_container(cfg.model, resolve=True),
+        **tensors_of(run.see_model()),
+        "data": run.facts.name,
+        "data's fingerprint": run.facts.fingerprint,
+        "task": str(run.task),
+        "optim": str(cfg.optim._target_),
+        "batch_size": run.settings.batch_size,
+        "data.drop_last": run.settings.drop_last,
+        "seed": run.settings.seed,
+        "dtype": str(run.settings.dtype).removeprefix("torch."),
+    }
+
+
+def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
+    """Return whether more epochs would continue the finished run in `run_dir`.
+
+    Raises ConfigError if the learning rates of its finished updates would have been different.
+    """
+    if not (folders(run_dir / CHECKPOINTS) and is_of(run_dir, cfg, {"resume", "epochs"})):
+        return False
+    try:
+        summary = json.loads((run_dir / SUMMARY).read_text())
+        updates, epochs = int(summary["updates"]), int(summary["epochs"])
+        rate, other = settings.rate(updates), settings.rate(updates // epochs * settings.epochs)
+    except (OSError, LookupError, TypeError, ValueError, ZeroDivisionError):
+        return False
+    if settings.epochs > epochs and any(rate(update) != other(update) for update in range(updates)):
+        raise ConfigError(
+            f"run_dir={run_dir} holds a run that finished after {epochs} epochs, and with "
+            f"lr_schedule={cfg.lr_schedule} warmup={cfg.warmup:g} the rates of {settings.epochs} epochs "
+            f"differ from the start: train anew in another run_dir, or go on there from its last weights "
+            f"with resume={run_dir}"
+        )
+    return settings.epochs > epochs

@@ -19,11 +19,12 @@ from torch import Tensor
 from pipetrain.checkpoint import files
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, Tensors, read_whole
 from pipetrain.checkpoint.progress import best_epoch
-from pipetrain.checkpoint.resume import conditions, lengthens, refuse_other, with_cuts_of
+from pipetrain.checkpoint.resume import refuse_other, with_cuts_of
 from pipetrain.checkpoint.source import Source, find_source, refuse_older
 from pipetrain.cli import contained
 from pipetrain.errors import ConfigError
 from pipetrain.settings import Settings
+from pipetrain.training.run import conditions_of, lengthens
 from pipetrain.untrusted import DamagedCheckpoint
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads
 from tests.support.damage import forge, put
@@ -572,7 +573,7 @@ ONE_EPOCH = Position(1, 0, 4)
 
 
 def source_of(*overrides: str, position: Position = ONE_EPOCH) -> Source:
-    mine = json.loads(json.dumps(conditions(config([NORM, *CFG, *overrides]), run_with(*overrides))))
+    mine = json.loads(json.dumps(conditions_of(config([NORM, *CFG, *overrides]), run_with(*overrides))))
     return Source(Path("c"), Manifest("r", position, mine, {"cuts": [1], "placement": [0, 1]}, {}, {}, {}))
 
 
@@ -588,7 +589,7 @@ def source_of(*overrides: str, position: Position = ONE_EPOCH) -> Source:
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_differs(override, says):
-    mine = conditions(config([NORM, *CFG, override]), run_with(override))
+    mine = conditions_of(config([NORM, *CFG, override]), run_with(override))
     with pytest.raises(ConfigError) as refusal:
         refuse_other(source_of(), mine, epochs=3)
     assert says in str(refusal.value)
@@ -602,16 +603,16 @@ def test_conditions_of_other_types_differ(theirs):
     source = source_of()
     source = replace(source, manifest=replace(source.manifest, conditions=theirs))
     with pytest.raises(ConfigError, match="this run cannot go on from c: it has "):
-        refuse_other(source, conditions(config([NORM, *CFG]), run_with()), epochs=3)
+        refuse_other(source, conditions_of(config([NORM, *CFG]), run_with()), epochs=3)
 
 
 def test_what_may_differ():
-    mine = conditions(config([NORM, *CFG]), run_with("microbatches=1", "optim.lr=0.01"))
+    mine = conditions_of(config([NORM, *CFG]), run_with("microbatches=1", "optim.lr=0.01"))
     refuse_other(source_of(), mine, epochs=3)
 
 
 def test_a_run_that_is_done_is_not_begun():
-    mine = conditions(config([NORM, *CFG]), run_with())
+    mine = conditions_of(config([NORM, *CFG]), run_with())
     source = source_of(position=Position(3, 0, 12))
     with pytest.raises(ConfigError, match="has all of its 3 epochs done; give epochs= more"):
         refuse_other(source, mine, epochs=3)
