@@ -100,6 +100,13 @@ def test_each_length_is_proven_once(monkeypatch, words):
     assert proven == [2, 1] * 3
 
 
+def test_a_longer_window_recomputes_as_asked_for_where_one_batch_has_nothing_to_recompute():
+    made = plan("window=1", "microbatches=1", "recompute=selective", schedule=pipedream)
+    assert made.recompute == ["never", "never"]
+    longer = replace(made, windows={3: made.proven(3)})
+    assert longer.recompute == ["selective", "never"]
+
+
 # What it says
 
 
