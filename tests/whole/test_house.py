@@ -1,4 +1,4 @@
-"""The house: which test file shows a module, what a wheel holds, and what scripts leave alone.
+"""The house: its floors, which test file shows a module, what a wheel holds, and what scripts leave alone.
 
 Tests mirror the package: `network/chain.py` has `network/test_chain.py`, and a package may have one file for
 all that is in it. `python -m tests.whole.test_house` prints the table.
@@ -7,6 +7,7 @@ all that is in it. `python -m tests.whole.test_house` prints the table.
 from __future__ import annotations
 
 import ast
+import re
 from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ SEEN_IN = {
     "checkpoint/source": "checkpoint/test_resume",
     "checkpoint/state": "checkpoint/test_resume",
     "errors": "test_ending",
+    "fitting": "users/test_fitting",
     "network/given": "users/test_modes",
     "network/loan": "users/test_life",
     "network/network": "network/test_chain",
@@ -33,8 +35,10 @@ SEEN_IN = {
     "plan/program": "plan/test_plan",
     "plan/prove": "plan/test_plan",
     "plan/saved": "plan/test_sizes",
+    "records/about": "records/test_recorder",
     "runtime/batches": "users/test_batches",
     "runtime/buffers": "runtime/test_weights",
+    "runtime/fixed": "runtime/test_graphs",
     "runtime/mailbox": "runtime/test_engine",
     "runtime/microbatch": "runtime/test_stage",
     "runtime/objective": "runtime/test_stage",
@@ -98,6 +102,22 @@ def test_every_test_file_has_a_module():
 
 def test_what_is_seen_elsewhere_is_there_and_has_no_test_file_of_its_own():
     assert [module for module in SEEN_IN if module not in modules() or shown_in(module)] == []
+
+
+def test_the_page_of_the_house_draws_the_floors_that_are_held():
+    config = ConfigParser()
+    config.read(ROOT / ".importlinter")
+    layers = config["importlinter:contract:floors"]["layers"].split("\n")
+    floors = {
+        name: number for number, names in enumerate(reversed(layers)) for name in names.split(" : ") if name
+    }
+    page = (ROOT / "docs" / "house.md").read_text()
+    tree = page.partition("\npipetrain/\n")[2].partition("\nconf/")[0]
+    drawn = [name.removesuffix(".py") for name in re.findall(r"^  (\w+)(?:\.py|/)\s", tree, re.MULTILINE)]
+    assert sorted([*drawn, "__main__"]) == sorted(floors)
+    assert sorted(drawn, key=lambda name: floors[name]) == drawn
+    groups = [re.findall(r"^  (\w+)(?:\.py|/)\s", group, re.MULTILINE) for group in tree.split("\n\n")]
+    assert [len({floors[name] for name in group}) for group in groups] == [1] * len(groups)
 
 
 def test_a_wheel_holds_every_package():
