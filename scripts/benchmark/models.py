@@ -40,6 +40,7 @@ NEIGHBOURS = 2  # cuts tried on either side of the one that flops chooses
 WHOLE = "microbatches=1"
 CONTIGUOUS = "memory_format=contiguous"  # the layout of everybody else's, who cannot send another over gloo
 SPLIT = ("v_async", "v_half", "v_min", "zb_auto", "zb_h1", "zb_h2", "zbv")  # raced by the suite zero-bubble
+QUICK = ["1f1b", "interleaved_1f1b", "pipedream"]
 ALIKE = {f"{name}, contiguous": name for name in ("gpipe", "1f1b", "pipedream")}
 # Further rows of pipedream's: with options of the configuration, and what they gain over the defaults.
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -106,15 +107,17 @@ def measure(mesh: Mesh, say: Say, task: Task, scale: Scale) -> Found:
     by_cut = race(mesh, stages, scale.rounds // 2 + 1, titled(say, "cuts"))
     best = min(by_cut, key=lambda label: median(by_cut[label]))
     compiles = not scale.quick and any(map(shutil.which, COMPILERS))  # minutes
-    everybody = contestants(mesh, task, cuts[best], batches, window, compiles)
+    raced = [schedule for schedule in schedules() if schedule not in SPLIT]
+    raced = QUICK if scale.quick else raced
+    everybody = contestants(mesh, task, cuts[best], batches, window, compiles, raced)
     ideals = {one.name + end: _ideal_of(one) for one in everybody for end in ("", FULL)}
     return Found(by_cut, best, race(mesh, everybody, scale.rounds, say), ideals)
 
 
 def contestants(
-    mesh: Mesh, task: Task, cut: Cut, batches: int, window: int, compiles: bool
+    mesh: Mesh, task: Task, cut: Cut, batches: int, window: int, compiles: bool, raced: Sequence[str]
 ) -> list[Contestant]:
-    """Build everybody for one cut. Synchronous schedules flush after each batch."""
+    """Build everybody for one cut; `raced`: schedules. Synchronous ones flush after each batch."""
 
     def ours(name: str, schedule: str, task: Task) -> Ours:
         return Ours(name, prepare(task, schedule, RANKS, window), mesh, batches)
@@ -128,8 +131,7 @@ def contestants(
     jobs = [_job(layout, cut, m) for layout in (task, task.extended(CONTIGUOUS)) for m in (1, MICROBATCHES)]
     ideals = {_ideal(job.microbatches, job.plan.numerics.memory_format): job for job in jobs}
     made: list[Contestant] = [Alone(name, job, mesh, batches) for name, job in ideals.items()]
-    whole_backwards = [schedule for schedule in schedules() if schedule not in SPLIT]
-    made += [ours(schedule, schedule, usual(schedule)) for schedule in whole_backwards]
+    made += [ours(schedule, schedule, usual(schedule)) for schedule in raced]
     made.append(ours(f"pipedream, m = {MICROBATCHES}", "pipedream", pieces))
     made += [ours(name, schedule, usual(schedule).extended(CONTIGUOUS)) for name, schedule in ALIKE.items()]
     for name, overrides in OPTIONS.items():
@@ -184,9 +186,8 @@ def make_rows(model: str, found: Found) -> list[Row]:
 
 def one_process_suite(scale: Scale, say: Say) -> Iterator[Row]:
     """Measure one process, and give the rows as they come."""
-    for model, task in MODELS.items():
+    for model, task in [("mlp", SMALL)] if scale.quick else MODELS.items():
         title = f"one process, {model}"
-        task = SMALL if scale.quick else task
         series = run_world(measure_one_process, 1, titled(say, title), task, scale.rounds)[0]
         for name in series:
             least = {} if name == PLAIN else {"of bound": 0.98}
