@@ -61,6 +61,7 @@ from pipetrain.plan.prove import prove_window
 from pipetrain.plan.sizes import optimizer_state
 from pipetrain.rate import Rate, rate_of
 from pipetrain.records.bar import Bar
+from pipetrain.rules import COUNT
 from pipetrain.runtime.alike import conditions, digest, level, prove_same
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.batches import Batches, OfLoader
@@ -73,7 +74,7 @@ from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Schedule, placement
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import edges
-from pipetrain.settings import COUNT, PROFILE, Settings, share_of_cores
+from pipetrain.settings import PROFILE, Settings, share_of_cores
 from pipetrain.stopping import Stopping
 from pipetrain.tally import Tally
 from pipetrain.tasks import LossFunction, Metric, Task
@@ -615,8 +616,7 @@ class Pipeline:
         of the newest checkpoints stay there, this one included; None: all. All ranks must call it. Raises
         TrainingStopped if a rank cannot write.
         """
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise ConfigError(f"keep={keep} must be a whole number of checkpoints, 1 or more; None keeps all")
+        keep = COUNT.read("keep", keep, null=True)
         path, session = read_path("folder", folder), self._begun
         with self._together():
             session.engine.settle()

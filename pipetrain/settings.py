@@ -10,15 +10,12 @@ What an option is for is said by the comment in its line of conf/, which `--help
 from __future__ import annotations
 
 import difflib
-import math
 import os
-import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, partial
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +26,7 @@ from pipetrain.building import build_function, make_codec
 from pipetrain.codec import Codec, Codecs, Identity
 from pipetrain.errors import ConfigError
 from pipetrain.rate import SHAPES, Rate, learning_rate
+from pipetrain.rules import BOOL, COUNT, POSITIVE, SHARE, Rule, index_of, kept, number, one_of, text, whole
 
 MONTH_S = 30 * 24 * 3600
 STRATEGIES = ("even", "params", "flops")
@@ -60,107 +58,46 @@ def share_of_cores(local_size: int) -> int:
     return max(1, cores() // local_size)
 
 
-class Rule(NamedTuple):
-    """What a value must be, in words; and what reads it under its key, or raises ValueError or TypeError."""
-
-    words: str
-    convert: Callable[[str, Any], Any]
-
-    def read(self, key: str, value: Any, null: bool = False) -> Any:
-        """Return a value as it is used, or None where `null` allows it. Raises ConfigError."""
-        if value is None and null:
-            return None
-        try:
-            return self.convert(key, value)
-        except ConfigError:
-            raise
-        except (ValueError, TypeError):
-            words = f"{self.words}{' or null' if null else ''}"
-            raise ConfigError(f"{key}={_shown(value)} must be {words}") from None
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return repr(value) if isinstance(value, str) and re.fullmatch(r"[-+.\d]+", value) else str(value)
-
-
-def _kept(value: Any, holds: bool) -> Any:
-    if not holds:
-        raise ValueError
-    return value
-
-
-def _index(value: Any) -> Any:
-    """Return a whole number of Python or NumPy."""
-    return index(_kept(value, not isinstance(value, bool)))
-
-
-def whole(low: int, most: float = math.inf) -> Rule:
-    """Rule a whole number."""
-    words = f"a whole number of at least {low}" + (f" and at most {most}" if most < math.inf else "")
-    return Rule(words, lambda key, value: _kept(_index(value), low <= value <= most))
-
-
-def _number(words: str, holds: Callable[[float], bool]) -> Rule:
-    """Rule a number; in words too, as ${oc.env:NAME} gives it."""
-    return Rule(
-        words, lambda key, value: _kept(float(value), not isinstance(value, bool) and holds(float(value)))
-    )
-
-
-def _one_of(*names: str) -> Rule:
-    return Rule(f"one of {', '.join(names)}", lambda key, value: _kept(str(value), str(value) in names))
-
-
-def _text(words: str) -> Rule:
-    return Rule(words, lambda key, value: _kept(value, isinstance(value, str) and value != ""))
-
-
 def _dtype(key: str, value: Any) -> Any:
     name = str(value).removeprefix("torch.")
-    return getattr(torch, _kept(name, name in DTYPES))
+    return getattr(torch, kept(name, name in DTYPES))
 
 
 def _partition(key: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_index(layer) for layer in value]
+        return [index_of(layer) for layer in value]
     if isinstance(value, Mapping):
-        file = _kept(value, list(value) == [PROFILE])[PROFILE]
-        return _kept(PROFILE, isinstance(file, str) and file != "")
-    return _kept(value, value in (*STRATEGIES, PROFILE))
+        file = kept(value, list(value) == [PROFILE])[PROFILE]
+        return kept(PROFILE, isinstance(file, str) and file != "")
+    return kept(value, value in (*STRATEGIES, PROFILE))
 
 
 def _recompute(key: str, value: Any) -> Any:
     if isinstance(value, str):
-        return _kept(value, value in RECOMPUTE)
-    return [_kept(mode, mode in [*Mode]) for mode in value]
+        return kept(value, value in RECOMPUTE)
+    return [kept(mode, mode in [*Mode]) for mode in value]
 
 
 def _trace(key: str, value: Any) -> Any:
     """Return of how many windows a trace is."""
     if isinstance(value, Mapping):
-        return COUNT.convert(key, _kept(value, list(value) == ["windows"])["windows"])
-    return sys.maxsize if _kept(value, isinstance(value, bool)) else 0
+        return COUNT.convert(key, kept(value, list(value) == ["windows"])["windows"])
+    return sys.maxsize if kept(value, isinstance(value, bool)) else 0
 
 
 def _lr_schedule(key: str, value: Any) -> Any:
     """Return a shape's name, or the function of a mapping with `_target_`."""
     if isinstance(value, str):
-        return _kept(value, value in SHAPES)
-    return build_function(key, _kept(value, isinstance(value, Mapping) and "_target_" in value))
+        return kept(value, value in SHAPES)
+    return build_function(key, kept(value, isinstance(value, Mapping) and "_target_" in value))
 
 
-COUNT = whole(1)
 SEED = whole(0, 2**63 - 1)
-POSITIVE = _number("a finite number above 0", lambda value: 0 < value < math.inf)
-SHARE = _number("a number from 0 to below 1", lambda value: 0 <= value < 1)
-SECONDS = _number(f"a number of seconds above 0 and at most {MONTH_S}", lambda value: 0 < value <= MONTH_S)
-BOOL = Rule("true or false", lambda key, value: _kept(value, isinstance(value, bool)))
+SECONDS = number(f"a number of seconds above 0 and at most {MONTH_S}", lambda value: 0 < value <= MONTH_S)
 DTYPES = ("float32", "float64")
 DTYPE = Rule(f"one of {', '.join(DTYPES)}", _dtype)
-SOURCE = _text("auto, the folder of a checkpoint or of a run,")
-WEIGHTS = _text("the path of a file or a folder")
+SOURCE = text("auto, the folder of a checkpoint or of a run,")
+WEIGHTS = text("the path of a file or a folder")
 PARTITION = Rule(
     f"one of {', '.join((*STRATEGIES, PROFILE))}, the first layers of all stages but the first, such as [8], "
     f"or partition.profile=FILE of an earlier run",
@@ -221,18 +158,18 @@ class Settings:
     warmup: float = of_run(0.0, SHARE)  # of all updates
     label_smoothing: float = of_run(0.0, SHARE)
     clip_grad_norm: float | None = option(None, POSITIVE)
-    clip_grad_norm_over: str = option("auto", _one_of("auto", "model", "stage"))
-    batchnorm: str = option("microbatch", _one_of("microbatch", "batch"))
+    clip_grad_norm_over: str = option("auto", one_of("auto", "model", "stage"))
+    batchnorm: str = option("microbatch", one_of("microbatch", "batch"))
     ema: float | None = option(None, SHARE)  # decay
     seed: int = option(0, SEED)
     weights: str | None = of_run(None, WEIGHTS)
-    build: str = of_run("whole", _one_of("whole", "stages"))
-    on_nan: str = option("stop", _one_of("stop", "skip"))
+    build: str = of_run("whole", one_of("whole", "stages"))
+    on_nan: str = option("stop", one_of("stop", "skip"))
 
-    device: str = option("auto", _one_of("auto", "cpu", "cuda"))
+    device: str = option("auto", one_of("auto", "cpu", "cuda"))
     dtype: torch.dtype = option(torch.float32, DTYPE)
-    precision: str = option("fp32", _one_of("fp32", "bf16"))
-    memory_format: str = option("auto", _one_of("auto", "contiguous", "channels_last"))
+    precision: str = option("fp32", one_of("fp32", "bf16"))
+    memory_format: str = option("auto", one_of("auto", "contiguous", "channels_last"))
     cuda_graphs: bool = option(False, BOOL)
     compile: bool = option(False, BOOL)
     threads: int | None = option(None, whole(1, MOST_THREADS))
@@ -242,7 +179,7 @@ class Settings:
     log_every: int = of_run(10, COUNT)
     trace: int = of_run(0, TRACE)  # windows to trace
     checkpoint_every: int | None = of_run(1, COUNT, key="checkpoint.every", null=True)
-    checkpoint_unit: str = of_run("epochs", _one_of("epochs", "updates"), key="checkpoint.unit")
+    checkpoint_unit: str = of_run("epochs", one_of("epochs", "updates"), key="checkpoint.unit")
     checkpoint_keep: int = of_run(2, COUNT, key="checkpoint.keep")
     resume: str | None = of_run(None, SOURCE)
 

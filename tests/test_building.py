@@ -70,11 +70,11 @@ def test_dtype_is_a_conversion_of_the_same_weights():
             "torch.nn.Sequential must return an nn.Module, not an empty nn.Sequential",
         ),
         (["+model.colour=red"], "vgg16 takes no colour; leave it out with ~model.colour"),
-        (["model=mlp", "+model.depth=1"], "model mlp needs depth >= 2"),
-        (["model=mlp", "+model.width=x"], "model cannot be built"),
+        (["model=mlp", "+model.depth=1"], "model.depth=1 must be a whole number of at least 2"),
+        (["model=mlp", "+model.width=x"], "model.width=x must be a whole number of at least 1"),
         (
             ["model=mlp", "+model.width=0"],
-            "model mlp needs depth >= 2 and width >= 1; got depth=6, width=0: ",
+            "model.width=0 must be a whole number of at least 1",
         ),
         (
             ["model=gpt"],

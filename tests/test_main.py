@@ -262,7 +262,7 @@ def test_ranks_profile_together(profiled):
         ("+foo=1", "nothing reads foo"),
         ("partition.profile=none.json", "partition.profile=none.json cannot be read: No such file"),
         ("memory_limit=1e-3", "memory_limit=0.001 is too small: rank 0 is predicted to hold 0.00"),
-        ("data.train_limit=0", "data.train_limit must be a whole number, 1 or more"),
+        ("data.train_limit=0", "data.train_limit=0 must be a whole number of at least 1"),
     ],
 )
 def test_each_wrong_override_of_the_issue_is_one_sentence(monkeypatch, tmp_path, word, says):

@@ -15,6 +15,7 @@ from pipetrain.data.loader import Sampler, loaded, pieces
 from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, ImageData, Images, Split, prove
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.rules import COUNT
 
 __all__ = [
     "Augment",
@@ -47,8 +48,7 @@ def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
     """
     limits = {split: data.get(f"{split}_limit") for split in ("train", "test")}
     for split, limit in limits.items():
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise ConfigError(f"data.{split}_limit must be a whole number, 1 or more; got {limit}")
+        COUNT.read(f"data.{split}_limit", limit, null=True)
     try:
         loaded = _load(data, dtype)
     except DataMissing as error:

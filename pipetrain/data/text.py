@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from pipetrain.data.sets import Data, Draw
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.rules import COUNT
 
 SHAKESPEARE = Path(__file__).with_name("texts") / "shakespeare.txt"  # see README.md beside it
 BYTES = 256  # the vocabulary without a tokenizer
@@ -100,8 +101,7 @@ def load(
     `vocabulary`: the number of tokens that must be known, if it is given. Raises ConfigError.
     """
     path = SHAKESPEARE if file is None else Path(file)
-    if type(block) is not int or block < 1:
-        raise ConfigError(f"data.block must be a whole number of tokens, 1 or more; got {block}")
+    COUNT.read("data.block", block)
     if not 0 < test_share < 1:
         raise ConfigError(f"data.test_share must be a fraction between 0 and 1; got {test_share}")
     size, known = _size(path, "data.file"), BYTES

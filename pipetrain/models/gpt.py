@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.errors import ConfigError
+from pipetrain.rules import COUNT
 
 
 def gpt(
@@ -34,8 +35,7 @@ def gpt(
     """
     sizes = {"depth": depth, "heads": heads, "width": width, "sequence": sequence, "vocabulary": vocabulary}
     for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"model.{name} must be a whole number of at least 1; got {size}")
+        COUNT.read(f"model.{name}", size)
     if width % heads:
         raise ConfigError(
             f"model.width={width} must be a multiple of model.heads={heads}: change one of them"

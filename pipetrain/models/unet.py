@@ -16,8 +16,8 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from pipetrain.errors import ConfigError
 from pipetrain.network.chain import Pop, Stash
+from pipetrain.rules import whole
 
 
 def unet(
@@ -33,8 +33,7 @@ def unet(
     sizes = {"levels": levels, "num_classes": num_classes, "convolutions": convolutions}
     for name, size in (sizes | {"width": width, "channels": channels}).items():
         least = 2 if name == "levels" else 1
-        if type(size) is not int or size < least:
-            raise ConfigError(f"model.{name} must be a whole number of at least {least}; got {size}")
+        whole(least).read(f"model.{name}", size)
     model = nn.Sequential()
     stashes = [Stash() for _ in range(levels - 1)]
     entry: nn.Module | None = Divisible(levels)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from pipetrain.errors import ConfigError
+from pipetrain.rules import COUNT, whole
 
 
 def mlp(num_classes: int = 10, depth: int = 6, width: int = 128) -> nn.Sequential:
@@ -16,11 +16,8 @@ def mlp(num_classes: int = 10, depth: int = 6, width: int = 128) -> nn.Sequentia
     Without BatchNorm the result does not depend on the microbatches, so every flush schedule must give the
     same weights. Raises ConfigError if depth is under 2 or width under 1.
     """
-    if depth < 2 or width < 1:
-        raise ConfigError(
-            f"model mlp needs depth >= 2 and width >= 1; got depth={depth}, width={width}: "
-            "change model.depth or model.width"
-        )
+    whole(2).read("model.depth", depth)
+    COUNT.read("model.width", width)
     model = _stack(hidden1=_stack(flatten=nn.Flatten(), linear=nn.Linear(3 * 32 * 32, width), relu=nn.ReLU()))
     for index in range(2, depth):
         model.add_module(f"hidden{index}", _stack(linear=nn.Linear(width, width), relu=nn.ReLU()))
@@ -60,13 +57,12 @@ def _vgg(depths: tuple[int, ...], num_classes: int, width: int) -> nn.Sequential
 
     A layer is a convolution with BatchNorm, ReLU and, at the end of a block, the max-pool, which has no
     weights and makes the boundary four times smaller, so a cut before it would never be better. `conv3_2` is
-    the second convolution of the third block. Raises ValueError.
+    the second convolution of the third block. Raises ConfigError.
 
     Source: Simonyan and Zisserman, "Very deep convolutional networks", 2015, table 1, with BatchNorm and the
     one linear layer that is usual for CIFAR-10.
     """
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-        raise ValueError(f"width={width} must be a whole number of at least 1")
+    COUNT.read("model.width", width)
     model, channels = nn.Sequential(), 3
     for block, (depth, times) in enumerate(zip(depths, (1, 2, 4, 8, 8), strict=True), start=1):
         for index in range(1, depth + 1):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -18,6 +17,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig
 
 from pipetrain.errors import ConfigError
+from pipetrain.rules import COUNT
 from pipetrain.schedule.actions import ScheduleError, compute_program, most_open, placement
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import simulate
@@ -164,10 +164,7 @@ def _composed(words: Sequence[str]) -> DictConfig:
 
 def _count(cfg: DictConfig, key: str) -> int | None:
     """Return a whole number of at least 1, or None. Raises ConfigError."""
-    value: Any = cfg[key]
-    if value is not None and (type(value) is not int or value < 1):
-        raise ConfigError(f"{key}={value} must be a whole number of at least 1")
-    return value
+    return COUNT.read(key, cfg[key], null=True)  # type: ignore[no-any-return]
 
 
 def _times(played: Played) -> list[str]:

@@ -28,12 +28,13 @@ from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, with_costs
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.replay import compare, read_trace, refuse_other
 from pipetrain.plan.sizes import known_state, optimizer_state
+from pipetrain.rules import COUNT
 from pipetrain.schedule.actions import has_norms, splits
 from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.memory import PARTS, Moment, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
-from pipetrain.settings import COUNT, PROFILE, STRATEGIES, Mode, Settings
+from pipetrain.settings import PROFILE, STRATEGIES, Mode, Settings
 
 Measure = Callable[[DictConfig, Plan], Profile]
 """Measures the layers of a configuration's model, of which there is a plan by estimates."""

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from pipetrain.building import build, not_built
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.rules import POSITIVE
 from pipetrain.runtime.memory import Memory
 from pipetrain.runtime.weights import Named, OptimizerFactory
-from pipetrain.settings import POSITIVE
 
 NORMS_AND_BIASES = "norms_and_biases"  # a group of this name needs no pattern
 SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, which reveal clipping by a common norm

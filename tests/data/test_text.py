@@ -197,8 +197,8 @@ def test_more_than_65536_tokens_take_4_bytes(tmp_path, book):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"block": 0}, "data.block must be a whole number of tokens, 1 or more; got 0"),
-        ({"block": 1.5}, "data.block must be a whole number of tokens, 1 or more; got 1.5"),
+        ({"block": 0}, "data.block=0 must be a whole number of at least 1"),
+        ({"block": 1.5}, "data.block=1.5 must be a whole number of at least 1"),
         ({"test_share": 1}, "data.test_share must be a fraction between 0 and 1; got 1"),
         (
             {"file": "none.txt"},

@@ -152,9 +152,9 @@ def test_dropout_is_of_training_alone():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"depth": 0}, "model.depth must be a whole number of at least 1; got 0"),
-        ({"vocabulary": 2.5}, "model.vocabulary must be a whole number of at least 1; got 2.5"),
-        ({"width": True}, "model.width must be a whole number of at least 1; got True"),
+        ({"depth": 0}, "model.depth=0 must be a whole number of at least 1"),
+        ({"vocabulary": 2.5}, "model.vocabulary=2.5 must be a whole number of at least 1"),
+        ({"width": True}, "model.width=True must be a whole number of at least 1"),
         ({"heads": 3}, "model.width=8 must be a multiple of model.heads=3: change one of them"),
         ({"dropout": 1}, "model.dropout must be a fraction, at least 0 and less than 1; got 1"),
     ],

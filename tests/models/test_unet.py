@@ -143,13 +143,13 @@ def test_activations_keep_their_scale():
     ("levels", True, 2),
     ("convolutions", 0, 1),
     ("width", 1.5, 1),
-    ("num_classes", "3", 1),
+    ("num_classes", "three", 1),
     ("channels", -1, 1),
 ])  # fmt: skip
 def test_a_shape_that_cannot_be_is_refused(name, value, least):
     with pytest.raises(ConfigError) as refusal:
         unet(**{name: value})
-    assert str(refusal.value) == f"model.{name} must be a whole number of at least {least}; got {value}"
+    assert str(refusal.value) == f"model.{name}={value} must be a whole number of at least {least}"
 
 
 def test_images_that_cannot_be_halved_are_refused_before_the_start():

@@ -121,7 +121,7 @@ def test_mlp_of_another_shape():
 
 @pytest.mark.parametrize(("depth", "width"), [(1, 8), (2, 0)])
 def test_mlp_that_cannot_be_is_refused(depth, width):
-    with pytest.raises(ConfigError, match=r"model\.depth"):
+    with pytest.raises(ConfigError, match=r"model\.(depth|width)=. must be a whole number"):
         models.mlp(depth=depth, width=width)
 
 
@@ -133,5 +133,5 @@ def test_a_narrower_vgg_has_the_same_layers():
 
 @pytest.mark.parametrize("width", [0, -1, 1.5, "x", None, True])
 def test_a_width_that_cannot_be_is_refused(width):
-    with pytest.raises(ValueError, match=f"width={width} must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match=f"model.width={width} must be a whole number of at least 1"):
         models.vgg16(width=width)

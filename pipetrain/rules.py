@@ -1,0 +1,77 @@
+"""Rules for values that a user gives: what each must be, in words, and what reads it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from operator import index
+from typing import Any, NamedTuple
+
+from pipetrain.errors import ConfigError
+
+
+class Rule(NamedTuple):
+    """What a value must be, in words; and what reads it under its key, or raises ValueError or TypeError."""
+
+    words: str
+    convert: Callable[[str, Any], Any]
+
+    def read(self, key: str, value: Any, null: bool = False) -> Any:
+        """Return a value as it is used, or None where `null` allows it. Raises ConfigError."""
+        if value is None and null:
+            return None
+        try:
+            return self.convert(key, value)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError):
+            words = f"{self.words}{' or null' if null else ''}"
+            raise ConfigError(f"{key}={_shown(value)} must be {words}") from None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return repr(value) if isinstance(value, str) and re.fullmatch(r"[-+.\d]+", value) else str(value)
+
+
+def kept(value: Any, holds: bool) -> Any:
+    """Return a value. Raises ValueError where what was tried of it does not hold."""
+    if not holds:
+        raise ValueError
+    return value
+
+
+def index_of(value: Any) -> Any:
+    """Return a whole number of Python or NumPy."""
+    return index(kept(value, not isinstance(value, bool)))
+
+
+def whole(low: int, most: float = math.inf) -> Rule:
+    """Rule a whole number."""
+    words = f"a whole number of at least {low}" + (f" and at most {most}" if most < math.inf else "")
+    return Rule(words, lambda key, value: kept(index_of(value), low <= value <= most))
+
+
+def number(words: str, holds: Callable[[float], bool]) -> Rule:
+    """Rule a number; in words too, as ${oc.env:NAME} gives it."""
+    return Rule(
+        words, lambda key, value: kept(float(value), not isinstance(value, bool) and holds(float(value)))
+    )
+
+
+def one_of(*names: str) -> Rule:
+    """Rule a name."""
+    return Rule(f"one of {', '.join(names)}", lambda key, value: kept(str(value), str(value) in names))
+
+
+def text(words: str) -> Rule:
+    """Rule a text that is not empty."""
+    return Rule(words, lambda key, value: kept(value, isinstance(value, str) and value != ""))
+
+
+COUNT = whole(1)
+POSITIVE = number("a finite number above 0", lambda value: 0 < value < math.inf)
+SHARE = number("a number from 0 to below 1", lambda value: 0 <= value < 1)
+BOOL = Rule("true or false", lambda key, value: kept(value, isinstance(value, bool)))
