@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -21,14 +21,7 @@ from pipetrain.network.values import ValueSpec
 from pipetrain.plan.cut import Cut
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.profile import LayerTime, Profile
-from pipetrain.plan.sizes import (
-    NO_LOSS,
-    LossSizes,
-    Microbatch,
-    WeightBytes,
-    microbatch,
-    weights_of,
-)
+from pipetrain.plan.sizes import NO_LOSS, LossSizes, stage_sizes
 from pipetrain.schedule.actions import Edge, Op
 from pipetrain.schedule.memory import Counts, Sizes, in_bytes
 from pipetrain.schedule.timeline import Costs, Kind
@@ -132,9 +125,7 @@ class Predictor:
     loss: LossSizes = NO_LOSS
     averaged: bool = False
     _exchanged: dict[tuple[int, int, int], list[list[Made]]] = field(default_factory=dict, init=False)
-    _held: dict[tuple[int, int, bool], tuple[Microbatch, WeightBytes]] = field(
-        default_factory=dict, init=False
-    )
+    _held: dict[tuple[int, int, bool], Sizes] = field(default_factory=dict, init=False)
     _needed: dict[tuple[int, int], bool] = field(default_factory=dict, init=False)
 
     @property
@@ -271,9 +262,8 @@ class Predictor:
         """Return the bytes of a stage, with the messages to and from its neighbours."""
         key = start, end, selective
         if key not in self._held:
-            of_one = microbatch(self.layers, self.inputs, start, end, self.loss, selective=selective)
-            self._held[key] = of_one, weights_of(self.layers[start:end])
-        of_one, weights = self._held[key]
+            own = self.layers, self.inputs, start, end, self.loss
+            self._held[key] = stage_sizes(*own, averaged=self.averaged, selective=selective)
         before, _, behind, _ = self._exchanged_by(stage, start, end)
         wire: dict[Edge, int] = {}
         raw: dict[Edge, int] = {}
@@ -281,17 +271,8 @@ class Predictor:
             size = self._bytes(values)
             wire |= {edge: size.there, edge[::-1]: size.back}
             raw |= {edge: size.raw_there, edge[::-1]: size.raw_back}
-        return Sizes(
-            saved=of_one.saved,
-            before_r=of_one.before_r,
-            after_i=of_one.after_i,
-            weights=weights.trained * (1 + self.averaged) + weights.fixed,
-            version=weights.trained,
-            gradient=weights.trained,
-            optimizer=sum(layer.state_bytes for layer in self.profile.layers[start:end]),
-            wire=wire,
-            raw=raw,
-        )
+        optimizer = sum(layer.state_bytes for layer in self.profile.layers[start:end])
+        return replace(self._held[key], optimizer=optimizer, wire=wire, raw=raw)
 
     def _skips_bytes(self, stage: int, start: int, end: int) -> int:
         """Return the bytes of messages that skip stages, with as many on an edge as its bound may be."""

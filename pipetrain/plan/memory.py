@@ -19,8 +19,8 @@ from pipetrain.errors import ActionFailed, ConfigError
 from pipetrain.network.values import TensorSpec
 from pipetrain.plan.balance import GIB
 from pipetrain.plan.plan import Plan
-from pipetrain.plan.sizes import loss_sizes, microbatch, tensors_of, weights_of
-from pipetrain.schedule.memory import Moment, Sizes, over_time
+from pipetrain.plan.sizes import loss_sizes, stage_sizes, tensors_of
+from pipetrain.schedule.memory import Moment, over_time
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.settings import AUTO, PROFILE, Mode, Settings
 from pipetrain.tasks import Task
@@ -32,35 +32,26 @@ def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan
     Raises ConfigError if a rank is predicted to hold more than memory_limit=.
     """
     loss = loss_sizes(task, plan.layers[-1].output, plan.settings.data_dtype)
+    codecs, averaged = plan.settings.codecs, plan.settings.ema is not None
     messages = [(edge, plan.cut.message(edge, plan.full)) for edge in plan.cut.message_edges]
+    wire = {edge: codecs.wire_bytes(specs, edge[0] < edge[1]) for edge, specs in messages}
+    raw = {edge: sum(spec.nbytes for spec in specs) for edge, specs in messages}
     sizes = []
-    for stage in range(plan.stages):
-        slice, held = plan.cut.slices[stage], plan.stage_layers(stage)
-        parameters, _ = tensors_of(held)
-        weights = weights_of(held)
-        of_one = microbatch(
+    for stage, slice in enumerate(plan.cut.slices):
+        parameters, _ = tensors_of(plan.stage_layers(stage))
+        held = stage_sizes(
             plan.layers,
             plan.example.of(plan.full),
             slice.start,
             slice.end,
             loss,
+            averaged=averaged,
             copies_input=slice.copies_input,
             selective=plan.modes[stage] is Mode.SELECTIVE,
         )
-        sizes.append(
-            Sizes(
-                saved=of_one.saved,
-                before_r=of_one.before_r,
-                after_i=of_one.after_i,
-                weights=weights.trained * (1 + (plan.settings.ema is not None)) + weights.fixed,
-                version=weights.trained,
-                gradient=weights.trained,
-                optimizer=sum(map(state_of, parameters.values())),
-                tied=sum(parameters[name].nbytes for name, tie in plan.cut.shared.items() if stage in tie),
-                wire={edge: plan.settings.codecs.wire_bytes(s, edge[0] < edge[1]) for edge, s in messages},
-                raw={edge: sum(spec.nbytes for spec in s) for edge, s in messages},
-            )
-        )
+        optimizer = sum(map(state_of, parameters.values()))
+        tied = sum(parameters[name].nbytes for name, tie in plan.cut.shared.items() if stage in tie)
+        sizes.append(replace(held, optimizer=optimizer, tied=tied, wire=wire, raw=raw))
     plan = replace(plan, sizes=sizes)
     _refuse_more(plan)
     return plan

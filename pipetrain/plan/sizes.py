@@ -24,6 +24,7 @@ from pipetrain.network.tensors import made_up, quiet
 from pipetrain.network.values import TensorSpec, ValueSpec, leaves_of
 from pipetrain.plan.estimate import Layer, fake_mode
 from pipetrain.plan.saved import NONE, Saving, Storages
+from pipetrain.schedule.memory import Sizes
 from pipetrain.tasks import Task
 
 MOST_REAL = 2**26  # bytes of outputs for which the loss is tried on real numbers
@@ -44,28 +45,21 @@ class LossSizes:
 NO_LOSS = LossSizes()
 
 
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """The bytes that a stage holds of one microbatch, by its state; see schedule/memory.py's Sizes."""
-
-    saved: int
-    before_r: int
-    after_i: int
-
-
-def microbatch(
+def stage_sizes(
     layers: Sequence[Layer],
     inputs: ValueSpec,
     start: int,
     end: int,
     loss: LossSizes = NO_LOSS,
+    *,
+    averaged: bool = False,
     copies_input: bool = False,
     selective: bool = False,
-) -> Microbatch:
-    """Return what a stage of these layers holds of a microbatch.
+) -> Sizes:
+    """Return the bytes of a stage of these layers, without its optimizer's state and its messages.
 
-    `inputs`: of the model; `copies_input`: the stage does, before its layers; `selective`: until its R it
-    holds the results of operations with a weight.
+    `inputs`: of the model; `averaged`: it keeps a moving average of its weights; `copies_input`: it does,
+    before its layers; `selective`: until its R it holds the results of operations with a weight.
     """
     stage = _Stage(layers, inputs, start, end)
     entering = sum(map(stage.nbytes, stage.enters))
@@ -88,7 +82,15 @@ def microbatch(
     before_r = entering + targets + sum(spec.nbytes for spec in buffers.values())
     if selective:
         before_r += sum(stage.size(key, loss) for key in stage.results())
-    return Microbatch(whole, before_r, after_i)
+    trained, fixed = (sum(spec.nbytes for spec in of.values()) for of in tensors_of(layers[start:end]))
+    return Sizes(
+        saved=whole,
+        before_r=before_r,
+        after_i=after_i,
+        weights=trained * (1 + averaged) + fixed,
+        version=trained,
+        gradient=trained,
+    )
 
 
 class _Stage:
@@ -178,22 +180,8 @@ class _Stage:
         return self.nbytes(value) * (2 if kind == _WIDE else 1)  # float32, sent as bf16
 
 
-@dataclass(frozen=True, slots=True)
-class WeightBytes:
-    """The bytes of a stage's trained parameters, and of its frozen ones and buffers."""
-
-    trained: int
-    fixed: int
-
-
-def weights_of(layers: Sequence[Layer]) -> WeightBytes:
-    """Return the bytes of the tensors of some layers; what several share counts once."""
-    trained, fixed = tensors_of(layers)
-    return WeightBytes(*(sum(spec.nbytes for spec in of.values()) for of in (trained, fixed)))
-
-
 def tensors_of(layers: Sequence[Layer]) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
-    """Return the trained parameters of some layers, and the frozen ones and buffers, by name."""
+    """Return the trained parameters of some layers, and the frozen ones and buffers, each once, by name."""
     trained = {name: spec for layer in layers for name, spec in layer.weights.items()}
     fixed = {
         name: spec for layer in layers for of in (layer.frozen, layer.buffers) for name, spec in of.items()

@@ -11,14 +11,13 @@ from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.sizes import (
     LossSizes,
-    Microbatch,
     assumed_loss,
     known_state,
     loss_sizes,
-    microbatch,
     optimizer_state,
-    weights_of,
+    stage_sizes,
 )
+from pipetrain.schedule.memory import Sizes
 from pipetrain.tasks import Classification, LanguageModelling, Regression, Task
 
 FLOAT = 4
@@ -32,8 +31,8 @@ def layers_of(model: nn.Module, *shape: int, **numerics: bool) -> list[Layer]:
     return estimate(model.train(), entry(*shape), Numerics(**numerics))
 
 
-def held(model: nn.Module, shape: tuple[int, ...], start: int, end: int, **options: bool) -> Microbatch:
-    return microbatch(layers_of(model, *shape), entry(*shape), start, end, **options)
+def held(model: nn.Module, shape: tuple[int, ...], start: int, end: int, **options: bool) -> Sizes:
+    return stage_sizes(layers_of(model, *shape), entry(*shape), start, end, **options)
 
 
 CHAIN = nn.Sequential(nn.Linear(48, 12), nn.Tanh(), nn.Linear(12, 10), nn.ReLU())
@@ -85,7 +84,7 @@ def test_what_is_overwritten_is_not_kept_by_a_selective_recomputation():
 def test_under_autocast_the_casts_of_weights_are_saved_and_bf16_crosses():
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8))
     found = layers_of(model, 2, 8, autocast=True)
-    there = microbatch(found, entry(2, 8), 1, 3)
+    there = stage_sizes(found, entry(2, 8), 1, 3)
     # bf16: what enters, or its cast, the input of the second layer, and both casts of weights.
     assert there.saved == pytest.approx(2 * 8 * 2 * 2 + 2 * 64 * 2, abs=2 * 8 * 6)
 
@@ -105,8 +104,10 @@ def test_weights_are_counted_by_name():
     model[1].weight = model[0].weight
     model[1].bias.requires_grad_(False)
     found = layers_of(model, 2, 4)
-    weights = weights_of(found)
-    assert (weights.trained, weights.fixed) == ((16 + 4 + 4) * FLOAT, 4 * FLOAT + 2 * 4 * FLOAT + 8)
+    trained, fixed = (16 + 4 + 4) * FLOAT, 4 * FLOAT + 2 * 4 * FLOAT + 8
+    sizes = stage_sizes(found, entry(2, 4), 0, 3)
+    assert (sizes.weights, sizes.version, sizes.gradient) == (trained + fixed, trained, trained)
+    assert stage_sizes(found, entry(2, 4), 0, 3, averaged=True).weights == 2 * trained + fixed
 
 
 # The loss
@@ -136,7 +137,7 @@ def test_a_squared_error_saves_the_outputs_themselves():
     assert found.targets == 6 * 2 * FLOAT
     assert found.storages.saved == {-1}
     layers = layers_of(nn.Sequential(nn.Linear(4, 2)), 6, 4)
-    assert microbatch(layers, entry(6, 4), 0, 1, found).saved == (6 * 4 + 6 * 2 + 6 * 2) * FLOAT
+    assert stage_sizes(layers, entry(6, 4), 0, 1, found).saved == (6 * 4 + 6 * 2 + 6 * 2) * FLOAT
 
 
 def test_a_loss_that_takes_other_targets_is_assumed_to_save_its_outputs_once():

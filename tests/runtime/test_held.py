@@ -13,7 +13,7 @@ from pipetrain.network.chain import Chain
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
-from pipetrain.plan.sizes import LossSizes, microbatch
+from pipetrain.plan.sizes import LossSizes, stage_sizes
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.microbatch import Saving
 from pipetrain.runtime.stage import Stage
@@ -79,7 +79,7 @@ def run(stage: Stage, meter: Meter, op: Op, mb: int, saving: Saving) -> Held:
 def test_each_state_of_a_microbatch_holds_what_was_predicted(split, recomputed):
     stage, entry, layers = made()
     meter = Meter({STAGE: stage}, torch.device("cpu"))
-    of_one = microbatch(layers, entry, 1, 6, LossSizes())
+    of_one = stage_sizes(layers, entry, 1, 6, LossSizes())
     saving, near = Saving(split, recomputed), pytest.approx
     states = [(Op.F, of_one.before_r if recomputed else of_one.saved)]
     states += [(Op.R, of_one.saved)] if recomputed else []
