@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.values import specs_of
+from pipetrain.network.values import TensorSpec, specs_of
 from pipetrain.plan.cut import Cut, divide, merge
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.coding import Coding
@@ -42,6 +42,7 @@ class Mailbox:
         self._coding = transport.coding
         self._mine = mine
         self._feed = feed
+        self._specs: dict[tuple[Edge, int], tuple[TensorSpec, ...]] = {}  # by samples, too
         self._arrived: dict[tuple[Edge, int], Tensors] = {}  # (edge, microbatch) -> its message
         self._to_send: dict[tuple[Edge, int], Tensors] = {}
         self.raw_bytes: Counter[int] = Counter()
@@ -49,7 +50,7 @@ class Mailbox:
 
     def expect(self, receives: Iterable[Action], watched: bool) -> None:
         """Announce all receives of the window, in order on each edge; `watched`: to a policy."""
-        self.channel.expect(list(map(self._on_wire, receives)), watched)
+        self.channel.expect([self._on_wire(self._message(action)) for action in receives], watched)
 
     def inputs(self, stage: int, mb: int) -> Tensors:
         """Return what enters a stage, the first one from the feed."""
@@ -85,11 +86,12 @@ class Mailbox:
                 f"layer returns must depend only on the number of samples"
             )
         sent = tensors if self._coding is None else self._coding.encode(message, tensors)
-        self.channel.send(self._on_wire(action), sent)
+        self.channel.send(self._on_wire(message), sent)
         self.raw_bytes[action.stage] += message.nbytes
 
     def recv(self, action: Action) -> None:
-        message, arrived = self._message(action), self.channel.recv(self._on_wire(action))
+        message = self._message(action)
+        arrived = self.channel.recv(self._on_wire(message))
         tensors = arrived if self._coding is None else self._coding.decode(message, arrived)
         self._arrived[message.edge, action.mb] = tensors
 
@@ -108,26 +110,31 @@ class Mailbox:
     # What an order sees
 
     def arrived(self, receive: Action) -> bool:
-        return self.channel.arrived(self._on_wire(receive))
+        return self.channel.arrived(self._on_wire(self._message(receive)))
 
     def room(self, send: Action) -> bool:
-        return self.channel.room(self._on_wire(send))
+        return self.channel.room(self._on_wire(self._message(send)))
 
     def forget(self, mb: int) -> None:
         self.channel.forget(mb)
 
     def wait(self, wait: Wait) -> None:
-        self.channel.wait(list(map(self._on_wire, wait.receives)), list(map(self._on_wire, wait.sends)))
+        receives, sends = (
+            [self._on_wire(self._message(action)) for action in actions]
+            for actions in (wait.receives, wait.sends)
+        )
+        self.channel.wait(receives, sends)
 
     def _put(self, mb: int, edges: Sequence[Edge], parts: Sequence[Tensors]) -> None:
         for edge, tensors in zip(edges, parts, strict=True):
             (self._arrived if edge[1] in self._mine else self._to_send)[edge, mb] = tensors
 
-    def _on_wire(self, action: Action) -> Message:
-        message = self._message(action)
+    def _on_wire(self, message: Message) -> Message:
         return message if self._coding is None else self._coding.on_wire(message)
 
     def _message(self, action: Action) -> Message:
-        source, target = action.edge
-        specs = self._cut.message(action.edge, self._feed.size(action.mb))
+        edge = source, target = action.edge
+        size = self._feed.size(action.mb)
+        if (specs := self._specs.get((edge, size))) is None:
+            specs = self._specs[edge, size] = self._cut.message(edge, size)
         return Message(source, target, action.mb, specs, (self._placement[source], self._placement[target]))
