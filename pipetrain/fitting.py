@@ -14,10 +14,9 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from pipetrain.building import names_of, shipped
 from pipetrain.checkpoint import direct
@@ -292,7 +291,8 @@ def _trained(
 
 def _keeper(pipe: Pipeline, about: About, place: RunFolder) -> Keeper:
     """Return what saves checkpoints, and hears signals."""
-    settings, rank, store = about.settings, pipe.rank, _store(pipe)
+    settings, rank = about.settings, pipe.rank
+    store = pipe._mesh.store and PrefixStore(f"fit {next(_trainings)}", pipe._mesh.store)
     data = {"batches": about.batches, "batch_size": settings.batch_size}
     conditions = {**pipe._conditions, **(place.conditions or data)}
     if place.source is not None:
@@ -308,13 +308,6 @@ def _keeper(pipe: Pipeline, about: About, place: RunFolder) -> Keeper:
         conditions=conditions,
         config={"seed": pipe._begun.engine.seed, **config},
     )
-
-
-def _store(pipe: Pipeline) -> Store | None:
-    """Return a store of the ranks for this training; None without other ranks."""
-    if pipe._mesh.world.size == 1:
-        return None
-    return PrefixStore(f"fit {next(_trainings)}", dist.distributed_c10d._get_default_store())
 
 
 def _recorder(pipe: Pipeline, about: About, place: RunFolder | None, ending: ExitStack) -> Console:

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipetrain.errors import ChannelError, ConfigError, Refused, one_line
 from pipetrain.runtime.alike import prove_same
@@ -43,9 +42,7 @@ class Start:
         self.trains = Event()
         self._words = list(words)
         self._attempt = this_attempt(world)
-        self._store: Store | None = None
         self._ranks: Ranks | None = None
-        self._jobs = 0
 
     def remind(self) -> None:
         """Log what takes long every SILENCE_S seconds until training begins; for a thread of its own."""
@@ -66,7 +63,6 @@ class Start:
 
         `cfg`: the composed configuration, by which the others know how long rank 0 may read its data.
         """
-        self._jobs += 1
         content: Any = OmegaConf.to_container(cfg, resolve=False)
         del content["run_dir"]  # which rank 0 is told in a restart
         ranks = self._meet(START_S + seconds(cfg, "timeout") + seconds(cfg, "data.source.total_timeout"))
@@ -97,18 +93,13 @@ class Start:
             raise error from None
         raise AssertionError("a refusal was not heard")
 
-    @property
-    def store(self) -> Store | None:
-        """The store of the job that has begun; None without other ranks."""
-        return PrefixStore(f"job {self._jobs}", self._store) if self._store else None
-
     def _meet(self, limit_s: float) -> Ranks:
         """Return the ranks once all have come for the first time. Raises ChannelError."""
         if self._ranks is None:
-            self._store = self._attempt.meet(limit_s)
-            if self._store is not None:
-                make_group(self.world, self._store, timedelta(seconds=limit_s))
-            self._ranks = Ranks(self.world, limit_s, dist.group.WORLD if self._store else None)
+            store = self._attempt.meet(limit_s)
+            if store is not None:
+                make_group(self.world, store, timedelta(seconds=limit_s))
+            self._ranks = Ranks(self.world, limit_s, dist.group.WORLD if store else None)
         return self._ranks
 
 

@@ -341,8 +341,8 @@ def train(
     edges = list(plan.cut.bounds)
     mesh = Mesh(world, plan.placement, edges, device, None, settings.timeout, ties=plan.cut.ties)
     keeper = Keeper(
-        saver=Saver(run_dir, world.rank, start.store, settings.checkpoint_keep, settings.timeout),
-        asking=Asking(start.store, world.rank, first=plan.placement[0]),
+        saver=Saver(run_dir, world.rank, mesh.store, settings.checkpoint_keep, settings.timeout),
+        asking=Asking(mesh.store, world.rank, first=plan.placement[0]),
         every=settings.checkpoint_every,
         unit=settings.checkpoint_unit,
         run=prepared.word.run,

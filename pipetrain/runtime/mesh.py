@@ -47,8 +47,14 @@ _meetings = itertools.count()
 
 
 def _fresh_store(world: World, limit_s: float) -> Store:
-    """Return this attempt's store under a new prefix: the keys of groups that were closed remain in it."""
-    store = this_attempt(world).meet(limit_s)
+    """Return a store under a new prefix: the keys of meshes that were closed remain in it.
+
+    It is this attempt's; that of a program's own process group where torchrun did not start it.
+    """
+    if dist.is_initialized() and not dist.is_torchelastic_launched():
+        store: Store | None = dist.distributed_c10d._get_default_store()
+    else:
+        store = this_attempt(world).meet(limit_s)
     assert store is not None
     return PrefixStore(f"mesh {next(_meetings)}", store)
 
@@ -56,7 +62,8 @@ def _fresh_store(world: World, limit_s: float) -> Store:
 class Mesh(Ranks):
     """The process groups of one run. `placement[stage]` is the stage's rank. `ties`: see `open`.
 
-    `staged`: whether messages go through host memory, over gloo; None: if ranks share a GPU.
+    `staged`: whether messages go through host memory, over gloo; None: if ranks share a GPU. `store`: of this
+    mesh alone; None with one rank.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class Mesh(Ranks):
         self._opened: set[Edge] = set()  # of all ranks
         self._channels: list[DistChannel] = []
         self._norms: dist.ProcessGroup | None = None
+        self.store: Store | None = None
         self._ties: dict[Tie, dist.ProcessGroup] = {}
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -98,8 +106,9 @@ class Mesh(Ranks):
 
     def _connect(self, store: Store | None) -> None:
         limit = timedelta(seconds=self._timeout)
+        self.store = store or _fresh_store(self.world, self._timeout)
         if self._owned:
-            make_group(self.world, store or _fresh_store(self.world, self._timeout), limit)
+            make_group(self.world, self.store, limit)
         self._all = dist.group.WORLD if self._owned else dist.new_group(timeout=limit, backend="gloo")
         norms = dist.new_group(timeout=2 * limit, backend=self.backend)
         assert isinstance(norms, dist.ProcessGroup)

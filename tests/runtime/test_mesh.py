@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -69,6 +71,15 @@ def test_a_world_of_one_needs_no_process_group():
     channel.expect([])
     channel.drain()
     alone.close()
+
+
+def test_each_mesh_has_keys_of_its_own(monkeypatch):
+    """A stop that one training has decided is none of the next."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(mesh, "this_attempt", lambda world: SimpleNamespace(meet=lambda limit_s: store))
+    first, second = (mesh._fresh_store(World(0, 2), 1.0) for _ in range(2))
+    first.set("decided", "stop")
+    assert (first.check(["decided"]), second.check(["decided"])) == (True, False)
 
 
 def test_the_backend_follows_the_device(monkeypatch):
