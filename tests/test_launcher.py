@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from tests.support.processes import (
     ended,
     lines_of,
     living,
-    rank_of,
     said,
     started,
 )
@@ -45,7 +43,6 @@ WORDS = {
     "stopped": [*SLOW, "trace=true", "data.workers=1"],
     "in its start": [],
     "refused": ["microbatches=65"],
-    "killed": ["epochs=99"],
     "interrupted": ["epochs=99"],
     "interrupted twice": SLOW,
 }
@@ -163,11 +160,6 @@ def stop_early(process: Started) -> None:
     os.kill(process.pid, signal.SIGTERM)
 
 
-def kill_one(process: Started) -> None:
-    await_epoch(process, 1)
-    os.kill(rank_of(process, 1), signal.SIGKILL)
-
-
 def interrupt(process: Started) -> None:
     await_epoch(process, 1)
     os.kill(process.pid, signal.SIGUSR1)
@@ -190,7 +182,6 @@ DEEDS = {
     "in its start": stop_early,
     "interrupted twice": interrupt_twice,
     "stopped": stop,
-    "killed": kill_one,
     "interrupted": interrupt,
 }
 
@@ -248,12 +239,6 @@ def test_a_refusal_is_one_sentence_and_its_status(ends):
     sentence = "batch_size=64 cannot be cut into microbatches=65: choose fewer, or a larger batch_size"
     assert lines_of(end.out) == [f"pipetrain: {sentence}"]
     assert not end.run.exists()
-
-
-def test_a_rank_that_was_killed_is_named(ends):
-    end = ends["killed"]
-    assert end.status == 1
-    assert re.search("rank 0 (lost rank 1|could not gather .* a rank has ended)", said(end.out))
 
 
 def test_ctrl_c_saves_and_its_last_line_says_what_and_how_to_go_on(ends):

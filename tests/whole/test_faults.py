@@ -25,6 +25,7 @@ from tests.support.disk import full_disk
 from tests.support.processes import (
     DEADLINE_S,
     FAULTY,
+    LAUNCHER,
     await_epoch,
     await_line,
     ended,
@@ -38,7 +39,7 @@ from tests.support.processes import (
 pytestmark = pytest.mark.processes
 
 RANDOM = random.Random(0)
-FAILURES = {  # of rank 0: of how many, and what is said; tests/test_launcher.py kills one
+FAILURES = {  # of rank 0: of how many, and what is said
     "exit": (2, r"rank 1 lost rank 0 at the \w+ of microbatch \d+: .*; (stage 1 was at|nothing was done)"),
     "memory": (
         1,
@@ -68,7 +69,7 @@ def failed(tmp_path_factory) -> dict[str, Ended]:
             folder = tmp_path_factory.mktemp(kind)
             words = [FAULTY[0], f"+model.kind={kind}", "+model.rank=0", f"+model.at={FAIL_AT[kind]}"]
             words += ["partition=[2]"] if ranks == 2 else []
-            run = started(folder, [*words, "epochs=4", "run_dir=run"], ranks=ranks)
+            run = started(folder, [*words, "epochs=4", "run_dir=run"], ranks=ranks, launcher=LAUNCHER)
             process = stack.enter_context(run)
             runs[kind] = folder / "run", process
         outs = {kind: ended(process) for kind, (_, process) in runs.items()}
@@ -83,6 +84,7 @@ def test_a_rank_that_fails_ends_all_and_is_named_and_a_whole_checkpoint_is_left(
     at, end = FAIL_AT[kind], failed[kind]
     assert end.status != 0
     assert end.living == 0
+    assert "ChildFailedError" not in end.out
     assert re.search(FAILURES[kind][1], said(end.out)), end.out
     _, manifest = next(newest_first(end.run / CHECKPOINTS))
     assert isinstance(manifest, Manifest)
