@@ -1,4 +1,4 @@
-"""`python -m pipetrain.plan`: its figures are those of the formulas, and it leaves what was asked for."""
+"""`python -m pipetrain.plan`: it leaves what was asked for, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,225 +10,19 @@ from xml.etree import ElementTree
 
 import matplotlib.image
 import pytest
-import torch
-from hydra.core.global_hydra import GlobalHydra
 
-from pipetrain.building import make_model, make_schedule
 from pipetrain.errors import ConfigError
-from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan import __main__ as command
 from pipetrain.plan import describe as printing
-from pipetrain.plan.costs import Choice, Prediction
-from pipetrain.plan.describe import describe, verdict
-from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.replay import read_trace, refuse_other
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.chrome import write
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b
-from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Costs
-from pipetrain.settings import Settings
-from tests.support.cases import SCHEDULES, config
-from tests.support.profiles import profile, profile_of
+from tests.support.plans import ALONE, figures, planned
 from tests.support.traces import about, as_measured
 
 pytestmark = pytest.mark.slow
-
-IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
-
-
-def planned(schedule: str, stages: int, microbatches: int, batches: int, *overrides: str) -> Plan:
-    words = [f"schedule={schedule}", f"stages={stages}", f"microbatches={microbatches}", *overrides]
-    cfg = config(["data=digits", *words])
-    read = Settings.composed(cfg, schedule, None)
-    model = make_model(cfg, read.seed, read.dtype)
-    samples = Samples([read.batch_size] * batches, [read.batch_size])
-    return make_plan(read, make_schedule(cfg), model, IMAGE, samples)
-
-
-def figures(text: str) -> dict[str, tuple[str, ...]]:
-    """The table of figures: name -> (simulated, formula)."""
-    rows = re.findall(r"^(bubble|activations|versions|staleness) +(\S.*?)(?:  +(\S.*))?$", text, re.MULTILINE)
-    return {name: (simulated, formula) for name, simulated, formula in rows}
-
-
-# What it says
-
-
-def test_vgg16_by_pipedream_on_four_stages():
-    made = planned("pipedream", 4, 8, 16)
-    text = describe(made)
-    assert text.startswith(
-        "vgg16, schedule pipedream: 4 stages on 4 ranks, batch 64 in 8 microbatches, "
-        "window of 16 batches, buffer_size 2\n"
-    )
-    rows = [line for line in text.splitlines() if re.match(r"\d  ", line)]
-    assert len(rows) == 4
-    assert re.split(r"  +", rows[0])[:3] == ["0", "0", "0-2 conv1_1..conv2_1"]
-    assert re.split(r"  +", rows[0])[-2:] == ["float32[8, 3, 32, 32]", f"{8 * 3 * 32 * 32 * 4:,}"]
-    assert re.split(r"  +", rows[3])[2] == "9-13 conv4_3..head"
-    assert sum(int(re.split(r"  +", row)[3].replace(",", "")) for row in rows) == 14_728_266
-    shares = [float(re.split(r"  +", row)[4].removesuffix("%")) for row in rows]
-    assert sum(shares) == pytest.approx(100, abs=0.3)
-    timeline = [line for line in text.splitlines() if line.startswith("rank ")]
-    assert [line.split()[2] for line in timeline[:4]] == ["F0--", ".", ".", "."]
-    # S = 4, m = 8: at stage s, S-s activations, ceil((S-1-s)/m)+1 versions, ceil((S-1-s)/m) updates late.
-    assert figures(text) == {
-        "bubble": (f"{3 / (16 * 8 + 3):.2%}",) * 2,
-        "activations": ("4 3 2 1",) * 2,
-        "versions": ("2 2 2 1",) * 2,
-        "staleness": ("1 1 1 0",) * 2,
-    }
-
-
-def test_a_bubble_that_no_formula_gives_is_left_out(run):
-    """Microbatches that are no multiple of the ranks, as by default with three of them."""
-    status, out, err = run("schedule=interleaved_1f1b", "stages=3")
-    assert (status, err) == (0, "")
-    assert re.fullmatch(r"\d+\.\d\d%", figures(out)["bubble"][0])
-    assert figures(out)["bubble"][1] == "-"
-    assert figures(out)["activations"][0] == figures(out)["activations"][1]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_simulated_and_formula_agree_for_every_schedule(schedule):
-    made = planned(schedule, 2, 4, 3, "model=mlp")
-    shown = figures(describe(made))
-    assert set(shown) == {"bubble", "activations", "versions", "staleness"}
-    if made.policy:
-        assert [shown[name][1] for name in ("activations", "versions", "staleness")] == ["8 1", "3 1", "2 0"]
-        assert "the order is decided while it runs" in describe(made)
-    elif made.by_costs or theory(schedule, 2, 3, 4, made.stages // 2) is None:
-        assert ("as do these details and the order" in describe(made)) == made.by_costs
-        assert {formula for _, formula in shown.values()} == {"-"}
-    else:
-        assert all(simulated == formula for simulated, formula in shown.values()), shown
-
-
-@pytest.mark.parametrize(
-    ("schedule", "over", "by", "bubble"),
-    [
-        ("1f1b", "auto", "the model: each update waits for the norms of all stages", "42.86%"),
-        ("pipedream", "auto", "each stage", "4.48%"),
-        ("pipedream", "model", "the model: each update waits for the norms of all stages", "34.02%"),
-        ("fbp", "auto", "each stage", "4.48%"),
-        ("zb_h2", "stage", "each stage", "20.33%"),
-        ("zb_h2", "auto", "the model: each update waits for the norms of all stages", "25.00%"),
-    ],
-)
-def test_what_clipping_costs_is_seen(schedule, over, by, bubble):
-    words = ("clip_grad_norm=0.5", f"clip_grad_norm_over={over}")
-    text = describe(planned(schedule, 4, 4, 16, "model=mlp", *words))
-    assert f"\nclip_grad_norm 0.5 by the norm of {by}\n" in text
-    assert figures(text)["bubble"][0] == bubble
-    if schedule == "zb_h2":
-        assert figures(text)["bubble"][1] == bubble
-
-
-def test_a_schedule_without_a_formula_says_so():
-    cfg = config(["data=digits", "schedule=gpipe", "model=mlp"])
-    read = Settings.composed(cfg, "homemade", None)
-    model = make_model(cfg, 0, read.dtype)
-    made = make_plan(read, make_schedule(cfg), model, IMAGE, Samples([64], [64]))
-    assert {formula for _, formula in figures(describe(made)).values()} == {"-"}
-
-
-# With a profile
-
-
-def test_codecs_and_what_they_make_of_each_cut_are_said():
-    made = planned("1f1b", 3, 4, 1, "model=mlp", "codec.forward=half", "codec.backward=topk_int8")
-    head, second, *_ = describe(made).splitlines()
-    assert "3 stages on 3 ranks" in head
-    assert second == "codec forward half, backward topk_int8"
-    rows = [re.split(r"  +", line) for line in describe(made).splitlines() if re.match(r"(stage|\d)  ", line)]
-    assert rows[0][-3:] == ["bytes", "on the wire", "and back"]
-    kept = 21  # 1 % of 16 x 128, and no fewer
-    assert [row[-2:] for row in rows[1:]] == [["-", "-"], *[["4,096", str(5 * kept + 4)]] * 2]
-    assert "wire" not in describe(planned("1f1b", 3, 4, 1, "model=mlp"))
-
-
-def test_a_profile_s_prediction_stands_beside_the_partition():
-    """Six layers of 1, 1, 1, 1, 1 and 3 s, twice that backward; 4 microbatches; messages for nothing."""
-    cfg = config(["data=digits", "model=mlp", "partition=profile", "stages=2"])
-    read = Settings.composed(cfg, "1f1b", None)
-    measured = profile_of(make_model(cfg, 0, read.dtype), IMAGE.of(16), [1, 1, 1, 1, 1, 3])
-    model = make_model(cfg, 0, read.dtype)
-    text = describe(make_plan(read, make_schedule(cfg), model, IMAGE, Samples([64], [64]), measured))
-    rows = [re.split(r"  +", line) for line in text.splitlines() if re.match(r"(stage|\d)  ", line)]
-    assert rows[0][-6:] == ["F ms", "B ms", "messages ms", "STEP ms", "batch ms", "MiB"]
-    assert [row[2] for row in rows[1:]] == ["0-3 hidden1..hidden4", "4-5 hidden5..head"]
-    assert [row[-6:-1] for row in rows[1:]] == [["4000.00", "8000.00", "0.00", "0.00", "48000.00"]] * 2
-    # 1F1B on paper, with B twice F: (m + S - 1) of what one microbatch takes, S - 1 of them idle.
-    assert "messages free, as none were measured; the schedule at these times: 60000.00 ms" in text
-    assert "bubble 20.0%" in text
-    shown = dict(re.findall(r"^(profile|even|params|flops) +(\[\d\] +[\d.]+) +[\d.]+$", text, re.MULTILINE))
-    assert re.split(" +", shown["profile"]) == ["[4]", "48000.00"]
-    assert re.split(" +", shown["even"]) == ["[3]", "60000.00"]
-    assert set(shown) == {"profile", "even", "params", "flops"}
-
-
-def said(*not_fitting: str, **slowest: float) -> str:
-    choices = {
-        name: Choice([index], seconds, 0, name not in not_fitting)
-        for index, (name, seconds) in enumerate(slowest.items())
-    }
-    return verdict(Prediction(profile([]), [], choices, Costs({}))).partition("a batch, by cuts: ")[2]
-
-
-def test_the_verdict_says_what_was_beaten_and_what_was_not():
-    assert said(profile=0.5, even=0.6, params=2, flops=1) == (
-        "profile [0] 500.0, even [1] 600.0, params [2] 2000.0, flops [3] 1000.0: "
-        "profile beats even, params and flops"
-    )
-    assert said(profile=0.5, even=0.5, params=2, flops=0.5).endswith(
-        ": profile beats params, even is as good, flops is as good"
-    )
-    assert said(profile=0.5, even=0.7, params=2, flops=0.4).endswith(
-        ": profile beats even and params, flops would be faster, but is ruled out"
-    )
-    assert said("even", "flops", profile=0.5, even=0.7, params=2, flops=0.4).endswith(
-        ": profile beats params, even does not fit into memory_limit, flops does not fit into memory_limit"
-    )
-
-
-def test_a_profile_s_table_says_which_cut_does_not_fit():
-    def table(*words: str) -> dict[str, tuple[str, str]]:
-        cfg = config(["data=digits", "model=mlp", "partition=profile", "stages=2", *words])
-        read = Settings.composed(cfg, "1f1b", None)
-        measured = profile_of(make_model(cfg, 0, read.dtype), IMAGE.of(16), [1, 1, 1, 1, 1, 3])
-        model = make_model(cfg, 0, read.dtype)
-        text = describe(make_plan(read, make_schedule(cfg), model, IMAGE, Samples([64], [64]), measured))
-        assert "fullest stage, MiB\n" in text
-        rows = re.findall(r"^(profile|even|params|flops) +\[\d\] +[\d.]+ +([\d.]+)(.*)$", text, re.MULTILINE)
-        return {name: (held, note.strip()) for name, held, note in rows}
-
-    free = table()
-    assert {note for _, note in free.values()} == {""}
-    assert float(free["params"][0]) < float(free["even"][0]) - 0.2
-    limited = table("recompute=never", f"memory_limit={(float(free['even'][0]) - 0.1) / 1024}")
-    says = "does not fit into memory_limit"
-    assert [(name, note) for name, (_, note) in limited.items() if note] == [("even", says)]
-
-
-# The command
-
-
-@pytest.fixture
-def run(monkeypatch, tmp_path, capsys):
-    """Give a function that runs the command in this process: (status, out, err)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["pipetrain.plan", *words])
-        with pytest.raises(SystemExit) as end:
-            command.main()
-        return int(end.value.code or 0), *capsys.readouterr()
-
-    yield call
-    GlobalHydra.instance().clear()
 
 
 @pytest.mark.parametrize(
@@ -324,17 +118,6 @@ def test_cfg_job_works_beside_overrides(run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-ALONE = """
-import sys
-from pipetrain.plan.__main__ import main
-try:
-    main()
-finally:
-    unwanted = ("pipetrain.runtime", "pipetrain.training", "torch._dynamo", "sklearn", "torchvision")
-    print([name for name in sys.modules if name.startswith(unwanted)], file=sys.stderr)
-"""
-
-
 def test_a_process_that_plans_draws_and_loads_nothing_that_runs(tmp_path):
     words = ["model=vgg16", "schedule=pipedream", "stages=4", "microbatches=8", "batches=2", "out=x.svg"]
     ended = subprocess.run(
@@ -371,81 +154,6 @@ def test_a_long_window_is_drawn_in_short_unless_all_of_it_is_asked_for(run, tmp_
     svg = (tmp_path / "short.svg").read_text()
     assert float(re.search(r'width="([\d.]+)pt"', svg)[1]) < 1300
     assert "<!-- mlp, pipedream  ·  3 ranks  ·  makespan" in svg
-
-
-# Several schedules
-
-
-def rows_of(table: str) -> dict[str, list[str]]:
-    lines = [re.split(r"  +", line) for line in table.split("\n\n")[1].splitlines()]
-    return {name: rest for name, *rest in lines}
-
-
-def test_schedules_are_compared_in_one_unit_of_time(run, tmp_path):
-    """A batch of m takes m + S - 1 by 1f1b, a third of the bubble less by zb_h1, hardly any more by zbv."""
-    status, out, err = run("compare=[1f1b,zb_h1,zbv]", "stages=8", "microbatches=32")
-    assert (status, err) == (0, "")
-    assert out.startswith("8 ranks, 32 microbatches a batch; all stages equal, messages free\n")
-    rows = rows_of(out)
-    assert rows.pop("schedule") == ["batch", "bubble", "activations", "versions", "staleness"]
-    assert {name: row[:2] for name, row in rows.items()} == {
-        "1f1b": ["39", "17.9%"],
-        "zb_h1": [f"{32 + 7 / 3:.4g}", "6.8%"],
-        "zbv": [f"{32 + 7 / 6 / 16:.4g}", "0.2%"],
-    }
-    assert rows["1f1b"][2:] == ["8 7 6 5 4 3 2 1", "1 1 1 1 1 1 1 1", "0 0 0 0 0 0 0 0"]
-    assert rows["zbv"][2] == "8 8 8 8 8 8 8 8"  # of two half stages each
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_with_a_model_its_own_costs_stand_beside_equal_ones(run):
-    status, out, _ = run("compare=[zbv,1f1b]", "stages=2", "microbatches=4", "model=mlp")
-    assert status == 0
-    rows = rows_of(out)
-    assert rows["schedule"][:4] == ["batch", "bubble", "mlp batch", "mlp bubble"]
-    plan = planned("zbv", 2, 4, 16, "model=mlp")
-    took = plan.timeline().makespan / 16 / 3
-    assert rows["zbv"][2:4] == [f"{took:.4g}", f"{1 - 4 / took:.1%}"]
-    assert float(rows["1f1b"][0]) == 5
-
-
-def test_what_cannot_be_compared_is_said_below_the_others(run):
-    status, out, _ = run("compare=all", "stages=4", "microbatches=2")
-    assert status == 0
-    assert set(rows_of(out)) == {"schedule", *SCHEDULES} - {"pipedream_2bw"}
-    assert out.endswith(
-        "\nwithout pipedream_2bw: schedule pipedream_2bw needs microbatches >= stages; got microbatches=2, "
-        "stages=4\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["compare=[1f1b,foo]"], "compare= has no schedule foo; write compare=all, or some of: 1f1b, "),
-        (["compare=[]"], "compare=[] names no schedule; write compare=all"),
-        (["compare=[1f1b]", "stages=0"], "stages=0 must be a whole number of at least 1"),
-        (
-            ["compare=[pipedream_2bw]", "stages=4", "microbatches=2"],
-            "compare= has no schedule that can be planned with these settings; pipedream_2bw: schedule ",
-        ),
-        (["compare=all", "out=x.svg"], "compare= prints a table, which takes no out="),
-        (["compare=all", "partition=profile"], "compare= needs one profile for all schedules"),
-    ],
-)
-def test_a_comparison_that_cannot_be_is_refused(run, words, says):
-    status, out, err = run(*words)
-    assert (status, out) == (2, "")
-    assert err.startswith(f"pipetrain: {says}")
-    assert err.count("\n") == 1
-
-
-def test_a_comparison_without_a_model_never_imports_torch(tmp_path):
-    code = ALONE.replace('"torch._dynamo"', '"torch", "matplotlib"')
-    ended = subprocess.run(
-        [sys.executable, "-c", code, "compare=all", "stages=2"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert (ended.returncode, ended.stderr) == (0, "[]\n")
 
 
 # By a trace's durations

@@ -30,8 +30,6 @@ SEEN_IN = {
     "network/products": "runtime/test_split",
     "network/tensors": "plan/test_estimate",
     "plan/by_times": "plan/test_plan",
-    "plan/comparing": "plan/test_main",
-    "plan/describe": "plan/test_main",
     "plan/program": "plan/test_plan",
     "plan/prove": "plan/test_plan",
     "plan/saved": "plan/test_sizes",

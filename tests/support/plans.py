@@ -1,0 +1,42 @@
+"""Plans of the configuration, and what is read of their text."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from pipetrain.building import make_model, make_schedule
+from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.settings import Settings
+from tests.support.cases import config
+
+IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
+
+ALONE = """
+import sys
+from pipetrain.plan.__main__ import main
+try:
+    main()
+finally:
+    unwanted = ("pipetrain.runtime", "pipetrain.measure", "pipetrain.checkpoint")
+    unwanted += ("torch._dynamo", "sklearn", "torchvision")
+    print([name for name in sys.modules if name.startswith(unwanted)], file=sys.stderr)
+"""
+"""A program that is the command, and names what it should not have loaded."""
+
+
+def planned(schedule: str, stages: int, microbatches: int, batches: int, *overrides: str) -> Plan:
+    words = [f"schedule={schedule}", f"stages={stages}", f"microbatches={microbatches}", *overrides]
+    cfg = config(["data=digits", *words])
+    read = Settings.composed(cfg, schedule, None)
+    model = make_model(cfg, read.seed, read.dtype)
+    samples = Samples([read.batch_size] * batches, [read.batch_size])
+    return make_plan(read, make_schedule(cfg), model, IMAGE, samples)
+
+
+def figures(text: str) -> dict[str, tuple[str, ...]]:
+    """The table of figures: name -> (simulated, formula)."""
+    rows = re.findall(r"^(bubble|activations|versions|staleness) +(\S.*?)(?:  +(\S.*))?$", text, re.MULTILINE)
+    return {name: (simulated, formula) for name, simulated, formula in rows}
