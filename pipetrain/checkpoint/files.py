@@ -151,8 +151,11 @@ def prune(checkpoints: Path, keep: int, last: Path | None = None) -> None:
 
 
 def remove_unfinished(checkpoints: Path) -> None:
-    """Remove the temporary folders of a run that died while saving."""
-    for path in checkpoints.glob(f"*{PARTIAL}"):
+    """Remove the temporary folders of a run that died while saving.
+
+    A file of `mark_best` stays, which is written anew: rank 0 may be writing it when another rank comes here.
+    """
+    for path in checkpoints.glob(f"update-*{PARTIAL}"):
         _remove(path)
 
 
