@@ -26,10 +26,10 @@ from pipetrain.schedule.actions import (
     Edge,
     Op,
     Program,
-    ScheduleError,
 )
 from pipetrain.schedule.bounds import free_skips
 from pipetrain.schedule.lower import Lowering
+from pipetrain.schedule.programs.order import require
 from pipetrain.schedule.simulate import BufferSize, Cost, unit_cost
 
 
@@ -156,7 +156,8 @@ class Policy(ABC):
         """Return the bounds of a stage in such a window."""
 
     @abstractmethod
-    def refuse(self, ranks: int, batches: int, microbatches: int) -> None: ...
+    def refuse(self, ranks: int, batches: int, microbatches: int) -> None:
+        """Refuse a window that it cannot order. Raises ScheduleError."""
 
     def __call__(
         self,
@@ -236,10 +237,7 @@ class ForwardBackward(Policy):
         return Bounds(ahead + 1, staleness + 1, staleness)
 
     def refuse(self, ranks: int, batches: int, microbatches: int) -> None:
-        counts = {"ranks": ranks, "batches": batches, "microbatches": microbatches}
-        for name, count in {**counts, "in_flight": self.in_flight}.items():
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ScheduleError(f"schedule fbp needs {name} >= 1; got {name}={count}")
+        require("fbp", ranks=ranks, batches=batches, microbatches=microbatches, in_flight=self.in_flight)
 
 
 def play(

@@ -312,7 +312,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
 APART: dict[str, tuple[Program, str, str]] = {
     "models": (
         lambda rank: step(model=model() if rank else nn.Sequential(*model(), nn.Linear(3, 3))),
-        *['rank 1 has model.3=nothing, and rank 0 has "Linear": give Pipeline the same arguments'] * 2,
+        *['rank 1 has model.3=nothing, and rank 0 has "Linear": give all ranks the same arguments'] * 2,
     ),
     "stage 0 elsewhere": (
         lambda rank: step(schedule=reversed_1f1b),

@@ -63,5 +63,5 @@ def newest(batch: int, made: int) -> int:
 def require(schedule: str, **counts: int) -> None:
     """Raise ScheduleError unless every count is a whole number from 1 on."""
     for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
+        if type(count) is not int or count < 1:
             raise ScheduleError(f"schedule {schedule} needs {name} >= 1; got {name}={count}")
