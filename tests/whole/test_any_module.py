@@ -38,9 +38,19 @@ WAYS: dict[str, tuple[Way, ...]] = {
 """Each a flush and a stash, on two ranks and on three; all of them the cheapest one."""
 
 
+BLOCKS = {
+    "gpt2": ["transformer.wte", "transformer.h.0", "transformer.h.1", "lm_head"],
+    "llama": ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"],
+    "bert": ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler", "classifier"],
+    "vit": ["vit.embeddings", "vit.layers.0", "vit.layers.1", "classifier"],
+}
+"""The layers of some; of others see test_traced_transformers.py."""
+
+
 @pytest.mark.parametrize("name", subjects.SUBJECTS)
 def test_trains_as_one_process(name):
     subject = subjects.make(name)
+    assert subject.network.names == BLOCKS.get(name, subject.network.names)
     for way in WAYS[name]:
         compare(subject, way)
 
