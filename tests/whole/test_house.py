@@ -49,6 +49,7 @@ SEEN_IN = {
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
     "stopping": "users/test_stopping",
+    "tasks/trial": "users/test_losses",
     "train": "test_main",
 }
 """Modules without a test file of their own: what shows them."""
@@ -77,12 +78,11 @@ def own(module: str) -> str:
 
 
 def shown_in(module: str) -> str | None:
-    """The test file of a module: its own, or that of a package around it."""
-    while module:
-        if own(module) in files():
-            return own(module)
-        module = module.rpartition("/")[0]
-    return None
+    """The test file of a module: its own, or that of a package around it that has no code itself."""
+    if own(module) in files():
+        return own(module)
+    package = module.rpartition("/")[0]
+    return shown_in(package) if package and package not in modules() else None
 
 
 def table() -> dict[str, str | None]:
