@@ -7,30 +7,25 @@ import inspect
 import random
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError
 from torch import nn
 
 from pipetrain.cli import conf_dir
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import factory
-from pipetrain.network.chain import Chain, is_chain, network_of
-from pipetrain.network.materialise import named_tensors
 from pipetrain.network.model import prove_model
-from pipetrain.network.network import Network, Values
-from pipetrain.network.tensors import storage_of
-from pipetrain.network.values import ValueSpec, specs_of
+from pipetrain.network.network import Values
+from pipetrain.network.values import specs_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
 
@@ -155,110 +150,28 @@ ReadWeights = Callable[[str, nn.Module, Values | None], Values]
 """(path, model, values of what the path has not) -> the values of the model's tensors."""
 
 
-class Models:
-    """Builds the model of a configuration once per process, if it can be copied.
+def model_of(cfg: DictConfig, seed: int) -> nn.Module | Callable[[], nn.Module]:
+    """Return a configuration's model, with the same weights for one seed on every rank. Raises ConfigError.
 
-    Planning and measuring get a copy of an nn.Sequential, as running a layer may change attributes other than
-    its tensors; a traced model has none. Training gets the model itself, without another reference.
-    `read_weights`: opens what `weights` names; None: a plan needs no numbers.
+    With build=stages it is the function that makes it.
     """
-
-    def __init__(self, read_weights: ReadWeights | None = None) -> None:
-        self._read_weights = read_weights
-        self._key: object = None
-        self._model: nn.Module | None = None
-        self._values: Values | None = None  # that the model shall have
-        self._traced: tuple[ValueSpec, Network] | None = None
-        self._random: tuple[Any, Any] = None, None  # states after building of Python's and NumPy's generators
-
-    def see(self, cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Module:
-        """Return the whole model, to be read only. Raises ConfigError."""
-        key = None
-        with suppress(ValueError, OmegaConfBaseException):  # make_model raises a better error
-            key = OmegaConf.to_container(cfg.model, resolve=True), seed, dtype, _origin(cfg)
-        if self._model is None or self._key != key:
-            made = _with_values(cfg, seed, dtype, self._read_weights)
-            self._key, self._traced, (self._model, self._values) = key, None, made
-            self._random = random.getstate(), np.random.get_state()
-        random.setstate(self._random[0])  # so that layers draw the same numbers on every use
-        np.random.set_state(self._random[1])
-        return self._model
-
-    def copy(self, cfg: DictConfig, seed: int, dtype: torch.dtype, example: ValueSpec) -> Network:
-        """Return a copy of the whole model, for inputs like the example. Raises ConfigError."""
-        model = self.see(cfg, seed, dtype)
-        if not is_chain(model):
-            return self._trace(model, example, cfg)
-        if _is_copied_whole(model):
-            return _valued(Chain(deepcopy(model)), self._values)
-        twin, values = _with_values(cfg, seed, dtype, self._read_weights)
-        return _valued(network_of(twin, example), values)
-
-    def take(self, cfg: DictConfig, seed: int, dtype: torch.dtype, example: ValueSpec) -> Network:
-        """Return the whole model for training, and drop the reference. Raises ConfigError."""
-        model = self.see(cfg, seed, dtype)
-        network = self._trace(model, example, cfg)
-        self._model = self._traced = self._values = None
-        return network
-
-    def _trace(self, model: nn.Module, example: ValueSpec, cfg: DictConfig) -> Network:
-        if self._traced is None or self._traced[0] != example:
-            network = network_of(model, example, cfg.get("precision") == "bf16")
-            self._traced = example, _valued(network, self._values)
-        return self._traced[1]
-
-
-def _valued(network: Network, values: Values | None) -> Network:
-    network.values = values
-    return network
-
-
-def _origin(cfg: DictConfig) -> tuple[object, object]:
-    return cfg.get("weights"), cfg.get("build", "whole")
-
-
-def _is_copied_whole(model: nn.Module) -> bool:
-    """Return whether `deepcopy` copies all of a model: layers of known classes, without shared memory.
-
-    A function or a weak reference in a layer would still refer to the layers of the original.
-    """
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.numel()]
-    held = [t.untyped_storage().data_ptr() or storage_of(t) for t in tensors]
-    if len(held) > len(set(held)):
-        return False
-    return all(
-        type(module).__module__.startswith(("torch.nn.modules.", "pipetrain."))
-        and not any(callable(value) and not isinstance(value, nn.Module) for value in vars(module).values())
-        and not any(value for name, value in vars(module).items() if name.endswith("_hooks"))
-        for module in model.modules()
-    )
-
-
-def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Module:
-    """Build the whole model, with the same weights for one seed on every rank. Raises ConfigError."""
-    return _with_values(cfg, seed, dtype)[0]
-
-
-def _with_values(
-    cfg: DictConfig, seed: int, dtype: torch.dtype, read_weights: ReadWeights | None = None
-) -> tuple[nn.Module, Values | None]:
-    """Build the model, for build=stages without its numbers; return the values that it shall have too."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    weights, origin = _origin(cfg)
-    model: Any
-    values: Values | None
-    if origin == "whole":
-        model, values = build(cfg, "model"), None
-    else:
-        model, values = factory.build(partial(build, cfg, "model"), seed)
+    if cfg.get("build") == "stages":
+        return partial(build, cfg, "model")
+    model: nn.Module = build(cfg, "model")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{cfg.model._target_} must return an nn.Module, not {type(model).__name__}")
+    return model
+
+
+def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Module:
+    """Return the model, for build=stages without its numbers, to plan with. Raises ConfigError."""
+    made = model_of(cfg, seed)
+    model = made if isinstance(made, nn.Module) else factory.build(made, seed)[0]
     prove_model(model, f"{cfg.model._target_} must return", dtype)
-    if weights is not None and read_weights is not None:
-        values = read_weights(str(weights), model, values)
-    elif weights is None and values is not None:
-        values.prove(named_tensors(model))
-    return cast(nn.Module, model), values
+    return model
 
 
 def make_codec(key: str, node: object) -> Codec:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +25,7 @@ from pipetrain.checkpoint.asking import Asking, status_after
 from pipetrain.checkpoint.files import CHECKPOINTS, Tensors, folders
 from pipetrain.checkpoint.resume import refuse_other
 from pipetrain.checkpoint.saver import Keeper, Saver
-from pipetrain.checkpoint.source import Source, find_source, read_source, refuse_older
+from pipetrain.checkpoint.source import AUTO, Source, find_source, read_source, refuse_older
 from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Loader, has_length
 from pipetrain.data.sets import DataFacts
@@ -32,13 +33,13 @@ from pipetrain.ending import name_of, terminate
 from pipetrain.epochs import Epochs, Passes, PassesByNumber
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.pipeline import TRAINING, Pipeline
-from pipetrain.plan.describe import describe
+from pipetrain.plan.describe import describe, verdict
 from pipetrain.plan.memory import gpu_bytes
 from pipetrain.plan.program import window_lengths
 from pipetrain.records import folder
 from pipetrain.records.about import About
 from pipetrain.records.files import Files
-from pipetrain.records.folder import METRICS, RAN, SUMMARY, TRACE, UPDATES
+from pipetrain.records.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE, UPDATES
 from pipetrain.records.history import Machine
 from pipetrain.records.loggers import check_loggers, start_loggers
 from pipetrain.runtime.allocator import keep_freed_memory
@@ -68,6 +69,8 @@ class RunFolder:
     config: DictConfig = field(default_factory=lambda: OmegaConf.create({"logger": {}}))
     conditions: Mapping[str, Any] = field(default_factory=dict)
     data: DataFacts | None = None
+    ready: Callable[[], None] = lambda: None
+    """Called when all is ready to train."""
 
 
 def fit(
@@ -105,10 +108,11 @@ def fit(
     (Ctrl-C raises KeyboardInterrupt once it is saved). SIGUSR1 saves and goes on. Raises ConfigError, before
     anything is written, for wrong values; for the rest see Pipeline.train.
     """
-    options: dict[str, Any] = {"epochs": epochs, "log_every": log_every}
-    options |= {"trace": {"windows": trace} if type(trace) is int else trace}
-    if not isinstance(run_dir, RunFolder):
-        options |= _checkpoints(checkpoint) | {"resume": None if resume is None else str(resume)}
+    options: dict[str, Any] = {}
+    if not isinstance(run_dir, RunFolder):  # of which the settings have all
+        options |= {"epochs": epochs, "log_every": log_every, **_checkpoints(checkpoint)}
+        options |= {"trace": {"windows": trace} if type(trace) is int else trace}
+        options["resume"] = None if resume is None else str(resume)
     pipe._settings.changed(options)
     if resume is not None and run_dir is None:
         raise ConfigError("resume= goes on in a run's folder: give run_dir= too")
@@ -149,9 +153,6 @@ def _opened(
                 folder.clear(path)
                 return [None, uuid.uuid4().hex]
             refuse_older(source, path)
-            folder.clear(path, [METRICS, UPDATES, SUMMARY, TRACE, RAN])
-            update = source.manifest.position.update
-            log.info("pipetrain: going on from %s, after update %d", source.folder, update)
             return [str(source.folder), source.manifest.run]
 
         found, run = pipe._on_one(0, "the run's folder", None if pipe.rank else find)
@@ -267,9 +268,12 @@ def _trained(
     if source is not None:
         epochs.restore(source.folder, source.manifest, pipe._optimizer)
         session.engine.seed = source.manifest.config.get("seed", session.engine.seed)
+    if pipe._given is not None and not rank:
+        pipe._given.prove(training=True)
     if keeper is None or place is None:
         epochs.run()
         return epochs.rows()
+    place.ready()
     asking, saved = keeper.asking, partial(saved_so_far, place.path)
     with asking.listening(saved):
         try:
@@ -296,8 +300,7 @@ def _keeper(pipe: Pipeline, about: About, place: RunFolder) -> Keeper:
     data = {"batches": about.batches, "batch_size": settings.batch_size}
     conditions = {**pipe._conditions, **(place.conditions or data)}
     if place.source is not None:
-        ending = place.source.manifest.pipeline == about.plan.pipeline
-        refuse_other(place.source, conditions, settings.epochs, ending)
+        _go_on(place, place.source, about, conditions, rank)
     config: Any = OmegaConf.to_container(place.config, resolve=True)
     return Keeper(
         saver=Saver(place.path, rank, store, settings.checkpoint_keep, settings.timeout),
@@ -308,6 +311,18 @@ def _keeper(pipe: Pipeline, about: About, place: RunFolder) -> Keeper:
         conditions=conditions,
         config={"seed": pipe._begun.engine.seed, **config},
     )
+
+
+def _go_on(place: RunFolder, source: Source, about: About, conditions: Mapping[str, Any], rank: int) -> None:
+    """Refuse a checkpoint of another run; remove the records that will be written again."""
+    epochs, position = about.settings.epochs, source.manifest.position
+    # A run that was killed just before its end may have a checkpoint with all epochs done.
+    ending = about.settings.resume == AUTO and source.manifest.pipeline == about.plan.pipeline
+    refuse_other(source, conditions, epochs, ending)
+    if rank == 0:
+        records = [METRICS, UPDATES, SUMMARY]
+        folder.clear(place.path, records if position.epoch == epochs else [*records, TRACE, RAN])
+        log.info("pipetrain: going on from %s, after update %d", source.folder, position.update)
 
 
 def _recorder(pipe: Pipeline, about: About, place: RunFolder | None, ending: ExitStack) -> Console:
@@ -325,6 +340,10 @@ def _recorder(pipe: Pipeline, about: About, place: RunFolder | None, ending: Exi
     if place is None:
         return Console(about, machine)
     files.text(place.path / "plan.txt", describe(about.plan, room=room))
+    if about.plan.prediction is not None:
+        profile = about.plan.prediction.profile
+        files.text(place.path / PROFILE_FILE, json.dumps(profile.to_json(), indent=1) + "\n")
+        log.info("%s", verdict(about.plan.prediction))
     loggers = ending.enter_context(start_loggers(place.config, place.path, place.run, files))
     return Recorder(place.path, place.config, about, machine, files, loggers)
 

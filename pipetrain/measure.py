@@ -29,9 +29,9 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.building import Models
+from pipetrain.building import make_model
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.chain import Chain
+from pipetrain.network.chain import network_of
 from pipetrain.network.network import INPUT, Made, Network, Tensors
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import made_up, strided
@@ -67,6 +67,9 @@ def measure(mesh: Mesh, draft: Plan, conditions: Facts, make: Callable[[], Measu
     afterwards, in host memory, and its optimizer's factory. Raises ConfigError, on all ranks, for a layer
     that fails on any, and ChannelError.
     """
+    began, size = time.perf_counter(), draft.settings.full
+    if mesh.world.rank == 0:
+        log.info("pipetrain: profiling %d layers, %d samples at a time", len(draft.layers), size)
     link = slowest_link(mesh, draft.settings.buffer_size)
     mine = _layer_times(draft, mesh.device, make)
     told = mesh.gather(
@@ -75,6 +78,8 @@ def measure(mesh: Mesh, draft: Plan, conditions: Facts, make: Callable[[], Measu
     for failure in told:
         if isinstance(failure, str):
             raise ConfigError(failure)
+    if mesh.world.rank == 0:
+        log.info("profiled in %.1f s", time.perf_counter() - began)
     return Profile(
         conditions=conditions,
         machine=_machine(mesh.device, len(told)),
@@ -90,21 +95,15 @@ def measure_run(
     world: World,
     device: torch.device,
     store: Store | None,
-    models: Models | None = None,
 ) -> Profile:
     """Measure the model of a configuration, on all ranks. Raises as `measure` does."""
     settings = draft.settings
-    if world.rank == 0:
-        log.info("pipetrain: profiling %d layers, %d samples at a time", len(draft.layers), settings.full)
-    start = time.perf_counter()
     local_size = world.local_size if world.size > 1 else settings.ranks
     torch.set_num_threads(settings.threads or share_of_cores(local_size))
     mesh = Mesh(world, draft.placement, list(draft.cut.bounds), device, store, settings.timeout)
-    make = partial(_copied, cfg, settings, draft.example, models or Models())
+    make = partial(_built, cfg, settings, draft.example)
     profile = measure(mesh, draft, profile_conditions(settings, cfg.optim), make)
     mesh.close()
-    if world.rank == 0:
-        log.info("profiled in %.1f s", time.perf_counter() - start)
     return profile
 
 
@@ -113,11 +112,9 @@ def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
     return measure_run(cfg, draft, World(), choose_device(World(), draft.settings.device), None)
 
 
-def _copied(cfg: DictConfig, settings: Settings, example: ValueSpec, models: Models) -> Measured:
-    network = models.copy(cfg, settings.seed, settings.dtype, example)
-    if not isinstance(network, Chain):  # it is not a copy
-        network = network.twin()
-    return network, make_optimizer(cfg, network.model)
+def _built(cfg: DictConfig, settings: Settings, example: ValueSpec) -> Measured:
+    model = make_model(cfg, settings.seed, settings.dtype)
+    return network_of(model, example, settings.precision == "bf16"), make_optimizer(cfg, model)
 
 
 def _machine(device: torch.device, ranks: int) -> Facts:

@@ -55,7 +55,7 @@ from pipetrain.plan.cut import AnySize
 from pipetrain.plan.describe import describe
 from pipetrain.plan.memory import sized
 from pipetrain.plan.plan import Plan, Samples, make_plan, outputs_of, prove_targets
-from pipetrain.plan.profile import profile_conditions, read_profile
+from pipetrain.plan.profile import Facts, Profile, profile_conditions, read_profile
 from pipetrain.plan.program import draft_program, make_program, settle_clipping
 from pipetrain.plan.prove import prove_window
 from pipetrain.plan.sizes import optimizer_state
@@ -67,7 +67,7 @@ from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.batches import Batches, OfLoader
 from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.mesh import Mesh, choose_device
-from pipetrain.runtime.optimizer import Function, prove_optimizer, small_copies
+from pipetrain.runtime.optimizer import Configured, Function, prove_optimizer, small_copies
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
@@ -141,6 +141,7 @@ class Pipeline:
       device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout, None:
       as torch is seeded on rank 0; of a factory's weights, None: 0), codec_forward, codec_backward (a name
       of conf/codec), and so on.
+    - `settings`: all options, read before, in place of them.
 
     Raises ConfigError and ScheduleError for what cannot be trained as one process would train it.
     """
@@ -149,7 +150,7 @@ class Pipeline:
         self,
         model: nn.Module | Factory,
         loss: LossFunction | Task | str | None = None,
-        optimizer: Function | None = None,
+        optimizer: Function | Configured | None = None,
         schedule: str | Path | Schedule = "1f1b",
         *,
         microbatches: int | None = None,
@@ -163,6 +164,7 @@ class Pipeline:
         sample: Any = None,
         targets: str | Sequence[str] | None = None,
         dtype: torch.dtype | str | None = None,
+        settings: Settings | None = None,
         **options: Any,
     ) -> None:
         end_by_sentence()
@@ -173,10 +175,14 @@ class Pipeline:
         self._task = read_task(loss, task, metrics, weight, targets)
         self._named = read_targets(targets, self._task)
         world = World.current()
-        model, record = read_model(model, options.get("seed"))
+        seed = settings.seed if settings else options.get("seed")
+        model, record = read_model(model, seed)
         name, self._schedule, defaults = read_schedule(schedule)
-        given = {"microbatches": microbatches, "window": window, "dtype": dtype, **options}
-        self._settings = read_options(given, model, name, defaults, world.size)
+        if settings is None:
+            given = {"microbatches": microbatches, "window": window, "dtype": dtype, **options}
+            self._settings = read_options(given, model, name, defaults, world.size)
+        else:
+            self._settings, dtype = settings, settings.dtype
         prove_model(model, "Pipeline needs", None if dtype is None else self._settings.dtype)
         self._least = self._schedule.batches if isinstance(self._schedule, FixedProgram) else 1
         batches = self._least if self._least > 1 else 4  # several tell whether weights are read late
@@ -185,7 +191,7 @@ class Pipeline:
         program = make_program(self._schedule, None, batches, self._settings)
         window_of = prove_window(self._settings, self._schedule, batches, program)
         self._asynchronous = any(bounds.staleness for bounds in window_of.bounds)
-        if window is None and not (isinstance(schedule, str) and schedule in schedules()):
+        if not (window or settings or (isinstance(schedule, str) and schedule in schedules())):
             whole_pass = self._asynchronous and self._least == 1
             self._settings = replace(self._settings, window=None if whole_pass else self._least)
         where = placement(window_of.program)
@@ -194,14 +200,21 @@ class Pipeline:
                 f"schedule {name} has stage 0 on rank {where[0]}, and rank 0 reads the batches: let rank 0 "
                 f"have it"
             )
-        self._optimizer = prove_optimizer(optimizer, param_groups, model, len(where))
+        if isinstance(optimizer, Configured):
+            self._optimizer = optimizer.tried(model, len(where))
+        else:
+            self._optimizer = prove_optimizer(optimizer, param_groups, model, len(where))
         self._rate = rate_of(lr_schedule)
         made = self._optimizer(small_copies(model))
         self._peak = float(made.param_groups[0].get("lr", 0.0))
-        self._optim = {"_target_": type(made).__name__}
+        self._optim: Mapping[str, Any] = {"_target_": type(made).__name__}
+        if isinstance(optimizer, Configured):
+            self._optim = optimizer.cfg.optim
         torch.set_num_threads(self._settings.threads or share_of_cores(world.local_size))
         device = choose_device(world, self._settings.device)
         self._mesh = mesh = Mesh(world, where, [], device, None, self._settings.timeout)
+        if mesh.staged and device.type == "cuda" and not world.rank:
+            log.warning("pipetrain: ranks share a GPU, so messages go through host memory over gloo")
         self._bar = Bar()
         self._signals = Stopping(self, world.rank)
         self._stopping = False  # as agreed after the last window
@@ -216,9 +229,9 @@ class Pipeline:
                 self._initial = direct.open_weights(read_path("weights", weights), model, mesh, record)
             elif record is not None:
                 record.prove(named_tensors(model))
-            if options.get("seed") is None:  # dropout as the program has seeded torch on rank 0
-                seed = mesh.tell("the seed", torch.initial_seed() % 2**31)
-                self._settings = replace(self._settings, seed=seed)
+            if seed is None:  # dropout as the program has seeded torch on rank 0
+                told = mesh.tell("the seed", torch.initial_seed() % 2**31)
+                self._settings = replace(self._settings, seed=told)
             else:
                 torch.manual_seed((self._settings.seed + 1_000_003 * (world.rank + 1)) % 2**63)
         self._model = model
@@ -256,6 +269,11 @@ class Pipeline:
     @property
     def rank(self) -> int:
         return self._mesh.world.rank
+
+    @property
+    def last_rank(self) -> int:
+        """The rank of the last stage, which reads targets and counts."""
+        return self._mesh.placement[-1]
 
     @property
     def updates(self) -> int:
@@ -536,7 +554,8 @@ class Pipeline:
         if settings.partition == PROFILE:
             conditions = profile_conditions(settings, self._optim)
             if settings.profile is not None:
-                profile = read_profile(settings.profile, conditions)
+                read = partial(_profile_in, settings.profile, conditions)
+                profile = Profile.from_json(self._on_one(0, "the profile", None if self.rank else read))
             else:
                 if any(tensor.is_meta for tensor in network.model.parameters()):
                     raise ConfigError(
@@ -677,6 +696,10 @@ def _first(reader: Reader | Sampled) -> list[Any] | None:
     """Return what the other ranks need to know of the first batch; None if there is none."""
     first = reader.first()
     return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0])]
+
+
+def _profile_in(path: str, conditions: Facts) -> Any:
+    return read_profile(path, conditions).to_json()
 
 
 def _refuse_second() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -16,10 +15,8 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from pipetrain.building import Models, make_model, make_schedule, make_task
-from pipetrain.checkpoint.plain import read_weights
-from pipetrain.errors import ConfigError
-from pipetrain.network.materialise import materialise
+from pipetrain.building import make_model, make_schedule, make_task
+from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec, Value, ValueSpec
 from pipetrain.plan.allowed import refuse_cuts
 from pipetrain.plan.estimate import estimate
@@ -158,77 +155,10 @@ def counted_config(kind: str) -> DictConfig:
     return config(["data=digits", "model._target_=tests.test_building.counted", f"+model.kind={kind}"])
 
 
-def test_a_model_is_built_once_and_given_away():
-    asked = counted_config("known"), 3, torch.float32, IMAGE
-    BUILT.clear()
-    models = Models()
-    copies = [models.copy(*asked).model for _ in range(2)]
-    model = models.take(*asked).model
-    assert len(BUILT) == 1
-    for copy in copies:
-        assert same(copy, model)
-        assert copy is not model
-    gone = weakref.ref(model)
-    del model
-    assert gone() is None  # nobody else holds it
-    assert len(models.take(*asked).modules) == 3
-    assert len(BUILT) == 2
-
-
-def test_whoever_plans_leaves_no_trace_in_a_model():
-    asked = counted_config("draws"), 3, torch.float32
-    models, x = Models(), torch.ones(2, 3, 32, 32)
-    first, second = (models.copy(*asked, IMAGE).model for _ in range(2))
-    assert not torch.equal(first(x), second(x))  # both draw
-    assert torch.equal(models.copy(*asked, IMAGE).model(x), models.see(*asked)(x))
-    assert len(models.take(*asked, IMAGE).modules[1].seen[0]) == 1
-
-
-def test_another_model_or_seed_or_dtype_is_built_anew():
-    known, other = counted_config("known"), counted_config("draws")
-    BUILT.clear()
-    models = Models()
-    for asked in ((known, 3, torch.float32), (known, 4, torch.float32), (known, 4, torch.float64)):
-        models.copy(*asked, IMAGE)
-    assert BUILT == ["known"] * 3
-    assert len(models.take(other, 4, torch.float64, IMAGE).modules) == 4
-    assert BUILT[3:] == ["draws"]
-
-
-def test_a_model_that_is_built_by_stages_has_no_numbers_until_a_stage_takes_them():
-    asked = config(["data=digits", "model=mlp", "build=stages"]), 3, torch.float64
-    models = Models()
-    network = models.copy(*asked, IMAGE)
-    assert all(p.is_meta and p.dtype == torch.float64 for p in network.model.parameters())
-    taken = models.take(*asked, IMAGE)
-    assert taken.model is not network.model
-    materialise(taken, [0])
-    made = [p.is_meta for p in taken.model.parameters()]
-    assert made == [False] * 2 + [True] * (len(made) - 2)
-    again = models.take(*asked, IMAGE)
-    materialise(again, range(len(again.modules)))
-    assert torch.equal(next(taken.model.parameters()), next(again.model.parameters()))
-    assert not same(again.model, make_model(config(["data=digits", "model=mlp"]), 3, torch.float64))
-
-
-@pytest.mark.parametrize("origin", ["whole", "stages"])
-def test_a_model_may_begin_with_the_weights_of_a_file(tmp_path, origin):
-    words = ["data=digits", "model=mlp", f"build={origin}"]
-    known = make_model(config(words[:2]), 5, torch.float32)
-    torch.save(known.state_dict(), tmp_path / "known.pt")
-    asked = config([*words, f"weights={tmp_path / 'known.pt'}"]), 3, torch.float32, IMAGE
-    network = Models(read_weights).take(*asked)
-    materialise(network, range(len(network.modules)))
-    assert same(network.model, known)
-    other = config([*words, "+model.width=64", f"weights={tmp_path / 'known.pt'}"])
-    with pytest.raises(ConfigError, match=r"known.pt is of another model: it has float32\[128"):
-        Models(read_weights).take(other, *asked[1:])
-
-
 @pytest.mark.parametrize(("kind", "cut"), [("functions", 4), ("memory", 3)])
 def test_what_layers_share_is_seen_in_what_is_planned(kind, cut):
     """A copy of functions would go on using the model, and tensors that share memory would be parted."""
-    model = Models().copy(counted_config(kind), 3, torch.float32, IMAGE)
+    model = network_of(make_model(counted_config(kind), 3, torch.float32), IMAGE).spare()
     layers = estimate(model, ValueSpec((TensorSpec((2, 3, 32, 32), torch.float32),)))
     assert "shares its" in refusal(lambda: refuse_cuts(model, layers, [cut]))
     refuse_cuts(model, layers, [1])

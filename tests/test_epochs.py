@@ -14,9 +14,9 @@ from torch.nn import functional
 from pipetrain.epochs import Epochs
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.ranks import World
-from pipetrain.training.run import Run, epochs_of
 from tests.support.cases import Case, Listener, make_run, run_in_threads, state_of
 from tests.support.local import LocalChannel, Wire
+from tests.support.runs import Run, epochs_of
 
 NORM = "model._target_=tests.support.models.with_norm"
 

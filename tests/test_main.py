@@ -288,34 +288,6 @@ def train_here(monkeypatch, folder: Path, *words: str) -> None:
 # Hydra's own, under torchrun
 
 
-def test_what_rank_0_has_planned_on_is_collected():
-    """Also with the frames that planning leaves in cycles, as where it loads torch's compiler."""
-    program = """
-import gc, weakref
-gc.disable()
-from pipetrain.building import Models
-from pipetrain.train import collect_garbage, freeze_imports
-from pipetrain.training.run import check_early
-from tests.support.cases import config
-
-class Watched(Models):
-    def copy(self, *asked):
-        model = super().copy(*asked)
-        seen.append(weakref.ref(model))
-        return model
-
-for words in ("epochs=1", "epochs=2"):  # the runs of a sweep
-    seen = []
-    freeze_imports()
-    check_early(config(["data=digits", "model=mlp", words]), "1f1b", 2, Watched())
-    collect_garbage()
-    assert [model() for model in seen] == [None], seen
-assert gc.isenabled() and gc.get_freeze_count()
-"""
-    ended = start(["-c", program], CHECKOUT)
-    assert (ended.status, ended.err) == (0, "")
-
-
 def test_cfg_job_prints_the_configuration_once_and_leaves_nothing(tmp_path):
     ended = start([*TWO, "--cfg", "job", "batch_size=128", "schedule=gpipe"], tmp_path)
     assert (ended.status, ended.err) == (0, "")

@@ -31,11 +31,11 @@ from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.programs import forward_only
 from pipetrain.settings import Settings
-from pipetrain.training.run import check_early
 from tests.support import again, models
 from tests.support.cases import config
 from tests.support.jobs import profile_that_fails, profile_then_train
 from tests.support.models import Fork, Join, Shrink, Through
+from tests.support.runs import check_early
 from tests.support.worlds import run_world
 
 SGD: OptimizerFactory = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)

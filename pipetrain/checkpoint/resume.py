@@ -49,7 +49,8 @@ def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int, ending: b
     With all `epochs` done it is refused too, unless this run is `ending`: only its records are missing.
     """
     theirs = source.manifest.conditions
-    for key in {**theirs, **mine}:
+    needed = dict.fromkeys(("tensors", "state_dict"))  # all there is of one that Pipeline.save has written
+    for key in {key: None for key in theirs if key in mine} | needed:
         if mine.get(key) != theirs.get(key):
             raise ConfigError(
                 f"this run cannot go on from {source.folder}: "

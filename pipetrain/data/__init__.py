@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from pipetrain.cli import conf_dir
 from pipetrain.data.augment import Augment, ImageSplit
 from pipetrain.data.dataset import as_split
 from pipetrain.data.loader import Sampler, loaded, pieces
@@ -33,8 +35,13 @@ __all__ = [
     "load_augment",
     "load_data",
     "loaded",
+    "obtain_data",
     "pieces",
+    "with_fallback",
 ]
+
+CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # options kept for a fallback data set
+log = logging.getLogger("pipetrain")
 
 FLOAT = "float"  # in data.sample.dtype: the run's
 
@@ -157,3 +164,34 @@ def _make(data: DictConfig, part: str) -> object:
         raise
     except (TypeError, ValueError, OSError) as error:  # a wrong argument, a file that is not there
         raise ConfigError(f"data.{part} cannot be made: {type(error).__name__}: {one_line(error)}") from error
+
+
+def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
+    """Load the data set, or the one of `data.fallback` if it is not available. Raises ConfigError.
+
+    Returns the configuration with the data set used, whose recipe replaces values not set by hand, and the
+    data.
+    """
+    names = sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml"))
+    fallback = cfg.data.get("fallback")
+    if fallback is not None and fallback not in names:
+        raise ConfigError(f"data.fallback={fallback} is unknown; choose one of {', '.join(names)}, or null")
+    try:
+        return cfg, load_data(cfg.data, dtype)
+    except DataMissing as error:
+        if fallback in (None, cfg.data.name):
+            raise
+        note = fallback_message(error, fallback)
+    log.warning("pipetrain: %s", note)
+    cfg = with_fallback(cfg)
+    return cfg, replace(load_data(cfg.data, dtype), note=note)
+
+
+def with_fallback(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with the data set of its `data.fallback`."""
+    cfg = cfg.copy()
+    taken = OmegaConf.load(conf_dir() / "data" / f"{cfg.data.fallback}.yaml")
+    for key in CARRIED_OVER:
+        OmegaConf.update(taken, key, cfg.data[key])
+    cfg.data = taken
+    return cfg

@@ -91,10 +91,18 @@ class Chain(Network):
         return made
 
     def spare(self) -> Chain:
+        if any(map(_refers, (value for m in self.model.modules() for value in vars(m).values()))):
+            return self  # what a copy's functions refer to would still be the layers of this one
         try:
             return self.twin()
         except Exception:  # a layer may hold anything
             return self
+
+
+def _refers(value: object) -> bool:
+    """Return whether a value is a function that may refer to a layer."""
+    bound = isinstance(getattr(value, "__self__", None), nn.Module)
+    return bound or isinstance(value, partial) or bool(getattr(value, "__closure__", None))
 
 
 def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:

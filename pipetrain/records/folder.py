@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import socket
 import time
@@ -14,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.errors import ConfigError
+from pipetrain.settings import Settings
 
 METRICS, UPDATES = "metrics.csv", "updates.csv"
 RUNS = "runs"  # the folder of runs whose run_dir is not given
@@ -139,6 +141,29 @@ def is_of(folder: Path, cfg: DictConfig, apart_from: set[str]) -> bool:
     assert isinstance(mine, dict)
     without = dict.fromkeys(apart_from)
     return isinstance(theirs, dict) and {**mine, **without} == {**theirs, **without}
+
+
+def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
+    """Return whether more epochs would continue the finished run in `run_dir`.
+
+    Raises ConfigError if the learning rates of its finished updates would have been different.
+    """
+    if not (folders(run_dir / CHECKPOINTS) and is_of(run_dir, cfg, {"resume", "epochs"})):
+        return False
+    try:
+        summary = json.loads((run_dir / SUMMARY).read_text())
+        updates, epochs = int(summary["updates"]), int(summary["epochs"])
+        rate, other = settings.rate(updates), settings.rate(updates // epochs * settings.epochs)
+    except (OSError, LookupError, TypeError, ValueError, ZeroDivisionError):
+        return False
+    if settings.epochs > epochs and any(rate(update) != other(update) for update in range(updates)):
+        raise ConfigError(
+            f"run_dir={run_dir} holds a run that finished after {epochs} epochs, and with "
+            f"lr_schedule={cfg.lr_schedule} warmup={cfg.warmup:g} the rates of {settings.epochs} epochs "
+            f"differ from the start: train anew in another run_dir, or go on there from its last weights "
+            f"with resume={run_dir}"
+        )
+    return settings.epochs > epochs
 
 
 def rename_after(folder: Path, asked: str, used: str) -> Path:

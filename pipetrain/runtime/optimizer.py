@@ -49,6 +49,16 @@ class Group:
         return parameter.dim() < 2 if self.pattern is None else re.search(self.pattern, name) is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """The optimizer of a configuration, in the place of a function of parameters."""
+
+    cfg: DictConfig
+
+    def tried(self, model: nn.Module, stages: int) -> OptimizerFactory:
+        return make_optimizer(self.cfg, model, stages)
+
+
 def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> OptimizerFactory:
     """Return a stage's optimizer factory; `fused` null: the fused form if it works. Raises ConfigError."""
     if not isinstance(cfg.optim, DictConfig):

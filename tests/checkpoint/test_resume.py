@@ -12,22 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipetrain.checkpoint import files
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, Tensors, read_whole
 from pipetrain.checkpoint.progress import best_epoch
-from pipetrain.checkpoint.resume import refuse_other, with_cuts_of
+from pipetrain.checkpoint.resume import refuse_other, tensors_of, with_cuts_of
 from pipetrain.checkpoint.source import Source, find_source, refuse_older
 from pipetrain.cli import contained
 from pipetrain.errors import ConfigError
+from pipetrain.records.folder import lengthens
 from pipetrain.settings import Settings
-from pipetrain.training.run import conditions_of, lengthens
+from pipetrain.train import conditions_of
 from pipetrain.untrusted import DamagedCheckpoint
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads
 from tests.support.damage import forge, put
+from tests.support.runs import Run
 
 pytestmark = pytest.mark.slow
 
@@ -572,8 +574,13 @@ def run_with(*overrides: str):
 ONE_EPOCH = Position(1, 0, 4)
 
 
+def terms(cfg: DictConfig, run: Run) -> dict[str, Any]:
+    """What a run and its checkpoint must agree in."""
+    return conditions_of(cfg, run.settings, run.facts) | tensors_of(run.take_network().model)
+
+
 def source_of(*overrides: str, position: Position = ONE_EPOCH) -> Source:
-    mine = json.loads(json.dumps(conditions_of(config([NORM, *CFG, *overrides]), run_with(*overrides))))
+    mine = json.loads(json.dumps(terms(config([NORM, *CFG, *overrides]), run_with(*overrides))))
     return Source(Path("c"), Manifest("r", position, mine, {"cuts": [1], "placement": [0, 1]}, {}, {}, {}))
 
 
@@ -589,7 +596,7 @@ def source_of(*overrides: str, position: Position = ONE_EPOCH) -> Source:
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_differs(override, says):
-    mine = conditions_of(config([NORM, *CFG, override]), run_with(override))
+    mine = terms(config([NORM, *CFG, override]), run_with(override))
     with pytest.raises(ConfigError) as refusal:
         refuse_other(source_of(), mine, epochs=3)
     assert says in str(refusal.value)
@@ -603,16 +610,16 @@ def test_conditions_of_other_types_differ(theirs):
     source = source_of()
     source = replace(source, manifest=replace(source.manifest, conditions=theirs))
     with pytest.raises(ConfigError, match="this run cannot go on from c: it has "):
-        refuse_other(source, conditions_of(config([NORM, *CFG]), run_with()), epochs=3)
+        refuse_other(source, terms(config([NORM, *CFG]), run_with()), epochs=3)
 
 
 def test_what_may_differ():
-    mine = conditions_of(config([NORM, *CFG]), run_with("microbatches=1", "optim.lr=0.01"))
+    mine = terms(config([NORM, *CFG]), run_with("microbatches=1", "optim.lr=0.01"))
     refuse_other(source_of(), mine, epochs=3)
 
 
 def test_a_run_that_is_done_is_not_begun():
-    mine = conditions_of(config([NORM, *CFG]), run_with())
+    mine = terms(config([NORM, *CFG]), run_with())
     source = source_of(position=Position(3, 0, 12))
     with pytest.raises(ConfigError, match="has all of its 3 epochs done; give epochs= more"):
         refuse_other(source, mine, epochs=3)

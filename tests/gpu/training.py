@@ -18,10 +18,10 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Program
 from pipetrain.settings import Settings
-from pipetrain.training.run import epochs_of
 from tests.gpu.rows import NOT_RUN, SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
 from tests.support.cases import Case, Listener, expected, make_run, run_in_threads, state_of
+from tests.support.runs import epochs_of
 
 TOLERANCE = 1e-9  # of weights and losses in float64
 NEAR = 0.05  # of a loss, relative, where something is rounded

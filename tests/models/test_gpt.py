@@ -18,9 +18,9 @@ from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.allowed import refuse_cuts
 from pipetrain.plan.cut import shared_weights
 from pipetrain.plan.estimate import estimate
-from pipetrain.training.run import prepare
 from tests.support import cases
 from tests.support.cases import config
+from tests.support.runs import prepare
 
 SMALL = {"depth": 2, "heads": 2, "width": 8, "sequence": 16, "vocabulary": 11}
 

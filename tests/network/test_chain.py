@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from pipetrain.building import _is_copied_whole
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import Chain, Pop, Stash, is_chain, network_of
 from pipetrain.network.network import INPUT, Made
@@ -163,11 +162,6 @@ def test_a_copy_has_skips_of_its_own():
         stashes = [layer for layer in other if isinstance(layer, Stash)]
         assert {id(pop.stash) for pop in pops} == set(map(id, stashes))
         assert torch.equal(other(x), model(x))
-
-
-def test_a_chain_of_known_layers_is_copied_whole():
-    stash = Stash()
-    assert _is_copied_whole(nn.Sequential(nn.Linear(2, 2), stash, nn.Tanh(), Pop(stash)))
 
 
 class Fails(nn.Module):

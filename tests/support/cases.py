@@ -42,10 +42,10 @@ from pipetrain.runtime.ranks import World
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Edge, Op, Program, Tie, has_norms, ranks_of
 from pipetrain.tasks import IGNORED
-from pipetrain.training.run import Run, epochs_of, prepare
 from tests.support import reference
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import LocalChannel, Wire
+from tests.support.runs import Run, epochs_of, prepare
 
 GROUPS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
 SCHEDULES = sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml"))

@@ -20,9 +20,9 @@ from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.coding import Coding, Feedback
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.ranks import Ranks, World, make_group
-from pipetrain.training.run import check_early, epochs_of, prepare
 from tests.support.cases import Case, Listener, compare, config, make_run, state_of, tiny_data
 from tests.support.deadlines import DEADLINE_S
+from tests.support.runs import check_early, epochs_of, prepare
 
 CPU = torch.device("cpu")
 

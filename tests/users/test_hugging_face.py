@@ -18,9 +18,9 @@ from pipetrain import Pipeline
 from pipetrain.data import Data
 from pipetrain.data.dataset import as_split
 from pipetrain.tasks import Accuracy
-from pipetrain.training.run import prepare
 from tests.support import hugging_face
 from tests.support.cases import Case, config, run_in_threads
+from tests.support.runs import prepare
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")

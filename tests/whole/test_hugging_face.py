@@ -7,8 +7,8 @@ import pytest
 from pipetrain.building import build
 from pipetrain.cli import conf_dir
 from pipetrain.errors import ConfigError
-from pipetrain.training.run import check_early
 from tests.support.cases import config
+from tests.support.runs import check_early
 
 pytest.importorskip("transformers")
 

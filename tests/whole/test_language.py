@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.data import Data, Draw, Sampler
-from pipetrain.training.run import Run, prepare
 from tests.support import reference
 from tests.support.cases import Case, config, run_in_threads
+from tests.support.runs import Run, prepare
 
 TOKENS, LENGTH, WIDTH = 12, 7, 8
 PADDING = -100

@@ -1,42 +1,30 @@
-"""One run, built from the configuration: data, model, plan.
-
-Every rank builds it from the same values. Only rank 0 decides whether the configured data set is available,
-and which one replaces it.
-"""
+"""A run of a configuration for the threads and worlds of the tests: planned and trained, no command line."""
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from omegaconf import DictConfig
 
-from pipetrain.building import Models, make_schedule, make_task
-from pipetrain.checkpoint.files import CHECKPOINTS, folders
-from pipetrain.checkpoint.resume import tensors_of
+from pipetrain.building import make_model, make_schedule, make_task
 from pipetrain.checkpoint.saver import Keeper
-from pipetrain.cli import conf_dir
 from pipetrain.data import (
     Data,
     DataFacts,
-    DataMissing,
     Draw,
     Sampler,
     declared_example,
-    fallback_message,
     load_augment,
     load_data,
 )
 from pipetrain.data.loader import Sampled, even
 from pipetrain.epochs import Epochs, PassesByNumber
 from pipetrain.errors import ConfigError
+from pipetrain.network.chain import network_of
 from pipetrain.network.network import Network
 from pipetrain.network.values import ValueSpec
 from pipetrain.plan.memory import sized
@@ -44,7 +32,6 @@ from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, prove_targ
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.sizes import optimizer_state
 from pipetrain.records.about import About
-from pipetrain.records.folder import SUMMARY, is_of
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.session import Session
@@ -55,17 +42,12 @@ from pipetrain.tasks import Task
 if TYPE_CHECKING:
     from pipetrain.records.recorder import Console
 
-CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # options kept for a fallback data set
-
-log = logging.getLogger("pipetrain")
-
 
 @dataclass(frozen=True)
 class Run:
     """One training run before it starts.
 
-    `data` is None on ranks that need no sample. `see_model` returns the whole model. `take_network` returns
-    it for training without keeping a reference; another call builds it again, with the same weights.
+    `data` is None on ranks that need no sample. `take_network` builds the whole model.
     """
 
     settings: Settings
@@ -75,7 +57,6 @@ class Run:
     plan: Plan
     sampler: Sampler
     optimizer: OptimizerFactory
-    see_model: Callable[[], nn.Module]
     take_network: Callable[[], Network]
 
     @property
@@ -108,42 +89,16 @@ def epochs_of(run: Run, mesh: Mesh, recorder: Console | None = None, keeper: Kee
     return Epochs(session, mesh, passes, run.about, rate, recorder, keeper)
 
 
-def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
-    """Load the data set, or the one of `data.fallback` if it is not available. Raises ConfigError.
-
-    Returns the configuration with the data set used, whose recipe replaces values not set by hand, and the
-    data.
-    """
-    names = sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml"))
-    fallback = cfg.data.get("fallback")
-    if fallback is not None and fallback not in names:
-        raise ConfigError(f"data.fallback={fallback} is unknown; choose one of {', '.join(names)}, or null")
-    try:
-        return cfg, load_data(cfg.data, dtype)
-    except DataMissing as error:
-        if fallback in (None, cfg.data.name):
-            raise
-        note = fallback_message(error, fallback)
-    log.warning("pipetrain: %s", note)
-    cfg = with_fallback(cfg)
-    return cfg, replace(load_data(cfg.data, dtype), note=note)
-
-
-def with_fallback(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with the data set of its `data.fallback`."""
-    cfg = cfg.copy()
-    taken = OmegaConf.load(conf_dir() / "data" / f"{cfg.data.fallback}.yaml")
-    for key in CARRIED_OVER:
-        OmegaConf.update(taken, key, cfg.data[key])
-    cfg.data = taken
-    return cfg
+def network_for(cfg: DictConfig, settings: Settings, example: ValueSpec) -> Network:
+    """Build a configuration's model, for inputs like the example."""
+    model = make_model(cfg, settings.seed, settings.dtype)
+    return network_of(model, example.cast(settings.dtype), settings.precision == "bf16")
 
 
 def check_early(
     cfg: DictConfig,
     schedule: str,
     ranks: int,
-    models: Models | None = None,
     example: ValueSpec | None = None,
 ) -> Plan:
     """Plan one batch, as a draft, to refuse errors before the run starts. Raises ConfigError.
@@ -155,8 +110,7 @@ def check_early(
     make_task(cfg)
     example = example or declared_example(cfg.data, settings.dtype)
     example = example or load_data(cfg.data, settings.dtype).facts.example
-    models = models or Models()
-    network = models.copy(cfg, settings.seed, settings.dtype, example.cast(settings.dtype))
+    network = network_for(cfg, settings, example)
     samples = Samples([settings.batch_size], [settings.full])
     plan = draft_plan(cfg, settings, network, example, samples)
     make_optimizer(cfg, network.model, plan.stages)
@@ -171,17 +125,14 @@ def prepare(
     data: Data | None = None,
     profile: Profile | None = None,
     resumed: int = 0,
-    models: Models | None = None,
 ) -> Run:
     """Build a run from its configuration, facts of its data and, for partition=profile, profile.
 
     With `data`, the task is proven on its first samples.
 
-    `resumed`: batches already done of the current epoch. `models`: those of `check_early`, which saves
-    building the model again. Raises ConfigError and ScheduleError.
+    `resumed`: batches already done of the current epoch. Raises ConfigError and ScheduleError.
     """
-    settings, models = Settings.composed(cfg, schedule, ranks), models or Models()
-    named = cfg, settings.seed, settings.dtype
+    settings = Settings.composed(cfg, schedule, ranks)
     sampler = Sampler(
         facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
@@ -192,7 +143,7 @@ def prepare(
         )
     settings.rate(settings.epochs * len(sampler.batch_sizes))  # which refuses a wrong lr_schedule
     samples = Samples(sampler.batch_sizes, even(facts.test, settings.batch_size), resumed)
-    network = models.copy(*named, facts.example.cast(settings.dtype))
+    network = network_for(cfg, settings, facts.example)
     task = make_task(cfg)
     plan = make_plan(settings, make_schedule(cfg), network, facts.example, samples, profile)
     if data is not None:
@@ -208,45 +159,5 @@ def prepare(
         plan=sized(plan, task, optimizer_state(optimizer)),
         sampler=sampler,
         optimizer=optimizer,
-        see_model=partial(models.see, *named),
-        take_network=partial(models.take, *named, plan.example),
+        take_network=partial(network_for, cfg, settings, plan.example),
     )
-
-
-def conditions_of(cfg: DictConfig, run: Run) -> dict[str, Any]:
-    """Return the settings in which a run and its checkpoint must agree."""
-    return {
-        "model": OmegaConf.to_container(cfg.model, resolve=True),
-        **tensors_of(run.see_model()),
-        "data": run.facts.name,
-        "data's fingerprint": run.facts.fingerprint,
-        "task": str(run.task),
-        "optim": str(cfg.optim._target_),
-        "batch_size": run.settings.batch_size,
-        "data.drop_last": run.settings.drop_last,
-        "seed": run.settings.seed,
-        "dtype": str(run.settings.dtype).removeprefix("torch."),
-    }
-
-
-def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
-    """Return whether more epochs would continue the finished run in `run_dir`.
-
-    Raises ConfigError if the learning rates of its finished updates would have been different.
-    """
-    if not (folders(run_dir / CHECKPOINTS) and is_of(run_dir, cfg, {"resume", "epochs"})):
-        return False
-    try:
-        summary = json.loads((run_dir / SUMMARY).read_text())
-        updates, epochs = int(summary["updates"]), int(summary["epochs"])
-        rate, other = settings.rate(updates), settings.rate(updates // epochs * settings.epochs)
-    except (OSError, LookupError, TypeError, ValueError, ZeroDivisionError):
-        return False
-    if settings.epochs > epochs and any(rate(update) != other(update) for update in range(updates)):
-        raise ConfigError(
-            f"run_dir={run_dir} holds a run that finished after {epochs} epochs, and with "
-            f"lr_schedule={cfg.lr_schedule} warmup={cfg.warmup:g} the rates of {settings.epochs} epochs "
-            f"differ from the start: train anew in another run_dir, or go on there from its last weights "
-            f"with resume={run_dir}"
-        )
-    return settings.epochs > epochs

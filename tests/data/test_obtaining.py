@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import weakref
 from itertools import accumulate
 from pathlib import Path
 
@@ -12,14 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.building import Models
-from pipetrain.data import DataMissing
+from pipetrain.data import DataMissing, obtain_data
 from pipetrain.data.loader import even
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.schedule.actions import ScheduleError
-from pipetrain.training.run import check_early, obtain_data
 from tests.support.cases import config, prepared
+from tests.support.runs import check_early
 
 
 @pytest.fixture
@@ -134,20 +132,6 @@ def test_prepare_brings_the_parts_together():
     assert ({3, 2}, {10}) == (set(run.plan.cut.specs), set(run.plan.evaluation_cut.specs))
     assert (run.facts.train, run.facts.test, run.settings.seed) == (44, 30, 9)
     assert run.facts.example == run.plan.example == ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
-
-
-def test_one_model_is_planned_and_trained_and_nothing_keeps_it():
-    cfg = config(["data=digits", "model=mlp", "batch_size=12", "seed=9"])
-    models = Models()
-    check_early(cfg, "1f1b", 2, models)
-    seen = weakref.ref(models.see(cfg, 9, torch.float32))
-    run = prepared(cfg, "1f1b", 2, 44, models=models)
-    model = run.take_network().model
-    assert model is seen()
-    for a, b in zip(model.parameters(), run.take_network().model.parameters(), strict=True):
-        assert torch.equal(a, b)
-    del model
-    assert seen() is None
 
 
 def test_every_rank_prepares_the_same():

@@ -1,1 +1,0 @@
-"""One run from start to end: epochs, evaluation, records."""
