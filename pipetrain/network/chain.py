@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
