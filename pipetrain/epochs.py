@@ -245,13 +245,13 @@ class Epochs:
         while sizes := batches.next(window and window - done % window):
             over = done + len(sizes) == total
             meter = self._meter(epoch + 1 == about.settings.epochs and over)
-            self.session.engine.meter = meter
+            self.session.engine.watcher = meter
             observe = self._observer(tracer.observer(epoch, sizes) if tracer else None)
             ends = self._ends(len(sizes), *batch_s)
             trained, losses = self.session.train(sizes, batches, tick, observe, ends)
             self._losses += losses
             if meter:
-                self._held, self.session.engine.meter = meter.close(), None
+                self._held, self.session.engine.watcher = meter.close(), None
             done += trained
             self._position = Position(epoch, done, self._position.update + trained)
             if self._keeper:

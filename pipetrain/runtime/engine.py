@@ -86,7 +86,7 @@ class Engine:
         self.seed = seed
         self._rehearsal = rehearsal
         self._times = Times(stages, clock)
-        self.meter: Watcher | None = None
+        self.watcher: Watcher | None = None
         """What looks at the windows of training, if anything does."""
         self._train: dict[Op, _Method] = {
             Op.F: self._forward,
@@ -124,7 +124,7 @@ class Engine:
             stage.begin_window()
         first = next(iter(self.stages.values())).weights.updates
         window = self._window(order, feed, microbatches, first, self._training)
-        row = self._run(window, self._train, Op.STEP, progress, self.meter)
+        row = self._run(window, self._train, Op.STEP, progress, self.watcher)
         self._times.add(row, microbatches, window.mail.raw_bytes, observe)
 
     def evaluate(self, order: Order, feed: Feed, progress: Progress = lambda stage: None) -> None:
@@ -181,7 +181,7 @@ class Engine:
         methods: Mapping[Op, _Method],
         counted: Op,
         progress: Progress,
-        meter: Watcher | None = None,
+        watcher: Watcher | None = None,
     ) -> Row:
         order, mail, sums = window.order, window.mail, window.sums
         watch = Stopwatch(self._clock, mail.channel, lambda: mail.coded)
@@ -201,12 +201,12 @@ class Engine:
                 watch.start(action)
                 with (
                     record_function(str(action)) if profiled else nullcontext(),
-                    meter.during(action) if meter else nullcontext(),
+                    watcher.during(action) if watcher else nullcontext(),
                 ):
                     methods[action.op](action, window)
                 watch.stop()
-                if meter:
-                    meter.after(action, chain(mail.held(), sums.held()))
+                if watcher:
+                    watcher.after(action, chain(mail.held(), sums.held()))
                 if action.op is counted:
                     progress(action.stage)
         except (TrainingStopped, AssertionError):

@@ -112,7 +112,7 @@ def measure(mesh: Mesh, say: Say, case: Case) -> list[Found]:
     for number in range(WINDOWS):
         say(f"{case}: window {number + 1}")
         if number + 1 == WINDOWS:
-            engine.meter = meter = Meter(stages, mesh.device)
+            engine.watcher = meter = Meter(stages, mesh.device)
         order = order_of(plan, max(plan.windows), mesh.world.rank)
         engine.train(order, Feed(job, mesh.device), job.microbatches)
     measured = meter.close()

@@ -125,9 +125,9 @@ def _measure(mesh: Mesh, case: Case) -> Held:
     engine = make_engine(plan, stages, mesh)
     for number in range(WINDOWS):
         if cuda and number + 1 == WINDOWS:
-            engine.meter = ByAction(stages, mesh.device)
+            engine.watcher = ByAction(stages, mesh.device)
         engine.train(order_of(plan, max(plan.windows), mesh.world.rank), feed, job.microbatches)
-    meter = engine.meter
+    meter = engine.watcher
     records = sorted(engine.stats.items())
     return Held(
         [(record.activations, record.versions) for _, record in records],
