@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipetrain.errors import TrainingStopped
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
 
@@ -25,6 +26,8 @@ class Buffers:
     def __init__(self, module: nn.Module, without: Collection[int] = ()) -> None:
         own = {id(buffer) for buffer in module.buffers()} - set(without)
         self._places = [place for place in places(module) if id(place.tensor) in own]
+        self.reruns: bool | None = None
+        """Whether a backward changes them, as a layer that recomputes inside does; None: not known yet."""
 
     def copies(self) -> Copies:
         """Return the buffers with copies of their present values."""
@@ -54,6 +57,28 @@ class Buffers:
                 place.container[place.key] = buffer
 
     @contextmanager
+    def in_backward(self, stage: int) -> Iterator[None]:
+        """Let a backward run, and drop its changes, as those of a forward count once.
+
+        Raises TrainingStopped for changes that a first backward did not make.
+        """
+        copies = [] if self.reruns is False else self.copies()
+        before = self._changes()
+        with self.replaced(copies):
+            yield
+        if self.reruns is None:
+            self.reruns = any(not torch.equal(buffer, copied) for buffer, copied in copies)
+        elif not self.reruns and self._changes() != before:
+            raise TrainingStopped(
+                f"a backward of stage {stage} changed buffers, and its first one did not: a layer that runs "
+                f"its forward again in the backward must do so from the start"
+            )
+
+    def _changes(self) -> int:
+        """Return a number that grows when a buffer is changed in place, as far as torch counts that."""
+        return sum(place.tensor._version for place in self._places)
+
+    @contextmanager
     def put_back(self) -> Iterator[None]:
         """Put the buffers back in the end, with their values."""
         own = [place.tensor for place in self._places]
@@ -66,10 +91,6 @@ class Buffers:
                     buffer.copy_(values)
                 place.container[place.key] = buffer
 
-    def changes(self) -> int:
-        """Return a number that grows when a buffer is changed in place, as far as torch counts that."""
-        return sum(place.tensor._version for place in self._places)
-
     def spoilt(self, before: Copies) -> bool:
         """Return whether a number that was finite before no longer is."""
         pairs = zip(self.copies(), before, strict=True)
@@ -80,11 +101,6 @@ class Buffers:
         """Go back; a buffer that has changed is replaced, not overwritten, as graphs may have saved it."""
         for place, (buffer, old) in zip(self._places, before, strict=True):
             place.container[place.key] = buffer if torch.equal(buffer, old) else old
-
-
-def changed(copies: Copies) -> bool:
-    """Return whether copies have been changed, or the buffers since."""
-    return any(not torch.equal(buffer, copied) for buffer, copied in copies)
 
 
 def _finite(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from pipetrain.network.network import INPUT, Part
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import Value, as_tuple, needs_grad, requires_grad
 from pipetrain.rate import Rate
-from pipetrain.runtime.buffers import Buffers, changed
+from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving, Tensors
 from pipetrain.runtime.objective import Objective, weighted
@@ -95,7 +95,6 @@ class Stage:
         """Whether numbers are made up, and may be as they are."""
         self.skipped = 0
         """The number of updates that were left out."""
-        self._reruns: bool | None = None  # whether a backward runs forwards that change buffers
         self._clip = clip_grad_norm
         self._selective = selective
         self._proves = True  # whether the next recomputation is held against its forward
@@ -297,18 +296,8 @@ class Stage:
         outputs = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs:
-            # A layer that recomputes inside changes buffers, which must count once.
-            copies = [] if self._reruns is False else self.buffers.copies()
-            before = self.buffers.changes()
-            with self.weights.installed(one.version), self.buffers.replaced(copies):
+            with self.weights.installed(one.version), self.buffers.in_backward(self.index):
                 run([t for t, _ in pairs], [grad for _, grad in pairs])
-            if self._reruns is None:
-                self._reruns = changed(copies)
-            elif not self._reruns and self.buffers.changes() != before:
-                raise TrainingStopped(
-                    f"a backward of stage {self.index} changed buffers, and its first one did not: a layer "
-                    f"that runs its forward again in the backward must do so from the start"
-                )
 
     def _handed_back(self, one: Microbatch, grads: Tensors) -> Tensors:
         """Return the gradients that the stage before needs. Raises TrainingStopped for any others."""

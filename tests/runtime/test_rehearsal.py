@@ -128,7 +128,7 @@ class ColdEngine(Engine):
             return [("keeps", order.needed(action.stage, action.version - 1)), ("begun", *begun)]
         if action.op in UPDATE:
             return [()]
-        first = action.op in COMPUTE and stage._reruns is None
+        first = action.op in COMPUTE and stage.buffers.reruns is None
         return [(window.feed.size(action.mb), order.saving(action.stage, action.mb), first)]
 
     def _use(self, *kinds: Hashable) -> None:
