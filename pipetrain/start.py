@@ -64,12 +64,15 @@ class Start:
         `cfg`: the composed configuration, by which the others know how long rank 0 may read its data.
         """
         content: Any = OmegaConf.to_container(cfg, resolve=False)
-        del content["run_dir"]  # which rank 0 is told in a restart
-        ranks = self._meet(START_S + seconds(cfg, "timeout") + seconds(cfg, "data.source.total_timeout"))
-        ranks.agree("start")
-        same = {"pipetrain": code_fingerprint(), "command line": self._words, **content}
-        prove_same(ranks, "the command line", same)
-        return ranks.tell("what rank 0 alone can know", word)
+        content.pop("run_dir", None)  # which rank 0 is told in a restart
+        limit_s = START_S + seconds(cfg, "timeout")
+        if self.world.rank:
+            limit_s += seconds(cfg, "data.source.total_timeout")
+        self.doing = "let all ranks start"
+        self._meet(limit_s)
+        return self.agree(
+            "start", word, {"pipetrain": code_fingerprint(), "command line": self._words, **content}
+        )
 
     def agree(self, doing: str, item: Any = None, same: Mapping[str, Any] | None = None) -> Any:
         """Return rank 0's `item` on all ranks, once all have come. Raises Refused, ChannelError.
