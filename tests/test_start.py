@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -26,11 +24,7 @@ from tests.support.processes import (
     CHECKOUT,
     DEADLINE_S,
     SMALL,
-    await_epoch,
-    ended,
     lines_of,
-    rank_of,
-    started,
 )
 
 # Alone
@@ -164,20 +158,3 @@ def test_what_one_rank_alone_refuses_or_has_otherwise_is_said_by_rank_0(ranks, t
     assert line.startswith(f"pipetrain: {said}")
     assert (status, other) == (2, (2, ""))
     assert list(tmp_path.iterdir()) == []
-
-
-# A restart
-
-
-@pytest.mark.processes
-def test_a_run_that_torchrun_restarts_goes_on_in_its_folder(tmp_path):
-    """Nobody has named it, and its name has the time in it."""
-    with started(tmp_path, ["epochs=4", "resume=auto"], restarts=1) as process:
-        await_epoch(process, 2)
-        os.kill(rank_of(process, 0), signal.SIGKILL)
-        out = ended(process)
-    assert process.returncode == 0, out
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert f"going on from {folder}" in out
-    assert (folder / "summary.json").exists()
-    assert Path(folder, "metrics.csv").read_text().count("\n") == 5

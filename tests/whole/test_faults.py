@@ -129,23 +129,27 @@ def rows(run: Path) -> list[list[str]]:
 
 
 def test_of_runs_at_the_same_time_one_that_is_killed_and_stopped_ends_as_one_that_nobody_disturbs(tmp_path):
-    """Each rank is killed once, and comes back; then all are stopped, and go on later."""
-    disturbed, unharmed = tmp_path / "disturbed", tmp_path / "unharmed"
-    words = [*LONG, f"run_dir={disturbed}", "resume=auto"]
+    """Each rank is killed once, and comes back; then all are stopped, and go on later.
+
+    Nobody has named its folder, and its name has the time in it.
+    """
+    unharmed = tmp_path / "unharmed"
     with (
-        started(tmp_path, words, restarts=3) as process,
+        started(tmp_path, [*LONG, "resume=auto"], restarts=3) as process,
         started(tmp_path, [*LONG, f"run_dir={unharmed}"]) as other,
     ):
         for rank, epoch in enumerate((3, 7)):
             await_epoch(process, epoch)
             os.kill(rank_of(process, rank), signal.SIGKILL)
-        assert "going on from" in await_epoch(process, 8)
+        seen = await_epoch(process, 8)
         os.kill(process.pid, signal.SIGTERM)  # torchrun's, which passes it on to every rank
         out = ended(process)
         assert "got SIGTERM: saving when the pipeline is drained, then stopping" in out
         assert "go on with: run_dir=" in out
+        (disturbed,) = (tmp_path / "runs").iterdir()
+        assert f"going on from {disturbed}" in seen
         assert not (disturbed / "summary.json").exists()
-        with started(tmp_path, words) as goes_on:
+        with started(tmp_path, [*LONG, f"run_dir={disturbed}", "resume=auto"]) as goes_on:
             out = ended(goes_on)
             assert goes_on.returncode == 0, out
             assert "going on from" in out
