@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,7 +36,7 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
 from pipetrain.tally import Tally
 from pipetrain.tasks import Task
-from pipetrain.untrusted import DamagedCheckpoint, read_as
+from pipetrain.untrusted import read_as
 
 if TYPE_CHECKING:  # the recorder imports Matplotlib and TensorBoard, which training does not need
     from pipetrain.records.recorder import Console
@@ -131,7 +131,7 @@ class Epochs:
         self._rate = rate
         self._recorder = recorder
         self._keeper = keeper
-        self._position = Position()
+        self._position = Position(update=next(iter(session.stages.values())).weights.updates)
         self._progress = Progress()  # as restored; only its history is extended
         self._elapsed_before = 0.0
         self._started = time.perf_counter()
@@ -158,7 +158,7 @@ class Epochs:
         """
         session, plan = self.session, self.session.plan
         self._progress = read_progress(manifest)
-        self._position = self._placed(folder, manifest.position)
+        self._position = self._placed(manifest.position)
         tensors = Tensors(folder, list(manifest.parts))
         for stage in session.stages.values():
             load(stage, tensors, manifest.position.update, optimizer)
@@ -178,17 +178,11 @@ class Epochs:
             history = [replace(figures, stages={}) for figures in self._progress.history]
             self._progress = replace(self._progress, history=history, stages={})
 
-    def _placed(self, folder: Path, position: Position) -> Position:
+    def _placed(self, position: Position) -> Position:
         """Return a checkpoint's position; of one that Pipeline.save wrote, by the number of its update."""
-        epoch, batch, update = astuple(position)
-        batches = self._about.batches
-        if update and not epoch and not batch:
+        update, batches = position.update, self._about.batches
+        if update and not position.epoch and not position.batch:
             return Position(update // batches, update % batches, update)
-        if update > epoch * batches + batch:  # fewer where batches were skipped
-            raise DamagedCheckpoint(
-                f"{folder} is of update {update}, and {epoch} epochs of {batches} updates and {batch} more "
-                f"are others"
-            )
         return position
 
     def run(self) -> bool:

@@ -101,7 +101,6 @@ def fit(
     - `loggers`: names of conf/logger, or their options by name.
     - `log_every`: updates to a row of updates.csv.
     - `trace`: whether to write trace.json, or of how many windows.
-
     - `name`: of the data, for the records.
 
     SIGTERM and Ctrl-C save, and end the training after the window that runs: then `pipe.stopping` is true
@@ -332,6 +331,10 @@ def _recorder(pipe: Pipeline, about: About, place: RunFolder | None, ending: Exi
         Recorder,
     )
 
+    if not (log.handlers or logging.getLogger().handlers):  # a program that has set up no logging
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
+        ending.callback(log.handlers.clear)
     device, world = pipe._mesh.device, pipe._mesh.world
     room = gpu_bytes(device.type, world.local_size)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

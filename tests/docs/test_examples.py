@@ -54,7 +54,8 @@ def numbers(text: str) -> list[float]:
 @pytest.mark.processes
 def test_every_example_runs_on_two_ranks(ranks, tmp_path):
     examples = [str(EXAMPLES / f"{name}.py") for name in NAMES if name != ALONE]
-    again = [str(EXAMPLES / "saving.py"), f"{EXAMPLES / 'own_schedule.py'} {EXAMPLES / 'by_twos.txt'}"]
+    again = [str(EXAMPLES / "saving.py"), str(EXAMPLES / "fitting.py")]
+    again += [f"{EXAMPLES / 'own_schedule.py'} {EXAMPLES / 'by_twos.txt'}"]
     said, by_the_last = ranks(run_examples.run, tmp_path, [*examples, *again])
 
     perplexities = [float(number) for number in re.findall(r"perplexity (\S+)", said["gpt"])]
@@ -72,6 +73,11 @@ def test_every_example_runs_on_two_ranks(ranks, tmp_path):
     assert float(re.search(r"close (\S+)%", said["own_task"]).group(1)) > 50
     *losses, again = numbers(said["large"])
     assert again < losses[-1] < losses[0]
+    trained, resumed = said["fitting"].splitlines()
+    assert trained == resumed
+    assert trained.startswith("epoch 3: all test samples 0.")
+    four, none = numbers(said["predicting"])
+    assert (four, none) == pytest.approx((4.0, 0.0), abs=0.2)
     assert len(numbers(said["from_torchgpipe"])) == 4
     assert len(numbers(said["from_deepspeed"])) == 10
 
