@@ -272,6 +272,7 @@ class Reader:
     def skip(self, batches: int) -> int:
         """Read so many batches for nothing; return how many there were. The loader's random numbers go on."""
         self._refuse_other()
+        self._counts()  # by the first batch, as in the pass that is gone on with
         skipped = 0
         while skipped < batches and (self._held or self._read_one()):
             self._leave_out()

@@ -73,6 +73,19 @@ def test_a_window_of_one_batch_is_read_before_it_begins_and_a_longer_one_as_it_r
     assert len(data.read) == 8
 
 
+def test_a_pass_that_goes_on_leaves_out_what_the_whole_one_did():
+    """The first batch says whether targets may not count, and a later one has none."""
+    labels = torch.zeros(16, dtype=torch.int64)
+    labels[[0, *range(8, 12)]] = -100
+    samples = list(zip(torch.arange(16.0).reshape(16, 1), labels, strict=True))
+    for done in (0, 1):
+        loader = DataLoader(samples, batch_size=4)  # type: ignore[arg-type]
+        reader = Reader(loader, "batch", weight=lambda targets: (targets != -100).sum())
+        assert reader.skip(done) == done
+        assert reader.window(None) == [4] * (3 - done)
+        assert reader.take(4)[0][0] == 4 * done
+
+
 def test_an_iterable_without_length_is_read_by_windows_and_refused_as_a_whole_pass():
     reader = Reader(iter(batches(3)), "batch")
     assert (reader.window(2), reader.take(4), reader.take(4))[0] == [4, 4]
