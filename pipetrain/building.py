@@ -24,7 +24,6 @@ from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import factory
 from pipetrain.network.model import prove_model
-from pipetrain.network.network import Values
 from pipetrain.network.values import specs_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
@@ -144,10 +143,6 @@ def build_function(key: str, node: object) -> Any:
     if not callable(made) and not isinstance(made, Metric):
         raise ConfigError(f"{key} must be a function; got {type(made).__name__}")
     return made
-
-
-ReadWeights = Callable[[str, nn.Module, Values | None], Values]
-"""(path, model, values of what the path has not) -> the values of the model's tensors."""
 
 
 def model_of(cfg: DictConfig, seed: int) -> nn.Module | Callable[[], nn.Module]:

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -89,27 +88,14 @@ def measure(mesh: Mesh, draft: Plan, conditions: Facts, make: Callable[[], Measu
     )
 
 
-def measure_run(
-    cfg: DictConfig,
-    draft: Plan,
-    world: World,
-    device: torch.device,
-    store: Store | None,
-) -> Profile:
-    """Measure the model of a configuration, on all ranks. Raises as `measure` does."""
-    settings = draft.settings
-    local_size = world.local_size if world.size > 1 else settings.ranks
-    torch.set_num_threads(settings.threads or share_of_cores(local_size))
-    mesh = Mesh(world, draft.placement, list(draft.cut.bounds), device, store, settings.timeout)
-    make = partial(_built, cfg, settings, draft.example)
-    profile = measure(mesh, draft, profile_conditions(settings, cfg.optim), make)
-    mesh.close()
-    return profile
-
-
 def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
     """Measure the model of a configuration in this process, without messages. Raises ConfigError."""
-    return measure_run(cfg, draft, World(), choose_device(World(), draft.settings.device), None)
+    settings, world = draft.settings, World()
+    torch.set_num_threads(settings.threads or share_of_cores(settings.ranks))
+    device = choose_device(world, settings.device)
+    mesh = Mesh(world, draft.placement, [], device, None, settings.timeout)
+    conditions = profile_conditions(settings, cfg.optim)
+    return measure(mesh, draft, conditions, partial(_built, cfg, settings, draft.example))
 
 
 def _built(cfg: DictConfig, settings: Settings, example: ValueSpec) -> Measured:

@@ -19,7 +19,16 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 
 from pipetrain import measure
 from pipetrain.errors import ConfigError
-from pipetrain.measure import LARGE, REPEATS, SMALL, WARM_UP, Link, measure_layers, measure_run, slowest_link
+from pipetrain.measure import (
+    LARGE,
+    REPEATS,
+    SMALL,
+    WARM_UP,
+    Link,
+    measure_alone,
+    measure_layers,
+    slowest_link,
+)
 from pipetrain.network.chain import Chain
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, ValueSpec
@@ -358,7 +367,7 @@ def test_alone_too_and_the_random_generator_is_put_back():
     draft = check_early(cfg, "1f1b", 1)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    measured = measure_run(cfg, draft, World(), CPU, None)
+    measured = measure_alone(cfg, draft)
     assert torch.equal(torch.get_rng_state(), before)
     assert (measured.latency_s, measured.s_per_byte) == (0, 0)
     assert measured.machine == {
@@ -412,7 +421,7 @@ def test_a_file_is_read_and_refused_before_anything_starts(tmp_path):
         return check_early(cfg, "1f1b", 2)
 
     cfg = config([*WORDS, "model=mlp", "partition=profile"])
-    measured = measure_run(cfg, check_early(cfg, "1f1b", 1), World(), CPU, None)
+    measured = measure_alone(cfg, check_early(cfg, "1f1b", 1))
     file.write_text(json.dumps(measured.to_json()))
     plan = read()
     assert plan.prediction is not None

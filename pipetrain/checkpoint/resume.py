@@ -14,11 +14,6 @@ from pipetrain.network.model import state_names
 from pipetrain.settings import PROFILE, Mode
 
 
-def done_batches(source: Source | None) -> int:
-    """Return the number of batches already done in the epoch that the run resumes."""
-    return source.manifest.position.batch if source else 0
-
-
 def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
     """Return the configuration with the checkpoint's cuts where it would otherwise be profiled again."""
     pipeline = source.manifest.pipeline

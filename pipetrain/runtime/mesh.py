@@ -60,7 +60,7 @@ def _fresh_store(world: World, limit_s: float) -> Store:
 
 
 class Mesh(Ranks):
-    """The process groups of one run. `placement[stage]` is the stage's rank. `ties`: see `open`.
+    """The process groups of one run. `placement[stage]` is the stage's rank.
 
     `staged`: whether messages go through host memory, over gloo; None: if ranks share a GPU. `store`: of this
     mesh alone; None with one rank.
@@ -75,7 +75,6 @@ class Mesh(Ranks):
         store: Store | None,
         timeout: float,
         staged: bool | None = None,
-        ties: Sequence[Tie] = (),
     ) -> None:
         super().__init__(world, timeout)
         self.placement = list(placement)
@@ -102,7 +101,7 @@ class Mesh(Ranks):
                 raise
             except RuntimeError as error:
                 raise self._lost("connect to the other ranks", error) from error
-            self.open(edges, ties)
+            self.open(edges)
 
     def _connect(self, store: Store | None) -> None:
         limit = timedelta(seconds=self._timeout)

@@ -9,17 +9,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 from torch.distributed.distributed_c10d import Store
 
 from benchmark.worlds import gather_objects
+from pipetrain.building import make_model
 from pipetrain.codec import Codecs
 from pipetrain.errors import ConfigError, Refused
-from pipetrain.measure import measure_run
+from pipetrain.measure import measure
+from pipetrain.network.chain import network_of
+from pipetrain.network.network import Network
 from pipetrain.network.values import TensorSpec, specs_of
+from pipetrain.plan.plan import Plan
+from pipetrain.plan.profile import Profile, profile_conditions
 from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.coding import Coding, Feedback
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.ranks import Ranks, World, make_group
+from pipetrain.runtime.weights import OptimizerFactory
 from tests.support.cases import Case, Listener, compare, config, make_run, state_of, tiny_data
 from tests.support.deadlines import DEADLINE_S
 from tests.support.runs import check_early, epochs_of, prepare
@@ -193,6 +201,19 @@ def _complaint(action: Callable[[], object]) -> str:
     return "no error"
 
 
+def profiled(world: World, store: Store, cfg: DictConfig, draft: Plan) -> Profile:
+    """Measure a configuration's model on all ranks."""
+
+    def make() -> tuple[Network, OptimizerFactory]:
+        model = make_model(cfg, draft.settings.seed, draft.settings.dtype)
+        return network_of(model, draft.example), make_optimizer(cfg, model)
+
+    mesh = Mesh(world, draft.placement, list(draft.cut.bounds), CPU, store, DEADLINE_S)
+    profile = measure(mesh, draft, profile_conditions(draft.settings, cfg.optim), make)
+    mesh.close()
+    return profile
+
+
 def profile_then_train(world: World, store: Store, words: Sequence[str]) -> tuple[object, list[int]]:
     """Train by the cuts of a profile that is taken now, then by the same cuts as they are given.
 
@@ -201,7 +222,7 @@ def profile_then_train(world: World, store: Store, words: Sequence[str]) -> tupl
     torch.set_num_threads(1)
     cfg = config([*words, "partition=profile"])
     draft = check_early(cfg, "1f1b", world.size)
-    profile = measure_run(cfg, draft, world, CPU, dist.PrefixStore("profile", store))
+    profile = profiled(world, dist.PrefixStore("profile", store), cfg, draft)
     data = tiny_data(44, cfg=cfg)
     cuts = prepare(cfg, "1f1b", world.size, data.facts, data, profile).plan.cuts
     ended = []
@@ -232,7 +253,7 @@ def profile_that_fails(world: World, store: Store, words: Sequence[str]) -> str:
     cfg = config([*words, "partition=profile"])
     draft = check_early(cfg, "1f1b", world.size)
     try:
-        measure_run(cfg, draft, world, CPU, store)
+        profiled(world, store, cfg, draft)
     except ConfigError as error:
         return str(error)
     return "no error"
