@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.errors import TrainingStopped
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
 
@@ -57,26 +56,13 @@ class Buffers:
                 place.container[place.key] = buffer
 
     @contextmanager
-    def in_backward(self, stage: int) -> Iterator[None]:
-        """Let a backward run, and drop its changes, as those of a forward count once.
-
-        Raises TrainingStopped for changes that a first backward did not make.
-        """
+    def in_backward(self) -> Iterator[None]:
+        """Let a backward run, and drop its changes, as those of a forward count once; the first one tells."""
         copies = [] if self.reruns is False else self.copies()
-        before = self._changes()
         with self.replaced(copies):
             yield
         if self.reruns is None:
             self.reruns = any(not torch.equal(buffer, copied) for buffer, copied in copies)
-        elif not self.reruns and self._changes() != before:
-            raise TrainingStopped(
-                f"a backward of stage {stage} changed buffers, and its first one did not: a layer that runs "
-                f"its forward again in the backward must do so from the start"
-            )
-
-    def _changes(self) -> int:
-        """Return a number that grows when a buffer is changed in place, as far as torch counts that."""
-        return sum(place.tensor._version for place in self._places)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:

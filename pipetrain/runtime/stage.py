@@ -296,7 +296,7 @@ class Stage:
         outputs = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs:
-            with self.weights.installed(one.version), self.buffers.in_backward(self.index):
+            with self.weights.installed(one.version), self.buffers.in_backward():
                 run([t for t, _ in pairs], [grad for _, grad in pairs])
 
     def _handed_back(self, one: Microbatch, grads: Tensors) -> Tensors:
