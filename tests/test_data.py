@@ -90,7 +90,7 @@ def test_without_a_fallback_the_error_names_the_ways_out(tmp_path):
     [{"train_limit": 0}, {"train_limit": "many"}, {"test_limit": 1.5}],
 )
 def test_numbers_that_cannot_be_are_refused(overrides):
-    with pytest.raises(ConfigError, match=f"data.{next(iter(overrides))} must be a whole number"):
+    with pytest.raises(ConfigError, match=rf"data.{next(iter(overrides))}=\S+ must be a whole number"):
         load_data(data_config("digits", **overrides))
 
 

@@ -54,7 +54,7 @@ def traced(mesh: Mesh, say: Say, case: Case, path: str) -> tuple[str, float]:
         return "", 0.0
     (found,) = listener.traces
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    chrome.write(Path(path), about_trace(run, found, f"2 x {device}"), found.windows)
+    chrome.write(Path(path), about_trace(run.about, found, f"2 x {device}"), found.windows)
     return type(Clock(mesh.device).mark()).__name__, found.clock_error_s
 
 

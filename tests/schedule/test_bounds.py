@@ -100,5 +100,5 @@ def test_a_simulation_names_the_bounds_of_its_edges() -> None:
     bounds = edge_bounds(program, routes, 2)
     with pytest.raises(ScheduleError, match="2 from 0 to 1, 0 from 1 to 0, 2 from 0 to 2"):
         simulate(program, 1, buffer_size={**bounds, (1, 0): 0}, routes=routes)
-    with pytest.raises(Deadlock, match=r"=2 from 0 to 1, .* 2 from 2 to 1: rank 0 at 0RECV_B0 waits"):
+    with pytest.raises(Deadlock, match=r"buffer_size=2: rank 0 at 0RECV_B0 waits"):
         simulate([*program[:2], program[2][:1]], 1, buffer_size=bounds, routes=routes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from omegaconf import DictConfig
 
-from pipetrain.building import make_model, make_schedule, make_task
+from pipetrain.building import make_schedule, make_task, model_of
 from pipetrain.checkpoint.saver import Keeper
 from pipetrain.data import (
     Data,
@@ -24,7 +24,9 @@ from pipetrain.data import (
 from pipetrain.data.loader import Sampled, even
 from pipetrain.epochs import Epochs, PassesByNumber
 from pipetrain.errors import ConfigError
+from pipetrain.network import factory
 from pipetrain.network.chain import network_of
+from pipetrain.network.model import prove_model
 from pipetrain.network.network import Network
 from pipetrain.network.values import ValueSpec
 from pipetrain.plan.memory import sized
@@ -91,8 +93,13 @@ def epochs_of(run: Run, mesh: Mesh, recorder: Console | None = None, keeper: Kee
 
 def network_for(cfg: DictConfig, settings: Settings, example: ValueSpec) -> Network:
     """Build a configuration's model, for inputs like the example."""
-    model = make_model(cfg, settings.seed, settings.dtype)
-    return network_of(model, example.cast(settings.dtype), settings.precision == "bf16")
+    made, values = model_of(cfg, settings.seed), None
+    if not isinstance(made, nn.Module):
+        made, values = factory.build(made, settings.seed)
+    prove_model(made, "the model must be", settings.dtype)
+    network = network_of(made, example.cast(settings.dtype), settings.precision == "bf16")
+    network.values = values
+    return network
 
 
 def check_early(

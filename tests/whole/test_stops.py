@@ -230,4 +230,4 @@ def test_a_forked_process_is_ended_by_sigterm_and_its_parent_hears_nothing():
     finally:
         signal.signal(signal.SIGTERM, before)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
-    assert heard == []
+    assert signal.SIGTERM not in heard
