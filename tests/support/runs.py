@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import DictConfig
+from torch import nn
 
 from pipetrain.building import make_schedule, make_task, model_of
 from pipetrain.checkpoint.saver import Keeper
