@@ -56,7 +56,8 @@ class Loan:
 
     def take_back(self) -> None:
         """Let the stages have their tensors again, before they train."""
-        self._put_own()
+        if self._swapped:
+            self._put_own()
         self._swapped = []
         self._lent.collected = False
 
