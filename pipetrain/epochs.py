@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -159,6 +159,9 @@ class Epochs:
         session, plan = self.session, self.session.plan
         self._progress = read_progress(manifest)
         self._position = self._placed(manifest.position)
+        if self._position != manifest.position:
+            epoch, batch, _ = astuple(self._position)
+            self._progress = replace(self._progress, unseen_epochs=epoch, unseen_batches=batch)
         tensors = Tensors(folder, list(manifest.parts))
         for stage in session.stages.values():
             load(stage, tensors, manifest.position.update, optimizer)
@@ -221,7 +224,7 @@ class Epochs:
             self._save(trained - start)
             return "stop"
         self._report(epoch, trained - start, time.perf_counter() - trained)
-        self._progress = Progress(self.history)
+        self._progress = replace(Progress(self.history), unseen_epochs=self._progress.unseen_epochs)
         self._position = Position(epoch + 1, 0, self._position.update)
         over, best = epoch + 1 == self._about.settings.epochs, is_best(self._position, self._progress)
         if self._keeper and (self._keeper.due(self._position, over, best) or asked):
@@ -275,8 +278,8 @@ class Epochs:
         counted = None if session.last is None else _Counted(session.last.trained_so_far, self._losses)
         ranks = self._gather("what is known of the epoch", _RankProgress(counted, session.engine.stats))
         known = next(one.counted for one in ranks if one.counted is not None)
-        progress = Progress(
-            history=self.history,
+        progress = replace(
+            self._progress,
             trained=known.trained,
             train_s=train_s,
             elapsed_s=self._elapsed(),

@@ -47,7 +47,8 @@ class Start:
     def remind(self) -> None:
         """Log what takes long every SILENCE_S seconds until training begins; for a thread of its own."""
         while not self.trains.wait(SILENCE_S):
-            log.info("pipetrain: it takes time to %s", self.doing)
+            if self.doing:
+                log.info("pipetrain: it takes time to %s", self.doing)
 
     @property
     def run_dir(self) -> str | None:
@@ -87,6 +88,7 @@ class Start:
 
     def refuse(self, error: ConfigError | ScheduleError) -> NoReturn:
         """End all ranks by an error of this one, before they train. Raises Refused, or the error."""
+        self.doing = ""  # the folder with the log is gone
         if self.world.size == 1 or self.trains.is_set() or isinstance(error, Refused):
             raise error
         limit_s = START_S if self.world.rank else REFUSED_S

@@ -72,7 +72,10 @@ def best_epoch(history: Sequence[EpochFigures]) -> EpochFigures:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The finished epochs of a run, and the statistics of the current one."""
+    """The finished epochs of a run, and the statistics of the current one.
+
+    `unseen_epochs`, `unseen_batches`: those before a Pipeline.save from which it went on, without figures.
+    """
 
     history: list[EpochFigures] = field(default_factory=list)
     trained: Tally = field(default_factory=Tally)
@@ -80,6 +83,8 @@ class Progress:
     elapsed_s: float = 0.0
     stages: Stats = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)  # per update
+    unseen_epochs: int = 0
+    unseen_batches: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,10 +101,11 @@ def read_progress(manifest: Manifest) -> Progress:
     history, position = progress.history, manifest.position
     stages = set(range(len(manifest.pipeline["placement"])))
     counted = [progress.stages, *(figures.stages for figures in history if figures.stages)]
+    unseen = progress.unseen_batches if position.epoch == progress.unseen_epochs else 0
     fits = (
-        len(history) == position.epoch
-        and len(progress.losses) == position.batch
-        and all(figures.epoch == number for number, figures in enumerate(history, 1))
+        len(history) == position.epoch - progress.unseen_epochs
+        and len(progress.losses) == position.batch - unseen
+        and all(figures.epoch == n for n, figures in enumerate(history, 1 + progress.unseen_epochs))
         and all(figures.train_s > _LEAST for figures in history)
         and all(figures.losses.keys() == figures.rates.keys() for figures in history)
         and all(known.keys() == stages for known in counted)

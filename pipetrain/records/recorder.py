@@ -48,6 +48,7 @@ class Console:
     def begin(self, history: Sequence[EpochFigures] = ()) -> None:
         """Log the run's model, data and plan; `history`: the epochs that are already done."""
         self._history.epochs.extend(history)
+        self._record(history)
         for line in self._introduction_lines():
             log.info("%s", line)
         self._bar.spoke()
@@ -86,6 +87,7 @@ class Console:
         self._history.epochs.append(figures)
         if held:
             self._history.memory = Memory(figures.epoch, held)
+        self._record([figures])
         log.info(
             "epoch %d/%d: train loss %s; val loss %s; %.0f samples/s, %.1f s",
             figures.epoch,
@@ -95,6 +97,9 @@ class Console:
             figures.samples_per_s,
             figures.train_s + figures.eval_s,
         )
+
+    def _record(self, epochs: Sequence[EpochFigures]) -> None:
+        """Take epochs that are new in the history, before they are told."""
 
     def _told(self, tally: Tally) -> str:
         """Return a mean loss and the metrics, such as `0.3120, acc 91.20 %`."""
@@ -179,22 +184,13 @@ class Recorder(Console):
             for stage in range(about.plan.stages)
         ]
 
-    def begin(self, history: Sequence[EpochFigures] = ()) -> None:
-        """Record the epochs that are already done too."""
-        super().begin(history)
-        self._write()
-        for epochs in range(1, 1 + len(history)):
-            self._track(self._history.until(epochs))
-        self._bar.spoke()
-
     def _where(self) -> str:
         return f"; records in {self._folder}"
 
-    def epoch(self, figures: EpochFigures, held: Sequence[Measured] = ()) -> None:
-        """Record a finished epoch."""
-        super().epoch(figures, held)
+    def _record(self, epochs: Sequence[EpochFigures]) -> None:
         self._write()
-        self._track(self._history)
+        for left in reversed(range(len(epochs))):
+            self._track(self._history.until(len(self._history.epochs) - left))
 
     def _write(self) -> None:
         """Update all files, including those that could not be written before."""

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -414,15 +414,6 @@ def test_losses_may_be_infinite(harmed):
     newest = checkpoints(harmed)[-1]
     forge(newest, on(*FIRST, "evaluated", "loss")(math.nan))
     run_in_threads(HARMED, source=newest)
-
-
-@pytest.mark.parametrize("position", [Position(1, 2, 7)])
-def test_updates_that_are_not_those_of_the_epochs_are_damage(position, harmed):
-    newest = checkpoints(harmed)[-1]
-    forge(newest, lambda data: data["progress"]["losses"].pop())
-    forge(newest, put("position", to=dict(zip(("epoch", "batch", "update"), astuple(position), strict=True))))
-    with pytest.raises(DamagedCheckpoint, match=r"is of update \d+, and \d+ epochs of \d+ updates and"):
-        run_in_threads(HARMED, source=newest)
 
 
 @pytest.mark.parametrize("batch", [5, 2**62])
