@@ -381,6 +381,14 @@ class Epochs:
             held = [figures.held for figures in ranks if figures.held is not None]
             self._recorder.epoch(epoch_figures, held)
 
+    def metrics(self) -> dict[str, float]:
+        """Return what the last epoch's training has counted, as Pipeline.metrics does; {} before it."""
+        if not self.history:
+            return {}
+        last = self.history[-1]
+        values = {"loss": last.trained.mean_loss, **self._about.task.values(last.trained)}
+        return values | {"learning_rate": last.lr, "samples_per_s": last.samples_per_s}
+
     def rows(self) -> list[dict[str, float]]:
         """Return the figures of each epoch, by their names in metrics.csv."""
         return [self._row(figures) for figures in self.history]

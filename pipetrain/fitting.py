@@ -42,6 +42,7 @@ from pipetrain.records.files import Files
 from pipetrain.records.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE, UPDATES
 from pipetrain.records.history import Machine
 from pipetrain.records.loggers import check_loggers, start_loggers
+from pipetrain.rules import COUNT
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.batches import Batches, OfLoader
 
@@ -110,9 +111,11 @@ def fit(
     options: dict[str, Any] = {}
     if not isinstance(run_dir, RunFolder):  # of which the settings have all
         options |= {"epochs": epochs, "log_every": log_every, **_checkpoints(checkpoint)}
-        options |= {"trace": {"windows": trace} if type(trace) is int else trace}
+        windows = type(trace) is int and trace and COUNT.read("trace", trace)
+        options["trace"] = {"windows": windows} if windows else bool(trace)
         options["resume"] = None if resume is None else str(resume)
     pipe._settings.changed(options)
+    counts = _batches_in(pipe, train, "train"), _batches_in(pipe, test, "test")
     if resume is not None and run_dir is None:
         raise ConfigError("resume= goes on in a run's folder: give run_dir= too")
     with ExitStack() as ending:
@@ -121,7 +124,7 @@ def fit(
             place = ending.enter_context(_opened(pipe, Path(place), options["resume"], loggers))
         passes = _passes(pipe, train, test, place.source if place else None)
         with pipe._together():
-            about = _about(pipe, options, train, test, place, name)
+            about = _about(pipe, options, train, counts, place, name)
             return _trained(pipe, passes, about, place, ending)
 
 
@@ -162,6 +165,7 @@ def _opened(
 def _logging(loggers: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> DictConfig:
     """Return a configuration with the options of loggers. Raises ConfigError for an unknown one."""
     chosen: dict[str, Any] = {}
+    loggers = [loggers] if isinstance(loggers, str) else loggers
     for name in loggers:
         known = shipped("logger", name)
         if known is None:
@@ -221,11 +225,16 @@ def _passes(pipe: Pipeline, train: Any, test: Any, source: Source | None) -> Pas
 
 
 def _about(
-    pipe: Pipeline, options: Mapping[str, Any], train: Any, test: Any, place: RunFolder | None, name: str
+    pipe: Pipeline,
+    options: Mapping[str, Any],
+    train: Any,
+    counts: tuple[int, int],
+    place: RunFolder | None,
+    name: str,
 ) -> About:
     """Return what the records say of the training, with all of its windows proven."""
     session, settings = pipe._begun, replace(pipe._settings.changed(options), lr=pipe._peak)
-    batches = _batches_in(pipe, train, "train")
+    batches, evaluated = counts
     done = place.source.manifest.position.batch if place and place.source else 0
     for start in (0, done):
         for length in window_lengths(batches, settings.window, start):
@@ -234,7 +243,7 @@ def _about(
         data = place.data
     else:
         full, kind = settings.batch_size, type(getattr(train, "dataset", train)).__name__
-        data = DataFacts(name or kind, batches * full, _batches_in(pipe, test, "test") * full, "", "", [])
+        data = DataFacts(name or kind, batches * full, evaluated * full, "", "", [])
     return About(settings, session.plan, pipe._task, data, batches)
 
 
@@ -244,6 +253,10 @@ def _batches_in(pipe: Pipeline, loader: Loader | Sampled, name: str) -> int:
         return len(loader.sizes)
 
     def count() -> int:
+        if loader is None:
+            raise ConfigError(f"fit needs a {name} loader: it evaluates after each epoch")
+        if has_length(loader) and not len(loader):  # type: ignore[arg-type]
+            raise ConfigError(f"the {name} loader has no batch: give one that has")
         if not has_length(loader):
             raise ConfigError(
                 f"the {name} loader has no length, and fit needs to know when an epoch ends: give one with "
@@ -271,6 +284,7 @@ def _trained(
         pipe._given.prove(training=True)
     if keeper is None or place is None:
         epochs.run()
+        pipe.metrics = epochs.metrics() or pipe.metrics
         return epochs.rows()
     place.ready()
     asking, saved = keeper.asking, partial(saved_so_far, place.path)
@@ -287,6 +301,7 @@ def _trained(
         elif recorder:
             recorder.stop(lost)
     pipe._stopping = pipe._stopping or not finished
+    pipe.metrics = epochs.metrics() or pipe.metrics
     if asking.stopped_by == SIGINT and not finished:
         raise KeyboardInterrupt(f"interrupted; {saved()}")
     return epochs.rows()

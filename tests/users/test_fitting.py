@@ -150,6 +150,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "checkpoint has no often": {"checkpoint": {"often": 1}},
     "checkpoint.unit=weeks must be one of epochs, updates": {"checkpoint": {"unit": "weeks"}},
     "loggers has an unknown paper": {"loggers": ["paper"]},
+    "the test loader has no batch": {"test": []},
+    "fit needs a test loader": {"test": None},
+    "trace=-1 must be a whole number": {"trace": -1},
     "resume= goes on in a run's folder: give run_dir= too": {"resume": "auto", "run_dir": None},
 }
 
@@ -157,8 +160,9 @@ WRONG: dict[str, dict[str, Any]] = {
 def refused(folder: str) -> list[str]:
     pipe, found = pipe_of(), []
     for options in WRONG.values():
+        train, test = loaders()
         with pytest.raises(ConfigError) as caught:
-            fit(pipe, *loaders(), **{"run_dir": folder, **options})
+            fit(pipe, train, **{"test": test, "run_dir": folder, **options})
         found.append(str(caught.value))
     train, test = loaders()
     with pytest.raises(ConfigError) as caught:
