@@ -6,7 +6,7 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -123,7 +123,8 @@ def fit(
         if not isinstance(place, RunFolder) and place is not None:
             place = ending.enter_context(_opened(pipe, Path(place), options["resume"], loggers))
         passes = _passes(pipe, train, test, place.source if place else None)
-        with pipe._together():
+        # A process of the command line ends after an error, which is to be said at once.
+        with nullcontext() if isinstance(run_dir, RunFolder) else pipe._together():
             about = _about(pipe, options, train, counts, place, name)
             return _trained(pipe, passes, about, place, ending)
 
