@@ -208,7 +208,7 @@ class Loaders:
     def train(self, epoch: int, done: int) -> Batches:
         batches, self._ahead = self._ahead or self._begin(epoch), None
         assert isinstance(batches, OfLoader)
-        batches.skip(done)
+        batches.skip(done, self._pipe._settings.window)
         return batches
 
     def evaluate(self) -> Batches:

@@ -253,7 +253,7 @@ class Reader:
         ConfigError for a loader without length.
         """
         self._refuse_other()
-        known = None if batches == 1 or not self._counts() else known_sizes(self._loader)
+        known = self._known(batches)
         if known is not None:
             sizes = known[self._announced :][:batches]
         else:
@@ -269,13 +269,17 @@ class Reader:
         self._announced += len(sizes)
         return sizes if self._announced or self._read else None
 
-    def skip(self, batches: int) -> int:
-        """Read so many batches for nothing; return how many there were. The loader's random numbers go on."""
+    def skip(self, batches: int, window: int | None) -> int:
+        """Read so many batches for nothing; return how many there were. The loader's random numbers go on.
+
+        `window`: batches of the windows that had them, which decides whether some were left out.
+        """
         self._refuse_other()
-        self._counts()  # by the first batch, as in the pass that is gone on with
+        streamed = self._known(window) is not None
         skipped = 0
         while skipped < batches and (self._held or self._read_one()):
-            self._leave_out()
+            if not streamed:
+                self._leave_out()
             if self._held:
                 self._held.popleft()
                 skipped += 1
@@ -295,6 +299,10 @@ class Reader:
                 f"the loader is a Dataset, {type(loader).__name__}, which gives samples: let a DataLoader "
                 f"make batches of them, DataLoader(dataset, batch_size=...), or None if it gives batches"
             )
+
+    def _known(self, window: int | None) -> list[int] | None:
+        """Return the samples of each batch if windows are streamed; None if they are read before."""
+        return None if window == 1 or not self._counts() else known_sizes(self._loader)
 
     def _counts(self) -> bool:
         """Return whether all targets of the first batch count, or of all samples where tensors hold them."""

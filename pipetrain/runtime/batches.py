@@ -143,10 +143,10 @@ class OfLoader:
         sizes: list[int] | None = self._told(lambda reader: reader.window(window))
         return sizes
 
-    def skip(self, batches: int) -> None:
-        """Leave out the first batches, which have been trained on. All ranks call it."""
+    def skip(self, batches: int, window: int | None) -> None:
+        """Leave out the first batches, which windows of so many have trained on. All ranks call it."""
         if batches:
-            self._told(lambda reader: reader.skip(batches))
+            self._told(lambda reader: reader.skip(batches, window))
 
     def open(self, sizes: Sizes, last: int) -> WindowSource:
         return _Sent(self._mesh, last, sizes, self._form, self._reader)

@@ -77,13 +77,19 @@ def test_a_pass_that_goes_on_leaves_out_what_the_whole_one_did():
     """The first batch says whether targets may not count, and a later one has none."""
     labels = torch.zeros(16, dtype=torch.int64)
     labels[[0, *range(8, 12)]] = -100
-    samples = list(zip(torch.arange(16.0).reshape(16, 1), labels, strict=True))
+    samples = torch.arange(16.0).reshape(16, 1)
     for done in (0, 1):
-        loader = DataLoader(samples, batch_size=4)  # type: ignore[arg-type]
+        loader = DataLoader(list(zip(samples, labels, strict=True)), batch_size=4)  # type: ignore[arg-type]
         reader = Reader(loader, "batch", weight=lambda targets: (targets != -100).sum())
-        assert reader.skip(done) == done
+        assert reader.skip(done, window=None) == done
         assert reader.window(None) == [4] * (3 - done)
         assert reader.take(4)[0][0] == 4 * done
+    labels[0] = 0  # now the first batch says that all count: a streamed window has the empty one too
+    for window, left in ((None, [4, 4]), (1, [4])):
+        loader = DataLoader(list(zip(samples, labels, strict=True)), batch_size=4)  # type: ignore[arg-type]
+        reader = Reader(loader, "batch", weight=lambda targets: (targets != -100).sum())
+        assert reader.skip(2, window) == 2
+        assert reader.window(window) == left[:window]
 
 
 def test_an_iterable_without_length_is_read_by_windows_and_refused_as_a_whole_pass():
