@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from operator import index
 from typing import Any, NamedTuple
 
@@ -55,10 +56,19 @@ def whole(low: int, most: float = math.inf) -> Rule:
 
 
 def number(words: str, holds: Callable[[float], bool]) -> Rule:
-    """Rule a number; in words too, as ${oc.env:NAME} gives it."""
+    """Rule a number."""
     return Rule(
-        words, lambda key, value: kept(float(value), not isinstance(value, bool) and holds(float(value)))
+        words,
+        lambda key, value: kept(float(value), not isinstance(value, bool | str) and holds(float(value))),
     )
+
+
+def decoded(value: Any) -> Any:
+    """Return the number of its text, as ${oc.env:NAME} gives it; any other value as it is."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def one_of(*names: str) -> Rule:

@@ -26,7 +26,20 @@ from pipetrain.building import build_function, make_codec
 from pipetrain.codec import Codec, Codecs, Identity
 from pipetrain.errors import ConfigError
 from pipetrain.rate import SHAPES, Rate, learning_rate
-from pipetrain.rules import BOOL, COUNT, POSITIVE, SHARE, Rule, index_of, kept, number, one_of, text, whole
+from pipetrain.rules import (
+    BOOL,
+    COUNT,
+    POSITIVE,
+    SHARE,
+    Rule,
+    decoded,
+    index_of,
+    kept,
+    number,
+    one_of,
+    text,
+    whole,
+)
 
 MONTH_S = 30 * 24 * 3600
 STRATEGIES = ("even", "params", "flops")
@@ -266,7 +279,7 @@ def _value(cfg: DictConfig, key: str) -> Any:
         value = OmegaConf.select(cfg, key)
     except ConfigTypeError:  # what should have parts is a list
         return None
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else decoded(value)
 
 
 def _refuse_together(settings: Settings) -> None:

@@ -122,7 +122,6 @@ STRATEGY = "must be one of even, params, flops, profile, the first layers of all
         ("stages", True, f"stages=True {WHOLE} or null"),
         ("window", 0, f"window=0 {WHOLE} or null"),
         ("window", 1.0, f"window=1.0 {WHOLE} or null"),
-        ("batch_size", "64", f"batch_size='64' {WHOLE}"),
         ("microbatches", None, f"microbatches=None {WHOLE}"),
         ("microbatches", 65, "batch_size=64 cannot be cut into microbatches=65: choose fewer"),
         ("seed", -1, "seed=-1 must be a whole number of at least 0 and at most 9223372036854775807"),

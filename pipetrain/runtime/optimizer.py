@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from pipetrain.building import build, not_built
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.rules import POSITIVE
+from pipetrain.rules import POSITIVE, decoded
 from pipetrain.runtime.memory import Memory
 from pipetrain.runtime.weights import Named, OptimizerFactory
 
@@ -74,7 +74,7 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> Optimi
     if fused is None:
         del cfg.optim.fused
     if "lr" in node:
-        cfg.optim.lr = POSITIVE.read("optim.lr", node.lr)  # in words, as ${oc.env:NAME} gives it
+        cfg.optim.lr = POSITIVE.read("optim.lr", decoded(node.lr))
     factory, saves = build(cfg, "optim"), cfg.checkpoint.every is not None
     tried = partial(_tried, node._target_, groups=groups, model=model, stages=stages, saves=saves)
     try:

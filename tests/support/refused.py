@@ -276,7 +276,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "metrics list": (lambda rank: step(metrics=[5]), "metrics must be a list of Metric or a dict of funct"),
     "metrics dict": (lambda rank: step(metrics={"acc": 5}), "metrics must be a list of Metric or a dict of"),
     "task": (lambda rank: step(loss=None, task=5), "task=5 must be a Task, such as pipetrain.Classificat"),
-    "timeout": (lambda rank: step(timeout="-1"), "timeout='-1' must be a number of seconds above 0"),
+    "timeout": (lambda rank: step(timeout="1"), "timeout='1' must be a number of seconds above 0"),
     "partition": (
         lambda rank: step(partition=torch.tensor([1])),
         r"partition=tensor\(\[1\]\) must be one of even, params, flops, profile",
