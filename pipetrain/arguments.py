@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from pipetrain.building import make_schedule, names_of, shipped
 from pipetrain.data.loading import NamedTargets
 from pipetrain.errors import ConfigError
-from pipetrain.network.deferred import Deferred
-from pipetrain.network.factory import Factory, build
+from pipetrain.network.factory import Factory, Initial, build
 from pipetrain.network.loan import renewed
 from pipetrain.network.model import own_dtype, refuse_elsewhere
 from pipetrain.network.values import Value
@@ -145,7 +144,7 @@ def read_schedule(schedule: str | Path | Schedule) -> tuple[str, Schedule, dict[
     return Path(schedule).stem, FixedProgram(str(schedule), program), own
 
 
-def read_model(model: nn.Module | Factory, seed: Any) -> tuple[nn.Module, Deferred | None]:
+def read_model(model: nn.Module | Factory, seed: Any) -> tuple[nn.Module, Initial | None]:
     """Return a model; if a factory is given, without its numbers, and where these come from.
 
     Raises ConfigError for a factory that fails, and a model that is not in host memory.

@@ -47,9 +47,9 @@ from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
 from pipetrain.network.loan import Loan, put
-from pipetrain.network.materialise import named_tensors
 from pipetrain.network.model import prove_model, state_names, tensor_attributes
 from pipetrain.network.network import Network, Values
+from pipetrain.network.places import named_tensors
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, specs_of
 from pipetrain.plan.cut import AnySize
 from pipetrain.plan.describe import describe
@@ -220,7 +220,7 @@ class Pipeline:
         self._stopping = False  # as agreed after the last window
         with self._together():
             mine = conditions(self._settings, made, window_of.program, self._rate) | form_of(model)
-            drawn = {"what the model's factory draws": record.digest} if record else {}
+            drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
             prove_same(mesh, "the settings", mine | drawn)
             mesh.open(edges(window_of.program))
             level(mesh, "the model", named_tensors(model) | tensor_attributes(model))

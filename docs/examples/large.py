@@ -12,12 +12,15 @@ targets = inputs[:, :5].argmax(1)
 batches = list(zip(inputs.split(64), targets.split(64), strict=True))
 
 
+class Layer(nn.Linear):
+    def reset_parameters(self):
+        nn.init.kaiming_normal_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
 def large():
-    layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    model = nn.Sequential(*layers, nn.Linear(64, 5))
-    for layer in model[::2]:
-        nn.init.kaiming_normal_(layer.weight)
-    return model
+    layers = [layer for _ in range(6) for layer in (Layer(64, 64), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(64, 5))
 
 
 pipe = pipetrain.Pipeline(large, cross_entropy, lambda p: torch.optim.AdamW(p, 3e-3), seed=1)

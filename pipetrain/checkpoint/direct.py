@@ -41,8 +41,9 @@ from pipetrain.checkpoint.state import (
     state_of,
 )
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.network.materialise import cast_exactly, named_tensors
+from pipetrain.network.model import cast_exactly
 from pipetrain.network.network import Network, Values
+from pipetrain.network.places import named_tensors
 from pipetrain.network.values import TensorSpec, bytes_of
 from pipetrain.plan.cut import homes
 from pipetrain.plan.plan import Plan

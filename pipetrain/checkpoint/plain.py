@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from pipetrain.checkpoint.files import CHECKPOINTS, MANIFEST
 from pipetrain.checkpoint.source import Source, find_source
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.materialise import named_tensors
 from pipetrain.network.model import state_names
 from pipetrain.network.network import Values
+from pipetrain.network.places import named_tensors
 from pipetrain.network.values import TensorSpec, specs_of
 from pipetrain.untrusted import DamagedCheckpoint, opened, read_json
 

@@ -1,9 +1,9 @@
 """The models: functions that return an `nn.Sequential` of the smallest layers between possible cuts.
 
-They are built whole on every rank, under a seed that the caller sets, and draw their weights in the order of
-their layers, so the initial weights do not depend on the partition. No layer works in place, so the tensors
-at a cut never change; this costs no time (0.63 s a training step of VGG16 either way, batch 64 on two cores).
-A user's model is a factory of the same kind: `model._target_=my_package.my_factory`.
+Each layer's weights are those of its `reset_parameters`, so a rank can make those of its stages alone. No
+layer works in place, so the tensors at a cut never change; this costs no time (0.63 s a training step of
+VGG16 either way, batch 64 on two cores). A user's model is a factory of the same kind:
+`model._target_=my_package.my_factory`.
 """
 
 from __future__ import annotations

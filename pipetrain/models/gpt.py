@@ -43,14 +43,33 @@ def gpt(
     if not 0 <= dropout < 1:
         raise ConfigError(f"model.dropout must be a fraction, at least 0 and less than 1; got {dropout}")
     embedding = Embedding(vocabulary, sequence, width, dropout)
-    blocks = {f"block{index}": Block(width, heads, dropout) for index in range(1, depth + 1)}
-    head = nn.Linear(width, vocabulary, bias=False)
+    blocks = {f"block{index}": Block(width, heads, dropout, depth) for index in range(1, depth + 1)}
+    head = Linear(width, vocabulary, bias=False)
     layers = OrderedDict(embedding=embedding, **blocks, norm=nn.LayerNorm(width), head=head)
     model = nn.Sequential(layers)
-    _initialise(model, depth)
     if tied:
         head.weight = embedding.tokens.weight
     return model
+
+
+class Linear(nn.Linear):
+    """A linear layer that begins as GPT-2's do. `added`: how many such are added to what they are given."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, added: int = 1) -> None:
+        self.std = 0.02 / math.sqrt(added)
+        super().__init__(inputs, outputs, bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Table(nn.Embedding):
+    """An embedding that begins as GPT-2's do."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
 
 
 class Embedding(nn.Module):
@@ -58,8 +77,8 @@ class Embedding(nn.Module):
 
     def __init__(self, vocabulary: int, sequence: int, width: int, dropout: float) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(sequence, width)
+        self.tokens = Table(vocabulary, width)
+        self.positions = Table(sequence, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -72,15 +91,18 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each added to its input: (n, t, width) to (n, t, width)."""
+    """Causal attention and a perceptron, each added to its input: (n, t, width) to (n, t, width).
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    `depth`: of the model.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float, depth: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
+        self.attention = Attention(width, heads, dropout, depth)
         self.norm2 = nn.LayerNorm(width)
-        self.expand = nn.Linear(width, 4 * width)
-        self.contract = nn.Linear(4 * width, width)
+        self.expand = Linear(width, 4 * width)
+        self.contract = Linear(4 * width, width, added=2 * depth)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,12 +115,12 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Self-attention of several heads, in which a token sees itself and those before it."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, depth: int) -> None:
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.project = nn.Linear(width, 3 * width)  # queries, keys and values
-        self.contract = nn.Linear(width, width)
+        self.project = Linear(width, 3 * width)  # queries, keys and values
+        self.contract = Linear(width, width, added=2 * depth)
 
     def forward(self, x: Tensor) -> Tensor:
         split = self.project(x).unflatten(-1, (3, self.heads, -1))  # (n, t, 3, heads, width / heads)
@@ -109,13 +131,3 @@ class Attention(nn.Module):
         )
         out: Tensor = self.contract(seen.transpose(1, 2).flatten(2))
         return out
-
-
-def _initialise(model: nn.Sequential, depth: int) -> None:
-    """Draw the weights in the order of the layers, smaller where a branch is added to its input."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            scale = math.sqrt(2 * depth) if name.endswith("contract") else 1
-            nn.init.normal_(module.weight, std=0.02 / scale)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)

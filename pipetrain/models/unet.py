@@ -45,11 +45,10 @@ def unet(
     _add_convolutions(model, "bottom", entry, channels, width, convolutions)
     for level in range(levels - 1, 0, -1):
         channels, width = width, width // 2
-        model.add_module(f"up{level}_grow", nn.ConvTranspose2d(channels, width, kernel_size=2, stride=2))
+        model.add_module(f"up{level}_grow", Growing(channels, width, kernel_size=2, stride=2))
         model.add_module(f"up{level}_skip", Pop(stashes[level - 1]))
         _add_convolutions(model, f"up{level}", Concatenate(), 2 * width, width, convolutions)
-    model.add_module("head", nn.Conv2d(width, num_classes, kernel_size=1))
-    _initialise(model)
+    model.add_module("head", Convolution(width, num_classes, kernel_size=1))
     return model
 
 
@@ -59,11 +58,32 @@ def _add_convolutions(
     """Add `count` layers of a 3x3 convolution, BatchNorm and ReLU; `entry` comes first in the first one."""
     for index in range(1, count + 1):
         layer: OrderedDict[str, nn.Module] = OrderedDict(entry=entry) if entry else OrderedDict()
-        layer["conv"] = nn.Conv2d(channels, width, kernel_size=3, padding=1, bias=False)
+        layer["conv"] = Convolution(channels, width, kernel_size=3, padding=1, bias=False)
         layer["norm"] = nn.BatchNorm2d(width)
         layer["relu"] = nn.ReLU()
         model.add_module(f"{name}_conv{index}", nn.Sequential(layer))
         entry, channels = None, width
+
+
+class Convolution(nn.Conv2d):
+    """A convolution that begins as in the paper: a variance of 2 / N for N inputs to an output, before ReLU.
+
+    The head, which alone has a bias, has no ReLU behind it.
+    """
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_normal_(self.weight, nonlinearity="relu" if self.bias is None else "linear")
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Growing(nn.ConvTranspose2d):
+    """A transposed convolution with a variance of 1 / N: an output has one weight a channel, and no ReLU."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.in_channels**-0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class Divisible(nn.Module):
@@ -89,18 +109,3 @@ class Concatenate(nn.Module):
 
     def forward(self, tensors: tuple[Tensor, Tensor]) -> Tensor:
         return torch.cat(tensors, dim=1)
-
-
-def _initialise(model: nn.Sequential) -> None:
-    """Draw the weights in the order of the layers (He et al., "Delving deep into rectifiers", 2015).
-
-    The variance is that of the paper, 2 / N of N inputs to an output; there is no ReLU behind a transposed
-    convolution, of which each output has one weight a channel, nor behind the head.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.ConvTranspose2d):
-            nn.init.normal_(module.weight, std=module.in_channels**-0.5)
-        elif isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, nonlinearity="relu" if module.bias is None else "linear")
-        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d) and module.bias is not None:
-            nn.init.zeros_(module.bias)

@@ -18,15 +18,19 @@ def mlp(num_classes: int = 10, depth: int = 6, width: int = 128) -> nn.Sequentia
     """
     whole(2).read("model.depth", depth)
     COUNT.read("model.width", width)
-    model = _stack(hidden1=_stack(flatten=nn.Flatten(), linear=nn.Linear(3 * 32 * 32, width), relu=nn.ReLU()))
+    model = _stack(hidden1=_stack(flatten=nn.Flatten(), linear=Linear(3 * 32 * 32, width), relu=nn.ReLU()))
     for index in range(2, depth):
-        model.add_module(f"hidden{index}", _stack(linear=nn.Linear(width, width), relu=nn.ReLU()))
-    model.add_module("head", nn.Linear(width, num_classes))
-    for module in model.modules():
-        if isinstance(module, nn.Linear):  # He et al., 2015
-            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-            nn.init.zeros_(module.bias)
+        model.add_module(f"hidden{index}", _stack(linear=Linear(width, width), relu=nn.ReLU()))
+    model.add_module("head", Linear(width, num_classes))
     return model
+
+
+class Linear(nn.Linear):
+    """A linear layer before a ReLU (He et al., "Delving deep into rectifiers", 2015)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
+        nn.init.zeros_(self.bias)
 
 
 # VGG
@@ -71,12 +75,16 @@ def _vgg(depths: tuple[int, ...], num_classes: int, width: int) -> nn.Sequential
             if index == depth:
                 layer.add_module("pool", nn.MaxPool2d(2))
             model.add_module(f"conv{block}_{index}", layer)
-    head = nn.Linear(channels, num_classes)
-    model.add_module("head", _stack(flatten=nn.Flatten(), linear=head))
-    _initialise(model)
-    nn.init.normal_(head.weight, std=0.01)
-    nn.init.zeros_(head.bias)
+    model.add_module("head", _stack(flatten=nn.Flatten(), linear=Scores(channels, num_classes)))
     return model
+
+
+class Scores(nn.Linear):
+    """VGG's last layer, of small weights."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.01)
+        nn.init.zeros_(self.bias)
 
 
 # ResNet
@@ -133,7 +141,6 @@ def _resnet(
             channels = width * expansion
     pool, linear = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, num_classes)
     model.add_module("head", _stack(pool=pool, flatten=nn.Flatten(), linear=linear))
-    _initialise(model)
     return model
 
 
@@ -157,6 +164,15 @@ def _bottleneck(channels: int, width: int, stride: int) -> nn.Sequential:
 # Shared
 
 
+class Convolution(nn.Conv2d):
+    """A convolution before a ReLU (He et al., 2015, by fan-out)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
 def _stack(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
@@ -164,14 +180,5 @@ def _stack(**layers: nn.Module) -> nn.Sequential:
 def _convolution(
     channels: int, width: int, kernel: int = 3, stride: int = 1, bias: bool = False
 ) -> nn.Sequential:
-    conv = nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=bias)
+    conv = Convolution(channels, width, kernel, stride, padding=kernel // 2, bias=bias)
     return _stack(conv=conv, norm=nn.BatchNorm2d(width))
-
-
-def _initialise(model: nn.Sequential) -> None:
-    """Draw the convolutions in order (He et al., "Delving deep into rectifiers", 2015, fan-out)."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor
 
 EVALUATION = -1  # in place of the number of an update
-_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,12 @@ class Seeds:
 
     def of(self, layer: int) -> int:
         """Return the seed of a layer, 0 to 2^63 - 1."""
-        mixed = 0
-        for number in (self.seed, self.update, self.microbatch, layer):
-            mixed = _mixed(mixed ^ (number & _MASK))
-        return mixed >> 1
+        return seed_of(self.seed, self.update, self.microbatch, layer)
 
 
-def _mixed(number: int) -> int:
-    """Return the output function of SplitMix64 (Steele, Lea, Flood 2014): any bit affects all."""
-    number = (number + 0x9E3779B97F4A7C15) & _MASK
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
-    return number ^ (number >> 31)
+def seed_of(*parts: object) -> int:
+    """Return a seed, 0 to 2^63 - 1, of which any part affects all bits."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 @dataclass(slots=True)

@@ -1,13 +1,13 @@
 """A model while a Pipeline has it.
 
-Each rank trains the tensors of its stages. All others of the model would show old numbers there and take its
-memory: they are on the meta device, where computing with them is an error, until `collect` brings the numbers
-of all ranks to rank 0.
+Each rank trains the tensors of its stages: `materialise` gives these the numbers that they begin with. All
+others of the model would show old numbers there and take its memory: they are on the meta device, where
+computing with them is an error, until `collect` brings the numbers of all ranks to rank 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -16,9 +16,34 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.materialise import in_place_of, named_tensors
+from pipetrain.network.model import cast_exactly
 from pipetrain.network.network import Network
-from pipetrain.network.places import replace
+from pipetrain.network.places import in_place_of, named_tensors, on_meta, places, replace
+
+
+@torch.no_grad()
+def materialise(network: Network, layers: Iterable[int], more: Iterable[str] = ()) -> None:
+    """Give layers of a network, by number, and tensors named `more`, the numbers of its `values`, if any.
+
+    Tensors on the meta device are replaced in every place where the model or a layer keeps them, so that what
+    is shared stays shared; others are overwritten. The network has no `values` any more. Raises ConfigError
+    for numbers that would be rounded.
+    """
+    values, network.values = network.values, None
+    if values is None:
+        return
+    tensors = named_tensors(network.model)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    used = (names.get(id(place.tensor)) for index in layers for place in places(network.modules[index]))
+    made = values.tensors(list(dict.fromkeys([*filter(None, used), *more])))
+    others: dict[int, Tensor] = {}
+    for name in list(made):
+        old, new = tensors[name], cast_exactly(name, made.pop(name), tensors[name].dtype)
+        if old.is_meta:
+            others[id(old)] = in_place_of(old, new)
+        else:
+            old.data.copy_(new)
+    replace((network.model, *network.modules), others)
 
 
 @dataclass(slots=True)
@@ -43,7 +68,7 @@ class Loan:
         self._lent = _Lent()
         self._swapped: list[tuple[Tensor, Tensor]] = []  # what the stages need, and what was collected
         tensors = named_tensors(network.model)
-        others = {id(t): own[name] if name in own else _on_meta(t) for name, t in tensors.items()}
+        others = {id(t): own[name] if name in own else on_meta(t) for name, t in tensors.items()}
         replace((network.model, *network.modules), others)
         if not alone:
             _lent.update(dict.fromkeys(network.model.modules(), self._lent))
@@ -73,7 +98,7 @@ class Loan:
     def end(self, rank: int) -> None:
         """Leave the model on rank 0 as collected, and elsewhere without numbers."""
         if not self._alone and not (self._lent.collected and rank == 0):
-            replace([self._model], {id(t): _on_meta(t) for t in named_tensors(self._model).values()})
+            replace([self._model], {id(t): on_meta(t) for t in named_tensors(self._model).values()})
 
     def _put_own(self) -> None:
         replace([self._model], {id(collected): own for own, collected in self._swapped})
@@ -89,10 +114,6 @@ def put(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, T
     pairs = [(now[name], in_place_of(now[name], new)) for name, new in others.items()]
     replace([model], {id(old): new for old, new in pairs})
     return pairs
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else in_place_of(tensor, torch.empty_like(tensor.data, device="meta"))
 
 
 def renewed(model: nn.Module) -> None:

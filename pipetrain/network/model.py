@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.materialise import cast_exactly, named_tensors
+from pipetrain.network.places import named_tensors
 from pipetrain.network.tensors import storage_of
 
 
@@ -77,6 +77,27 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype == wanted:
             continue
         tensor.data = cast_exactly(name, old, wanted)
+
+
+def cast_exactly(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a model's tensor as another dtype. Raises ConfigError if that rounds it."""
+    if tensor.dtype == dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    if tensor.is_meta:  # whose numbers are not known yet
+        exact = torch.promote_types(tensor.dtype, dtype) == dtype
+    else:
+        exact = torch.allclose(cast.to(tensor.dtype), tensor, rtol=0, atol=0, equal_nan=True)
+    if not exact:
+        raise ConfigError(
+            f"{name} of the model is {_name(tensor.dtype)}, and dtype={_name(dtype)} would round it: choose "
+            f"dtype={_name(tensor.real.dtype)}, or let the factory make it {_name(dtype)}"
+        )
+    return cast
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def refuse_elsewhere(model: nn.Module) -> None:

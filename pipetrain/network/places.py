@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _CHILDREN = "_modules"
@@ -31,6 +32,27 @@ class Place:
     def tensor(self) -> Tensor:
         tensor: Tensor = self.container[self.key]
         return tensor
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by name, each once."""
+    return dict(chain(model.named_parameters(), model.named_buffers()))
+
+
+def in_place_of(old: Tensor, new: Tensor) -> Tensor:
+    """Return new numbers as the parameter or buffer that the old ones are."""
+    if not isinstance(old, nn.Parameter) or isinstance(new, nn.Parameter):
+        return new
+    made = nn.Parameter(new, old.requires_grad)
+    vars(made).update(vars(old))  # attributes set by a layer
+    return made
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """Return a parameter or buffer without numbers, on the meta device."""
+    if tensor.device.type == "meta":
+        return tensor
+    return in_place_of(tensor, torch.empty_like(tensor.data, device="meta"))
 
 
 def places(module: nn.Module) -> list[Place]:

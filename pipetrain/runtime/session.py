@@ -13,8 +13,7 @@ from pipetrain.data.loader import pieces
 from pipetrain.data.loading import BadBatch
 from pipetrain.errors import ActionFailed
 from pipetrain.network.chain import network_of
-from pipetrain.network.loan import Loan
-from pipetrain.network.materialise import materialise
+from pipetrain.network.loan import Loan, materialise
 from pipetrain.network.network import Network, Part
 from pipetrain.network.values import Value, cast_floats
 from pipetrain.plan.cut import homes

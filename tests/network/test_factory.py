@@ -1,4 +1,4 @@
-"""A factory runs as on the CPU, but its model has no numbers; what cannot be recorded is refused."""
+"""A factory's model has no numbers, and its modules give them; what they would not give is refused."""
 
 from __future__ import annotations
 
@@ -7,113 +7,366 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional, init
 
 from pipetrain import ConfigError
+from pipetrain.models import gpt, unet
+from pipetrain.network.chain import Chain
 from pipetrain.network.factory import build
-from pipetrain.network.materialise import named_tensors
+from pipetrain.network.loan import materialise
+from pipetrain.network.places import named_tensors
+from tests.support.live import Live
 
 
-def linear(change=lambda layer: None):
+def made(factory, seed: int = 0) -> dict[str, Tensor]:
+    model, initial = build(factory, seed)
+    initial.prove(named_tensors(model))
+    return initial.tensors(named_tensors(model))
+
+
+def changed(change):
+    """Return a factory of two linear layers that does something to the first one."""
+
     def factory():
-        layer = nn.Linear(3, 3)
-        change(layer)
-        return nn.Sequential(layer)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        change(model[0])
+        return model
 
     return factory
 
 
-def test_the_model_is_that_of_the_factory_without_its_numbers():
+# The model
+
+
+def test_the_model_is_that_of_the_factory_without_its_parameters():
     def factory():
+        weight = nn.Parameter(torch.ones(4, 4))
         norm, head = nn.BatchNorm1d(4), nn.Linear(4, 4).requires_grad_(False)
         norm.weight.kind = "norm"
-        return nn.Sequential(nn.Linear(3, 4), norm, head).double()
+        head.weight, head.also, norm.same = weight, [weight], weight
+        head.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+        head.scale = torch.arange(3) * 2
+        return nn.Sequential(nn.LSTM(3, 4), norm, head).double()
 
     model, _ = build(factory, 0)
     real = factory()
     assert str(model) == str(real)
     for name, tensor in named_tensors(real).items():
         mine = named_tensors(model)[name]
-        assert mine.is_meta
+        assert mine.is_meta == isinstance(tensor, nn.Parameter), name
         assert type(mine) is type(tensor)
         assert (mine.shape, mine.dtype, mine.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
-        assert mine.requires_grad == tensor.requires_grad
-        assert vars(mine) == vars(tensor)
+        assert (mine.requires_grad, vars(mine)) == (tensor.requires_grad, vars(tensor))
+        assert mine.is_meta or torch.equal(mine, tensor)
+    assert model[2].weight is model[1].same is model[2].also[0]
+    assert model[0]._flat_weights[0] is model[0].weight_ih_l0
+    assert torch.equal(model[2].scale, real[2].scale)
 
 
-def test_what_is_tied_stays_tied_wherever_it_is_kept():
-    def factory():
-        model = nn.Sequential(nn.Embedding(5, 4), nn.LSTM(4, 4), nn.Linear(4, 5))
-        model[2].weight = model[0].weight
-        model[1].also = [model[0].weight]
-        return model
-
-    model, _ = build(factory, 0)
-    assert model[2].weight is model[0].weight is model[1].also[0]
-    assert model[1]._flat_weights[0] is model[1].weight_ih_l0
-
-
-def test_numbers_are_there_for_who_looks_at_them_and_for_tensors_of_no_registry():
-    def keep(layer):
-        layer.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
-        layer.wide = bool(layer.weight.abs().sum() > 0)
-        layer.where = torch.nonzero(torch.tensor([0, 1, 1])).flatten().tolist()
-        layer.scale = torch.arange(3) * 2
-
-    model, _ = build(linear(keep), 0)
-    assert (model[0].rates, model[0].wide, model[0].where) == ([0, 0.5, 1], True, [1, 2])
-    assert model[0].scale.tolist() == [0, 2, 4]
-
-
-def test_pythons_and_numpys_generators_are_seeded_and_left_as_they_were():
+def test_what_a_factory_draws_beside_is_of_the_seed_and_other_code_draws_as_if_it_had_not():
     def draw(layer):
-        layer.drawn = random.random(), np.random.rand()
+        layer.register_buffer("drawn", torch.tensor([random.random(), np.random.rand(), torch.rand(())]))
 
-    random.seed(5)
-    before = random.getstate()
-    assert build(linear(draw), 1)[0][0].drawn == build(linear(draw), 1)[0][0].drawn
-    assert build(linear(draw), 1)[0][0].drawn != build(linear(draw), 2)[0][0].drawn
-    assert random.getstate() == before
+    before = random.getstate(), torch.get_rng_state()
+    one, same, other = (build(changed(draw), seed)[0][0].drawn for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert (one != other).all()
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
 
 
 def test_a_model_that_is_there_already_stays_as_it_is():
     there = nn.Sequential(nn.Linear(2, 2))
-    model, record = build(lambda: there, 0)
+    model, initial = build(lambda: there, 0)
     assert model is there
-    assert not record.tensors(["0.weight"])
+    assert not initial.tensors(["0.weight"])
 
 
-OUTSIDE = nn.Linear(3, 3)
+# The initial numbers
+
+
+class Rooted(nn.Module):
+    """Initialises its layers itself, by a method of one of the usual names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(30, 30), nn.Embedding(40, 30)])
+        self.scale = nn.Parameter(torch.empty(30))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        self.layers[0].weight.data.uniform_(-3, 3)
+        self.layers[1].weight.data.mul_(5)
+        init.trunc_normal_(self.scale)
+        init.zeros_(self.layers[0].bias)
+
+
+class Applied(Rooted):
+    """Initialises each module, as those of Hugging Face do."""
+
+    def init_weights(self) -> None:
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.orthogonal_(module.weight)
+        if isinstance(module, Applied):
+            init.constant_(module.scale, 2.0)
+
+
+def of_torch() -> nn.Module:
+    layers = nn.Conv2d(3, 40, 3), nn.LSTM(9, 9), nn.Embedding(50, 9, padding_idx=3), nn.PReLU()
+    norms = nn.BatchNorm1d(9), nn.GroupNorm(1, 9), nn.LayerNorm(9)
+    return nn.Sequential(*layers, *norms, nn.Bilinear(5, 5, 5), nn.MultiheadAttention(12, 2)).double()
+
+
+def tied() -> nn.Module:
+    """The head has made the weight, or the embedding."""
+    first, second = nn.Embedding(40, 30), nn.Linear(30, 40)
+    third, fourth = nn.Linear(30, 40), nn.Embedding(40, 30)
+    first.weight, fourth.weight = second.weight, third.weight
+    return nn.Sequential(first, second, third, fourth)
+
+
+FACTORIES = [
+    of_torch,
+    tied,
+    Rooted,
+    Applied,
+    lambda: nn.Transformer(12, 2, 1, 1, 40),
+    lambda: gpt(depth=8, heads=2, width=16, sequence=30, vocabulary=60, tied=True),
+    lambda: unet(levels=2, width=8),
+    changed(lambda layer: layer.reset_parameters()),
+    changed(lambda layer: layer.bfloat16()),
+]
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_modules_give_the_numbers_that_the_factory_would(factory):
+    """In distribution: exactly where nothing is drawn."""
+    torch.manual_seed(0)
+    real = {n: t.detach() for n, t in named_tensors(factory()).items() if isinstance(t, nn.Parameter)}
+    mine = made(factory)
+    assert mine.keys() == real.keys()
+    for name, tensor in real.items():
+        assert mine[name].dtype == tensor.dtype
+        assert mine[name].isfinite().all(), name
+        if tensor.unique().numel() == 1:
+            assert torch.equal(mine[name], tensor), name
+        elif tensor.numel() > 200:
+            assert mine[name].std().item() == pytest.approx(tensor.std().item(), rel=0.3), name
+            assert mine[name].abs().max().item() == pytest.approx(tensor.abs().max().item(), rel=0.4), name
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    model, initial = build(lambda: gpt(depth=2, heads=2, width=8, sequence=5, vocabulary=11, tied=True), 3)
+    return initial, initial.tensors(named_tensors(model))
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_they_are_the_same_whichever_others_are_made(transformer, data):
+    initial, whole = transformer
+    torch.manual_seed(data.draw(st.integers(0, 9)))
+    state = torch.get_rng_state()
+    for name, tensor in initial.tensors(data.draw(st.sets(st.sampled_from(sorted(whole))))).items():
+        assert torch.equal(tensor, whole[name])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("factory", [Rooted, lambda: nn.Transformer(4, 2, 1, 1, 8)])
+def test_they_are_so_too_where_one_module_makes_those_of_others(factory):
+    model, initial = build(factory, 0)
+    whole = initial.tensors(named_tensors(model))
+    for name, tensor in whole.items():
+        assert torch.equal(initial.tensors([name])[name], tensor), name
+
+
+def test_they_are_of_the_seed_and_the_module():
+    two, more, other = (made(lambda n=n: gpt(depth=n, **SIZES), seed) for n, seed in ((2, 3), (5, 3), (2, 4)))
+    name = "block2.expand.weight"
+    assert torch.equal(two[name], more[name])
+    assert not torch.equal(two[name], two["block1.expand.weight"])
+    assert not torch.equal(two[name], other[name])
+
+
+SIZES = {"heads": 2, "width": 8, "sequence": 5, "vocabulary": 11}
+
+
+def test_only_what_is_wanted_takes_memory():
+    model, initial = build(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))), 0)
+    with Live() as live:
+        initial.prove(named_tensors(model))
+        found = initial.tensors([name for name in named_tensors(model) if name.startswith("3.")])
+    held = sum(tensor.nbytes for tensor in found.values())
+    assert held <= live.peak <= 2 * held + 1024
+
+
+def test_buffers_keep_what_the_factory_gave_them():
+    def factory():
+        norm = nn.BatchNorm1d(3)
+        norm.running_mean.fill_(7)
+        return nn.Sequential(norm)
+
+    model, initial = build(factory, 0)
+    assert initial.tensors(named_tensors(model)).keys() == {"0.weight", "0.bias"}
+    assert model[0].running_mean.tolist() == [7, 7, 7]
+
+
+def test_the_digest_tells_other_making_apart():
+    digests = [
+        build(changed(change), 0)[1].digest
+        for change in (
+            lambda layer: init.uniform_(layer.weight, 0, 1),
+            lambda layer: init.uniform_(layer.weight, 0, 1),
+            lambda layer: init.uniform_(layer.weight, 0.5, 1),
+            lambda layer: init.orthogonal_(layer.weight),
+            lambda layer: layer.weight.requires_grad_(False).zero_(),
+        )
+    ]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 4
+
+
+# What is refused
 
 
 class Plain(nn.Module):
-    def __init__(self):
+    """Its parameter is made by nobody else."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.scale = torch.ones(3)
+        self.scale = nn.Parameter(torch.ones(3))
 
 
-def own_generator(layer):
-    nn.init.normal_(layer.weight, generator=torch.Generator())
+class Partly(nn.Linear):
+    """Does not initialise all of it."""
+
+    def reset_parameters(self) -> None:
+        init.zeros_(self.weight)
 
 
-def view(layer):
-    layer.part = layer.weight[:2]
+class Looks(nn.Linear):
+    """Needs another's numbers."""
+
+    def reset_parameters(self) -> None:
+        self.weight.data.fill_(self.bias.sum().item())
 
 
+def first_row(layer):
+    layer.weight.data[0] = 0
+
+
+def loaded(layer):
+    layer.load_state_dict({"weight": torch.ones(3, 3), "bias": torch.ones(3)})
+
+
+ANOTHER = "0.weight of the model cannot be made .* Linear.*: these do not do what the model's function does"
+
+
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
 @pytest.mark.parametrize(
     ("factory", "sentence"),
     [
         (lambda: 3, "factory must return an nn.Module, not int"),
-        (linear(own_generator), "draws from a generator of its own .aten.normal_.* leave out generator="),
-        (linear(lambda layer: nn.init.zeros_(OUTSIDE.weight)), "changes a tensor that was made outside"),
-        (linear(lambda layer: OUTSIDE.weight.data.zero_()), "changes a tensor that was made outside of it"),
-        (linear(lambda layer: layer.weight.detach().numpy()), "factory, which .* failed: RuntimeError: .num"),
-        (linear(view), "0.part of the model shares the memory of a parameter"),
-        (linear(lambda layer: torch.ones(2).to_sparse()), "makes a tensor of layout torch.sparse_coo"),
-        (Plain, "scale of the model is a tensor, but neither .* register it as a buffer"),
+        (changed(lambda layer: init.orthogonal_(layer.weight)), ANOTHER),
+        (changed(lambda layer: init.trunc_normal_(layer.weight, std=0.02)), ANOTHER),
+        (changed(lambda layer: layer.weight.data.mul_(2)), ANOTHER),
+        (changed(lambda layer: layer.weight.requires_grad_(False).copy_(torch.eye(3))), ANOTHER),
+        (changed(lambda layer: functional.normalize(layer.weight.data, out=layer.weight.data)), ANOTHER),
+        (changed(lambda layer: setattr(layer, "weight", nn.Parameter(torch.eye(3)))), ANOTHER),
+        (changed(first_row), ANOTHER),
+        (changed(loaded), ANOTHER),
+        (Plain, "scale of the model cannot be made by the rank .* Plain.*: there is none"),
+        (lambda: Partly(3, 3), "bias of the model cannot be made .* Partly.*: there is none"),
+        (lambda: Looks(3, 3), "<lambda>, which was called to make the model, failed: .* if it needs"),
+        (changed(lambda layer: layer.weight.detach().numpy()), "factory, which .* failed: .* if it needs"),
     ],
-)
-def test_what_cannot_be_recorded_is_refused_in_one_sentence(factory, sentence):
+)  # fmt: skip
+def test_what_modules_alone_would_not_make_is_refused_in_one_sentence(factory, sentence):
     with pytest.raises(ConfigError, match=sentence) as raised:
-        build(factory, 0)
+        made(factory)
     assert "\n" not in str(raised.value)
+
+
+def test_a_tensor_that_an_initialiser_leaves_is_not_taken_for_numbers():
+    class Halves(nn.Linear):
+        def reset_parameters(self) -> None:
+            init.zeros_(self.weight[:1])
+            init.zeros_(self.bias)
+
+    assert made(lambda: Halves(2, 2))["weight"].isnan().tolist() == [[False, False], [True, True]]
+
+
+# A rank's own
+
+
+class Given:
+    """Values of some tensors."""
+
+    def __init__(self, **values):
+        self.values = {name.replace("_", "."): value for name, value in values.items()}
+
+    def prove(self, names):
+        pass
+
+    def tensors(self, names):
+        return {name: self.values[name] for name in names if name in self.values}
+
+
+def network_of(factory, values=None):
+    model, initial = build(factory, 0)
+    network = Chain(model)
+    network.values = values or initial
+    return network, initial
+
+
+def test_only_the_layers_asked_for_and_what_is_named_get_their_numbers():
+    network, initial = network_of(lambda: nn.Sequential(*(nn.LayerNorm(3) for _ in range(4))))
+    wanted = {name: t.clone() for name, t in initial.tensors(["1.weight", "1.bias", "3.bias"]).items()}
+    materialise(network, [1], ["3.bias"])
+    held = {name: t for name, t in named_tensors(network.model).items() if not t.is_meta}
+    assert held.keys() == wanted.keys()
+    assert network.values is None
+    for name, tensor in held.items():
+        assert torch.equal(tensor, wanted[name])
+        assert type(tensor) is nn.Parameter
+
+
+def test_what_is_shared_stays_shared_and_keeps_its_attributes():
+    def factory():
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Identity(), nn.Linear(4, 5, bias=False))
+        model[2].weight = model[0].weight
+        model[0].weight.kind = "tied"
+        model[2].also = [model[0].weight.requires_grad_(False)]
+        return model
+
+    network, _ = network_of(factory)
+    materialise(network, [2])
+    weight = network.model[2].weight
+    assert weight is network.model[0].weight is network.model[2].also[0]
+    assert (weight.kind, weight.requires_grad, weight.is_meta) == ("tied", False, False)
+
+
+def test_a_model_with_numbers_is_overwritten_in_place():
+    network = Chain(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    weight, before = network.model[1].weight, network.model[1].bias.clone()
+    network.values = Given(**{"1_weight": torch.full((2, 2), 3.0), "0_weight": torch.zeros(2, 2)})
+    materialise(network, [1])
+    assert network.model[1].weight is weight
+    assert weight.sum() == 12
+    assert torch.equal(network.model[1].bias, before)
+    assert network.model[0].weight.any()
+
+
+def test_numbers_become_the_dtype_of_the_model_but_are_not_rounded():
+    network, _ = network_of(lambda: nn.Sequential(nn.Linear(1, 1).double()))
+    network.model[0].bias.data = network.model[0].bias.float()
+    tenth = torch.full((1,), 0.1, dtype=torch.float64)
+    network.values = Given(**{"0_weight": tenth.float().view(1, 1), "0_bias": tenth})
+    with pytest.raises(ConfigError, match=r"0.bias of the model is float64, and .* would round"):
+        materialise(network, [0])

@@ -21,16 +21,24 @@ from tests.support.live import Live
 from tests.support.programs import DOUBLE, falling, labelled, momentum, process_group
 
 
+class Scaled(nn.Linear):
+    """A layer with a constant buffer, that is initialised in a way of its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, inputs), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.orthogonal_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
 def normed() -> nn.Sequential:
-    """Layers with buffers, one of them constant, that the factory initialises in its own way."""
-    layers = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()]
-    model = nn.Sequential(*layers, nn.Linear(6, 5))
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            nn.init.orthogonal_(layer.weight)
-            layer.register_buffer("scale", torch.linspace(0.5, 1.5, 6), persistent=False)
-            layer.register_forward_pre_hook(lambda layer, given: given[0] * layer.scale)
-    return model.to(DOUBLE)
+    layers = [Scaled(6, 6), nn.BatchNorm1d(6), nn.Tanh(), Scaled(6, 6), nn.BatchNorm1d(6), nn.Tanh()]
+    return nn.Sequential(*layers, Scaled(6, 5)).to(DOUBLE)
 
 
 class Branches(nn.Module):
