@@ -8,24 +8,23 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
 from pipetrain import launcher, settings
-from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
+from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.ending import ONE_S
 from pipetrain.schedule import chrome
 from tests.support.processes import (
-    CHECKOUT,
     FAULTY,
     LAUNCHER,
+    Ended,
     Started,
     await_epoch,
     await_line,
-    ended,
+    checkpoints,
+    finished,
     lines_of,
     living,
     said,
@@ -130,21 +129,9 @@ print(launcher.main(["-m", "pipetrain"]), lost[0].wait(600))
 """
 
 
-def test_a_process_that_torchrun_has_lost_is_ended():
+def test_a_process_that_torchrun_has_lost_is_ended(tmp_path):
     """As it loses one that it is just starting when a signal comes."""
-    command = [sys.executable, "-c", LOSES]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=False)
-    assert done.stdout.split() == [str(128 + signal.SIGTERM), str(-signal.SIGKILL)], done.stderr
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What is left of a run."""
-
-    status: int
-    out: str
-    living: int
-    run: Path
+    assert finished(tmp_path, ["-c", LOSES]).out.split() == [str(128 + signal.SIGTERM), str(-signal.SIGKILL)]
 
 
 def stop(process: Started) -> None:
@@ -199,8 +186,7 @@ def ends(tmp_path_factory) -> dict[str, Ended]:
         for name, deed in DEEDS.items():
             deed(runs[name][1])
         for name, (run, process) in runs.items():
-            out = ended(process)
-            found[name] = Ended(process.returncode, out, len(living(process.mark)), run)
+            found[name] = Ended.of(process, run)
     return found
 
 
@@ -217,9 +203,7 @@ def test_a_stop_within_a_window_is_saved_with_the_trace_and_ends_well(ends):
     assert end.status == 0, end.out
     assert "got SIGTERM: saving when the pipeline is drained, then stopping" in end.out
     assert "stopped after a checkpoint; go on with: run_dir=" in end.out
-    (checkpoint,) = newest_first(end.run / CHECKPOINTS)
-    manifest = checkpoint[1]
-    assert isinstance(manifest, Manifest), manifest
+    (manifest,) = checkpoints(end.run).values()
     assert 1 <= manifest.position.batch < 47
     _, windows = chrome.read(end.run / "trace.json")
     assert [len(window.samples) for window in windows] == [manifest.position.batch]
@@ -248,9 +232,8 @@ def test_ctrl_c_saves_and_its_last_line_says_what_and_how_to_go_on(ends):
         "got Ctrl-C: saving when the pipeline is drained, then stopping; Ctrl-C again ends it at" in end.out
     )
     *_, last = end.out.splitlines()
-    newest, manifest = next(newest_first(end.run / CHECKPOINTS))
-    assert isinstance(manifest, Manifest), manifest
-    assert last == f"pipetrain: interrupted; {newest.name} is saved: go on with run_dir={end.run} resume=auto"
+    newest, *_ = end.checkpoints
+    assert last == f"pipetrain: interrupted; {newest} is saved: go on with run_dir={end.run} resume=auto"
     assert said(end.out).count("interrupted") == 1
 
 

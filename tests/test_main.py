@@ -5,14 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import logging
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,12 +20,12 @@ from pipetrain.plan.replay import read_trace
 from pipetrain.runtime.ranks import World
 from pipetrain.start import Start
 from pipetrain.train import discard_folder, lead
-from tests.support.processes import DEADLINE_S, lines_of
+from tests.support.processes import TWO as TORCHRUN
+from tests.support.processes import Ended, finished, lines_of
 
 pytestmark = pytest.mark.processes
 
-CHECKOUT = Path(__file__).parents[1]
-TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "pipetrain"]
+TWO = [*TORCHRUN, "-m", "pipetrain"]
 LAUNCHED = ["-m", "pipetrain.launcher"]  # two ranks too, where there is no GPU
 SMALL = ["model=mlp", "data=digits", "batch_size=128", "device=cpu"]
 SUMMARY = {"model", "data", "schedule", "stages", "partition", "batch_size", "microbatches", "buffer_size"}
@@ -42,34 +36,6 @@ EPOCH = re.compile(
     r"epoch (\d)/(\d): train loss [\d.]+, acc [\d.]+ %; val loss [\d.]+, acc ([\d.]+) %; "
     r"\d+ samples/s, [\d.]+ s"
 )
-
-
-@dataclass(frozen=True)
-class Ended:
-    status: int
-    out: str
-    err: str
-
-
-def start(command: Sequence[str], folder: Path) -> Ended:
-    """Run python with `command`; kill it and all that it started at the deadline (seconds)."""
-    env = {key: value for key, value in os.environ.items() if key not in ("HYDRA_FULL_ERROR", "MASTER_ADDR")}
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        pytest.fail(f"still running after {DEADLINE_S} s\n{out}\n{err}")
-    return Ended(process.returncode, out, err)
 
 
 def the_only_folder(where: Path) -> Path:
@@ -84,15 +50,13 @@ def the_only_folder(where: Path) -> Path:
 def run(tmp_path_factory) -> tuple[Ended, Path]:
     """A run of two processes, two epochs; and the folder that it was started from."""
     folder = tmp_path_factory.mktemp("run")
-    return start(
-        [*LAUNCHED, *SMALL, "schedule=pipedream", "microbatches=2", "epochs=2", "seed=3", "trace=true"],
-        folder,
-    ), folder
+    words = [*SMALL, "schedule=pipedream", "microbatches=2", "epochs=2", "seed=3", "trace=true"]
+    return finished(folder, [*LAUNCHED, *words], cold=True), folder
 
 
 def test_a_run_ends_well_and_says_a_line_an_epoch_and_the_table(run):
     ended, where = run
-    assert (ended.status, ended.err) == (0, "")
+    assert ended.status == 0, ended.out
     lines = lines_of(ended.out)
     assert lines[0] == (
         "pipetrain: mlp on digits (1437 train, 360 test samples), schedule pipedream, 2 x cpu"
@@ -227,12 +191,12 @@ def profiled(tmp_path_factory) -> tuple[Ended, Path]:
     """A run of two processes that is cut by times, and its folder."""
     folder = tmp_path_factory.mktemp("profiled")
     words = [*SMALL, "batch_size=64", "epochs=1", "data.train_limit=256", "partition=profile", "run_dir=run"]
-    return start([*TWO, *words], folder), folder / "run"
+    return finished(folder, [*TWO, *words]), folder / "run"
 
 
 def test_ranks_profile_together(profiled):
     ended, folder = profiled
-    assert ended.status == 0, ended.err
+    assert ended.status == 0, ended.out
     lines = lines_of(ended.out)
     assert lines[0] == "pipetrain: profiling 6 layers, 16 samples at a time"
     assert re.fullmatch(r"profiled in [\d.]+ s", lines[1])
@@ -289,8 +253,8 @@ def train_here(monkeypatch, folder: Path, *words: str) -> None:
 
 
 def test_cfg_job_prints_the_configuration_once_and_leaves_nothing(tmp_path):
-    ended = start([*TWO, "--cfg", "job", "batch_size=128", "schedule=gpipe"], tmp_path)
-    assert (ended.status, ended.err) == (0, "")
+    ended = finished(tmp_path, [*TWO, "--cfg", "job", "batch_size=128", "schedule=gpipe"])
+    assert ended.status == 0, ended.out
     printed = yaml.safe_load(ended.out)
     assert printed["batch_size"] == 128
     assert printed["schedule"]["_target_"] == "pipetrain.schedule.programs.gpipe"
@@ -300,8 +264,8 @@ def test_cfg_job_prints_the_configuration_once_and_leaves_nothing(tmp_path):
 
 def test_multirun_is_one_run_after_another_each_in_one_folder(tmp_path):
     words = [*SMALL, "epochs=1", "data.train_limit=256", "seed=1,2", "hydra.sweep.dir=swept"]
-    ended = start([*TWO, "--multirun", *words], tmp_path)
-    assert ended.status == 0, ended.err
+    ended = finished(tmp_path, [*TWO, "--multirun", *words])
+    assert ended.status == 0, ended.out
     summaries = [json.loads((tmp_path / "swept" / name / "summary.json").read_text()) for name in ("0", "1")]
     assert [summary["seed"] for summary in summaries] == [1, 2]
     assert summaries[0]["val_loss"] != summaries[1]["val_loss"]
@@ -318,8 +282,8 @@ def test_codecs_learn_the_digits_and_the_records_say_what_they_saved(profiled, t
     file = shutil.copy(profiled[1] / "profile.json", tmp_path)
     words = ["model=mlp", "data=digits", "device=cpu", "run_dir=here", "trace.windows=2"]
     words += [f"partition.profile={file}", "codec.forward=int8", "codec.backward=topk"]
-    ended = start([*TWO, *words], tmp_path)
-    assert ended.status == 0, ended.err
+    ended = finished(tmp_path, [*TWO, *words])
+    assert ended.status == 0, ended.out
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())
     theirs = json.loads((profiled[1] / "summary.json").read_text())
     assert summary["partition"] == theirs["partition"]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -20,12 +19,7 @@ from pipetrain import start as module
 from pipetrain.errors import ConfigError, Refused
 from pipetrain.runtime.ranks import World, this_attempt
 from pipetrain.start import Start, seconds
-from tests.support.processes import (
-    CHECKOUT,
-    DEADLINE_S,
-    SMALL,
-    lines_of,
-)
+from tests.support.processes import DEADLINE_S, SMALL, ended, lines_of, running
 
 # Alone
 
@@ -80,12 +74,9 @@ def test_a_process_is_of_one_attempt():
 # Ranks that are started one by one, as other launchers do
 
 
-Said = tuple[int, str]  # the status of a process, and its output
-
-
 @pytest.fixture
-def ranks(tmp_path) -> Iterator[object]:
-    """Give a function that starts a rank for each list of words; returns (status, what it said) of each."""
+def start(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
+    """A function that starts a rank for each list of words, and returns (status, what was said) of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -97,22 +88,12 @@ def ranks(tmp_path) -> Iterator[object]:
             processes = []
             for rank, words in enumerate(commands):
                 world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+                world["TORCHELASTIC_RESTART_COUNT"] = 3 - rank  # each agent has its own
                 variables = {name: str(value) for name, value in world.items()}
-                variables["TORCHELASTIC_RESTART_COUNT"] = str(3 - rank)  # each agent has its own
-                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-                process = subprocess.Popen(
-                    [sys.executable, *module, *SMALL, "epochs=1", *words],
-                    cwd=tmp_path,
-                    env={**os.environ, "PYTHONPATH": str(CHECKOUT), **variables, "CUDA_VISIBLE_DEVICES": ""},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-                left.callback(process.wait)
-                left.callback(process.kill)
-                processes.append(process)
-            outs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
-            return [(process.returncode, out) for process, out in zip(processes, outs, strict=True)]
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                command = [*module, *SMALL, "epochs=1", *words]
+                processes.append(left.enter_context(running(tmp_path, command, variables)))
+            return [(process.wait(), out) for process in processes for out in [ended(process)]]
 
         yield run
 
@@ -121,8 +102,8 @@ SAME = "give all ranks the same arguments, code and files"
 
 
 @pytest.mark.processes
-def test_a_rank_with_another_command_line_is_named_once_and_all_end_alike(ranks, tmp_path):
-    (status, said), other = ranks(["seed=0"], ["seed=1"])
+def test_a_rank_with_another_command_line_is_named_once_and_all_end_alike(start, tmp_path):
+    (status, said), other = start(["seed=0"], ["seed=1"])
     (line,) = lines_of(said)
     assert re.fullmatch(r"pipetrain: rank 1 has command line=\[.*seed=1.\], and rank 0 has .*seed=0.*", line)
     assert line.endswith(f": {SAME}")
@@ -152,8 +133,8 @@ train.main()
         ("data.Data.fingerprint = 'other'", 'rank 1 has data set="other", and rank 0 has "digits '),
     ],
 )
-def test_what_one_rank_alone_refuses_or_has_otherwise_is_said_by_rank_0(ranks, tmp_path, change, said):
-    (status, out), other = ranks([], [], module=("-c", OTHERWISE.format(change=change)))
+def test_what_one_rank_alone_refuses_or_has_otherwise_is_said_by_rank_0(start, tmp_path, change, said):
+    (status, out), other = start([], [], module=("-c", OTHERWISE.format(change=change)))
     (line,) = lines_of(out)
     assert line.startswith(f"pipetrain: {said}")
     assert (status, other) == (2, (2, ""))

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
-import sys
-import uuid
-from pathlib import Path
 
 import pytest
 
 import pipetrain
 from pipetrain.settings import PIPELINE_OPTIONS, Settings, refuse_unknown
 from tests.docs import run_examples
-from tests.support.deadlines import DEADLINE_S
-from tests.support.processes import CHECKOUT, MARK, kill
+from tests.support.processes import CHECKOUT, TWO, finished
 
 DOCS = CHECKOUT / "docs"
 EXAMPLES = DOCS / "examples"
@@ -24,27 +18,6 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 ALONE = "mlp"  # is started as a person starts it
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"\d+\.\d+(?:e-?\d+)?")
-
-
-def torchrun(folder: Path, *words: str) -> str:
-    """Run a program on two ranks, in a folder; return what it says."""
-    mark = uuid.uuid4().hex
-    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CHECKOUT), MARK: mark}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *words]
-    try:
-        ended = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, **variables},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-    finally:
-        kill(mark)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
 
 
 def numbers(text: str) -> list[float]:
@@ -88,7 +61,9 @@ def test_every_example_runs_on_two_ranks(ranks, tmp_path):
 
 @pytest.mark.processes
 def test_the_readme_s_example_runs_as_it_says(tmp_path):
-    losses = numbers(torchrun(tmp_path, str(EXAMPLES / "mlp.py")))
+    done = finished(tmp_path, [*TWO, EXAMPLES / "mlp.py"], cold=True)
+    losses = numbers(done.out)
+    assert done.status == 0, done.out
     assert len(losses) == 6
     assert losses[-1] < losses[1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 
-from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
+from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.runtime.mesh import Mesh
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
@@ -22,6 +22,7 @@ from tests.support.processes import (
     Started,
     await_epoch,
     await_line,
+    checkpoints,
     ended,
     rank_of,
     running,
@@ -85,7 +86,10 @@ def torchrun(setting: Setting, folder: Path, words: Sequence[str]) -> AbstractCo
     command = ["-m", TORCHRUN, "--standalone", "--nproc_per_node=2", OVER_NCCL, *words]
     limit = max(1.0, min(setting.left, RUN_S * setting.patience))
     places = [str(CHECKOUT), str(CHECKOUT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return running(folder, command, {"PYTHONPATH": os.pathsep.join(places)}, limit)
+    variables = {"PYTHONPATH": os.pathsep.join(places)}
+    if setting.cuda:
+        variables["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    return running(folder, command, variables, limit, cold=True)
 
 
 def killed(setting: Setting, folder: Path, words: Sequence[str]) -> Iterator[Row]:
@@ -142,9 +146,9 @@ def difference(one: Path, other: Path) -> float:
     from safetensors.torch import load_file  # is not needed by the other checks
 
     def weights(run: Path) -> dict[str, object]:
-        folder, manifest = next(newest_first(run / CHECKPOINTS))
-        assert isinstance(manifest, Manifest), manifest
-        tensors = {key: t for part in manifest.parts for key, t in load_file(folder / part).items()}
+        (name, manifest), *_ = checkpoints(run).items()
+        files = [run / CHECKPOINTS / name / part for part in manifest.parts]
+        tensors = {key: t for path in files for key, t in load_file(path).items()}
         return {key: tensor for key, tensor in tensors.items() if key.startswith("model/")}
 
     mine, theirs = weights(one), weights(other)

@@ -1,4 +1,4 @@
-"""pipetrain in processes of its own, started as a person starts it, and killed with all that it started."""
+"""pipetrain in processes of its own, as a person starts it, and killed with all that it started."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
+from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
 from tests.support.deadlines import DEADLINE_S
+from tests.support.warm import Program
 
 CHECKOUT = Path(__file__).parents[2]
 MARK = "PIPETRAIN_TEST_MARK"
@@ -20,42 +24,34 @@ SMALL = ["model=mlp", "data=digits", "data.train_limit=384", "data.test_limit=64
 SMALL += ["device=cpu", "threads=1"]
 FAULTY = ["model._target_=tests.support.models.faulty", "partition=[2]"]
 TORCHRUN, LAUNCHER = "torch.distributed.run", "pipetrain.launcher"
+TWO = ["-m", TORCHRUN, "--standalone", "--nproc_per_node=2"]
 
 
-class Started(subprocess.Popen[str]):
-    """A process that, with all it starts, can be found by its mark."""
+class Cold(subprocess.Popen[str]):
+    """A Program in an interpreter that is started for it."""
 
-    mark = ""
+    def __init__(self, words: Sequence[object], folder: Path, variables: Mapping[str, str]) -> None:
+        command, pipe = [sys.executable, *map(str, words)], subprocess.PIPE
+        out = {"stdout": pipe, "stderr": subprocess.STDOUT, "text": True}
+        self.mark = ""
+        super().__init__(command, cwd=folder, env=variables, start_new_session=True, **out)  # type: ignore[call-overload]
 
 
-@contextmanager
-def started(
-    folder: Path, words: Sequence[str], *, restarts: int = 0, ranks: int = 2, launcher: str = TORCHRUN
-) -> Iterator[Started]:
-    """Start some ranks under torchrun, or one without; whatever is left of them at the end is killed."""
-    alone = ranks == 1 and not restarts
-    before = ["--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
-    command = [*([] if alone else ["-m", launcher, *before]), "-m", "pipetrain", *SMALL, *words]
-    with running(folder, command, {"CUDA_VISIBLE_DEVICES": ""}) as process:
-        yield process
+Started = Program | Cold
 
 
 @contextmanager
 def running(
-    folder: Path, words: Sequence[str], variables: Mapping[str, str], deadline_s: float = DEADLINE_S
+    folder: Path,
+    words: Sequence[object],
+    variables: Mapping[str, str] | None = None,
+    deadline_s: float = DEADLINE_S,
+    cold: bool = False,
 ) -> Iterator[Started]:
     """Run Python with these words; whatever is left of it, and of what it started, at the end is killed."""
     mark = uuid.uuid4().hex
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT), MARK: mark, **variables}
-    process = Started(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT), "CUDA_VISIBLE_DEVICES": "", MARK: mark}
+    process = (Cold if cold else Program)(words, folder, {**os.environ, **own, **(variables or {})})
     process.mark = mark
     deadline = Timer(deadline_s, kill, (mark,))  # whoever reads what it says then comes to an end
     deadline.start()
@@ -65,6 +61,50 @@ def running(
         deadline.cancel()
         kill(mark)
         process.wait()
+
+
+@contextmanager
+def started(
+    folder: Path, words: Sequence[str], *, restarts: int = 0, ranks: int = 2, launcher: str = TORCHRUN
+) -> Iterator[Started]:
+    """Start some ranks under torchrun, or one without."""
+    alone = ranks == 1 and not restarts
+    before = ["--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
+    command = [*([] if alone else ["-m", launcher, *before]), "-m", "pipetrain", *SMALL, *words]
+    with running(folder, command) as process:
+        yield process
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is left of a program: its status, what it said, how many of its processes still live, its run."""
+
+    status: int
+    out: str
+    living: int
+    run: Path
+
+    @classmethod
+    def of(cls, process: Started, run: Path, seen: str = "") -> Ended:
+        """Wait for the end. `seen`: what was read before."""
+        out = seen + ended(process)
+        return cls(int(process.wait() or 0), out, len(living(process.mark)), run)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return list(checkpoints(self.run))
+
+
+def checkpoints(run: Path) -> dict[str, Manifest]:
+    """The checkpoints of a run that are whole, the newest first."""
+    found = newest_first(run / CHECKPOINTS)
+    return {path.name: manifest for path, manifest in found if isinstance(manifest, Manifest)}
+
+
+def finished(folder: Path, words: Sequence[object], **options: Any) -> Ended:
+    """Run Python with these words to its end."""
+    with running(folder, words, **options) as process:
+        return Ended.of(process, folder / "run")
 
 
 def kill(mark: str) -> None:
@@ -90,7 +130,8 @@ def living(mark: str) -> dict[int, dict[str, str]]:
 
 def ended(process: Started) -> str:
     """Wait for the end, and return what was said."""
-    out, _ = process.communicate()
+    out = process.stdout.read()
+    process.wait()
     return out
 
 
@@ -109,21 +150,16 @@ def rank_of(process: Started, rank: int) -> int:
     return pid
 
 
+def await_line(process: Started, start: str) -> str:
+    """Read what is said until a line with a word; return that and all before it."""
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if start in line:
+            return seen
+    raise AssertionError(seen)
+
+
 def await_epoch(process: Started, epoch: int) -> str:
     """Read what is said until an epoch is done."""
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if line.startswith(f"epoch {epoch}/"):
-            return "".join(seen)
-    raise AssertionError("".join(seen))
-
-
-def await_line(process: Started, word: str) -> str:
-    """Read what is said until a line with a word."""
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if word in line:
-            return line
-    raise AssertionError("".join(seen))
+    return await_line(process, f"epoch {epoch}/")

@@ -5,7 +5,6 @@ A test of two ranks takes seconds where it starts them, and tenths here.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from pipetrain import pipeline
 from tests.support.deadlines import DEADLINE_S
+from tests.support.warm import context
 
 
 class Ranks:
@@ -44,12 +44,11 @@ class Ranks:
             raise
 
     def _start(self) -> None:
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "benchmark.contestants", "tests.support.jobs"])
+        from_server = context()
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         for rank in range(self.size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.size, self._store.port))
+            here, there = from_server.Pipe()
+            process = from_server.Process(target=_serve, args=(there, rank, self.size, self._store.port))
             process.daemon = True
             process.start()
             there.close()

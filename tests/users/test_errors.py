@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from pipetrain import Pipeline
-from tests.support.processes import ended, running
+from tests.support.processes import TWO, finished
 
 INPUTS, TARGETS = torch.ones(8, 4), torch.ones(8, 2)
 
@@ -110,9 +110,7 @@ def test_under_torchrun_a_refusal_is_one_sentence_and_no_rank_s_traceback(tmp_pa
         "model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))\n"
         "pipetrain.Pipeline(model, torch.nn.MSELoss(), lambda p: torch.optim.SGD(p, 0.1), microbatches=0)\n"
     )
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mine.py"]
-    with running(tmp_path, words, {"CUDA_VISIBLE_DEVICES": ""}) as process:
-        out = ended(process)
-    assert process.returncode == 1
-    assert out.count("pipetrain: microbatches") == 1, out
-    assert "Pipeline(model" not in out
+    done = finished(tmp_path, [*TWO, "mine.py"])
+    assert done.status == 1
+    assert done.out.count("pipetrain: microbatches") == 1, done.out
+    assert "Pipeline(model" not in done.out

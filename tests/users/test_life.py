@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from pipetrain import ConfigError, Pipeline
-from tests.support.deadlines import DEADLINE_S
-from tests.support.processes import CHECKOUT
+from tests.support.processes import TWO, finished
 
 
 def small() -> nn.Sequential:
@@ -69,13 +67,9 @@ def test_torchrun_runs_a_program_to_its_end_with_a_pipeline_that_is_open_or_none
     """A thread of gloo that dropped a tensor while Python ended aborted the process."""
     script = tmp_path / "mine.py"
     script.write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
-    variables = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    done = subprocess.run(
-        command, env=variables, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    done = finished(tmp_path, [*TWO, script], cold=True)
+    assert done.status == 0, done.out
+    said = sorted(line for line in done.out.splitlines() if line.startswith("rank"))
     assert said == [f"rank {rank} {schedule} 1" for rank in (0, 1) for schedule in ("1f1b", "gpipe")]
 
 

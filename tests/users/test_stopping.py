@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from pipetrain import Pipeline, ending
-from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
 from tests.docs.test_examples import EXAMPLES
-from tests.support.processes import await_line, ended, living, running
+from tests.support.processes import TWO, await_line, checkpoints, ended, living, running
 
 NOTED = (signal.SIGTERM, signal.SIGINT)
 
@@ -103,14 +102,12 @@ def test_under_torchrun_a_program_with_data_workers_saves(tmp_path):
         "        if pipe.stopping:", "        print('trained', flush=True)\n        if pipe.stopping:"
     )
     (tmp_path / "mine.py").write_text(text)
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mine.py"]
-    with running(tmp_path, words, {"CUDA_VISIBLE_DEVICES": ""}) as process:
+    with running(tmp_path, [*TWO, "mine.py"]) as process:
         await_line(process, "trained")
         process.send_signal(signal.SIGTERM)
         out = ended(process)
         assert not living(process.mark)
     assert "pipetrain: rank 1 got SIGTERM: pipe.stopping is true after this window" in out
     (updates,) = re.findall(r"^saved after (\d+) updates", out, re.MULTILINE)
-    _, manifest = next(newest_first(tmp_path / "runs" / "stopping" / CHECKPOINTS))
-    assert isinstance(manifest, Manifest)
+    manifest, *_ = checkpoints(tmp_path / "runs" / "stopping").values()
     assert manifest.position.update == int(updates)

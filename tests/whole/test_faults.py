@@ -19,18 +19,19 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
+from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.schedule import chrome
 from tests.support.disk import full_disk
 from tests.support.processes import (
     DEADLINE_S,
     FAULTY,
     LAUNCHER,
+    Ended,
     await_epoch,
     await_line,
+    checkpoints,
     ended,
     lines_of,
-    living,
     rank_of,
     said,
     started,
@@ -50,16 +51,6 @@ FAILURES = {  # of rank 0: of how many, and what is said
 FAIL_AT = {kind: RANDOM.randint(50, 95) for kind in FAILURES}  # 24 microbatches an epoch
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What is left of a run: its status, what it said, its processes that still live, its folder."""
-
-    status: int
-    out: str
-    living: int
-    run: Path
-
-
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory) -> dict[str, Ended]:
     """A run for each way to fail; all at once, because most of their time is the start."""
@@ -72,11 +63,7 @@ def failed(tmp_path_factory) -> dict[str, Ended]:
             run = started(folder, [*words, "epochs=4", "run_dir=run"], ranks=ranks, launcher=LAUNCHER)
             process = stack.enter_context(run)
             runs[kind] = folder / "run", process
-        outs = {kind: ended(process) for kind, (_, process) in runs.items()}
-        return {
-            kind: Ended(process.returncode, outs[kind], len(living(process.mark)), run)
-            for kind, (run, process) in runs.items()
-        }
+        return {kind: Ended.of(process, run) for kind, (run, process) in runs.items()}
 
 
 @pytest.mark.parametrize("kind", FAILURES)
@@ -86,8 +73,7 @@ def test_a_rank_that_fails_ends_all_and_is_named_and_a_whole_checkpoint_is_left(
     assert end.living == 0
     assert "ChildFailedError" not in end.out
     assert re.search(FAILURES[kind][1], said(end.out)), end.out
-    _, manifest = next(newest_first(end.run / CHECKPOINTS))
-    assert isinstance(manifest, Manifest)
+    manifest, *_ = checkpoints(end.run).values()
     assert manifest.position.epoch in ((at - 1) // 24, (at - 1) // 24 - 1)  # the last may be on its way
 
 
@@ -110,9 +96,8 @@ def test_a_rank_that_stands_still_is_waited_for_no_longer_than_the_timeout(tmp_p
 
 def weights(run: Path) -> dict[str, object]:
     """The weights of a run's newest checkpoint."""
-    folder, manifest = next(newest_first(run / CHECKPOINTS))
-    assert isinstance(manifest, Manifest), manifest
-    return {k: t for name in manifest.parts for k, t in load_file(folder / name).items()}
+    (name, manifest), *_ = checkpoints(run).items()
+    return {k: t for part in manifest.parts for k, t in load_file(run / CHECKPOINTS / name / part).items()}
 
 
 def same(a: dict, b: dict) -> bool:
@@ -206,7 +191,7 @@ def eventful(tmp_path_factory) -> Eventful:
         with full_disk(ranks[1], room=4096):
             os.kill(ranks[0], signal.SIGUSR1)
             warning = await_line(process, "NOT saved")
-            whole = checkpoints(run)
+            whole = [*checkpoints(run)]
         intruder = ended(second)
         alone = process.poll() is None
         hold.unlink()
@@ -218,14 +203,9 @@ def eventful(tmp_path_factory) -> Eventful:
         )
 
 
-def checkpoints(run: Path) -> list[str]:
-    """Name the checkpoints of a run that are whole."""
-    return [path.name for path, found in newest_first(run / CHECKPOINTS) if isinstance(found, Manifest)]
-
-
 def await_checkpoint(run: Path) -> list[str]:
     end = time.monotonic() + DEADLINE_S
-    while not (found := checkpoints(run)):
+    while not (found := [*checkpoints(run)]):
         assert time.monotonic() < end
         time.sleep(0.05)
     return found
@@ -275,7 +255,7 @@ def test_a_full_disk_is_named_and_the_checkpoint_before_is_left_and_the_run_goes
         r"File too large.*; training goes on, and the checkpoints before it are as they were",
         eventful.warning,
     )
-    assert eventful.full == eventful.asked == checkpoints(eventful.run)
+    assert eventful.full == eventful.asked == [*checkpoints(eventful.run)]
     assert not list((eventful.run / CHECKPOINTS).glob("*.partial"))
     assert eventful.status == 0, eventful.out
 
@@ -321,18 +301,11 @@ def unrecorded(tmp_path_factory) -> Unrecorded:
             await_line(obstructed, "records in")
             summary.mkdir()
             seen = await_epoch(full, 3)
-        ends = [
-            Ended(process.wait(), out, len(living(process.mark)), folder / name)
-            for name, process, out in (
-                ("full", full, seen + ended(full)),
-                ("obstructed", obstructed, ended(obstructed)),
-            )
-        ]
+        ends = [Ended.of(full, folder / "full", seen), Ended.of(obstructed, folder / "obstructed")]
     whether = summary.is_file()
     summary.rmdir()
     with started(folder, [*words, "run_dir=obstructed", "resume=auto"], ranks=1) as resumed:
-        out = ended(resumed)
-        last = Ended(resumed.returncode, out, len(living(resumed.mark)), folder / "obstructed")
+        last = Ended.of(resumed, folder / "obstructed")
     return Unrecorded(*ends, whether, last)
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
@@ -17,23 +14,12 @@ import pytest
 from pipetrain import ending
 from pipetrain.checkpoint import asking as module
 from pipetrain.checkpoint.asking import LIMIT, Asking
-from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
 from pipetrain.ending import Interrupted, hearing
 from tests.support.deadlines import DEADLINE_S
-from tests.support.processes import CHECKOUT, FAULTY, LAUNCHER, await_line, ended, living, rank_of, started
+from tests.support.processes import FAULTY, LAUNCHER, Ended, await_line, finished, rank_of, started
 
 processes = pytest.mark.processes
 AT_ONCE = r"^pipetrain: rank (\d) got SIGTERM with no update to save, so it ends now$"
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What is left of a run."""
-
-    status: int
-    out: str
-    living: int
-    checkpoints: list[str]
 
 
 def stopped(folder: Path, words: list[str], saves: int | None = None) -> Ended:
@@ -48,10 +34,7 @@ def stopped(folder: Path, words: list[str], saves: int | None = None) -> Ended:
             os.kill(rank_of(process, saves), signal.SIGUSR1)
             await_line(process, f"pipetrain: rank {saves} got SIGUSR1 with no update to save, so it goes on")
         process.send_signal(signal.SIGTERM)
-        out = ended(process)
-        found = newest_first(folder / "run" / CHECKPOINTS)
-        whole = [path.name for path, manifest in found if isinstance(manifest, Manifest)]
-        return Ended(process.returncode, out, len(living(process.mark)), whole)
+        return Ended.of(process, folder / "run")
 
 
 @processes
@@ -180,22 +163,19 @@ def test_nothing_ends_what_has_trained_but_a_second_ctrl_c(quick, capfd):
         module._hear_idle(0, signal.SIGINT)
 
 
-@pytest.mark.parametrize(
-    ("name", "end"), [("SIGUSR1", (0, "imported\n", "")), ("SIGINT", (-signal.SIGINT, "", ""))]
-)
-def test_while_it_imports_sigusr1_ends_no_process_and_ctrl_c_shows_no_traceback(name, end):
+@pytest.mark.parametrize(("name", "end"), [("SIGUSR1", (0, "imported\n")), ("SIGINT", (-signal.SIGINT, ""))])
+def test_while_it_imports_sigusr1_ends_no_process_and_ctrl_c_shows_no_traceback(name, end, tmp_path):
     code = f"""
 import os, runpy, signal, sys, types
 train = sys.modules["pipetrain.train"] = types.ModuleType("pipetrain.train")
 train.__getattr__ = lambda _: os.kill(os.getpid(), signal.{name}) or (lambda: print("imported"))
 runpy.run_module("pipetrain", run_name="__main__")
 """
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == end
+    done = finished(tmp_path, ["-c", code])
+    assert (done.status, done.out) == end
 
 
-def test_a_signal_is_heard_while_the_main_thread_is_in_c():
+def test_a_signal_is_heard_while_the_main_thread_is_in_c(tmp_path):
     """It waits in C++ for the thread that hears the signal."""
     heard = f"""
 import os, signal
@@ -208,10 +188,8 @@ with hearing(lambda number: store.set(f"heard {{number}}", "")):
     os.kill(os.getpid(), signal.SIGTERM)
     store.wait(["heard {int(signal.SIGTERM)}"], timedelta(seconds={DEADLINE_S}))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", heard], capture_output=True, text=True, cwd=CHECKOUT, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    done = finished(tmp_path, ["-c", heard])
+    assert (done.status, done.out) == (0, "handled\n")
 
 
 def test_a_forked_process_is_ended_by_sigterm_and_its_parent_hears_nothing():
