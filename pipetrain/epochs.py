@@ -10,19 +10,20 @@ import time
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Manifest, Position, Tensors
-from pipetrain.checkpoint.progress import EpochFigures, Loss, Progress, Stats, by_update, read_progress
+from pipetrain.checkpoint.progress import EpochRecord, Loss, Progress, Stats, by_update, read_progress
 from pipetrain.checkpoint.saver import Keeper, is_best
 from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
 from pipetrain.data.loader import Sampled
 from pipetrain.errors import TrainingStopped
 from pipetrain.rate import Rate
-from pipetrain.records.about import About
+from pipetrain.records.history import About
+from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.batches import Batches, ByNumber, counting
 from pipetrain.runtime.held import Measured, Meter
@@ -37,10 +38,6 @@ from pipetrain.schedule.timeline import Row
 from pipetrain.tally import Tally
 from pipetrain.tasks import Task
 from pipetrain.untrusted import read_as
-
-if TYPE_CHECKING:  # the recorder imports Matplotlib and TensorBoard, which training does not need
-    from pipetrain.records.recorder import Console
-
 
 EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
 
@@ -121,7 +118,7 @@ class Epochs:
         passes: Passes,
         about: About,
         rate: Rate,
-        recorder: Console | None = None,
+        recorder: Recorder | None = None,
         keeper: Keeper | None = None,
     ) -> None:
         self.session = session
@@ -146,7 +143,7 @@ class Epochs:
         return self._position.update
 
     @property
-    def history(self) -> list[EpochFigures]:
+    def history(self) -> list[EpochRecord]:
         """The finished epochs, those before a resume too."""
         return self._progress.history
 
@@ -263,7 +260,7 @@ class Epochs:
     def evaluate(self, epoch: int) -> bool:
         """Evaluate all test samples, which the last stage counts; return False if stopped early."""
         batches = self._passes.evaluate()
-        batch_s = [figures.eval_s / max(1, figures.evaluated.samples) for figures in self.history[-1:]]
+        batch_s = [record.eval_s / max(1, self._about.data.test) for record in self.history[-1:]]
         while sizes := batches.next(None if isinstance(batches, ByNumber) else EVALUATED_AT_ONCE):
             tick = partial(self._tick, f"evaluation {epoch + 1}", len(sizes))
             ends = self._ends(len(sizes), *(s * max(sizes) for s in batch_s))
@@ -362,11 +359,12 @@ class Epochs:
             )
         every, first = self._about.settings.log_every, self._position.update - len(losses) + 1
         means, peak = by_update(losses, first, every), self._about.settings.lr
-        epoch_figures = EpochFigures(
+        record = EpochRecord(
             epoch=epoch + 1,
-            trained=trained,
-            evaluated=evaluated,
+            trained=self._values(trained),
+            evaluated=self._values(evaluated),
             score=self._about.task.score(evaluated),
+            samples=trained.samples,
             losses=means,
             rates={update: peak * self._rate(update - 1) for update in means},
             lr=peak * self._rate(self._position.update - 1),
@@ -376,26 +374,25 @@ class Epochs:
             elapsed_s=self._elapsed(),
             ended=time.time(),
         )
-        self.history.append(epoch_figures)
+        self.history.append(record)
         if self._recorder:
-            held = [figures.held for figures in ranks if figures.held is not None]
-            self._recorder.epoch(epoch_figures, held)
+            self._recorder.epoch(record, [figures.held for figures in ranks if figures.held is not None])
+
+    def _values(self, tally: Tally) -> dict[str, float]:
+        return {"loss": tally.mean_loss, **self._about.task.values(tally)}
 
     def metrics(self) -> dict[str, float]:
         """Return what the last epoch's training has counted, as Pipeline.metrics does; {} before it."""
         if not self.history:
             return {}
         last = self.history[-1]
-        values = {"loss": last.trained.mean_loss, **self._about.task.values(last.trained)}
-        return values | {"learning_rate": last.lr, "samples_per_s": last.samples_per_s}
+        return last.trained | {"learning_rate": last.lr, "samples_per_s": last.samples_per_s}
 
     def rows(self) -> list[dict[str, float]]:
-        """Return the figures of each epoch, by their names in metrics.csv."""
-        return [self._row(figures) for figures in self.history]
-
-    def _row(self, figures: EpochFigures) -> dict[str, float]:
-        row: dict[str, float] = {"epoch": figures.epoch}
-        for name, tally in (("train", figures.trained), ("val", figures.evaluated)):
-            values = {"loss": tally.mean_loss, **self._about.task.values(tally)}
-            row |= {f"{name}_{key}": value for key, value in values.items()}
-        return row | {"lr": figures.lr, "samples_per_s": figures.samples_per_s, "seconds": figures.train_s}
+        """Return a row for each epoch: what fit promises of it."""
+        others = {"epoch_s", "eval_s", "elapsed_s"}
+        return [
+            {name: value for name, value in record.as_row().items() if name not in others}
+            | {"seconds": record.train_s}
+            for record in self.history
+        ]

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from signal import SIGINT
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -37,17 +37,12 @@ from pipetrain.plan.describe import describe, verdict
 from pipetrain.plan.memory import gpu_bytes
 from pipetrain.plan.program import window_lengths
 from pipetrain.records import folder
-from pipetrain.records.about import About
-from pipetrain.records.files import Files
 from pipetrain.records.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE, UPDATES
-from pipetrain.records.history import Machine
-from pipetrain.records.loggers import check_loggers, start_loggers
+from pipetrain.records.history import About
+from pipetrain.records.recorder import Recorder
+from pipetrain.records.trackers import Trackers, check_loggers
 from pipetrain.rules import COUNT
-from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.batches import Batches, OfLoader
-
-if TYPE_CHECKING:
-    from pipetrain.records.recorder import Console
 
 log = logging.getLogger("pipetrain")
 
@@ -245,7 +240,10 @@ def _about(
     else:
         full, kind = settings.batch_size, type(getattr(train, "dataset", train)).__name__
         data = DataFacts(name or kind, batches * full, evaluated * full, "", "", [])
-    return About(settings, session.plan, pipe._task, data, batches)
+    device, world = pipe._mesh.device, pipe._mesh.world
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    room = gpu_bytes(device.type, world.local_size)
+    return About(settings, session.plan, pipe._task, data, batches, f"{world.size} x {kind}", room)
 
 
 def _batches_in(pipe: Pipeline, loader: Loader | Sampled, name: str) -> int:
@@ -275,7 +273,7 @@ def _trained(
     """Train to the end, or until stopped; return the rows of all epochs."""
     mesh, rank, session = pipe._mesh, pipe.rank, pipe._begun
     keeper = None if place is None else _keeper(pipe, about, place)
-    recorder = None if rank else _recorder(pipe, about, place, ending)
+    recorder = None if rank else _recorder(about, place, ending)
     epochs = Epochs(session, mesh, passes, about, pipe._rate, recorder, keeper)
     source = place.source if place else None
     if source is not None:
@@ -285,6 +283,8 @@ def _trained(
         pipe._given.prove(training=True)
     if keeper is None or place is None:
         epochs.run()
+        if recorder:
+            recorder.close()
         pipe.metrics = epochs.metrics() or pipe.metrics
         return epochs.rows()
     place.ready()
@@ -340,31 +340,23 @@ def _go_on(place: RunFolder, source: Source, about: About, conditions: Mapping[s
         log.info("pipetrain: going on from %s, after update %d", source.folder, position.update)
 
 
-def _recorder(pipe: Pipeline, about: About, place: RunFolder | None, ending: ExitStack) -> Console:
-    """Return rank 0's recorder, with the plan written."""
-    from pipetrain.records.recorder import (  # imports TensorBoard and Matplotlib: only on rank 0
-        Console,
-        Recorder,
-    )
-
+def _recorder(about: About, place: RunFolder | None, ending: ExitStack) -> Recorder:
+    """Return rank 0's recorder, with the plan for its folder."""
     if not (log.handlers or logging.getLogger().handlers):  # a program that has set up no logging
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
         ending.callback(log.handlers.clear)
-    device, world = pipe._mesh.device, pipe._mesh.world
-    room = gpu_bytes(device.type, world.local_size)
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    machine = Machine(f"{world.size} x {kind}", torch.get_num_threads(), keep_freed_memory(), room)
-    files = Files()
     if place is None:
-        return Console(about, machine)
-    files.text(place.path / "plan.txt", describe(about.plan, room=room))
+        return Recorder(about)
+    trackers = Trackers(place.config, place.path, place.run)
+    ending.callback(trackers.close)
+    recorder = Recorder(about, place.path, place.config, trackers)
+    recorder.files.text("plan.txt", describe(about.plan, room=about.room))
     if about.plan.prediction is not None:
         profile = about.plan.prediction.profile
-        files.text(place.path / PROFILE_FILE, json.dumps(profile.to_json(), indent=1) + "\n")
+        recorder.files.text(PROFILE_FILE, json.dumps(profile.to_json(), indent=1) + "\n")
         log.info("%s", verdict(about.plan.prediction))
-    loggers = ending.enter_context(start_loggers(place.config, place.path, place.run, files))
-    return Recorder(place.path, place.config, about, machine, files, loggers)
+    return recorder
 
 
 def saved_so_far(run_dir: Path) -> str:

@@ -35,7 +35,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.fitting import RunFolder, fit
 from pipetrain.pipeline import Pipeline
 from pipetrain.records import folder
-from pipetrain.records.loggers import check_loggers
+from pipetrain.records.trackers import check_loggers
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.mesh import choose_device
 from pipetrain.runtime.optimizer import Configured

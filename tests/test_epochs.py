@@ -157,7 +157,7 @@ def test_an_epoch_s_figures_are_of_the_weights_after_its_last_update():
     epochs = epochs_for(run, recorder=listener)
     epochs.run()
     (figures,) = listener.epochs
-    assert (figures.evaluated.mean_loss, figures.score) == pytest.approx(plainly(run, epochs))
+    assert (figures.evaluated["loss"], figures.score) == pytest.approx(plainly(run, epochs))
 
 
 class Spoils(nn.Module):
@@ -190,8 +190,7 @@ def test_figures_count_every_sample_of_every_epoch():
     epochs = epochs_for(run, recorder=listener)
     epochs.run()
     assert [figures.epoch for figures in listener.epochs] == [1, 2, 3]
-    assert [figures.trained.samples for figures in listener.epochs] == [44] * 3
-    assert [figures.evaluated.samples for figures in listener.epochs] == [11] * 3
+    assert [figures.samples for figures in listener.epochs] == [44] * 3
     assert epochs.session.stages[0].weights.updates == run.updates == 12
     rate = run.settings.rate(12)  # of the peak
     assert [figures.lr for figures in listener.epochs] == [0.05 * rate(n) for n in (3, 7, 11)]
@@ -219,7 +218,7 @@ def test_the_losses_of_updates_make_up_that_of_the_epoch(schedule):
         assert figures.rates == {update: 0.05 * rate(update - 1) for update in figures.losses}
         sizes = (12, 12, 12, 8)
         loss = sum(n * loss for n, loss in zip(sizes, figures.losses.values(), strict=True)) / 44
-        assert loss == pytest.approx(figures.trained.mean_loss, rel=1e-12)
+        assert loss == pytest.approx(figures.trained["loss"], rel=1e-12)
     _, coarser = run_in_threads(Case(schedule, 2, (NORM, "microbatches=2", "epochs=2", "log_every=3")))
     for fine, coarse in zip(epochs, coarser, strict=True):
         losses = list(fine.losses.values())

@@ -28,7 +28,7 @@ from torch import Tensor
 from pipetrain.untrusted import DamagedCheckpoint, opened, read_as, read_json
 
 CHECKPOINTS, MANIFEST, BEST, PARTIAL = "checkpoints", "manifest.json", "best", ".partial"
-VERSION = 4
+VERSION = 5
 MOST_BYTES = 2**24  # of a manifest: enough for thousands of epochs
 _NAME = re.compile("update-([0-9]+)(?:-([0-9]+))?")
 

@@ -1,7 +1,4 @@
-"""The figures of a run: of its finished epochs, and of the current one.
-
-They are apart from the trainer and the recorder, because training needs no drawing libraries.
-"""
+"""The numbers of a run that a checkpoint keeps: of its finished epochs, and of the current one."""
 
 from __future__ import annotations
 
@@ -21,18 +18,19 @@ _LEAST = 1e-9  # seconds; a smaller divisor is refused
 
 
 @dataclass(frozen=True, slots=True)
-class EpochFigures:
-    """The figures of an epoch (counted from 1), gathered from all ranks. Times in seconds.
+class EpochRecord:
+    """Every number of an epoch (counted from 1), gathered from all ranks. Times in seconds.
 
-    `stages`: each stage's statistics; empty if another pipeline trained the epoch, and of fewer updates if
-    another one began it. `elapsed_s`: the run's time until its end, without pauses between a stop and a
-    resume; `ended`: its end, in seconds since 1970.
+    `trained`, `evaluated`: the mean loss and the metrics, by name. `stages`: each stage's statistics; empty
+    if another pipeline trained the epoch, and of fewer updates if another one began it. `elapsed_s`: the
+    run's time until its end, without pauses between a stop and a resume; `ended`: in seconds since 1970.
     """
 
     epoch: int
-    trained: Tally
-    evaluated: Tally
+    trained: dict[str, Loss]
+    evaluated: dict[str, Loss]
     score: Loss  # by which epochs are compared; higher is better
+    samples: int  # trained
     losses: dict[int, Loss]  # mean losses of groups of updates, by the number (from 1) of the last one
     rates: dict[int, float]  # the learning rates of these last updates
     lr: float  # of the last update
@@ -45,17 +43,30 @@ class EpochFigures:
     @property
     def samples_per_s(self) -> float:
         """Training samples per second, without evaluation."""
-        return self.trained.samples / self.train_s
-
-    @property
-    def groups(self) -> dict[int, dict[str, float]]:
-        """The values of each group of updates, by the number of its last update."""
-        return {update: {"loss": loss, "lr": self.rates[update]} for update, loss in self.losses.items()}
+        return self.samples / self.train_s
 
     @property
     def updates(self) -> int:
         """The number of updates that `stages` covers."""
         return self.stages[0].updates if self.stages else 0
+
+    @property
+    def update_values(self) -> dict[int, dict[str, float]]:
+        """The values of each group of updates, by the last one's number and their names in TensorBoard."""
+        return {n: {"loss/update": loss, "lr/update": self.rates[n]} for n, loss in self.losses.items()}
+
+    def as_row(self) -> dict[str, float]:
+        """Return the epoch as a row of metrics.csv."""
+        return {
+            "epoch": self.epoch,
+            **{f"train_{name}": value for name, value in self.trained.items()},
+            **{f"val_{name}": value for name, value in self.evaluated.items()},
+            "lr": self.lr,
+            "samples_per_s": self.samples_per_s,
+            "epoch_s": self.train_s,
+            "eval_s": self.eval_s,
+            "elapsed_s": self.elapsed_s,
+        }
 
 
 def by_update(losses: Sequence[float], first: int, every: int) -> dict[int, float]:
@@ -64,7 +75,7 @@ def by_update(losses: Sequence[float], first: int, every: int) -> dict[int, floa
     return {first + every * n + len(piece) - 1: sum(piece) / len(piece) for n, piece in enumerate(pieces)}
 
 
-def best_epoch(history: Sequence[EpochFigures]) -> EpochFigures:
+def best_epoch(history: Sequence[EpochRecord]) -> EpochRecord:
     """Return the first epoch of the highest score; NaN counts as the lowest."""
     scores = [-math.inf if math.isnan(figures.score) else figures.score for figures in history]
     return history[scores.index(max(scores))]
@@ -77,7 +88,7 @@ class Progress:
     `unseen_epochs`, `unseen_batches`: those before a Pipeline.save from which it went on, without figures.
     """
 
-    history: list[EpochFigures] = field(default_factory=list)
+    history: list[EpochRecord] = field(default_factory=list)
     trained: Tally = field(default_factory=Tally)
     train_s: float = 0.0
     elapsed_s: float = 0.0

@@ -23,20 +23,6 @@ SUMMARY, CONFIG, EVENTS = "summary.json", "config.yaml", "events.out.tfevents.*"
 PROFILE_FILE, TRACE, RAN = "profile.json", "trace.json", "ran.txt"
 LOCK = ".lock"
 LATE_S = 15.0  # until network file systems show another machine's files
-# Follow no link, do not block on a FIFO, and close in child processes.
-_ITSELF = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-_LOCKS: set[int] = set()
-
-
-def _let_go() -> None:
-    """Close the locks in a forked process, such as a data worker, which may outlive its parent."""
-    while _LOCKS:
-        os.close(_LOCKS.pop())
-
-
-os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager
@@ -51,10 +37,8 @@ def claim(
     with ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _ITSELF, 0o600)
-            _LOCKS.add(lock)
-            held.callback(_release, lock)
-            _wait_for(lock, folder, patience_s)
+            if not held.enter_context(_lock(folder, patience_s)):
+                raise ConfigError(f"run_dir={folder} is in use by a run that is going on; choose another")
             if not finished and (folder / SUMMARY).exists():
                 raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
             if not resuming and folders(folder / CHECKPOINTS):
@@ -68,26 +52,28 @@ def claim(
         yield
 
 
-def _release(lock: int) -> None:
-    if lock in _LOCKS:  # not in a forked process
-        _LOCKS.remove(lock)
+@contextmanager
+def _lock(folder: Path, patience_s: float = 0.0) -> Iterator[bool]:
+    """Lock a folder; yield whether it is locked, or False if another process keeps it locked.
+
+    A process that was forked off, such as a data worker, which may outlive this one, does not share the lock.
+    """
+    # Follow no link, and do not block on a FIFO.
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        yield _locked(lock, time.monotonic() + patience_s)
+    finally:
         os.close(lock)
 
 
-def _wait_for(lock: int, folder: Path, patience_s: float) -> None:
-    end = time.monotonic() + patience_s
-    while not _locked(lock):
+def _locked(lock: int, end: float) -> bool:
+    while True:
+        with suppress(BlockingIOError, PermissionError):
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         if time.monotonic() >= end:
-            raise ConfigError(f"run_dir={folder} is in use by a run that is going on; choose another")
+            return False
         time.sleep(0.1)
-
-
-def _locked(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def prove_shared(folder: Path, rank: int) -> None:
@@ -114,16 +100,13 @@ def discard(folder: Path, log: str) -> None:
     """Remove the folder of a refused run, if it holds only its log and is not in use."""
     with suppress(OSError):
         if {path.name for path in folder.iterdir()} <= {log, LOCK}:
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _ITSELF, 0o600)
-            try:
-                if _locked(lock):
+            with _lock(folder) as locked:
+                if locked:
                     for name in (log, LOCK):
                         (folder / name).unlink(missing_ok=True)
                     folder.rmdir()
                     if folder.parent.name == RUNS:
                         folder.parent.rmdir()  # unless it holds other runs
-            finally:
-                os.close(lock)
 
 
 def is_finished(folder: Path, cfg: DictConfig | None) -> bool:

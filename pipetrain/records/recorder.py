@@ -1,237 +1,160 @@
-"""Rank 0's records of a run: CSV rows and TensorBoard points per epoch, a progress bar, and a summary.
+"""Rank 0's records of a training: what it shows, and what it writes into a run's folder after each epoch.
 
-All of it derives from the figures that the trainer hands over once per epoch, so a file that could not be
-written can be made again, and only the progress bar is on the engine's hot path.
+Every file is made from the epochs so far: one that could not be written is written with the next epoch, and
+only the progress bar is on the engine's hot path.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
-import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
-from pipetrain.checkpoint.progress import EpochFigures
+from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.errors import NotRecorded
 from pipetrain.plan.memory import says_whether_it_fits
-from pipetrain.records import events
-from pipetrain.records.about import About
 from pipetrain.records.bar import Bar
-from pipetrain.records.files import Files, Growing, why, write_whole
+from pipetrain.records.files import Files
 from pipetrain.records.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES
-from pipetrain.records.history import History, Machine, Memory
-from pipetrain.records.loggers import TENSORBOARD, Loggers, Points
+from pipetrain.records.history import About, History
+from pipetrain.records.tables import epoch_table, memory_table, stage_table
 from pipetrain.records.tracer import Trace, about_trace
+from pipetrain.records.trackers import Trackers
 from pipetrain.runtime.held import Measured
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.draw import as_png
-from pipetrain.tally import Tally
 
 log = logging.getLogger("pipetrain")
 
+TENSORBOARD = "tensorboard"  # among the loggers
 
-class Console:
-    """Shows a training on rank 0: lines about its beginning and each epoch, a bar, tables at the end."""
 
-    def __init__(self, about: About, machine: Machine) -> None:
+class Recorder:
+    """Shows a training; with a `folder` writes its records there, and sends them to the `trackers`.
+
+    `config`: the run's configuration, with the loggers. `files`: what the folder gets, with the next epoch.
+    """
+
+    def __init__(
+        self,
+        about: About,
+        folder: Path | None = None,
+        config: DictConfig | None = None,
+        trackers: Trackers | None = None,
+    ) -> None:
         self._about = about
-        self._plan = about.plan
-        self._machine = machine
         self._history = History(about)
         self._bar = Bar()
+        self._folder = folder
+        self._trackers = trackers
+        self.files = Files(folder)
+        self._tensorboard: Any = None
+        if folder is not None and config is not None:
+            self._introduce(folder, config)
 
-    def begin(self, history: Sequence[EpochFigures] = ()) -> None:
-        """Log the run's model, data and plan; `history`: the epochs that are already done."""
-        self._history.epochs.extend(history)
-        self._record(history)
-        for line in self._introduction_lines():
+    def _introduce(self, folder: Path, config: DictConfig) -> None:
+        about, history, text = self._about, self._history, OmegaConf.to_yaml(config, resolve=True)
+        title = f"{about.settings.model}, {about.settings.schedule}"
+        picture = as_png(history.simulated, title, about.plan.unit_of_time, history.predicted_memory)
+        self.files.text(CONFIG, text)
+        self.files.whole("timeline.png", lambda new: new.write_bytes(picture))
+        if TENSORBOARD in config.logger:
+            from pipetrain.records.tensorboard import TensorBoard  # imports Matplotlib
+
+            self._tensorboard = TensorBoard(folder, history, text, picture)
+
+    def begin(self, records: Sequence[EpochRecord] = ()) -> None:
+        """Log the run's model, data and plan; `records`: of the epochs that are already done."""
+        self._history.records.extend(records)
+        self._write()
+        for line in self._beginning():
             log.info("%s", line)
         self._bar.spoke()
 
-    def _introduction_lines(self) -> list[str]:
-        settings, data, plan, machine = self._about.settings, self._about.data, self._plan, self._machine
-        sizes = f"{data.train} train, {data.test} test samples"
+    def _beginning(self) -> list[str]:
+        about, settings, data, plan = self._about, self._about.settings, self._about.data, self._about.plan
+        sizes, threads = f"{data.train} train, {data.test} test samples", torch.get_num_threads()
         bubble = f"{self._history.simulated.bubble:.1%} by the stages' {'times' if plan.costs else 'work'}"
+        where = f"; records in {self._folder}" if self._folder else ""
         lines = [
             f"pipetrain: {settings.model} on {data.name} ({sizes}), schedule {settings.schedule}, "
-            f"{machine.device}",
+            f"{about.device}",
             f"{plan.stages} stages, cut before layers {plan.cuts}; batch {settings.batch_size} in "
             f"{settings.microbatches} microbatches; bubble {bubble}",
-            f"{settings.precision}, {plan.numerics.memory_format}, threads a process: {machine.threads}",
-            f"{settings.epochs} epochs, {self._about.updates} updates, seed {settings.seed}{self._where()}",
+            f"{settings.precision}, {plan.numerics.memory_format}, threads a process: {threads}",
+            f"{settings.epochs} epochs, {about.updates} updates, seed {settings.seed}{where}",
         ]
-        if machine.room is not None:
-            lines.append(says_whether_it_fits(settings, self._history.predicted_memory, machine.room))
+        if about.room is not None:
+            lines.append(says_whether_it_fits(settings, self._history.predicted_memory, about.room))
         if settings.compile:
             lines.append("the first microbatches compile the stages, which takes minutes")
         return lines
-
-    def _where(self) -> str:
-        return ""
 
     def tick(self, what: str, total: int) -> None:
         """Count one of `total` steps of `what`, and show the progress."""
         self._bar.tick(what, total)
 
-    def epoch(self, figures: EpochFigures, held: Sequence[Measured] = ()) -> None:
+    def epoch(self, record: EpochRecord, held: Sequence[Measured] = ()) -> None:
         """Note a finished epoch, and log a line about it.
 
         `held`: what each rank held in a window of it, if that was measured.
         """
         self._bar.spoke()
-        self._history.epochs.append(figures)
-        if held:
-            self._history.memory = Memory(figures.epoch, held)
-        self._record([figures])
+        self._history.records.append(record)
+        self._history.measured(held)
+        self._write()
         log.info(
             "epoch %d/%d: train loss %s; val loss %s; %.0f samples/s, %.1f s",
-            figures.epoch,
-            self._about.settings.epochs,
-            self._told(figures.trained),
-            self._told(figures.evaluated),
-            figures.samples_per_s,
-            figures.train_s + figures.eval_s,
-        )
-
-    def _record(self, epochs: Sequence[EpochFigures]) -> None:
-        """Take epochs that are new in the history, before they are told."""
-
-    def _told(self, tally: Tally) -> str:
-        """Return a mean loss and the metrics, such as `0.3120, acc 91.20 %`."""
-        values = self._about.task.values(tally)
-        metrics = [f"{metric.name} {metric.text(values[metric.name])}" for metric in self._about.task.metrics]
-        return ", ".join([f"{tally.mean_loss:.4f}", *metrics])
-
-    def trace(self, trace: Trace) -> None:
-        """Take the traced windows."""
-
-    def programs(self, epoch: int, programs: Sequence[Program]) -> None:
-        """Take the programs that a policy decided in an epoch (counted from 1), one per window."""
-
-    def close(self) -> None:
-        """Log the results. Raises NotRecorded for files that cannot be written."""
-        log.info("\n%s\n", self._history.table())
-        log.info("%s\n", self._history.stage_table())
-        if self._history.memory is not None:
-            log.info("%s\n", self._history.memory_table())
-        if (straggler := self._history.straggler) is not None:
-            log.info("%s\n", straggler.sentence)
-        settings, data, total_s = self._about.settings, self._about.data, self._history.last.elapsed_s
-        log.info("%s on %s: %s in %.0f s", settings.model, data.name, self._outcome_told(), total_s)
-        if data.note:
-            log.info("%s", data.note)
-
-    def _outcome_told(self) -> str:
-        """Return the last and the best value of the task's first metric, or of the loss."""
-        last, best = self._history.last, self._history.best
-        name, values = "loss", [f"{figures.evaluated.mean_loss:.4f}" for figures in (last, best)]
-        for metric in self._about.task.metrics[:1]:
-            name = metric.name
-            of = (self._about.task.values(figures.evaluated)[name] for figures in (last, best))
-            values = [metric.text(value) for value in of]
-        return f"val {name} {values[0]} (best {values[1]}, epoch {best.epoch})"
-
-    def stop(self, not_saved: int | None) -> None:
-        """End a training that was stopped; see Recorder.stop."""
-        self._bar.close()
-
-
-class Recorder(Console):
-    """Writes metrics.csv, summary.json, TensorBoard events and the progress of one run into its folder.
-
-    The chosen trackers (see pipetrain.records.loggers) get the same figures.
-    It writes nothing before `begin`.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        cfg: DictConfig,
-        about: About,
-        machine: Machine,
-        files: Files,
-        loggers: Loggers | None = None,
-    ) -> None:
-        super().__init__(about, machine)
-        self._folder = folder
-        self._loggers = loggers or Loggers()
-        self._tensorboard = TENSORBOARD in cfg.logger
-        self._files = files
-        self._began = time.time()
-        config, picture = (
-            OmegaConf.to_yaml(cfg, resolve=True),
-            as_png(
-                self._history.simulated,
-                f"{about.settings.model}, {about.settings.schedule}",
-                about.plan.unit_of_time,
-                self._history.predicted_memory,
+            *(
+                record.epoch,
+                self._about.settings.epochs,
+                self._told(record.trained),
+                self._told(record.evaluated),
             ),
+            *(record.samples_per_s, record.train_s + record.eval_s),
         )
-        files.text(folder / CONFIG, config)
-        files.whole(folder / "timeline.png", lambda new: new.write_bytes(picture))
-        self._introduction, self._outcome = events.introduction(about, config, picture), b""
-        self._metrics = Growing(folder / METRICS, self._history.row)
-        self._updates = Growing(folder / UPDATES, self._history.update_rows)
-        name = events.file_name()
-        self._events = Growing(folder / name, self._event)
-        self._stages_events = [
-            Growing(folder / f"stage{stage}" / name, partial(self._stage_event, stage))
-            for stage in range(about.plan.stages)
-        ]
 
-    def _where(self) -> str:
-        return f"; records in {self._folder}"
-
-    def _record(self, epochs: Sequence[EpochFigures]) -> None:
-        self._write()
-        for left in reversed(range(len(epochs))):
-            self._track(self._history.until(len(self._history.epochs) - left))
+    def _told(self, values: Mapping[str, float]) -> str:
+        """Return a mean loss and the metrics, such as `0.3120, acc 91.20 %`."""
+        metrics = [f"{metric.name} {metric.text(values[metric.name])}" for metric in self._about.task.metrics]
+        return ", ".join([f"{values['loss']:.4f}", *metrics])
 
     def _write(self) -> None:
-        """Update all files, including those that could not be written before."""
-        parts = 1 + len(self._history.epochs)
-        self._files.due(self._metrics.path, partial(self._metrics.grow, parts))
-        self._files.due(self._updates.path, partial(self._updates.grow, parts))
+        """Write the epochs so far, and what could not be written before."""
+        if records := self._history.records:
+            self.files.text(METRICS, as_csv([record.as_row() for record in records]))
+            updates = [
+                {"update": update, "train_loss": loss, "lr": record.rates[update]}
+                for record in records
+                for update, loss in record.losses.items()
+            ]
+            self.files.text(UPDATES, as_csv(updates))
         if self._tensorboard:
-            self._files.due(self._events.path, partial(self._grow_events, parts))
-        self._files.write()
-
-    def _track(self, history: History) -> None:
-        """Send a history's newest epoch to the trackers."""
-        figures = history.last
-        values, updates = events.scalars(history), events.updates(figures)
-        self._loggers.log(Points(figures.epoch, figures.ended, values, updates))
-
-    def _event(self, number: int) -> bytes:
-        """Return a part of TensorBoard's file: introduction, epochs, outcome."""
-        if number > len(self._history.epochs):
-            return self._outcome
-        return events.points(self._history.until(number)) if number else self._introduction
-
-    def _stage_event(self, stage: int, number: int) -> bytes:
-        """Return a part of a stage's file of TensorBoard: its beginning, or an epoch."""
-        if not number:
-            return events.beginning(self._began)
-        return events.stage_points(self._history.until(number), stage)
-
-    def _grow_events(self, parts: int) -> None:
-        self._events.grow(parts + bool(self._outcome))
-        for growing in self._stages_events:
-            growing.grow(parts)
+            self.files.due("events", lambda _: self._tensorboard.write())
+        self.files.write()
+        if self._trackers:
+            self._trackers.write(self._history)
 
     def trace(self, trace: Trace) -> None:
         """Write the traced windows, with the conditions needed to replay them."""
-        path, about = self._folder / TRACE, about_trace(self._about, trace, self._machine.device)
-        number = "1 window" if len(trace.windows) == 1 else f"{len(trace.windows)} windows"
-        limit = trace.cut and f"; it ends {trace.cut}"
-        note = f"trace of {number} in {path}{limit}; open it at https://ui.perfetto.dev"
-        self._files.whole(path, lambda new: chrome.write(new, about, trace.windows), note)
-        self._files.write()
+        if self._folder is None:
+            return
+        about = about_trace(self._about, trace)
+        self.files.whole(TRACE, lambda new: chrome.write(new, about, trace.windows))
+        self.files.write()
+        if TRACE not in self.files.failed:
+            number = "1 window" if len(trace.windows) == 1 else f"{len(trace.windows)} windows"
+            limit = trace.cut and f"; it ends {trace.cut}"
+            where = f"{self._folder / TRACE}{limit}; open it at https://ui.perfetto.dev"
+            log.info("trace of %s in %s", number, where)
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:
         """Write the programs that a policy decided in an epoch (counted from 1), one per window."""
@@ -239,46 +162,78 @@ class Recorder(Console):
             f"# epoch {epoch}, window {number} of {len(programs)}\n{format_program(program)}"
             for number, program in enumerate(programs, 1)
         ]
-        self._files.text(self._folder / RAN, "\n".join(parts))
+        self.files.text(RAN, "\n".join(parts))
 
     def close(self) -> None:
-        """Write the summary and hyper-parameters too. Raises NotRecorded."""
-        summary = self._history.summary(self._machine)
-        self._outcome = events.outcome(summary)
+        """Log the results, and write the summary. Raises NotRecorded for files that cannot be written."""
+        summary = self._history.summary()
         self._write()
-        super().close()
-        log.info("run folder: %s", self._folder)
         if self._tensorboard:
-            log.info("look at it: %s", _tensorboard(self._folder))
-        failed = self._files.failed
-        if not failed:
-            path = self._folder / SUMMARY  # last: it marks the run as finished
-            try:
-                write_whole(path, lambda new: new.write_text(json.dumps(summary, indent=2) + "\n"))
-            except OSError as error:
-                failed = {path: why(error)}
-        if failed:
+            self.files.due("events", lambda _: self._tensorboard.close(summary))
+        self.files.write()
+        self._log_results()
+        if not self.files.failed:  # last: it marks the run as finished
+            self.files.text(SUMMARY, json.dumps(summary, indent=2) + "\n")
+            self.files.write()
+        if failed := self.files.failed:
             raise NotRecorded(
-                f"the run has finished, but {', '.join(path.name for path in failed)} cannot be written: "
+                f"the run has finished, but {', '.join(failed)} cannot be written: "
                 f"{'; '.join(dict.fromkeys(failed.values()))}; make room and start it again with "
                 f"run_dir={self._folder} resume=auto"
             )
-        self._loggers.finish(summary)
+        if self._trackers:
+            self._trackers.close(summary)
+
+    def _log_results(self) -> None:
+        history, settings, data = self._history, self._about.settings, self._about.data
+        log.info("\n%s\n", epoch_table(history))
+        log.info("%s\n", stage_table(history))
+        if history.held:
+            log.info("%s\n", memory_table(history))
+        if (straggler := history.straggler) is not None:
+            log.info("%s\n", straggler.sentence)
+        seconds = history.last.elapsed_s
+        log.info("%s on %s: %s in %.0f s", settings.model, data.name, self._outcome(), seconds)
+        if data.note:
+            log.info("%s", data.note)
+        if self._folder is not None:
+            log.info("run folder: %s", self._folder)
+        if self._folder is not None and self._tensorboard:
+            log.info("look at it: %s", _command(self._folder))
+
+    def _outcome(self) -> str:
+        """Return the last and the best value of the task's first metric, or of the loss."""
+        last, best = self._history.last, self._history.best
+        name, values = "loss", [f"{record.evaluated['loss']:.4f}" for record in (last, best)]
+        for metric in self._about.task.metrics[:1]:
+            name, values = metric.name, [metric.text(one.evaluated[metric.name]) for one in (last, best)]
+        return f"val {name} {values[0]} (best {values[1]}, epoch {best.epoch})"
 
     def stop(self, not_saved: int | None) -> None:
-        """End without a summary. Raises NotRecorded if the checkpoint of the last update was `not_saved`."""
-        super().stop(not_saved)
-        self._write()
+        """End a training that was stopped. `not_saved`: the update of a checkpoint that was lost."""
+        self._bar.close()
+        self.files.write()
+        go_on = f"run_dir={self._folder} resume=auto"
         if not_saved is not None:
             raise NotRecorded(
                 f"ended, and the checkpoint of update {not_saved} was NOT saved, so what was trained since "
-                f"the one before is lost; see the warning above, and go on with: "
-                f"run_dir={self._folder} resume=auto"
+                f"the one before is lost; see the warning above, and go on with: {go_on}"
             )
-        log.info("stopped after a checkpoint; go on with: run_dir=%s resume=auto", self._folder)
+        log.info("stopped after a checkpoint; go on with: %s", go_on)
 
 
-def _tensorboard(folder: Path) -> str:
+def as_csv(rows: Sequence[Mapping[str, float]]) -> str:
+    """Return rows of numbers as CSV, with a header."""
+    text = StringIO()
+    writer = csv.DictWriter(text, rows[0])
+    writer.writeheader()
+    for row in rows:
+        numbers = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
+        writer.writerow(numbers)
+    return text.getvalue()
+
+
+def _command(folder: Path) -> str:
     """Return the command that shows a run in TensorBoard under its name."""
     if folder.parent.name == RUNS:
         return f"tensorboard --logdir {folder.parent}"

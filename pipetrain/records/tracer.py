@@ -20,7 +20,7 @@ import torch
 from pipetrain.checkpoint.files import Position
 from pipetrain.data.loader import pieces
 from pipetrain.plan.program import window_lengths
-from pipetrain.records.about import About
+from pipetrain.records.history import About
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.times import Observe
 from pipetrain.schedule.actions import Op, parse_action
@@ -92,7 +92,7 @@ class Tracer:
         return perf_counter(), *self._mesh.clock_offset()
 
 
-def about_trace(about: About, trace: Trace, device: str) -> dict[str, Any]:
+def about_trace(about: About, trace: Trace) -> dict[str, Any]:
     """Return the conditions of a trace, needed to replay it."""
     settings, plan = about.settings, about.plan
     return {
@@ -116,7 +116,7 @@ def about_trace(about: About, trace: Trace, device: str) -> dict[str, Any]:
         "precision": settings.precision,
         "memory_format": plan.numerics.memory_format,
         "threads": torch.get_num_threads(),
-        "device": device,
+        "device": about.device,
         "clock_error_us": round(1e6 * trace.clock_error_s, 1),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }

@@ -25,7 +25,7 @@ from contextlib import suppress
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 PATIENCE_S = 10.0  # that ranks have to end after another one failed
-HEAVY = ["torch._dynamo", "pipetrain.train", "pipetrain.records.recorder", "matplotlib.figure"]
+HEAVY = ["torch._dynamo", "pipetrain.train", "pipetrain.records.tensorboard", "matplotlib.figure"]
 
 
 def main() -> None:

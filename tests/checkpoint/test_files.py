@@ -73,7 +73,7 @@ DAMAGE = {
     "something else": (lambda f: (f / "manifest.json").write_text("[]"), "is no manifest"),
     "a newer version": (
         lambda f: (f / "manifest.json").write_text('{"pipetrain_checkpoint": 99}'),
-        "is of version 99, and this pipetrain reads version 4",
+        "is of version 99, and this pipetrain reads version 5",
     ),
     "a bit of the manifest": (
         lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text().replace('"r"', '"s"')),

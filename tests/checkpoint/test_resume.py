@@ -167,7 +167,7 @@ def test_another_partition_and_synchronous_schedule_ends_the_same(schedule, rank
     state, resumed = run_in_threads(other, source=checkpoints(plain.folder)[5])
     for name, tensor in plain.state.items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
-    assert [f.evaluated.sums for f in resumed] == [f.evaluated.sums for f in plain.epochs]
+    assert [f.evaluated["acc"] for f in resumed] == [f.evaluated["acc"] for f in plain.epochs]
 
 
 def test_groups_and_the_moving_average_go_with_their_parameters_to_other_stages(tmp_path):
@@ -179,7 +179,7 @@ def test_groups_and_the_moving_average_go_with_their_parameters_to_other_stages(
         state, resumed = run_in_threads(other, source=checkpoints(tmp_path)[5])
         for name, tensor in wanted.state.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
-        ended, evaluated = ([f.evaluated.mean_loss for f in epochs] for epochs in (wanted.epochs, resumed))
+        ended, evaluated = ([f.evaluated["loss"] for f in epochs] for epochs in (wanted.epochs, resumed))
         torch.testing.assert_close(ended, evaluated, rtol=1e-12, atol=1e-12)
 
 
@@ -255,7 +255,7 @@ def named_best(folder: Path) -> Position:
 @pytest.mark.parametrize(("every", "unit"), [(5, "epochs"), (3, "updates")])
 def test_the_best_epoch_is_saved_even_where_no_checkpoint_is_due(every, unit, tmp_path):
     _, epochs = run_in_threads(ONE_BEST, saved=Saved(tmp_path, every=every, unit=unit, keep=1))
-    assert [figures.evaluated.sums["acc"][0] for figures in epochs] == [1, 1, 4, 4, 4]
+    assert [round(11 * record.evaluated["acc"]) for record in epochs] == [1, 1, 4, 4, 4]
     assert named_best(tmp_path) == Position(3, 0, 12)
     assert [path.name for path in checkpoints(tmp_path)] == ["update-00000012", "update-00000020"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def traced(mesh: Mesh, say: Say, case: Case, path: str) -> tuple[str, float]:
         return "", 0.0
     (found,) = listener.traces
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    chrome.write(Path(path), about_trace(run.about, found, f"2 x {device}"), found.windows)
+    chrome.write(Path(path), about_trace(replace(run.about, device=f"2 x {device}"), found), found.windows)
     return type(Clock(mesh.device).mark()).__name__, found.clock_error_s
 
 

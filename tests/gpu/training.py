@@ -59,7 +59,7 @@ def train(mesh: Mesh, case: Case) -> Trained:
     epochs.run()
     return Trained(
         whole(state_of(epochs, run)),
-        [(f.trained.mean_loss, f.evaluated.mean_loss, f.score) for f in listener.epochs],
+        [(f.trained["loss"], f.evaluated["loss"], f.score) for f in listener.epochs],
         sum(stats.bytes_sent for f in listener.epochs for stats in f.stages.values()),
         listener.epochs.ran,
     )
@@ -251,7 +251,7 @@ def codecs(setting: Setting) -> Iterator[Row]:
 def epochs_on_cpu(case: Case) -> list[tuple[float, ...]]:
     """Train a case on the CPU, one thread a rank; return its losses."""
     _, epochs = run_in_threads(case)
-    return [(f.trained.mean_loss,) for f in epochs]
+    return [(f.trained["loss"],) for f in epochs]
 
 
 def graphs(setting: Setting) -> Iterator[Row]:

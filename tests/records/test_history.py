@@ -1,4 +1,4 @@
-"""What is said of a run's epochs."""
+"""What is said of a run's epochs and of its stages, and the tables of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipetrain.records.history import History, Machine, find_straggler, stage_table, stage_times
+from pipetrain.records import tables
+from pipetrain.records.history import History, find_straggler, stage_times
 from pipetrain.schedule.timeline import StageStats, StageTimes
 from tests.support.cases import Case, make_run
 from tests.support.figures import figures
@@ -14,62 +15,53 @@ from tests.support.figures import figures
 RUN = make_run(Case("pipedream", 2, ("partition=[4]",))).about
 
 
-def rows(history: History) -> list[list[str]]:
-    return [line.split() for line in history.table().splitlines()[1:]]
+def history(*records) -> History:
+    made = History(RUN)
+    made.records.extend(records)
+    return made
 
 
-def test_a_table_has_every_epoch_of_a_few():
-    history = History(RUN)
-    for epoch, correct in ((1, 5), (2, 9), (3, 6)):
-        history.epochs.append(figures(epoch, correct))
-    assert [row[0] for row in rows(history)] == ["1", "2", "3"]
-    assert [row[-1] for row in rows(history)] == ["2.0", "best", "2.0"]
-    assert rows(history)[1][:7] == ["2", "1.0000", "50.00", "%", "3.0000", "90.00", "%"]
-    widths = {len(line.removesuffix("  best")) for line in history.table().splitlines()}
-    assert len(widths) == 1
-
-
-@pytest.mark.parametrize("epochs", [40, 41, 100])
-def test_a_table_of_many_has_the_last_ones_and_the_best(epochs):
-    history = History(RUN)
-    for epoch in range(1, epochs + 1):
-        history.epochs.append(figures(epoch, correct=9 if epoch == 3 else 5))
-    shown = [int(row[0]) for row in rows(history)]
-    if epochs <= 40:
-        assert shown == list(range(1, epochs + 1))
-    else:
-        assert shown == [3, *range(epochs - 19, epochs + 1)]
-    assert [row[0] for row in rows(history) if row[-1] == "best"] == ["3"]
+@pytest.mark.parametrize("epochs", [3, 40, 41, 100])
+def test_a_table_has_all_epochs_or_of_many_the_last_ones_and_the_best(epochs):
+    made = history(*(figures(n, correct=9 if n == 3 else 5) for n in range(1, epochs + 1)))
+    lines = tables.epoch_table(made).splitlines()
+    rows = [line.split() for line in lines[1:]]
+    many = [3, *range(epochs - 19, epochs + 1)]
+    assert [int(row[0]) for row in rows] == (many if epochs > 40 else list(range(1, epochs + 1)))
+    assert [row[0] for row in rows if row[-1] == "best"] == ["3"]
+    third = next(row for row in rows if row[0] == "3")
+    assert third[1:] == ["0.6667", "75.00", "%", "3.0000", "90.00", "%", "20.0", "2.0", "best"]
+    assert len({len(line.removesuffix("  best")) for line in lines}) == 1
 
 
 def test_what_counts_begins_after_a_resume_on_another_partition():
-    history = History(RUN)
-    history.epochs = [replace(figures(1), stages={}), figures(2)]
-    assert [times.stage_time_s for times in history.measured()] == pytest.approx([1.5 / 4, 0.5 / 4])
+    made = history(replace(figures(1), stages={}), figures(2))
+    assert [times.stage_time_s for times in made.times(made.records)] == pytest.approx([1.5 / 4, 0.5 / 4])
+    assert [made.stage_values(record) == [] for record in made.records] == [True, False]
 
 
 def test_half_an_epoch_counts_for_a_half():
     """As after a resume on another partition in the middle of it: 2 of 4 batches, 1 of 2 s."""
-    history = History(RUN)
     half = {stage: replace(stats, updates=2) for stage, stats in figures(1).stages.items()}
-    history.epochs = [replace(figures(1), stages=half)]
-    for times in (history.measured()[0], history.measured_last()[0]):
-        assert (times.stage_time_s, times.wait) == (pytest.approx(1.5 / 2), pytest.approx(0.4 / 1.0))
-    assert history.summary(Machine("2 x cpu", 1, "none"))["bytes_per_epoch"] == 3000.0
+    made = history(replace(figures(1), stages=half))
+    times = made.times(made.records)[0]
+    assert (times.stage_time_s, times.wait) == (pytest.approx(1.5 / 2), pytest.approx(0.4 / 1.0))
+    assert made.summary()["bytes_per_epoch"] == 3000.0
 
 
 def test_a_run_of_which_another_pipeline_made_each_update_has_a_summary():
     """As where one was stopped before its last evaluation, and went on from there on another partition."""
-    history = History(RUN)
-    history.epochs = [
-        replace(figures(1), stages={}),
-        replace(figures(2), stages={0: StageStats(), 1: StageStats()}),
-    ]
-    summary = history.summary(Machine("2 x cpu", 1, "none"))
+    nothing = {0: StageStats(), 1: StageStats()}
+    made = history(replace(figures(1), stages={}), replace(figures(2), stages=nothing))
+    summary = made.summary()
     assert (summary["epochs"], summary["updates"], summary["straggler"]) == (2, 8, None)
     assert [summary[key] for key in ("bytes_per_epoch", "codec_s_per_epoch", "per_stage")] == [None, None, []]
-    assert history.measured() == history.measured_last() == []
-    assert len(history.stage_table().splitlines()) == 1
+    assert len(tables.stage_table(made).splitlines()) == 1
+
+
+def test_the_first_of_equally_good_epochs_is_the_best():
+    made = history(*(figures(epoch, correct) for epoch, correct in ((1, 5), (2, 9), (3, 9))))
+    assert made.summary()["best_epoch"] == 2
 
 
 # Each stage's times
@@ -104,14 +96,16 @@ def test_even_ranks_have_no_straggler_and_slices_of_a_rank_count_together():
 
 
 def test_the_table_has_a_row_a_stage_and_a_dash_for_what_is_not_known():
-    seen = [StageTimes(0.305, 0.3966, 0.3), StageTimes(0.15, 0.4839, 0.14)]
-    said = [StageTimes(0.231, None, 0.231), StageTimes(0.19, 0.5, 0.19)]
-    sent = StageStats(staleness={0: 1, 2: 3}, bytes_sent=2**20, raw_bytes=4 * 2**20, codec_s=1.25)
-    assert stage_table(seen, said, [sent, StageStats()]).splitlines() == [
-        "stage  bubble  (plan)  seconds a batch  (plan)    wait  (plan)  updates late  (most)  "
+    late = {
+        0: StageStats(4, 1.5, 0.4, staleness={0: 1, 2: 3}, bytes_sent=2**20, raw_bytes=2**22, codec_s=1.25)
+    }
+    made = history(replace(figures(1), stages=late | {1: StageStats(4, 0.5, 1.2)}))
+    made.predicted = [StageTimes(0.231, None, 0.231), StageTimes(0.19, 0.5, 0.19)]
+    assert tables.stage_table(made).splitlines() == [
+        "stage  bubble  (plan)  seconds a batch  (plan)   wait  (plan)  updates late  (most)  "
         "MiB sent  ratio  codec s",
-        "    0   30.5%   23.1%           0.3966       -   30.0%   23.1%          1.50       2  "
+        "    0   25.0%   23.1%           0.3750       -  20.0%   23.1%          1.50       2  "
         "     1.0    4.0     1.25",
-        "    1   15.0%   19.0%           0.4839  0.5000   14.0%   19.0%          0.00       0  "
+        "    1   75.0%   19.0%           0.1250  0.5000  60.0%   19.0%          0.00       0  "
         "     0.0      -     0.00",
     ]

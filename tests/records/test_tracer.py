@@ -25,10 +25,8 @@ def traced(case: Case) -> list[Trace]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("1f1b", 2, (PLAIN, "microbatches=4", "epochs=2", "trace=true")),
         Case("pipedream", 3, (PLAIN, "microbatches=2", "epochs=2", "trace=true", "window=3")),
         Case("interleaved_1f1b", 2, (PLAIN, "microbatches=4", "epochs=1", "trace=true")),
-        Case("1f1b", 1, (PLAIN, "microbatches=2", "epochs=1", "trace=true")),
     ],
     ids=str,
 )
@@ -55,29 +53,6 @@ def test_every_window_of_training_is_there_with_every_action(case):
             assert 0 < row.busy + row.waited <= row.ended - row.began
 
 
-@pytest.mark.slow
-def test_the_first_n_windows_are_traced():
-    for windows, epochs in ((1, [0]), (5, [0, 0, 0, 0, 1]), (99, [0] * 4 + [1] * 4)):
-        case = Case("gpipe", 2, (PLAIN, "microbatches=2", "epochs=2", f"+trace.windows={windows}"))
-        (trace,) = traced(case)
-        assert [window.epoch for window in trace.windows] == epochs
-        assert trace.cut == ""
-
-
-def test_without_trace_nothing_is_traced():
-    assert traced(Case("gpipe", 2, (PLAIN, "microbatches=2", "epochs=1"))) == []
-
-
-@pytest.mark.slow
-def test_it_stops_before_the_window_that_would_be_too_much(monkeypatch):
-    case = Case("1f1b", 2, (PLAIN, "microbatches=2", "epochs=2", "trace=true"))
-    longest = max(map(len, make_run(case).plan.windows[1].program))
-    for bound, windows in ((1, 1), (longest, 1), (3 * longest, 3), (3 * longest + 1, 3), (5 * longest, 5)):
-        monkeypatch.setattr(module, "MOST_ACTIONS", bound)
-        (trace,) = traced(case)
-        assert (len(trace.windows), trace.cut) == (windows, f"at {bound} actions of a rank")
-
-
 class Shifted:
     """The mesh of one rank whose clock is behind rank 0's, by more and more."""
 
@@ -91,6 +66,35 @@ class Shifted:
 
     def gather(self, what: str, item: object) -> list[object]:
         return [json.loads(json.dumps(item))]
+
+
+@pytest.mark.parametrize(
+    ("windows", "most", "traced", "cut"),
+    [
+        *[(None, 10**6, 8, ""), (1, 10**6, 1, ""), (5, 10**6, 5, ""), (99, 10**6, 8, "")],
+        *[(None, 18, 3, "at 18 actions of a rank"), (5, 17, 2, "at 17 actions of a rank")],
+        (None, 1, 1, "at 1 actions of a rank"),
+    ],
+)
+def test_the_first_n_windows_are_traced_unless_they_would_be_too_much(
+    windows, most, traced, cut, monkeypatch
+):
+    monkeypatch.setattr(module, "MOST_ACTIONS", most)
+    words = ["trace=true"] if windows is None else [f"+trace.windows={windows}"]
+    run = make_run(Case("gpipe", 1, (PLAIN, "microbatches=2", "epochs=2", "window=1", *words)))
+    actions = run.plan.windows[1].program[0]
+    assert len(actions) == 6
+    tracer = Tracer(run.about, Shifted([(0.0, 0.0)] * 2), Position())  # type: ignore[arg-type]
+    epochs = []
+    for epoch in (0, 1):
+        for size in run.sampler.batch_sizes:
+            if observe := tracer.observer(epoch, [size]):
+                observe(Row(1.0, 2.0, [Span(action, 1.0, 2.0) for action in actions]))
+                epochs.append(epoch)
+    assert epochs == [0, 0, 0, 0, 1, 1, 1, 1][:traced]
+    trace = tracer.collect()
+    assert [window.epoch for window in trace.windows] == epochs
+    assert trace.cut == cut
 
 
 def test_times_are_put_on_rank_0_s_clock_and_drift_is_evened_out(monkeypatch):
@@ -116,7 +120,7 @@ def test_what_a_trace_says_of_its_run_is_what_a_replay_needs():
     from pipetrain.plan.replay import CONDITIONS
 
     run = make_run(Case("pipedream", 2, (PLAIN, "microbatches=2", "partition=[3]")))
-    said = about_trace(run.about, Trace([], True, 2e-5), "2 x cpu")
+    said = about_trace(run.about, Trace([], "", 2e-5))
     assert said.keys() >= CONDITIONS
     assert (said["partition"], said["epoch_batches"], said["window"]) == ([3], 4, None)
-    assert (said["dtype"], said["clock_error_us"], said["device"]) == ("float64", 20.0, "2 x cpu")
+    assert (said["dtype"], said["clock_error_us"], said["device"]) == ("float64", 20.0, "cpu")

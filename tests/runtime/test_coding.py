@@ -193,8 +193,8 @@ def test_an_evaluation_is_not_encoded():
     _, (figures,) = run_in_threads(case)
     plain = Case("gpipe", 2, (PLAIN, "microbatches=2", "epochs=1", "optim.lr=1e-9"))
     _, (wanted,) = run_in_threads(plain)
-    assert figures.evaluated.loss == pytest.approx(wanted.evaluated.loss, rel=1e-6)
-    assert abs(figures.trained.loss / wanted.trained.loss - 1) > 1e-4
+    assert figures.evaluated["loss"] == pytest.approx(wanted.evaluated["loss"], rel=1e-6)
+    assert abs(figures.trained["loss"] / wanted.trained["loss"] - 1) > 1e-4
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def rehearsed() -> Iterator[None]:
 
 def trained(case: Case) -> tuple[dict[str, torch.Tensor], list[tuple[float, float, float]]]:
     state, epochs = run_in_threads(case)
-    return state, [(f.trained.mean_loss, f.evaluated.mean_loss, f.score) for f in epochs]
+    return state, [(f.trained["loss"], f.evaluated["loss"], f.score) for f in epochs]
 
 
 def assert_no_trace(case: Case) -> None:

@@ -28,7 +28,7 @@ from torch.utils import _python_dispatch
 from pipetrain.building import make_schedule
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import read_whole
-from pipetrain.checkpoint.progress import EpochFigures
+from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.saver import Keeper, Saver
 from pipetrain.cli import as_hydra, conf_dir
@@ -183,7 +183,7 @@ def _reads(program: Program) -> reference.Delay:
     return lambda stage, mb: reads[stage, mb]
 
 
-class Ran(list[EpochFigures]):
+class Ran(list[EpochRecord]):
     """The figures of all epochs, and the programs of all windows that a policy decided."""
 
     def __init__(self) -> None:
@@ -198,12 +198,12 @@ class Listener:
         self.epochs = Ran()
         self.traces: list[Trace] = []
 
-    def begin(self, history: Sequence[EpochFigures] = ()) -> None:
+    def begin(self, history: Sequence[EpochRecord] = ()) -> None:
         self.epochs.extend(history)
 
     def tick(self, what: str, total: int) -> None: ...
 
-    def epoch(self, figures: EpochFigures, held: Sequence[object] = ()) -> None:
+    def epoch(self, figures: EpochRecord, held: Sequence[object] = ()) -> None:
         self.epochs.append(figures)
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:
@@ -235,7 +235,7 @@ def compare(case: Case, state: dict[str, Tensor], figures: Ran, tolerance: float
             atol=tolerance,
             msg=lambda m, name=name: f"{case}: {name}: {m}",
         )
-    seen = [(f.trained.mean_loss, f.evaluated.mean_loss, f.score) for f in figures]
+    seen = [(f.trained["loss"], f.evaluated["loss"], f.score) for f in figures]
     torch.testing.assert_close(seen, wanted.epochs, rtol=1e-10, atol=1e-10, msg=lambda m: f"{case}: {m}")
 
 

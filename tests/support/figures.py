@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pipetrain.checkpoint.progress import EpochFigures
+from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.schedule.timeline import StageStats
-from pipetrain.tally import Tally
 
 
-def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochFigures:
+def figures(epoch: int, correct: int = 5, train_s: float = 2.0) -> EpochRecord:
     """40 training samples in `train_s` seconds; of 10 test samples `correct` are right."""
-    return EpochFigures(
+    return EpochRecord(
         epoch=epoch,
-        trained=Tally(loss=80.0 / epoch, weight=40, samples=40, sums={"acc": [10 * min(epoch, 4), 40]}),
-        evaluated=Tally(loss=30.0, weight=10, samples=10, sums={"acc": [correct, 10]}),
+        trained={"loss": 2.0 / epoch, "acc": min(epoch, 4) / 4},
+        evaluated={"loss": 3.0, "acc": correct / 10},
         score=correct / 10,
+        samples=40,
         losses={4 * epoch - 2: 2.5 / epoch, 4 * epoch: 1.5 / epoch},
         rates={4 * epoch - 2: 0.2 / epoch, 4 * epoch: 0.1 / epoch},
         lr=0.1 / epoch,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import DictConfig
@@ -34,16 +33,14 @@ from pipetrain.plan.memory import sized
 from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, prove_targets
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.sizes import optimizer_state
-from pipetrain.records.about import About
+from pipetrain.records.history import About
+from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
 from pipetrain.tasks import Task
-
-if TYPE_CHECKING:
-    from pipetrain.records.recorder import Console
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Run:
         return About(self.settings, self.plan, self.task, self.facts, len(self.sampler.batch_sizes))
 
 
-def epochs_of(run: Run, mesh: Mesh, recorder: Console | None = None, keeper: Keeper | None = None) -> Epochs:
+def epochs_of(run: Run, mesh: Mesh, recorder: Recorder | None = None, keeper: Keeper | None = None) -> Epochs:
     """Return the epochs of a run on one rank."""
     settings, data = run.settings, run.data
     rate = settings.rate(run.updates)

@@ -248,6 +248,6 @@ def test_the_command_line_trains_it_on_columns_of_a_data_set():
     wanted = plain(chosen, batches)
     weights = [counted("gpt2", batch["labels"]) for batch in batches]
     mean = sum(loss * weight for loss, weight in zip(wanted, weights, strict=True)) / sum(weights)
-    assert figures.trained.mean_loss == pytest.approx(mean, abs=1e-6)
+    assert figures.trained["loss"] == pytest.approx(mean, abs=1e-6)
     for name, tensor in chosen.named_parameters():
         torch.testing.assert_close(state[name], tensor.detach(), rtol=0, atol=1e-6)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.errors import ConfigError
-from pipetrain.records import loggers as module
-from pipetrain.records.files import Files
-from pipetrain.records.loggers import Points, check_loggers, start_loggers
+from pipetrain.records import trackers as module
+from pipetrain.records.trackers import Trackers, check_loggers
 from tests.support.cases import config
 from tests.support.deadlines import DEADLINE_S
+from tests.support.figures import figures
 
 NAMES = ["wandb", "mlflow"]
 Values = dict[str, list[tuple[int, float]]]
@@ -34,10 +38,11 @@ def offline(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
 
 
-def points(epoch: int, loss: float = 1.0) -> Points:
-    """Four updates an epoch, of which the 2nd and the 4th are recorded."""
-    updates = {4 * epoch - left: {"loss/update": loss + left, "lr/update": 0.1} for left in (2, 0)}
-    return Points(epoch, 1_000_000.0 + epoch, {"loss/train": loss, "bubble/stage0": 0.25}, updates)
+def history(*epochs: int | EpochRecord) -> Any:
+    """Stands in for a History. An epoch has four updates, of which the 2nd and the 4th are recorded."""
+    records = [figures(epoch) if isinstance(epoch, int) else epoch for epoch in epochs]
+    values = lambda record: {"loss/train": record.trained["loss"], "bubble/stage0": 0.25}  # noqa: E731
+    return SimpleNamespace(records=records, all_values=values)
 
 
 def started(name: str, folder: Path, run: str = "a") -> Any:
@@ -48,42 +53,34 @@ def started(name: str, folder: Path, run: str = "a") -> Any:
         "mlflow": [f"logger.mlflow.uri=file://{folder.parent}/mlruns"],
     }
     folder.mkdir(exist_ok=True)
-    return start_loggers(configured(f"logger={name}", *words[name]), folder, run, _Written())
+    return closing(Trackers(configured(f"logger={name}", *words[name]), folder, run))
 
 
 def configured(*words: str) -> Any:
     return config([*words, "run_dir=here", "model=mlp", "data=digits"])
 
 
-class _Written(Files):
-    """Writes at once."""
-
-    def text(self, path: Path, text: str) -> None:
-        path.write_text(text)
-
-
 def recorded(name: str, folder: Path) -> tuple[Values, dict[str, Any], dict[str, Any], str]:
     """Return what the tracker has of a folder's run: values, configuration, results and status."""
-    id = json.loads((folder / "loggers.json").read_text())["ids"][name]
-    return {"wandb": _of_wandb, "mlflow": _of_mlflow}[name](folder, id)
+    return {"wandb": _of_wandb, "mlflow": _of_mlflow}[name](folder)
 
 
-def _of_mlflow(folder: Path, id: str) -> tuple[Values, dict[str, Any], dict[str, Any], str]:
+def _of_mlflow(folder: Path) -> tuple[Values, dict[str, Any], dict[str, Any], str]:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"file://{folder.parent}/mlruns")
-    run = client.get_run(id)
+    (experiment,) = client.search_experiments(filter_string="name = 'pipetrain'")
+    (run,) = client.search_runs([experiment.experiment_id])
     values = {
-        key: [(metric.step, metric.value) for metric in client.get_metric_history(id, key)]
+        key: [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)]
         for key in run.data.metrics
     }
     results = {key.removeprefix("result/"): values.pop(key)[0][1] for key in [*values] if "result/" in key}
     return values, run.data.params, results, run.info.status
 
 
-def _of_wandb(folder: Path, id: str) -> tuple[Values, dict[str, Any], dict[str, Any], str]:
+def _of_wandb(folder: Path) -> tuple[Values, dict[str, Any], dict[str, Any], str]:
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    assert path.name == f"run-{id}.wandb"
     end = monotonic() + DEADLINE_S  # wandb's own process may still write when the run has been finished
     while not any(record.HasField("exit") for record in _records(path)) and monotonic() < end:
         sleep(0.02)
@@ -121,16 +118,16 @@ def _records(path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tracker_has_the_values_the_configuration_and_the_results(name, tmp_path):
-    with started(name, tmp_path / "run") as loggers:
-        for epoch in (1, 2):
-            loggers.log(points(epoch, loss=1 / epoch))
-        loggers.finish({"val_acc": 0.5, "model": "mlp"})
+    with started(name, tmp_path / "run") as trackers:
+        trackers.write(history(1))
+        trackers.write(history(1, 2))
+        trackers.close({"val_acc": 0.5, "model": "mlp"})
     values, read, results, status = recorded(name, tmp_path / "run")
     assert values == {
-        "loss/train": [(1, 1.0), (2, 0.5)],
+        "loss/train": [(1, 2.0), (2, 1.0)],
         "bubble/stage0": [(1, 0.25), (2, 0.25)],
-        "loss/update": [(2, 3.0), (4, 1.0), (6, 2.5), (8, 0.5)],
-        "lr/update": [(step, 0.1) for step in (2, 4, 6, 8)],
+        "loss/update": [(2, 2.5), (4, 1.5), (6, 1.25), (8, 0.75)],
+        "lr/update": [(2, 0.2), (4, 0.1), (6, 0.1), (8, 0.05)],
     }
     assert str(read["batch_size"]) == "64"
     assert "pipetrain.models.mlp" in (read.get("model._target_") or read["model"]["_target_"])
@@ -140,47 +137,35 @@ def test_a_tracker_has_the_values_the_configuration_and_the_results(name, tmp_pa
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_continues_the_tracker_s_run_and_doubles_no_point(name, tmp_path):
-    """The first start was killed after epoch 2, and its checkpoint is that of epoch 1."""
+    """The first start was killed after epoch 2, and its checkpoint is that of epoch 1.
+
+    A run of another name in the same folder is another one for the tracker.
+    """
     folder = tmp_path / "run"
-    with started(name, folder) as loggers:
-        loggers.log(points(1))
-        loggers.log(points(2))
-    first = (folder / "loggers.json").read_text()
+    with started(name, folder) as trackers:
+        trackers.write(history(1, 2))
     assert recorded(name, folder)[3] == "KILLED"
-    with started(name, folder) as loggers:
-        for epoch in (1, 2, 3):
-            loggers.log(points(epoch))
-        loggers.finish({})
-    assert (folder / "loggers.json").read_text() == first
-    values, _, _, status = recorded(name, folder)
+    with started(name, folder) as trackers:
+        trackers.write(history(1))
+        trackers.write(history(1, 2, 3))
+        trackers.close({})
+    values, _, _, status = recorded(name, folder)  # there is one run alone
     assert [step for step, _ in values["loss/train"]] == [1, 2, 3]
     assert [step for step, _ in values["loss/update"]] == [2, 4, 6, 8, 10, 12]
     assert status == "FINISHED"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_another_run_in_the_same_folder_is_another_one_for_the_tracker(name, tmp_path):
-    ids = []
-    for run in ("a", "b"):
-        with started(name, tmp_path / "run", run):
-            ids.append(json.loads((tmp_path / "run" / "loggers.json").read_text())["ids"][name])
-    assert ids[0] != ids[1]
+    with started(name, folder, "b"):
+        pass
+    with pytest.raises(ValueError, match="unpack"):  # two
+        recorded(name, folder)
 
 
 def test_mlflow_gets_more_values_than_it_takes_at_once(tmp_path):
-    many = points(1)._replace(updates={n: {"loss/update": 1.0, "lr/update": 0.1} for n in range(1, 1202)})
-    with started("mlflow", tmp_path / "run") as loggers:
-        loggers.log(many)
+    many = range(1, 1202)
+    with started("mlflow", tmp_path / "run") as trackers:
+        trackers.write(
+            history(replace(figures(1), losses=dict.fromkeys(many, 1.0), rates=dict.fromkeys(many, 0.1)))
+        )
     assert len(recorded("mlflow", tmp_path / "run")[0]["lr/update"]) == 1201
-
-
-def test_mlflow_s_default_store_is_a_file(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="pip install pipetrain[mlflow]")
-    pytest.importorskip("sqlalchemy", reason="pip install pipetrain[mlflow]")
-    monkeypatch.chdir(tmp_path)
-    with start_loggers(configured("logger=mlflow"), tmp_path, "a", _Written()) as loggers:
-        loggers.log(points(1))
-    assert (tmp_path / "mlflow.db").stat().st_size > 0
 
 
 # Without a library: what is done with a tracker that fails
@@ -189,19 +174,17 @@ def test_mlflow_s_default_store_is_a_file(tmp_path, monkeypatch):
 class Fake:
     """Takes what it is given, or fails, or waits."""
 
-    id = "fake"
-
     def __init__(self) -> None:
         self.taken: list[int] = []
         self.ended: list[object] = []
         self.fails = False
         self.waits: Callable[[], object] = lambda: None
 
-    def log(self, points: Points) -> None:
+    def log(self, record: EpochRecord, values: object) -> None:
         self.waits()
         if self.fails:
             raise OSError("no\n network")
-        self.taken.append(points.epoch)
+        self.taken.append(record.epoch)
 
     def finish(self, summary: object) -> None:
         self.ended.append(summary)
@@ -211,62 +194,53 @@ class Fake:
 def fakes(monkeypatch) -> dict[str, Fake]:
     """Take the place of the libraries."""
     made = {name: Fake() for name in NAMES}
-    monkeypatch.setattr(
-        module, "LIBRARIES", {name: lambda *_, fake=fake: fake for name, fake in made.items()}
-    )
+    libraries = {name: lambda *_, fake=fake: fake for name, fake in made.items()}
+    monkeypatch.setattr(module, "LIBRARIES", libraries)
     return made
 
 
 def both(folder: Path) -> Any:
-    return start_loggers(configured("logger=[wandb,mlflow]"), folder, "a", Files())
+    return closing(Trackers(configured("logger=[wandb,mlflow]"), folder, "a"))
 
 
 def test_what_a_tracker_did_not_take_is_sent_again_and_the_other_has_it(fakes, tmp_path, caplog):
     one, other = fakes.values()
-    with both(tmp_path) as loggers:
+    with both(tmp_path) as trackers:
         one.fails = True
-        loggers.log(points(1))
-        loggers.log(points(2))
-        loggers._thread.submit(setattr, one, "fails", False)
-        loggers.log(points(3))
-        loggers.finish({})
+        trackers.write(history(1))
+        trackers.write(history(1, 2))
+        trackers._thread.submit(setattr, one, "fails", False)
+        trackers.write(history(1, 2, 3))
+        trackers.close({"val_acc": 1.0})
     assert one.taken == other.taken == [1, 2, 3]
-    (said,) = (record.getMessage() for record in caplog.records)
-    assert said == (
+    assert one.ended == other.ended == [{"val_acc": 1.0}]  # once
+    assert [record.getMessage() for record in caplog.records] == [
         "pipetrain: logger=wandb fails: no network; training goes on, and the values are sent again later"
-    )
+    ]
 
 
 def test_values_that_never_arrive_are_named_at_the_end(fakes, tmp_path, caplog):
     fakes["mlflow"].fails = True
-    with both(tmp_path) as loggers:
-        loggers.log(points(1))
-        loggers.finish({})
+    with both(tmp_path) as trackers:
+        trackers.write(history(1))
     assert [record.getMessage() for record in caplog.records][1:] == [
         "pipetrain: logger=mlflow lacks epoch 1 and later"
     ]
     assert fakes["wandb"].taken == [1]
+    assert fakes["wandb"].ended == fakes["mlflow"].ended == [None]
 
 
 def test_a_tracker_that_hangs_delays_neither_the_training_nor_the_end(fakes, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(module, "FINISH_S", 0.01)
     free = Event()
     fakes["mlflow"].waits = lambda: free.wait(DEADLINE_S)
-    with both(tmp_path) as loggers:
-        loggers.log(points(1))
-        loggers.finish({})
+    with both(tmp_path) as trackers:
+        trackers.write(history(1))
+        trackers.close({})
         assert not free.is_set()
         assert fakes["mlflow"].taken == []
     free.set()
     assert "wandb, mlflow did not take the last values in time" in caplog.text
-
-
-def test_trackers_are_ended_once_whatever_happens(fakes, tmp_path):
-    with pytest.raises(KeyboardInterrupt), both(tmp_path):
-        raise KeyboardInterrupt
-    with both(tmp_path) as loggers:
-        loggers.finish({"val_acc": 1.0})
-    assert fakes["wandb"].ended == fakes["mlflow"].ended == [None, {"val_acc": 1.0}]
 
 
 def test_one_that_cannot_start_is_refused_and_the_others_are_ended(fakes, tmp_path, monkeypatch):
@@ -274,8 +248,8 @@ def test_one_that_cannot_start_is_refused_and_the_others_are_ended(fakes, tmp_pa
         raise OSError("connection\nrefused")
 
     monkeypatch.setitem(module.LIBRARIES, "mlflow", refuse)
-    with pytest.raises(ConfigError) as error, both(tmp_path):
-        pass
+    with pytest.raises(ConfigError) as error:
+        both(tmp_path)
     assert str(error.value) == (
         "logger=mlflow cannot start: connection refused; see logger.mlflow in the configuration, or leave "
         "it out"
@@ -283,24 +257,22 @@ def test_one_that_cannot_start_is_refused_and_the_others_are_ended(fakes, tmp_pa
     assert fakes["wandb"].ended == [None]
 
 
-def test_without_trackers_there_is_no_thread_and_no_file(tmp_path):
-    with start_loggers(configured(), tmp_path, "a", _Written()) as loggers:
-        loggers.log(points(1))
-    assert not loggers._thread._threads
-    assert list(tmp_path.iterdir()) == []
-
-
 # Refused before the start
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_library_that_is_not_installed_is_named_with_its_remedy(name, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+@pytest.mark.parametrize(
+    ("words", "installed", "says"),
+    [
+        (["wandb"], False, "logger=wandb is not installed: pip install pipetrain[wandb], or leave it out"),
+        (["mlflow"], False, "logger=mlflow is not installed: pip install pipetrain[mlflow], or leave it out"),
+        (["wandb", "logger.wandb.mode=off"], True, "logger.wandb.mode=off must be online, offline or null"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_remedy(words, installed, says, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: installed or None)
     with pytest.raises(ConfigError) as error:
-        check_loggers(configured(f"logger={name}"))
-    assert str(error.value) == (
-        f"logger={name} is not installed: pip install pipetrain[{name}], or leave it out"
-    )
+        check_loggers(configured("logger=" + words[0], *words[1:]))
+    assert str(error.value) == says
 
 
 def test_wandb_without_an_account_is_refused_and_offline_needs_none(monkeypatch):
@@ -310,16 +282,3 @@ def test_wandb_without_an_account_is_refused_and_offline_needs_none(monkeypatch)
     check_loggers(configured("logger=wandb", "logger.wandb.mode=offline"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     check_loggers(configured("logger=wandb"))
-
-
-def test_another_mode_of_wandb_is_refused(monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: True)
-    with pytest.raises(ConfigError, match=r"logger\.wandb\.mode=off must be online, offline or null"):
-        check_loggers(configured("logger=wandb", "logger.wandb.mode=off"))
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"run": "a"}', '{"run": "a", "ids": 3}'])
-def test_a_file_of_identifiers_that_is_none_begins_anew(text, fakes, tmp_path):
-    (tmp_path / "loggers.json").write_text(text)
-    with both(tmp_path) as loggers:
-        assert loggers.started.keys() == {"wandb", "mlflow"}

@@ -1,0 +1,229 @@
+"""Experiment trackers: a run's values in Weights & Biases and MLflow, beside the files in its folder.
+
+A tracker gets the values of an epoch at a time, in a thread, so that a slow or lost server neither delays nor
+stops the training: what it did not take is sent again with the next epoch. A resumed run continues the
+tracker's run, which is found by the run's unique name, and sends only what is not there yet.
+
+The libraries are optional, and are imported on rank 0 only, if chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from pipetrain.checkpoint.progress import EpochRecord
+from pipetrain.errors import ConfigError
+from pipetrain.records.history import History
+
+FINISH_S = 30.0  # for the last values to arrive when a run ends
+MODES = (None, "online", "offline")
+UPDATES_AT_ONCE = 250  # MLflow takes at most 1000 values in one request
+
+log = logging.getLogger("pipetrain")
+
+
+class Wandb:
+    """A run `id` of Weights & Biases. Its steps are updates; an epoch's values are at its last update.
+
+    An offline run is a file that cannot be continued: a resumed run writes it anew, from the first epoch.
+    """
+
+    def __init__(self, options: Mapping[str, Any], folder: Path, config: dict[str, Any], id: str) -> None:
+        import wandb
+
+        earlier = list(folder.glob(f"wandb/offline-run-*-{id}"))
+        self._run = wandb.init(
+            **{key: options[key] for key in ("project", "entity", "mode")},
+            name=folder.name,
+            id=id,
+            resume="allow",
+            dir=folder,
+            config=config,
+            settings=wandb.Settings(silent=True, console="off", finish_timeout=FINISH_S),
+        )
+        if self._run.offline:
+            for left in earlier:
+                shutil.rmtree(left, ignore_errors=True)
+        else:
+            log.info("pipetrain: the run in Weights & Biases: %s", self._run.url)
+
+    def log(self, record: EpochRecord, values: Mapping[str, float]) -> None:
+        for name in values:
+            self._run.define_metric(name, step_metric="epoch")
+        rows = {update: dict(of_update) for update, of_update in record.update_values.items()}
+        rows[max(rows)].update(values, epoch=record.epoch)
+        for update, row in rows.items():
+            if update >= self._run.starting_step:  # a resumed run online has the earlier ones
+                self._run.log(row, step=update, commit=True)
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        self._run.summary.update(dict(summary or {}))
+        self._run.finish(exit_code=int(summary is None))
+
+
+class MLflow:
+    """A run of MLflow with the tag `id`. Steps are epochs, or updates for an update's values."""
+
+    def __init__(self, options: Mapping[str, Any], folder: Path, config: dict[str, Any], id: str) -> None:
+        # MLflow would try for minutes before it raises an error.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = client = MlflowClient(options["uri"])
+        found = client.get_experiment_by_name(options["experiment"])
+        experiment = found.experiment_id if found else client.create_experiment(options["experiment"])
+        tags = {"pipetrain": id}
+        runs = client.search_runs([experiment], f"tags.pipetrain = '{id}'")
+        run = runs[0] if runs else client.create_run(experiment, tags=tags, run_name=folder.name)
+        self._id = str(run.info.run_id)
+        client.update_run(self._id, status="RUNNING")
+        params = [Param(key, str(value)) for key, value in _flat(config)]  # which cannot be changed
+        client.log_batch(self._id, params=[p for p in params if p.key not in run.data.params])
+
+    def log(self, record: EpochRecord, values: Mapping[str, float]) -> None:
+        updates = record.update_values
+        new = sorted(updates.keys() - self._steps("loss/update"))
+        for start in range(0, len(new), UPDATES_AT_ONCE):
+            self._send({update: updates[update] for update in new[start : start + UPDATES_AT_ONCE]}, record)
+        if record.epoch not in self._steps("loss/train"):
+            self._send({record.epoch: values}, record)
+
+    def _steps(self, name: str) -> set[int]:
+        """Return the steps of which the server has a value."""
+        return {metric.step for metric in self._client.get_metric_history(self._id, name)}
+
+    def _send(self, steps: Mapping[int, Mapping[str, float]], record: EpochRecord) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, value, int(1000 * record.ended), step)
+            for step, values in steps.items()
+            for name, value in values.items()
+        ]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        for key, value in (summary or {}).items():
+            if isinstance(value, float):
+                self._client.log_metric(self._id, f"result/{key}", value)
+        self._client.set_terminated(self._id, "KILLED" if summary is None else "FINISHED")
+
+
+LIBRARIES: dict[str, Any] = {"wandb": Wandb, "mlflow": MLflow}
+
+
+class Trackers:
+    """The runs in the chosen trackers: new ones, or those of `run` in this folder, which go on.
+
+    Raises ConfigError if one cannot start; a later failure is a warning.
+    """
+
+    def __init__(self, cfg: DictConfig, folder: Path, run: str) -> None:
+        self.started: dict[str, Any] = {}
+        self._epochs: Counter[str] = Counter()  # that each has
+        self._failing: set[str] = set()
+        self._thread = ThreadPoolExecutor(1, "trackers")
+        id = sha256(f"{run} {folder}".encode()).hexdigest()[:16]
+        config: Any = OmegaConf.to_container(cfg, resolve=True)
+        for name, options in _chosen(cfg).items():
+            try:
+                self.started[name] = LIBRARIES[name](options, folder, config, id)
+            except Exception as error:
+                self.close()
+                raise ConfigError(
+                    f"logger={name} cannot start: {_why(error)}; see logger.{name} in the configuration, or "
+                    f"leave it out"
+                ) from error
+
+    def write(self, history: History) -> None:
+        """Send the epochs that they do not have, without waiting."""
+        if self.started:
+            self._thread.submit(self._send, history)
+
+    def close(self, summary: Mapping[str, Any] | None = None) -> None:
+        """End the trackers' runs, once; without a summary they have failed or were stopped."""
+        if self.started:
+            try:
+                self._thread.submit(self._finish, dict(self.started), summary).result(2 * FINISH_S)
+            except TimeoutError:
+                log.warning("pipetrain: %s did not take the last values in time", ", ".join(self.started))
+        self.started.clear()
+        self._thread.shutdown(wait=False)
+
+    def _send(self, history: History) -> None:
+        for name, tracker in list(self.started.items()):
+            try:
+                for record in history.records[self._epochs[name] :]:
+                    tracker.log(record, history.all_values(record))
+                    self._epochs[name] += 1
+                self._failing.discard(name)
+            except Exception as error:
+                if name not in self._failing:
+                    says = "training goes on, and the values are sent again later"
+                    log.warning("pipetrain: logger=%s fails: %s; %s", name, _why(error), says)
+                self._failing.add(name)
+
+    def _finish(self, trackers: Mapping[str, Any], summary: Mapping[str, Any] | None) -> None:
+        for name, tracker in trackers.items():
+            try:
+                tracker.finish(summary)
+            except Exception as error:
+                log.warning("pipetrain: logger=%s could not end its run: %s", name, _why(error))
+            if name in self._failing:
+                log.warning("pipetrain: logger=%s lacks epoch %d and later", name, self._epochs[name] + 1)
+
+
+def _chosen(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    """Return the options of the chosen trackers, by name."""
+    options: Any = OmegaConf.to_container(cfg.logger, resolve=True)
+    return {name: options[name] for name in LIBRARIES if name in options}
+
+
+def check_loggers(cfg: DictConfig) -> None:
+    """Refuse trackers that cannot work: not installed, or not logged in. Raises ConfigError."""
+    for name, options in _chosen(cfg).items():
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"logger={name} is not installed: pip install pipetrain[{name}], or leave it out"
+            )
+        if name == "wandb":
+            _check_wandb(options["mode"])
+
+
+def _check_wandb(mode: str | None) -> None:
+    if mode not in MODES:
+        raise ConfigError(f"logger.wandb.mode={mode} must be online, offline or null")
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    if (mode or os.environ.get("WANDB_MODE", "online")) == "online" and not wandb.login(prompt=False):
+        raise ConfigError(
+            "logger=wandb is not logged in: run `wandb login`, set WANDB_API_KEY, or give "
+            "logger.wandb.mode=offline"
+        )
+
+
+def _why(error: Exception) -> str:
+    """Return the beginning of an error's message on one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
