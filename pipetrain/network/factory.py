@@ -156,6 +156,7 @@ class Initial:
     """The initial numbers of a factory's model: its Values. `made`: what the factory did to its tensors."""
 
     def __init__(self, model: nn.Module, seed: int, made: _Written) -> None:
+        self._model = model
         self._seed = seed
         self._tensors = {name: t for name, t in named_tensors(model).items() if t.is_meta}
         self._made = {name: made.operations[storage_of(t)] for name, t in self._tensors.items()}
@@ -177,6 +178,7 @@ class Initial:
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         wanted = {name: self._initialisers_of(name) for name in names if name in self._tensors}
+        now = named_tensors(self._model)  # others, where these numbers have been collected
         found: dict[str, Tensor] = {}
         with Beginning().again():
             for number in sorted({number for chosen in wanted.values() for number in chosen}):
@@ -187,7 +189,7 @@ class Initial:
                         real = in_place_of(self._tensors[name], _empty(self._tensors[name]))
                     if number in wanted.get(name, ()):
                         found[name] = real
-                    others[id(self._tensors[name])] = real
+                    others[id(now[name])] = real
                 self._run(self._initialisers[number], others)
         return {name: tensor.data for name, tensor in found.items()}
 

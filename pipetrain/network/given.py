@@ -6,21 +6,20 @@ later would train another model than it has: that is refused at the next window.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.modes import is_in_evaluation, warn_of_evaluation
 
 _WAY_OUT = "to go on so, end this Pipeline by collect() and close(), and make another of the model"
-Part = Callable[[], Any]
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
+log = logging.getLogger("pipetrain")
 
 
 class Given:
@@ -31,10 +30,10 @@ class Given:
 
     def __init__(self, model: nn.Module, traced: bool) -> None:
         self._model = weakref.ref(model)  # what a program has dropped it does not change
+        self._traced = traced
         self._trained = _trained(model)
         self._parts = _parts(model, traced)
-        self._attributes = _plain_attributes(model) if traced else []
-        self._evaluates = is_in_evaluation(model)
+        self._attributes = deepcopy(dict(_attributes(model))) if traced else {}
         self._warned = False
 
     def prove(self, training: bool) -> None:
@@ -43,30 +42,40 @@ class Given:
         An evaluation needs no gradients, and puts all modules into evaluation mode.
         """
         model = self._model()
-        if training and not self._warned:
-            self._warned = True
-            warn_of_evaluation(self._evaluates if model is None else is_in_evaluation(model))
         if model is None:
             return
-        for name, held, key, trained in self._trained if training else ():
-            if (now := held.get(key)) is not None and now.requires_grad != trained:
-                raise ConfigError(
-                    f"{name} of the model was {'trained' if trained else 'frozen'} when the model was cut "
-                    f"into stages, and requires_grad={not trained} now, which they do not follow: freeze and "
-                    f"unfreeze before the first batch; {_WAY_OUT}"
-                )
-        for name, held, key, part in self._parts:
-            if held.get(key) is not part():
+        if training:
+            self._prove_modes(model)
+        now = _parts(model, self._traced)
+        for name, part in self._parts.items():
+            if now.get(name) != part:
                 raise ConfigError(
                     f"{name} of the model has been replaced since it was cut into stages, which they do not "
                     f"follow: replace it before the first batch; {_WAY_OUT}"
                 )
-        for name, held, key, value in self._attributes:
-            if (training or key != "training") and _differs(value, held.get(key, value)):
+        attributes = dict(_attributes(model)) if self._traced else {}
+        for name, value in self._attributes.items():
+            if (training or not name.endswith("training")) and _differs(value, attributes.get(name, value)):
                 raise ConfigError(
                     f"{name} of the model was {value!r} when it was traced and has been changed since, which "
                     f"its trace does not follow: set it before the first batch, or make the model an "
                     f"nn.Sequential of its layers, which run as they are; {_WAY_OUT}"
+                )
+
+    def _prove_modes(self, model: nn.Module) -> None:
+        if not self._warned and not any(module.training for module in model.modules()):
+            log.warning(
+                "pipetrain: the model is in evaluation mode and is trained so, without dropout and with the "
+                "statistics of BatchNorm as they are: call model.train() before, if that is not meant"
+            )
+        self._warned = True
+        now = _trained(model)
+        for name, trained in self._trained.items():
+            if now.get(name, trained) != trained:
+                raise ConfigError(
+                    f"{name} of the model was {'trained' if trained else 'frozen'} when the model was cut "
+                    f"into stages, and requires_grad={not trained} now, which they do not follow: freeze and "
+                    f"unfreeze before the first batch; {_WAY_OUT}"
                 )
 
 
@@ -81,78 +90,44 @@ def form_of(model: nn.Module) -> dict[str, Any]:
         of = f"model.{name}".rstrip(".")
         found |= {of: type(module).__qualname__, f"{of}.training": module.training}
         if type(module).__module__.startswith("torch.nn"):
-            plain = _plain_of(module)
-            found |= {f"{of}.{key}": value for key, value in plain if not key.startswith("_")}
-    return found | {f"model.{name}.requires_grad": trained for name, *_, trained in _trained(model)}
+            own = vars(module).items()
+            found |= {f"{of}.{k}": v for k, v in own if k[0] != "_" and _is_plain(v)}
+    return found | {f"model.{name}.requires_grad": trained for name, trained in _trained(model).items()}
 
 
-def _trained(model: nn.Module) -> list[tuple[str, dict[str, Any], str, bool]]:
-    """Return name, place and requires_grad of each parameter."""
-    return [
-        (f"{name}.{key}" if name else key, module._parameters, key, p.requires_grad)
-        for name, module in model.named_modules()
-        for key, p in module._parameters.items()
-        if p is not None
-    ]
+def _trained(model: nn.Module) -> dict[str, bool]:
+    return {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _parts(model: nn.Module, traced: bool) -> list[tuple[str, dict[str, Any], str, Part]]:
-    """Return name and place of each module and config, and what it is; if not traced, of each layer."""
-    records = [(*place, partial(_same, place[1][place[2]])) for place in _records(model)] if traced else []
-    return records + [
-        (f"{name}.{key}" if name else key, module._modules, key, weakref.ref(child))
-        for name, module in (model.named_modules() if traced else [("", model)])
-        for key, child in module._modules.items()
-        if child is not None
-    ]
+def _parts(model: nn.Module, traced: bool) -> dict[str, weakref.ref[nn.Module]]:
+    """Return each module below a model that is traced, or each layer of another one."""
+    parts = model.named_modules(remove_duplicate=False) if traced else model._modules.items()
+    return {name: weakref.ref(part) for name, part in parts if part is not None}
 
 
-def _same(value: Any) -> Any:
-    return value
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of numbers, strings and collections of these, by name.
 
-
-def _plain_attributes(model: nn.Module) -> list[tuple[str, dict[str, Any], str, Any]]:
-    """Return name, place and a copy of each attribute of numbers, strings and collections of these.
-
-    Of the modules, and of the objects among their attributes that hold nothing else, such as a config.
+    Of the modules, and of the objects among their attributes that hold nothing else, each where it is first.
     """
-    found = [
-        (f"{name}.{key}" if name else key, vars(module), key, deepcopy(value))
-        for name, module in model.named_modules()
-        for key, value in _plain_of(module)
-    ]
-    places = reversed([*_records(model)])
-    records = {id(held[key]): (name, held[key]) for name, held, key in places}  # each where it is first
-    for name, record in records.values():
-        kinds = reversed(type(record).__mro__[:-1])
-        held = {key: value for kind in kinds for key, value in vars(kind).items()} | vars(record)
-        found += [
-            (f"{name}.{key}", vars(record), key, deepcopy(value))
-            for key, value in held.items()
-            if not key.startswith("__") and _is_plain(value)
-        ]
-    return found
-
-
-def _records(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield name and place of each object such as a config."""
+    met: set[int] = set()
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if key not in _OF_TORCH and not key.endswith("_hooks") and _is_record(value):
-                yield f"{name}.{key}" if name else key, vars(module), key
+            of = f"{name}.{key}".lstrip(".")
+            if key in _OF_TORCH or key.endswith("_hooks"):
+                continue
+            if _is_plain(value):
+                yield of, value
+            elif _is_record(value) and id(value) not in met:
+                met.add(id(value))
+                yield from ((f"{of}.{k}", v) for k, v in vars(value).items() if _is_plain(v))
 
 
 def _is_record(value: Any) -> bool:
-    """Return whether an object has nothing but plain values, and dtypes."""
-    if callable(value) or _is_plain(value) or not hasattr(value, "__dict__"):
+    """Return whether an object, such as a config, has nothing but plain values, and dtypes."""
+    if callable(value) or not hasattr(value, "__dict__"):
         return False
     return all(_is_plain(held) or isinstance(held, torch.dtype) for held in vars(value).values())
-
-
-def _plain_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for key, value in vars(module).items():
-        if key not in _OF_TORCH and not key.endswith("_hooks") and _is_plain(value):
-            yield key, value
 
 
 def _is_plain(value: Any) -> bool:

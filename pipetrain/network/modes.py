@@ -6,13 +6,10 @@ they are: a BatchNorm that the user has put into eval() keeps its statistics, as
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-
-log = logging.getLogger("pipetrain")
 
 
 @contextmanager
@@ -29,17 +26,3 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
                 module.train(mode)  # by its own method, which may do more
         for module, mode in before.items():  # one that is in two places may have another by now
             module.training = mode
-
-
-def is_in_evaluation(model: nn.Module) -> bool:
-    """Return whether all of a model is in evaluation mode, as `from_pretrained` gives it."""
-    return not any(module.training for module in model.modules())
-
-
-def warn_of_evaluation(is_so: bool) -> None:
-    """Say that all of a model is in evaluation mode, if it is."""
-    if is_so:
-        log.warning(
-            "pipetrain: the model is in evaluation mode and is trained so, without dropout and with the "
-            "statistics of BatchNorm as they are: call model.train() before, if that is not meant"
-        )
