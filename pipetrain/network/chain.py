@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from functools import partial
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
@@ -92,7 +91,8 @@ class Chain(Network):
         return made
 
     def spare(self) -> Chain:
-        if any(map(_refers, (value for m in self.model.modules() for value in vars(m).values()))):
+        held = (value for module in self.model.modules() for value in vars(module).values())
+        if any(getattr(value, "__closure__", None) for value in held):
             return self  # what a copy's functions refer to would still be the layers of this one
         try:
             return self.twin()
@@ -100,59 +100,41 @@ class Chain(Network):
             return self
 
 
-def _refers(value: object) -> bool:
-    """Return whether a value is a function that may refer to a layer."""
-    bound = isinstance(getattr(value, "__self__", None), nn.Module)
-    return bound or isinstance(value, partial) or bool(getattr(value, "__closure__", None))
-
-
 def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:
     """Return the number of the Stash for that of each Pop. Raises ConfigError for one without the other."""
-    where: dict[int, int] = {}  # Stash -> its layer
+
+    def refused(index: int, why: str) -> ConfigError:
+        return ConfigError(
+            f"layer {index} ({names[index]}) {why}: each Stash is a layer of the nn.Sequential itself, with "
+            f"one Pop behind it that names it, and code of yours is in layers beside them"
+        )
+
+    waiting: dict[int, int] = {}  # Stash -> its layer
     found: dict[int, int] = {}
     for index, module in enumerate(modules):
+        if any(m is not module and isinstance(m, Stash | Pop) for m in module.modules()):
+            raise refused(index, "has a Stash or a Pop inside")
         if isinstance(module, Stash | Pop) and _does_more(module):
-            raise ConfigError(
-                f"the {type(module).__name__} of layer {index} ({names[index]}) has a hook or a forward of "
-                f"its own, which a pipeline would not run: put what it does into a layer beside it"
-            )
-        if isinstance(module, Stash) and where.setdefault(id(module), index) != index:
-            raise ConfigError(
-                f"layer {index} ({names[index]}) is the Stash of layer {where[id(module)]} once more: make "
-                f"another one"
-            )
-        inner = [m for m in module.modules() if m is not module and isinstance(m, Stash | Pop)]
-        if inner:
-            raise ConfigError(
-                f"layer {index} ({names[index]}) has a {type(inner[0]).__name__} inside: Stash and Pop must "
-                f"be layers of the nn.Sequential itself"
-            )
+            raise refused(index, f"is a {type(module).__name__} with a hook or a forward of its own")
+        if isinstance(module, Stash) and waiting.setdefault(id(module), index) != index:
+            raise refused(index, f"is the Stash of layer {waiting[id(module)]} once more")
         if isinstance(module, Pop):
-            stash = where.get(id(module.stash))
-            if stash is None:
-                raise ConfigError(
-                    f"layer {index} ({names[index]}) is a Pop whose Stash is not a layer before it: put that "
-                    f"Stash into the nn.Sequential, before the Pop"
-                )
-            if stash in found.values():
-                raise ConfigError(
-                    f"layer {index} ({names[index]}) is the second Pop of one Stash (layer {stash}): put "
-                    f"another Stash behind that one"
-                )
-            found[index] = stash
-    for stash in where.values():
-        if stash not in found.values():
-            raise ConfigError(
-                f"layer {stash} ({names[stash]}) is a Stash without a Pop: add one, or leave it out"
-            )
+            if id(module.stash) not in waiting:
+                raise refused(index, "is a Pop without a Stash of its own before it")
+            found[index] = waiting.pop(id(module.stash))
+    for stash in waiting.values():
+        raise refused(stash, "is a Stash without a Pop")
     return found
 
 
 def _does_more(module: Stash | Pop) -> bool:
     """Return whether a Stash or Pop does more than a plain one, whose forward is not run."""
-    hooks = (module._forward_pre_hooks, module._forward_hooks)
-    backward = (module._backward_pre_hooks, module._backward_hooks)
-    return any(hooks) or any(backward) or "forward" in vars(module) or type(module) not in (Stash, Pop)
+    return _hooks(module) or "forward" in vars(module) or type(module) not in (Stash, Pop)
+
+
+def _hooks(module: nn.Module) -> bool:
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, kind) for kind in kinds)
 
 
 class _ChainPart(Part):
@@ -207,16 +189,12 @@ class _ChainPart(Part):
 
 def is_chain(model: nn.Module) -> TypeGuard[nn.Sequential]:
     """Return whether a model runs its layers one by one and does nothing else: as nn.Sequential itself."""
-    own = (
-        method in vars(model) or getattr(type(model), method) is not getattr(nn.Sequential, method)
-        for method in ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "eval")
-    )
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return (
-        isinstance(model, nn.Sequential)
-        and not any(own)
-        and not any(getattr(model, kind) for kind in (*hooks, "_parameters", "_buffers"))
-    )
+    if not isinstance(model, nn.Sequential):
+        return False
+    methods = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "eval")
+    plain = (getattr(type(model), method) is getattr(nn.Sequential, method) for method in methods)
+    own = not all(plain) or any(method in vars(model) for method in methods)
+    return not (own or _hooks(model) or model._parameters or model._buffers)
 
 
 def network_of(model: nn.Module | Network, example: ValueSpec, autocast: bool = False) -> Network:
