@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,18 +18,16 @@ from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import parse_action
 from pipetrain.schedule.timeline import Row as Ran
 from pipetrain.schedule.timeline import Span, Timeline, TracedWindow
-from tests.gpu import cli, front, memory, speed, traces, training, transport
+from tests.gpu import cli, front, memory, traces, training
 from tests.gpu.rows import (
     FAIL,
     MIB,
     NOT_RUN,
     PASS,
-    SKIPPED,
     Check,
     Row,
     Setting,
     earlier,
-    head,
     judged,
     markdown,
 )
@@ -94,10 +91,6 @@ def broken(setting):
     raise ValueError("many lines\nthe last")
 
 
-def hanging(setting):
-    yield from setting.world(hang, 2)
-
-
 def interrupted(setting):
     yield judged("first", "1", "1", True)
     raise KeyboardInterrupt
@@ -108,12 +101,23 @@ def hang(mesh, say, *given):
         time.sleep(DEADLINE_S)
 
 
+def count(mesh, item):
+    """Fail at an item, on the last rank."""
+    if item == "bad" and mesh.world.rank == mesh.world.size - 1:
+        raise ValueError("no more")
+    return mesh.gather("the items", item)
+
+
+@pytest.fixture
+def setting(tmp_path) -> Setting:
+    return Setting("cpu", True, tmp_path, lambda text: None, end=time.monotonic() + DEADLINE_S)
+
+
 @pytest.mark.processes
-def test_what_goes_wrong_is_a_row_and_the_next_goes_on(tmp_path):
-    setting = Setting("cpu", True, tmp_path, lambda text: None)
+def test_what_goes_wrong_is_a_row_and_the_next_goes_on(setting):
     checks = [
         Check("group", "broken", broken, 0, 60),
-        Check("group", "hanging", hanging, 0, 1),
+        Check("group", "hanging", lambda setting: setting.world(hang, 2), 0, 1),
         Check("group", "large", good, 10 * DEADLINE_S, 10 * DEADLINE_S),
         Check("group", "good", good, 0, 60),
     ]
@@ -126,6 +130,14 @@ def test_what_goes_wrong_is_a_row_and_the_next_goes_on(tmp_path):
         ("broken", Row("runs to its end", "the last", "no error", FAIL)),
         ("good", Row("all", "1", "1", PASS)),
     ]
+
+
+@pytest.mark.processes
+def test_after_an_item_that_fails_the_others_go_on_in_a_new_world(setting):
+    one, bad, three = setting.each(count, 2, ["one", "bad", "three"])
+    assert (one, three) == (("one", ["one"] * 2, ""), ("three", ["three"] * 2, ""))
+    assert bad[:2] == ("bad", None)
+    assert "first rank 1: ValueError: no more" in bad[2]
 
 
 @pytest.mark.parametrize(
@@ -169,53 +181,9 @@ def test_a_receive_before_its_send_and_computing_twice_at_once_are_seen():
     assert traces.overlap_s(TracedWindow(0, [1], twice)) == 0.5
 
 
-def count(mesh, item):
-    """Fail at the third of the items, on the last rank."""
-    if item == "bad" and mesh.world.rank == mesh.world.size - 1:
-        raise ValueError("no more")
-    return mesh.gather("the items", item)
-
-
 @pytest.mark.processes
-def test_after_an_item_that_fails_the_others_go_on_in_a_new_world(tmp_path):
-    setting = Setting("cpu", True, tmp_path, lambda text: None, end=time.monotonic() + DEADLINE_S)
-    one, two, bad, three = setting.each(count, 2, ["one", "two", "bad", "three"])
-    assert (one, two) == (("one", ["one"] * 2, ""), ("two", ["two"] * 2, ""))
-    assert bad[:2] == ("bad", None)
-    assert "first rank 1: ValueError: no more" in bad[2]
-    assert three == ("three", ["three"] * 2, "")
-
-
-@pytest.mark.processes
-def test_cold_starts_that_hang_are_counted_and_not_all_are_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(transport, "two_batches", hang)
-    monkeypatch.setattr(transport, "COLD_S", 1.0)
-    monkeypatch.setattr(transport, "ENOUGH", 1)
-    setting = Setting("cpu", True, tmp_path, lambda text: None, end=time.monotonic() + DEADLINE_S)
-    (row,) = transport.cold(setting)
-    assert row.outcome == FAIL
-    assert re.match(r"0 trained; 1 did not: ranks \[.*1\] were still running after 1 s", row.figure)
-
-
-@pytest.mark.processes
-def test_a_pipeline_is_held_against_a_plain_loop(tmp_path):
-    setting = Setting("cpu", True, tmp_path, lambda text: None, end=time.monotonic() + DEADLINE_S)
+def test_a_pipeline_is_held_against_a_plain_loop(setting):
     assert [row.outcome for row in front.pipeline(setting)] == [PASS, PASS]
-
-
-class Gpu(Setting):
-    """A setting with a GPU, whose worlds find what they are told to."""
-
-    def world(self, work, ranks, *arguments, staged=False, timeout=60.0):
-        return self.kept["found"]
-
-    def each(self, work, ranks, items, **options):
-        return iter([(item, *self.kept["found"]) for item in items])
-
-
-@pytest.fixture
-def gpu(tmp_path):
-    return Gpu("cuda", False, tmp_path, lambda text: None)
 
 
 def test_memory_is_held_between_what_is_predicted_and_what_actions_need_beside_it():
@@ -245,13 +213,6 @@ def test_the_peak_of_a_window_and_what_an_action_needs_are_seen_action_by_action
     assert (meter.peak, meter.needed) == (200, 60)
 
 
-def test_a_case_that_fails_is_a_row_with_what_was_said_first(gpu):
-    gpu.kept["found"] = (None, "first rank 1: ValueError: no more; then rank 0: ...")
-    rows = [*training.staged(gpu), *training.codecs(gpu), *training.bf16(gpu)][:-1]
-    assert {row.outcome for row in rows if "no more" in row.figure} == {FAIL}
-    assert rows[0].what == "1f1b"
-
-
 def test_rows_of_other_checks_are_kept_where_software_and_gpu_are_the_same(tmp_path):
     about = {"software": "torch 2", "GPU": "A", "libraries": "NCCL 2"}
     lines = [("large", Row("a | b", "1", "2", FAIL), 1.5), ("nan", Row("c", "", "", NOT_RUN), 0.0)]
@@ -261,30 +222,6 @@ def test_rows_of_other_checks_are_kept_where_software_and_gpu_are_the_same(tmp_p
     assert earlier(path, about) == lines
     assert earlier(path, {**about, "GPU": "B"}) == []
     assert cli.in_order([lines[1], lines[0]]) == lines
-
-
-def test_options_are_given_without_a_target_and_no_compiler_is_a_reason(gpu, monkeypatch):
-    monkeypatch.setattr(speed, "find_spec", lambda name: None)
-    names = ["plain loop", *speed.OPTIONS]
-    gpu.kept["found"] = [{("vgg16", 512): {name: [0.004, 0.002, 0.003] for name in names}}]
-    *given, compiled = speed.gains(gpu)
-    assert given[0] == Row("vgg16, batch 512, fp32", "3.00 ms a batch, plain 3.00: 1.000")
-    assert (compiled.outcome, "no triton" in compiled.figure) == (SKIPPED, True)
-
-
-def test_the_head_names_the_gpu(monkeypatch):
-    fakes = {
-        "get_device_name": "NVIDIA A",
-        "get_device_capability": (9, 0),
-        "get_device_properties": SimpleNamespace(total_memory=80 * 2**30),
-    }
-    for name, value in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    about = head(["--only", "nan"], "cuda")
-    assert about["command"] == "python scripts/gpu_check.py --only nan"
-    assert about["GPU"] == "NVIDIA A, 80 GiB, compute capability 9.0"
-    assert "NCCL 2.27.5" in about["libraries"]
 
 
 def test_ranks_that_share_a_gpu_say_that_they_are_different_machines(monkeypatch):

@@ -14,6 +14,7 @@ from pipetrain import Pipeline
 from pipetrain.tasks import LanguageModelling
 from tests.support import hugging_face
 from tests.support.hugging_face import VOCABULARY
+from tests.support.plain import evaluated, plainly
 
 UPDATES, SAVED, SAMPLES = 3, 2, 7
 
@@ -84,23 +85,14 @@ def gone_on(folder: str) -> Ended:
 
 def plain() -> tuple[nn.Module, Ended]:
     """Train in one process as transformers' users do."""
-    one, losses = model(), []
-    optimizer = sgd(one.parameters())
-    for inputs, targets in batches():
-        loss = functional.cross_entropy(one(**inputs).logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    one.eval()
-    inputs, targets = (
-        {
-            name: torch.cat([given[name] for given, _ in batches()])
-            for name in ("attention_mask", "input_ids")
-        },
-        torch.cat([some for _, some in batches()]),
-    )
-    with torch.no_grad():
-        scores = one(**inputs).logits.flatten(0, 1)
-    loss = functional.cross_entropy(scores, targets.flatten()).item()
+    one = model()
+
+    def loss_of(one: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return functional.cross_entropy(one(**inputs).logits.flatten(0, 1), targets.flatten())
+
+    losses = plainly(one, sgd(one.parameters()), loss_of, batches())
+    names = ("attention_mask", "input_ids")
+    inputs = {name: torch.cat([given[name] for given, _ in batches()]) for name in names}
+    (loss,) = evaluated(one, loss_of, [(inputs, torch.cat([targets for _, targets in batches()]))])
     return one, Ended(losses, {"loss": loss}, arrays(one.state_dict()))

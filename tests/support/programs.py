@@ -239,6 +239,7 @@ def plain(
     clip: float | None = None,
     by_stage: bool = False,
     average: AveragedModel | None = None,
+    rate: Callable[[int], float] = falling,
 ) -> list[float]:
     """Train in one process, microbatch by microbatch with delayed weights; return the loss of each update.
 
@@ -270,7 +271,7 @@ def plain(
                 mean += loss.item() * share
                 mb += 1
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * falling(len(losses))
+                group["lr"] = peak * rate(len(losses))
             if clip is not None:
                 for stage in range(len(cuts) + 1) if by_stage else [None]:
                     mine = [p for name, p in live.items() if stage in (None, stages[name])]

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
-from pipetrain import Pipeline, TrainingStopped
+from pipetrain import Pipeline, Task, TrainingStopped
 from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.programs import pipedream
+from tests.support import programs
+from tests.support.plain import evaluated, of_pairs, plainly
+from tests.support.reference import DELAYS
 
 pytestmark = pytest.mark.processes
 CUT = 2  # the first layer of stage 1
@@ -37,20 +39,13 @@ def pipe_of(schedule: Any = "1f1b", model: nn.Module | None = None, **options: A
 
 def plain(batches: Iterable[tuple[Tensor, Tensor]], stashing: bool = False) -> list[float]:
     """Return the losses of one process; with `stashing`, stage 0 reads weights of one update before."""
-    model, losses = mlp(), []
-    optimizer = sgd(model.parameters())
-    late = dict(model.named_parameters())
-    before = {name: p.detach().clone().requires_grad_() for name, p in late.items() if int(name[0]) < CUT}
-    for x, y in batches:
-        read = late | (before if stashing else {})
-        loss = functional.cross_entropy(functional_call(model, read, (x,)), y)
-        losses.append(loss.item())
-        grads = torch.autograd.grad(loss, [read[name] for name in late])
-        before = {name: p.detach().clone().requires_grad_() for name, p in late.items() if name in before}
-        for parameter, grad in zip(late.values(), grads, strict=True):
-            parameter.grad = grad
-        optimizer.step()
-    return losses
+    model, delay = mlp(), DELAYS["pipedream" if stashing else "1f1b"](2, 1)
+    task, optimizer = Task(functional.cross_entropy), sgd(model.parameters())
+    return programs.plain(model, task, optimizer, [copied(batches)], 1, [CUT], delay, rate=lambda _: 1.0)
+
+
+def copied(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    return [(x.clone(), y.clone()) for x, y in batches]
 
 
 def batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -87,9 +82,7 @@ def train_one_buffer(schedule: str, window: int | None) -> list[float]:
 
 
 def test_a_loader_may_fill_one_buffer_again(ranks):
-    with torch.no_grad():
-        model = mlp()
-        losses = [functional.cross_entropy(model(x), y).item() for x, y in OneBuffer(3)]
+    losses = evaluated(mlp(), of_pairs(functional.cross_entropy), OneBuffer(3))
     assert ranks(evaluate_one_buffer) == pytest.approx([sum(losses) / 3] * 2, rel=1e-12)
     for schedule, window in (("1f1b", 1), ("1f1b", 2), ("pipedream", None)):
         wanted = plain(OneBuffer(5), schedule == "pipedream")
@@ -241,22 +234,14 @@ def train_with_nothing(
 
 @pytest.mark.parametrize("empty", [(0, 3), (5,)])
 def test_a_batch_in_which_nothing_counts_is_skipped(ranks, empty):
-    model, losses = normed(), []
-    optimizer = decaying(model.parameters())
+    model, loss = normed(), of_pairs(functional.cross_entropy)
     counting = [(x, y) for x, y in with_nothing(*empty) if (y >= 0).any()]
-    for x, y in counting:
-        loss = functional.cross_entropy(model(x), y)
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        model.eval()
-        evaluated = sum(functional.cross_entropy(model(x), y).item() for x, y in counting) / len(counting)
+    losses = plainly(model, decaying(model.parameters()), loss, counting)
+    mean_loss = sum(evaluated(model, loss, counting)) / len(counting)
     (found, stepped, test, mean), _ = ranks(train_with_nothing, "1f1b", *empty)
     assert found == pytest.approx(losses, rel=1e-12)
     assert math.isnan(stepped)
-    assert test["loss"] == pytest.approx(evaluated, rel=1e-12)
+    assert test["loss"] == pytest.approx(mean_loss, rel=1e-12)
     assert mean == pytest.approx(model[1].running_mean.tolist(), rel=1e-12)
     late, *_ = ranks(train_with_nothing, "pipedream", *empty)[0]
     assert len(late) == len(losses)

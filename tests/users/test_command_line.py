@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from tests.support.plain import evaluated, of_pairs, plainly
 from tests.test_main import train_here
 
 pytestmark = pytest.mark.processes
@@ -41,10 +42,7 @@ def test_pythons_floats_in_float64_and_microbatches_that_do_not_divide_a_batch(m
     model = line().double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     x, y = (torch.tensor([[i / n] for i in range(SAMPLES)], dtype=torch.float64) for n in (10, 7))
-    for _ in range(2):
-        functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    loss = functional.mse_loss(model(x), y).item()
+    plainly(model, optimizer, of_pairs(functional.mse_loss), [(x, y)] * 2)
+    (loss,) = evaluated(model, of_pairs(functional.mse_loss), [(x, y)])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["val_loss"] == pytest.approx(loss, rel=1e-12)

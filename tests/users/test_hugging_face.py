@@ -6,6 +6,7 @@ The losses of transformers' language models are float32, whatever the model is.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from pipetrain.data.dataset import as_split
 from pipetrain.tasks import Accuracy
 from tests.support import hugging_face
 from tests.support.cases import Case, config, run_in_threads
+from tests.support.plain import plainly
 from tests.support.runs import prepare
 
 transformers = pytest.importorskip("transformers")
@@ -63,14 +65,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def plain(chosen: nn.Module, batches: Any) -> list[float]:
-    optimizer, losses = sgd(chosen.parameters()), []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = chosen(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return plainly(chosen, sgd(chosen.parameters()), lambda model, batch: model(**batch).loss, batches)
 
 
 def counted(name: str, labels: Tensor) -> int:
@@ -186,16 +181,10 @@ def test_a_loss_that_microbatches_do_not_add_up_to_is_refused_on_both_ranks(rank
         assert says in error
 
 
-def weighted() -> list[float]:
+def weighted(**options: Any) -> list[float]:
     torch.manual_seed(0)
-    with Pipeline(Summing("zero").double(), "model", sgd, microbatches=4, weight=not_zero) as pipe:
-        return list(pipe.train([{"input_ids": x, "labels": y} for x, y in zeros()]))
-
-
-def in_bf16() -> list[float]:
-    torch.manual_seed(0)
-    options: Any = {"weight": not_zero, "precision": "bf16"}
-    with Pipeline(Summing("zero"), "model", sgd, microbatches=4, **options) as pipe:
+    model = Summing("zero") if options else Summing("zero").double()
+    with Pipeline(model, "model", sgd, microbatches=4, weight=not_zero, **options) as pipe:
         return list(pipe.train([{"input_ids": x, "labels": y} for x, y in zeros()]))
 
 
@@ -215,15 +204,10 @@ def zeros() -> list[tuple[Tensor, Tensor]]:
 def test_what_other_labels_count_for_is_given_as_a_weight(ranks):
     torch.manual_seed(0)
     chosen = Summing("zero").double()
-    optimizer, wanted = sgd(chosen.parameters()), []
-    for x, y in zeros():
-        optimizer.zero_grad()
-        loss = chosen(x, y)["loss"]
-        loss.backward()
-        optimizer.step()
-        wanted.append(loss.item())
+    wanted = plainly(chosen, sgd(chosen.parameters()), lambda model, pair: model(*pair)["loss"], zeros())
     assert all(losses == pytest.approx(wanted, abs=1e-12) for losses in ranks(weighted))
-    assert all(losses == pytest.approx(wanted, abs=1e-2) for losses in ranks(in_bf16))
+    in_bf16 = ranks(partial(weighted, precision="bf16"))
+    assert all(losses == pytest.approx(wanted, abs=1e-2) for losses in in_bf16)
 
 
 def gpt2() -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from pipetrain import ConfigError, Pipeline
+from tests.support.plain import evaluated, of_pairs, plainly
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 MICROBATCHES = 2
@@ -54,16 +55,10 @@ def apart(
     with Pipeline(model, loss, sgd, microbatches=MICROBATCHES, device="cpu", **options) as pipe:
         found = [pipe.step(x, y), pipe.step(x, y), pipe.evaluate([(x, y)])["loss"]]
         state = pipe.state_dict()
-    optimizer, wanted = sgd(twin.parameters()), []
-    for _ in range(2):
-        optimizer.zero_grad()
-        pieces = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
-        wanted.append(torch.stack([loss(twin(a), b) for a, b in pieces]).mean())
-        wanted[-1].backward()
-        optimizer.step()
-    wanted.append(loss(twin.eval()(x), y))
+    wanted = plainly(twin, sgd(twin.parameters()), of_pairs(loss, MICROBATCHES), [(x, y)] * 2)
+    wanted += evaluated(twin, of_pairs(loss), [(x, y)])
     other = twin.state_dict()
-    differences = [abs(a - b.item()) for a, b in zip(found, wanted, strict=True)]
+    differences = [abs(a - b) for a, b in zip(found, wanted, strict=True)]
     return max(*differences, *(float((state[name] - other[name]).abs().max()) for name in state))
 
 

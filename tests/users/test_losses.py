@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain import Pipeline
+from tests.support.plain import of_pairs, plainly
 
 PADDING = 0
 
@@ -43,29 +45,35 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.1)
 
 
+def plain(model: nn.Module, loss: Any, batches: Any) -> list[float]:
+    return plainly(model, sgd(model.parameters()), loss, batches)
+
+
+def ended(train: Callable[[], object]) -> str:
+    """What a training ends with."""
+    try:
+        train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def trained(full: int, schedule: str, weighted: bool, double: bool) -> tuple[list[float], str]:
     """Return the losses, and the error that ended the training."""
     data, losses = batches(full, 8), []
     chosen = model().double() if double else model()
     options = {"weight": counted} if weighted else {}
-    try:
+
+    def train() -> None:
         with Pipeline(chosen, loss, sgd, schedule, microbatches=4, **options) as pipe:
             for number in pipe.train(data, window=2):
                 losses.append(number)
-    except Exception as error:
-        return losses, f"{type(error).__name__}: {error}"
-    return losses, ""
+
+    return losses, ended(train)
 
 
 def test_a_loss_that_leaves_padding_out_trains_with_a_weight(ranks):
-    plain, wanted = model().double(), []
-    optimizer = sgd(plain.parameters())
-    for x, y in batches(3, 8):
-        optimizer.zero_grad()
-        whole = loss(plain(x), y)
-        whole.backward()
-        optimizer.step()
-        wanted.append(whole.item())
+    wanted = plain(model().double(), of_pairs(loss), batches(3, 8))
     for losses, error in ranks(trained, 3, "1f1b", True, True):
         assert not error
         assert losses == pytest.approx(wanted, abs=1e-12)
@@ -113,14 +121,7 @@ def contrasted(schedule: str) -> list[float]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_with_one_microbatch_a_loss_may_compare_samples(ranks, schedule):
-    plain, wanted = classifier(), []
-    optimizer = sgd(plain.parameters())
-    for x, y in samples(5):
-        optimizer.zero_grad()
-        loss = between(plain(x), y)
-        loss.backward()
-        optimizer.step()
-        wanted.append(loss.item())
+    wanted = plain(classifier(), of_pairs(between), samples(5))
     for losses in ranks(contrasted, schedule):
         assert losses == pytest.approx(wanted, abs=1e-12)
 
@@ -141,28 +142,21 @@ class Contrastive(nn.Module):
 def contrasted_by_itself(microbatches: int) -> tuple[list[float], str]:
     batches = [{"x": x, "labels": y} for x, y in samples(3)]
     losses: list[float] = []
-    try:
+
+    def train() -> None:
         with Pipeline(Contrastive(), "model", sgd, microbatches=microbatches) as pipe:
-            losses += pipe.train(batches)
-    except Exception as error:
-        return losses, str(error)
-    return losses, ""
+            losses.extend(pipe.train(batches))
+
+    return losses, ended(train)
 
 
 def test_with_one_microbatch_a_model_s_own_loss_may_too(ranks):
-    plain, wanted = Contrastive(), []
-    optimizer = sgd(plain.parameters())
-    for x, y in samples(3):
-        optimizer.zero_grad()
-        loss = plain(x, y)["loss"]
-        loss.backward()
-        optimizer.step()
-        wanted.append(loss.item())
+    wanted = plain(Contrastive(), lambda model, pair: model(*pair)["loss"], samples(3))
     for losses, error in ranks(contrasted_by_itself, 1):
         assert not error
         assert losses == pytest.approx(wanted, abs=1e-12)
     _, (_, refused) = ranks(contrasted_by_itself, 2)
-    assert refused.startswith("the loss of the model over 8 samples is")
+    assert ": the loss of the model over 8 samples is" in refused
 
 
 def of_some(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -173,20 +167,20 @@ def stopped_by_padding() -> str:
     """Return what is said of a microbatch that is all padding, in a batch that is not tried."""
     data = samples(6)
     data[4][1][:2] = -1
-    try:
-        with Pipeline(classifier(), of_some, sgd, microbatches=4) as pipe:
-            list(pipe.train(data))
-    except Exception as error:
-        return str(error)
-    return ""
+    return ended(lambda: train(data, classifier(), of_some, microbatches=4))
+
+
+def train(data: Any, model: nn.Module, loss: Any, **options: Any) -> list[float]:
+    with Pipeline(model, loss, sgd, **options) as pipe:
+        return list(pipe.train(data))
 
 
 def test_a_loss_of_nothing_is_said_to_need_a_weight(ranks):
     _, said = ranks(stopped_by_padding)
-    assert said.startswith(
+    assert (
         "the loss of microbatch 0 is nan (first in the loss itself, which needs weight= where targets may "
         "not count) at stage 1, update 4"
-    )
+    ) in said
 
 
 WEIGHTS = {
@@ -198,28 +192,18 @@ WEIGHTS = {
 
 
 def of_weight(name: str) -> str:
-    try:
-        with Pipeline(classifier(), of_some, sgd, microbatches=2, weight=WEIGHTS[name][0]) as pipe:
-            list(pipe.train(samples(1)))
-    except Exception as error:
-        return str(error)
-    return ""
+    return ended(lambda: train(samples(1), classifier(), of_some, microbatches=2, weight=WEIGHTS[name][0]))
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_weight_that_is_no_number_is_refused_with_what_it_is(ranks, name):
     needs = "weight(targets) must be one number that is not negative, what they count for together; "
     for said in ranks(of_weight, name):
-        assert said.removeprefix("rank 0 stopped: ") == needs + WEIGHTS[name][1]
+        assert said.removeprefix("rank 0 stopped: ").endswith(needs + WEIGHTS[name][1])
 
 
 def without_labels() -> str:
-    try:
-        with Pipeline(classifier(), "model", sgd, microbatches=2) as pipe:
-            list(pipe.train(samples(1)))
-    except Exception as error:
-        return str(error)
-    return ""
+    return ended(lambda: train(samples(1), classifier(), "model", microbatches=2))
 
 
 def test_a_model_that_computes_its_loss_gets_dicts(ranks):

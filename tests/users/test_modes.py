@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from pipetrain import ConfigError, Pipeline
+from tests.support.plain import evaluated, of_pairs, plainly
 
 BATCHES = 3
 MICROBATCHES = 2
@@ -74,26 +75,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.05, momentum=0.9)
 
 
-def plainly(model: nn.Module, between: Callable[[nn.Module], object]) -> tuple[list[float], float]:
+def in_two_passes(model: nn.Module, between: Callable[[nn.Module], object]) -> tuple[list[float], float]:
     """Train two passes in this process, with an evaluation between them; return losses and its loss."""
-    losses, test, optimizer = [], 0.0, sgd(model.parameters())
-    for number in range(2):
-        for x, y in batches():
-            optimizer.zero_grad()
-            pieces = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
-            found = torch.stack([mse_loss(model(a), b) for a, b in pieces]).mean()
-            found.backward()
-            optimizer.step()
-            losses.append(found.item())
-        if not number:
-            modes = {module: module.training for module in model.modules()}
-            model.eval()
-            with torch.no_grad():
-                test = sum(mse_loss(model(x), y).item() for x, y in batches()) / BATCHES
-            for module, mode in modes.items():
-                module.training = mode
-            between(model)
-    return losses, test
+    optimizer, loss = sgd(model.parameters()), of_pairs(mse_loss, MICROBATCHES)
+    losses = plainly(model, optimizer, loss, batches())
+    test = sum(evaluated(model, of_pairs(mse_loss), batches())) / BATCHES
+    between(model)
+    return losses + plainly(model, optimizer, loss, batches()), test
 
 
 def some_in_evaluation(model: nn.Module) -> None:
@@ -117,7 +105,7 @@ def apart(
         between(model)
         losses += list(pipe.train(batches()))
         state = pipe.state_dict()
-    wanted, wanted_test = plainly(twin, between)
+    wanted, wanted_test = in_two_passes(twin, between)
     other = twin.state_dict()
     differences = [abs(a - b) for a, b in zip([*losses, test], [*wanted, wanted_test], strict=True)]
     return max(*differences, *(float((state[name] - other[name]).abs().max()) for name in state), 0.0)
@@ -251,9 +239,9 @@ def refusals(
 )
 def test_weights_that_are_frozen_or_unfrozen_later_are_refused(ranks, change, sentence, traced):
     sentence = sentence if traced else sentence.removeprefix("layers.")
-    for rank, (trained, evaluated) in enumerate(ranks(refusals, change, restored, traced)):
+    for rank, (trained, tested) in enumerate(ranks(refusals, change, restored, traced)):
         assert re.search(sentence, trained)
-        assert not evaluated
+        assert not tested
         assert trained.startswith("rank 0 stopped") == bool(rank)
 
 
@@ -283,9 +271,9 @@ def restored(model: nn.Module) -> None:
     ],
 )
 def test_attributes_of_a_traced_model_that_change_later_are_refused(ranks, change, sentence):
-    for trained, evaluated in ranks(refusals, change, restored, True):
+    for trained, tested in ranks(refusals, change, restored, True):
         assert sentence in f" {trained}"
-        assert evaluated == ("" if change is other_modes else trained)
+        assert tested == ("" if change is other_modes else trained)
 
 
 def test_a_layer_of_a_sequential_that_is_replaced_later_is_refused(ranks):

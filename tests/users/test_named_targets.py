@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from pipetrain import Pipeline
+from tests.support.plain import evaluated, plainly
 
 
 class Two(nn.Module):
@@ -59,17 +60,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.1)
 
 
-def expected(model: nn.Module, loss_of: Any) -> list[float]:
-    optimizer, losses = sgd(model.parameters()), []
-    for batch in loss_of:
-        optimizer.zero_grad()
-        loss = batch(model)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def one_name() -> tuple[list[float], list[float], dict[str, float]]:
     """Train on what a loader gives, and on a batch that is another kind of mapping."""
     torch.manual_seed(0)
@@ -83,14 +73,15 @@ def one_name() -> tuple[list[float], list[float], dict[str, float]]:
 def test_one_target_by_name(ranks):
     torch.manual_seed(0)
     model, loader = plain().double(), batches("image", "label")
-    wanted = expected(
-        model, [lambda m, b=b: functional.cross_entropy(m(b["image"]), b["label"]) for b in loader * 2]
-    )
-    with torch.no_grad():
-        left = [functional.cross_entropy(model(b["image"]), b["label"]).item() for b in loader]
-    for losses, stepped, evaluated in ranks(one_name):
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch["image"]), batch["label"])
+
+    wanted = plainly(model, sgd(model.parameters()), loss, loader * 2)
+    left = evaluated(model, loss, loader)
+    for losses, stepped, test in ranks(one_name):
         assert [*losses, *stepped] == pytest.approx(wanted, abs=1e-12)
-        assert evaluated["loss"] == pytest.approx(sum(left) / 2, abs=1e-12)
+        assert test["loss"] == pytest.approx(sum(left) / 2, abs=1e-12)
 
 
 def several_names() -> list[float]:
@@ -103,13 +94,12 @@ def several_names() -> list[float]:
 
 def test_several_targets_by_name_are_a_tuple_and_the_inputs_keywords(ranks):
     torch.manual_seed(0)
-    wanted = expected(
-        Two().double(),
-        [
-            lambda m, b=b: both(m(image=b["image"], place=b["place"]), (b["label"], b["size"]))
-            for b in batches("place", "label", "image", "size")
-        ],
-    )
+    model = Two().double()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return both(model(image=batch["image"], place=batch["place"]), (batch["label"], batch["size"]))
+
+    wanted = plainly(model, sgd(model.parameters()), loss, batches("place", "label", "image", "size"))
     assert all(losses == pytest.approx(wanted, abs=1e-12) for losses in ranks(several_names))
 
 

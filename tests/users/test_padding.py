@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipetrain import Pipeline
+from tests.support.plain import of_pairs, plainly
 
 
 class Classifier(nn.Module):
@@ -93,14 +94,8 @@ def trained_in_half() -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
     x, y = torch.randn(8, 3, 16, 16).bfloat16(), torch.randint(8, (8,))
     model = Vision().bfloat16()
-    twin, sgd, wanted = deepcopy(model), partial(torch.optim.SGD, lr=0.1), []
-    optimizer = sgd(twin.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = cross_entropy(twin(x), y)
-        loss.backward()
-        optimizer.step()
-        wanted.append(loss.item())
+    twin, sgd = deepcopy(model), partial(torch.optim.SGD, lr=0.1)
+    wanted = plainly(twin, sgd(twin.parameters()), of_pairs(cross_entropy), [(x, y)] * 2)
     with Pipeline(model, cross_entropy, sgd, device="cpu", microbatches=1) as pipe:
         return list(pipe.train([(x, y)] * 2)), wanted
 

@@ -1,4 +1,4 @@
-"""What a run consists of, and which data set it takes where the one asked for can't be had."""
+"""Which data set a run takes where the one that was asked for can't be had."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 from pipetrain.data import DataMissing, obtain_data
 from pipetrain.data.loader import even
 from pipetrain.errors import ConfigError
-from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.schedule.actions import ScheduleError
-from tests.support.cases import config, prepared
-from tests.support.runs import check_early
+from tests.support.cases import config
 
 
 @pytest.fixture
@@ -119,48 +116,6 @@ def test_a_data_set_is_no_fallback_of_itself(closed, tmp_path):
         obtain_data(absent(closed, tmp_path, "data.fallback=cifar10"), torch.float32)
 
 
-# The run
-
-
-def test_prepare_brings_the_parts_together():
-    cfg = config(["data=digits", "model=mlp", "batch_size=12", "microbatches=4", "epochs=3", "seed=9"])
-    run = prepared(cfg, "1f1b", 2, 44, 30)
-    assert run.updates == 3 * 4
-    assert run.evaluation_sizes == [10, 10, 10]
-    assert run.plan.stages == 2
-    assert run.sampler.batch_sizes == [12, 12, 12, 8]
-    assert ({3, 2}, {10}) == (set(run.plan.cut.specs), set(run.plan.evaluation_cut.specs))
-    assert (run.facts.train, run.facts.test, run.settings.seed) == (44, 30, 9)
-    assert run.facts.example == run.plan.example == ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
-
-
-def test_every_rank_prepares_the_same():
-    cfg = config(["data=digits", "model=mlp", "batch_size=12", "seed=9"])
-    first, second = (prepared(cfg, "1f1b", 2, 44) for _ in range(2))
-    assert first.plan == second.plan
-    for a, b in zip(
-        first.take_network().model.parameters(), second.take_network().model.parameters(), strict=True
-    ):
-        assert torch.equal(a, b)
-    assert [[ids.tolist() for ids in batch] for batch in first.sampler.epoch(2)] == [
-        [ids.tolist() for ids in batch] for batch in second.sampler.epoch(2)
-    ]
-
-
-def test_dropping_the_last_batch_makes_fewer_updates():
-    words = ["data=digits", "model=mlp", "batch_size=12", "epochs=3", "data.drop_last=true"]
-    run = prepared(config(words), "1f1b", 2, 44)
-    assert (run.updates, run.sampler.batch_sizes) == (9, [12] * 3)
-
-
-def test_a_last_batch_too_small_to_cut_is_refused_with_the_ways_out():
-    cfg = config(["data=digits", "model=mlp", "batch_size=12", "microbatches=4"])
-    with pytest.raises(ConfigError) as error:
-        prepared(cfg, "1f1b", 2, 38)
-    assert "the last batch has 2 of 38 samples, fewer than microbatches=4" in str(error.value)
-    assert "data.drop_last=true" in str(error.value)
-
-
 @settings(derandomize=True, deadline=None)
 @given(st.integers(1, 3000), st.integers(1, 300))
 def test_an_evaluation_has_every_sample_once_in_even_pieces(samples, most):
@@ -169,39 +124,3 @@ def test_an_evaluation_has_every_sample_once_in_even_pieces(samples, most):
     assert max(sizes) <= most
     assert max(sizes) - min(sizes) <= 1
     assert len(sizes) == -(-samples // most)
-
-
-# Refusals that need no data
-
-
-def test_check_early_needs_no_data(closed, tmp_path):
-    check_early(absent(closed, tmp_path), "1f1b", 2)
-    undeclared = absent(closed, tmp_path, "data.sample=null", "data.fallback=null")
-    with pytest.raises(DataMissing):
-        check_early(undeclared, "1f1b", 2)
-    check_early(undeclared, "1f1b", 2, example=ValueSpec((TensorSpec((3, 32, 32), torch.float32),)))
-    assert not (tmp_path / "sets").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["batch_size=0"], "batch_size=0"),
-        (["microbatches=65"], "batch_size=64 cannot be cut into microbatches=65"),
-        (["stages=40"], "stages=40 needs 40 processes and there are 2"),
-        (["partition=[6]"], "partition=[6] leaves a stage without layers"),
-        (["optim.momentum=-1"], "optim cannot be built"),
-        (["data.augment.crop=-1"], "data.augment.crop"),
-        (["model._target_=no.such.thing"], "model cannot be built"),
-        (["schedule._target_=no.such.thing"], "schedule cannot be built"),
-        (["+schedule.colour=red"], "schedule 1f1b cannot be made"),
-        (["schedule=interleaved_1f1b", "schedule.virtual=4"], "stages=8 needs at least as many layers"),
-        (["schedule=pipedream_2bw", "microbatches=1"], "needs microbatches >= stages"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_the_data_is_fetched(closed, tmp_path, overrides, says):
-    with pytest.raises((ConfigError, ScheduleError)) as error:
-        check_early(absent(closed, tmp_path, *overrides), "1f1b", 2)
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "sets").exists()
