@@ -6,12 +6,19 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.support.ranks import Ranks
 
 # A shell starts what runs in its background deaf to Ctrl-C, and so would be all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """A run takes all cores, and what comes after it would spin there with those of other tests."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
