@@ -5,27 +5,24 @@ output used as the gradient, which has the right shape and ordinary numbers. All
 backward in reverse order, so that the caches are in the same state as in training. Then the same with each
 backward in two halves. The times are medians over passes, of which a quick model gets more, since a small
 time is disturbed more easily, without what starting a backward costs, which a stage does once for all its
-layers. Times and bytes are measured in separate passes. Messages make round trips on the run's channel.
+layers. Messages make round trips on the run's channel.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, astuple, dataclass
-from functools import partial
+from dataclasses import asdict
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.building import make_model
@@ -33,11 +30,11 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import network_of
 from pipetrain.network.network import INPUT, Made, Network, Tensors
 from pipetrain.network.numerics import Numerics
-from pipetrain.network.tensors import made_up, strided
+from pipetrain.network.tensors import made_up
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, leaves_of
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.plan import Plan
-from pipetrain.plan.profile import Facts, LayerTime, Profile, average, profile_conditions
+from pipetrain.plan.profile import SECONDS, Facts, LayerTime, Profile, average, profile_conditions
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.mesh import Mesh, choose_device
@@ -46,7 +43,7 @@ from pipetrain.runtime.ranks import World
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.settings import Settings, share_of_cores
+from pipetrain.settings import share_of_cores
 
 log = logging.getLogger("pipetrain")
 
@@ -70,22 +67,21 @@ def measure(mesh: Mesh, draft: Plan, conditions: Facts, make: Callable[[], Measu
     if mesh.world.rank == 0:
         log.info("pipetrain: profiling %d layers, %d samples at a time", len(draft.layers), size)
     link = slowest_link(mesh, draft.settings.buffer_size)
-    mine = _layer_times(draft, mesh.device, make)
-    told = mesh.gather(
-        "the times of the layers", mine if isinstance(mine, str) else [asdict(layer) for layer in mine]
-    )
+    told = mesh.gather("the times of the layers", _layer_times(draft, mesh.device, make))
     for failure in told:
         if isinstance(failure, str):
             raise ConfigError(failure)
     if mesh.world.rank == 0:
         log.info("profiled in %.1f s", time.perf_counter() - began)
-    return Profile(
-        conditions=conditions,
-        machine=_machine(mesh.device, len(told)),
-        latency_s=link.latency_s,
-        s_per_byte=link.s_per_byte,
-        layers=average([[LayerTime(**layer) for layer in layers] for layers in told]),
-    )
+    cuda = mesh.device.type == "cuda"
+    machine = {
+        "device": torch.cuda.get_device_name(mesh.device) if cuda else "cpu",
+        "ranks": len(told),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+    }
+    layers = average([[LayerTime(**layer) for layer in layers] for _, layers in told])
+    return Profile(conditions, machine, link.latency_s, link.s_per_byte, told[0][0], layers)
 
 
 def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
@@ -94,26 +90,18 @@ def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
     torch.set_num_threads(settings.threads or share_of_cores(settings.ranks))
     device = choose_device(world, settings.device)
     mesh = Mesh(world, draft.placement, [], device, None, settings.timeout)
-    conditions = profile_conditions(settings, cfg.optim)
-    return measure(mesh, draft, conditions, partial(_built, cfg, settings, draft.example))
 
+    def make() -> Measured:
+        model = make_model(cfg, settings.seed, settings.dtype)
+        return network_of(model, draft.example, settings.precision == "bf16"), make_optimizer(cfg, model)
 
-def _built(cfg: DictConfig, settings: Settings, example: ValueSpec) -> Measured:
-    model = make_model(cfg, settings.seed, settings.dtype)
-    return network_of(model, example, settings.precision == "bf16"), make_optimizer(cfg, model)
-
-
-def _machine(device: torch.device, ranks: int) -> Facts:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    threads, version = torch.get_num_threads(), str(torch.__version__)
-    return {"device": name, "ranks": ranks, "threads": threads, "torch": version}
+    return measure(mesh, draft, profile_conditions(settings, cfg.optim), make)
 
 
 # Messages
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """The time of a message of n bytes one way: `latency_s` + n `s_per_byte`, in seconds."""
 
     latency_s: float = 0.0
@@ -134,7 +122,7 @@ def slowest_link(mesh: Mesh, buffer_size: int) -> Link:
         if len(set(ranks)) == 2 and frozenset(ranks) not in met and mesh.world.rank in ranks:
             mine.append(_line(channel, mesh, stage))
         met.add(frozenset(ranks))
-    told = mesh.gather("the times of messages", list(map(astuple, mine)))
+    told = mesh.gather("the times of messages", [list(link) for link in mine])
     links = [Link(*link) for found in told for link in found]
     return max(links, key=lambda link: link.seconds(LARGE), default=Link())
 
@@ -174,8 +162,10 @@ def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
 # Layers
 
 
-def _layer_times(draft: Plan, device: torch.device, make: Callable[[], Measured]) -> list[LayerTime] | str:
-    """Return the times of all layers or, where one fails, why."""
+def _layer_times(
+    draft: Plan, device: torch.device, make: Callable[[], Measured]
+) -> tuple[float, list[dict[str, Any]]] | str:
+    """Return what `measure_layers` does, as JSON data, or, where a layer fails, why."""
     cuda, entry = device.type == "cuda", draft.example.of(draft.full)
     try:
         with torch.random.fork_rng([device] if cuda else []):
@@ -183,7 +173,8 @@ def _layer_times(draft: Plan, device: torch.device, make: Callable[[], Measured]
             for module in (network.model, *network.modules):
                 module.to(device)
             x = draft.example.pack(tuple(made_up(spec, device) for spec in entry.specs))
-            return measure_layers(network, x, draft.layers, optimizer, draft.numerics)
+            ratio, times = measure_layers(network, x, draft.layers, optimizer, draft.numerics)
+            return ratio, list(map(asdict, times))
     except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
         return one_line(error)
     finally:
@@ -197,11 +188,12 @@ def measure_layers(
     layers: Sequence[Layer],
     optimizer: OptimizerFactory,
     numerics: Numerics,
-) -> list[LayerTime]:
+) -> tuple[float, list[LayerTime]]:
     """Measure every layer for the microbatch `x`, in its own modes, on the device of both.
 
-    This changes the network, which must not be trained afterwards, and the random generators. `layers`: its
-    estimates. Raises ConfigError with the name of a layer that fails.
+    Returns the bytes of the optimizer's state for each byte of the parameters, and the times. This changes
+    the network, which must not be trained afterwards, and the random generators. `layers`: its estimates.
+    Raises ConfigError with the name of a layer that fails.
     """
     bench = _Bench(network, layers, optimizer, numerics, as_tuple(x)[0].device)
     for _ in range(WARM_UP):
@@ -213,23 +205,8 @@ def measure_layers(
             break
         bench.run(x)
     seconds = bench.median_seconds()
-    peaks = bench.peak_bytes(x)
-    return [
-        LayerTime(
-            name=layer.name,
-            forward_s=seconds["forward", i],
-            recorded_s=seconds["recorded", i],
-            kept_s=seconds["kept", i],
-            again_s=seconds["again", i],
-            backward_s=seconds["backward", i],
-            input_s=seconds["input", i],
-            weight_s=seconds["weight", i],
-            step_s=seconds["step", i],
-            peak_bytes=peaks[i],
-            output_bytes=layer.output.nbytes,
-            gradient_bytes=sum(s.nbytes for n, s in enumerate(layer.output.specs) if layer.needs(n)),
-            state_bytes=bench.state_bytes(i),
-        )
+    return bench.state_ratio, [
+        LayerTime(layer.name, layer.output.nbytes, **{name: seconds[name, i] for name in SECONDS})
         for i, layer in enumerate(layers)
     ]
 
@@ -240,27 +217,24 @@ class _Bench:
     def __init__(
         self,
         network: Network,
-        estimated: Sequence[Layer],
+        layers: Sequence[Layer],
         optimizer: OptimizerFactory,
         numerics: Numerics,
         device: torch.device,
     ) -> None:
         numerics.arrange_weights(network.model)
-        self._network = network
-        self._estimated = estimated
-        self._last_use = {value: index for index, layer in enumerate(estimated) for value in layer.takes}
-        self._numerics = numerics
-        self._clock = Clock(device)
-        self._device = device.type
-        self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (forward, backward, ...; layer)
-        self._plain: set[tuple[str, int]] = set()  # what fails in its context, see _forward_within
+        self._network, self._layers, self._numerics = network, layers, numerics
+        self._clock, self._device = Clock(device), device.type
+        self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (name in SECONDS, layer)
+        self._weights = [[p for p in module.parameters() if p.requires_grad] for module in network.modules]
         met: set[int] = set()
-        trained: list[list[tuple[str, nn.Parameter]]] = []  # of each layer; a shared one at the first
+        self._optimizers: list[
+            torch.optim.Optimizer | None
+        ] = []  # that of a shared weight is the first layer's
         for module in network.modules:
-            own = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-            trained.append([(name, p) for name, p in own if id(p) not in met])
+            own = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in met]
             met.update(id(p) for _, p in own)
-        self._optimizers = [optimizer(params) if params else None for params in trained]
+            self._optimizers.append(optimizer(own) if own else None)
         for made in filter(None, self._optimizers):
             for group in made.param_groups:
                 group["lr"] = 0.0  # the same work, but the weights stay as they are
@@ -270,116 +244,65 @@ class _Bench:
 
         Between them are the two forwards of one that recomputes and keeps dear results.
         """
-        graphs = [outputs for outputs, _ in self._forwards(x)]
-        for index in reversed(range(len(graphs))):
-            self._backward(index, graphs.pop())
-        recompute = [Recompute([], keep=True) for _ in self._estimated]
-        deque(self._forwards(x, "kept", lambda index: recompute[index].forward()), maxlen=0)
-        deque(self._forwards(x, "again", lambda index: recompute[index].recomputing()), maxlen=0)
-        halves = [self._deferred(index) for index in range(len(self._estimated))]
-        graphs = [outputs for outputs, _ in self._forwards(x, "recorded", lambda i: halves[i].recording())]
-        for index in reversed(range(len(graphs))):
-            if any(self._estimated[index].reached):
-                self._input_half(index, graphs[index], halves[index])
-                graphs[index] = ()
-        for index in reversed(range(len(graphs))):
-            if any(self._estimated[index].reached):
-                with self._timed("weight", index):
+        numbers = range(len(self._layers))
+        graphs = list(self._forwards(x, "forward_s", lambda index: nullcontext()))
+        for index in reversed(numbers):
+            self._backward("backward_s", index, graphs.pop())
+        recompute = [Recompute([], keep=True) for _ in numbers]
+        deque(self._forwards(x, "kept_s", lambda index: recompute[index].forward()), maxlen=0)
+        deque(self._forwards(x, "again_s", lambda index: recompute[index].recomputing()), maxlen=0)
+        splits = [any(layer.reached) for layer in self._layers]  # else W is a whole backward
+        halves = [Deferred(weights if on else []) for weights, on in zip(self._weights, splits, strict=True)]
+        graphs = list(self._forwards(x, "recorded_s", lambda index: halves[index].recording()))
+        for index in reversed(numbers):
+            if splits[index]:
+                self._backward("input_s", index, graphs[index], halves[index])
+        for index in reversed(numbers):
+            if splits[index]:
+                with self._timed("weight_s", index):
                     halves[index].weight_half()
             else:
-                self._backward(index, graphs[index], "weight")
+                self._backward("weight_s", index, graphs[index])
             graphs[index] = ()
         for index, optimizer in enumerate(self._optimizers):
             if optimizer is not None:
-                with self._timed("step", index):
+                with self._timed("step_s", index):
                     optimizer.step()
-        self._run_empty()
-
-    def _run_empty(self) -> None:
-        """Time the backward of a layer that computes nothing, in one and in two halves."""
         leaf = torch.zeros(1, device=self._device, requires_grad=True)
-        grad = torch.ones_like(leaf)
-        for made in (leaf.view_as(leaf), leaf.view_as(leaf)):
-            with self._timed("backward", EMPTY):
-                torch.autograd.backward([made], [grad])
-        for made in (leaf.view_as(leaf), leaf.view_as(leaf)):
-            with self._timed("input", EMPTY):
-                Deferred([]).input_half([], [made], [grad])
-
-    def _deferred(self, index: int) -> Deferred:
-        return Deferred(self._leaves(index) if any(self._estimated[index].reached) else [])
-
-    def _leaves(self, index: int) -> list[Tensor]:
-        return [p for p in self._network.modules[index].parameters() if p.requires_grad]
+        for _ in range(2):
+            self._backward("backward_s", EMPTY, (leaf.view_as(leaf),))
+            self._backward("input_s", EMPTY, (leaf.view_as(leaf),), Deferred([]))
 
     def _forwards(
-        self,
-        x: Value,
-        part: str = "forward",
-        within: Callable[[int], AbstractContextManager[object]] = lambda index: nullcontext(),
-    ) -> Iterator[tuple[Tensors, Tensors]]:
-        """Yield each layer's outputs with their graph, and what it was given. It runs `within`(layer)."""
+        self, x: Value, part: str, within: Callable[[int], AbstractContextManager[object]]
+    ) -> Iterator[Tensors]:
+        """Yield each layer's outputs with their graph. It runs `within`(layer)."""
+        last_use = {value: index for index, layer in enumerate(self._layers) for value in layer.takes}
         values = {Made(INPUT, number): t for number, t in enumerate(as_tuple(x))}
         made = [ValueSpec.like(x)]
-        for index, layer in enumerate(self._estimated):
-            given = tuple(values[value] for value in layer.takes)
-            outputs = self._forward_within(index, given, made, part, within)
+        for index, layer in enumerate(self._layers):
+            given = tuple(self._numerics.arrange(values[value].detach()) for value in layer.takes)
+            reached = layer.reached or (False,) * len(given)
+            given = tuple(t.requires_grad_(reaches) for t, reaches in zip(given, reached, strict=True))
+            if layer.writes:
+                given = tuple(t.clone() for t in given)
+            with self._timed(part, index), self._numerics.context(self._device), within(index):
+                outputs = leaves_of(self._network.call(index, given, made))
             values |= {Made(index, number): t.detach() for number, t in enumerate(outputs)}
-            values = {v: t for v, t in values.items() if self._last_use.get(v, -1) > index}
+            values = {v: t for v, t in values.items() if last_use.get(v, -1) > index}
             made.append(layer.output)
-            yield outputs, given
+            yield outputs
 
-    def _forward_within(
-        self,
-        index: int,
-        given: Tensors,
-        made: Sequence[ValueSpec],
-        part: str,
-        within: Callable[[int], AbstractContextManager[object]],
-    ) -> Tensors:
-        """Run a layer; without `within` if it fails in there, as one that differentiates itself.
-
-        It cannot be trained so, and a schedule that does neither needs its price nevertheless.
-        """
-        if (part, index) not in self._plain:
-            try:
-                return self._forward(index, given, made, part, within(index))
-            except ConfigError:
-                if part == "forward":
-                    raise
-                self._plain.add((part, index))
-        return self._forward(index, given, made, part, nullcontext())
-
-    def _forward(
-        self,
-        index: int,
-        given: Tensors,
-        made: Sequence[ValueSpec],
-        part: str,
-        within: AbstractContextManager[object],
-    ) -> Tensors:
-        given = tuple(self._numerics.arrange(t.detach()) for t in given)
-        reached = self._estimated[index].reached or (False,) * len(given)
-        given = tuple(t.requires_grad_(reaches) for t, reaches in zip(given, reached, strict=True))
-        if self._estimated[index].writes_input:
-            given = tuple(t.clone() for t in given)
-        with self._timed(part, index), self._numerics.context(self._device), within:
-            return leaves_of(self._network.call(index, given, made))
-
-    def _backward(self, index: int, outputs: Tensors, part: str = "backward") -> None:
-        wanted = [t for t in outputs if t.requires_grad]
-        if wanted:
-            grads = [t.detach() for t in wanted]
+    def _backward(self, part: str, index: int, outputs: Tensors, half: Deferred | None = None) -> None:
+        """Run a backward, or the `half` of one."""
+        if wanted := [t for t in outputs if t.requires_grad]:
+            # A half must not get the storage of an activation.
+            grads = [t.detach().clone() if half else t.detach() for t in wanted]
             with self._timed(part, index):
-                torch.autograd.backward(wanted, grads)
-
-    def _input_half(self, index: int, outputs: Tensors, deferred: Deferred) -> None:
-        wanted = [t for t in outputs if t.requires_grad]
-        if wanted:
-            grads = [t.detach().clone() for t in wanted]  # not of the storage of an activation
-            leaves = self._leaves(index)
-            with self._timed("input", index):
-                deferred.input_half(leaves, wanted, grads)
+                if half:
+                    half.input_half(self._weights[index] if index != EMPTY else [], wanted, grads)
+                else:
+                    torch.autograd.backward(wanted, grads)
 
     @contextmanager
     def _timed(self, part: str, index: int) -> Iterator[None]:
@@ -409,49 +332,11 @@ class _Bench:
             found[part, index] = max(median(times) - empty, median(times) / 10)
         return found
 
-    def peak_bytes(self, x: Value) -> list[int]:
-        peaks = []
-        passes = self._forwards(x)
-        for index in range(len(self._estimated)):
-            with _Live() as live:
-                outputs, _ = next(passes)
-                self._backward(index, outputs)
-            peaks.append(live.peak)
-        return peaks
-
-    def state_bytes(self, index: int) -> int:
-        """Return the bytes of the optimizer's state of a layer."""
-        optimizer = self._optimizers[index]
-        state = tree_leaves(list(optimizer.state.values())) if optimizer is not None else []
-        return sum(t.nbytes for t in state if isinstance(t, Tensor))
-
-
-class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors that are created and still alive, on any device."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._now = 0
-        self._met: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self._meet((args, kwargs), made=False)
-        result = func(*args, **(kwargs or {}))
-        self._meet(result, made=True)
-        self.peak = max(self.peak, self._now)
-        return result
-
-    def _meet(self, values: Any, made: bool) -> None:
-        for tensor in strided(values):
-            storage = tensor.untyped_storage()
-            if id(storage) not in self._met:
-                size = storage.nbytes() if made else 0
-                self._now += size
-                self._met[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage), size))
-
-    def _forget(self, key: int, size: int, _: object) -> None:
-        self._now -= size
-        del self._met[key]
+    @property
+    def state_ratio(self) -> float:
+        """The bytes of the optimizer's state for each byte of its parameters."""
+        state = [list(optimizer.state.values()) for optimizer in self._optimizers if optimizer is not None]
+        weights = {id(p): p.nbytes for of_layer in self._weights for p in of_layer}
+        return sum(t.nbytes for t in tree_leaves(state) if isinstance(t, Tensor)) / max(
+            sum(weights.values()), 1
+        )

@@ -53,12 +53,11 @@ from pipetrain.network.places import named_tensors
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, specs_of
 from pipetrain.plan.cut import AnySize
 from pipetrain.plan.describe import describe
-from pipetrain.plan.memory import sized
+from pipetrain.plan.memory import optimizer_state, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan, outputs_of, prove_targets
 from pipetrain.plan.profile import Facts, Profile, profile_conditions, read_profile
 from pipetrain.plan.program import draft_program, make_program, settle_clipping
 from pipetrain.plan.prove import prove_window
-from pipetrain.plan.sizes import optimizer_state
 from pipetrain.rate import Rate, rate_of
 from pipetrain.records.bar import Bar
 from pipetrain.rules import COUNT

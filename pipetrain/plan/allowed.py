@@ -11,8 +11,8 @@ from torch import Tensor
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, Made, Network
 from pipetrain.network.places import places
-from pipetrain.plan.cut import copies_output, reaches, stage_of, values_entering
-from pipetrain.plan.estimate import Layer
+from pipetrain.plan.cut import copies_output, stage_of, values_entering
+from pipetrain.plan.estimate import Layer, origin
 
 
 def refuse_cuts(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
@@ -34,10 +34,8 @@ def _refuse_value(layers: Sequence[Layer], value: Made, user: int, cut: int) -> 
     elsewhere = f"choose a partition that does not cut {cuts}"
     if output.specs[value.number].dtype.is_complex:
         raise ConfigError(f"{where} returns {output}, and complex tensors cannot cross a cut; {elsewhere}")
-    behind = range(cut, len(layers))
-    if copies_output(layers, [value], 0, cut) and reaches(
-        layers, [value], behind, lambda layer: layer.writes_input
-    ):
+    written = {origin(layers, of, cut) for layer in layers[cut:] for of in layer.writes}
+    if value in written and copies_output(layers, [value], 0):
         raise ConfigError(f"{where} keeps its output, which a later layer modifies; {elsewhere}")
 
 
@@ -47,41 +45,22 @@ def _refuse_written(layers: Sequence[Layer], cuts: Sequence[int]) -> None:
     It sees what its own stage does, and what the value's stage does before the value leaves, if the two
     layers have the same memory there. Over a cut each value is a tensor of its own.
     """
-    writers = [index for index, layer in enumerate(layers) if layer.writes_input]
-    if not writers:
-        return
     starts = [0, *cuts]
-    memory = {start: _memory(layers, start) for start in starts}
-
-    def shared(a: Made, b: Made, start: int) -> bool:
-        of = memory[start]
-        return not of.get(a, frozenset((a,))).isdisjoint(of.get(b, frozenset((b,))))
-
-    for user, layer in enumerate(layers):
-        for value, writer in product(layer.takes, writers):
-            if not value.layer < writer < user:
+    writers = [index for index, layer in enumerate(layers) if layer.writes]
+    for (user, layer), writer in product(enumerate(layers), writers):
+        stage = stage_of(writer, cuts)
+        for value, written in product(layer.takes, layers[writer].writes):
+            if not value.layer < writer < user or origin(layers, value) != origin(layers, written):
                 continue
-            stage = stage_of(writer, cuts)
             seen = stage in (stage_of(user, cuts), stage_of(value.layer, cuts))
-            for written in layers[writer].takes:
-                if shared(value, written, 0) and not (seen and shared(value, written, starts[stage])):
-                    maker = "the data" if value.layer == INPUT else f"layer {value.layer}"
-                    raise ConfigError(
-                        f"layer {writer} ({layers[writer].name}) modifies in place what comes from {maker}, "
-                        f"and layer {user} ({layer.name}), which uses it later, would not see that over a "
-                        f"cut: let it make a new tensor, or keep both in one stage by partition="
-                    )
-
-
-def _memory(layers: Sequence[Layer], start: int) -> dict[Made, frozenset[Made]]:
-    """Return, of what layers from `start` on make, the values whose memory each may share."""
-    found: dict[Made, frozenset[Made]] = {}
-    for index, layer in enumerate(layers[start:], start):
-        taken = [found.get(value, frozenset((value,))) for value in layer.takes if layer.hands_through]
-        for number in range(len(layer.output.specs)):
-            value = Made(index, number)
-            found[value] = frozenset((value,)).union(*taken)
-    return found
+            start = starts[stage]
+            if not seen or origin(layers, value, start) != origin(layers, written, start):
+                maker = "the data" if value.layer == INPUT else f"layer {value.layer}"
+                raise ConfigError(
+                    f"layer {writer} ({layers[writer].name}) modifies in place what comes from {maker}, "
+                    f"and layer {user} ({layer.name}), which uses it later, would not see that over a "
+                    f"cut: let it make a new tensor, or keep both in one stage by partition="
+                )
 
 
 def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:

@@ -8,15 +8,13 @@ slowest rank limits it, and a large stage still holds up the filling: both are m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, combinations, pairwise, product
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import ValueSpec
-from pipetrain.plan.costs import Predictor
 from pipetrain.plan.cut import values_entering
 from pipetrain.plan.estimate import Layer
-from pipetrain.settings import PROFILE
 
 GIB = 2**30
 
@@ -114,44 +112,6 @@ def _moves(cuts: list[int], layers: int) -> Iterator[list[int]]:
             yield moved
 
 
-def balance_times(
-    predictor: Predictor, allowed: Collection[int], limit: float | None = None, way_out: str = ""
-) -> list[int]:
-    """Return the `allowed` cuts, within `limit` bytes a stage, with the fastest slowest stage.
-
-    Each stage is in the fastest mode of recomputation that fits, see Predictor.mode. Raises ConfigError if
-    there are none, which names a `way_out`.
-    """
-    layers, stages = len(predictor.layers), predictor.stages
-    within = {0, layers, *allowed}
-
-    def seconds(stage: int, start: int, end: int) -> float:
-        if not {start, end} <= within:
-            return math.inf
-        mode = predictor.mode(stage, start, end, limit)
-        return math.inf if mode is None else predictor.batch_s(stage, start, end, mode)
-
-    def held(stage: int, start: int, end: int) -> float:
-        if not {start, end} <= within:
-            return math.inf
-        return predictor.held_bytes(stage, start, end, predictor.least(stage, start, end))
-
-    cuts, slowest = best_cuts(layers, stages, seconds)
-    if slowest < math.inf:
-        return cuts
-    _, smallest = best_cuts(layers, stages, held)
-    if limit is None or smallest == math.inf:
-        raise ConfigError(
-            f"partition={PROFILE} cannot cut this model into {stages} stages: only {len(within) - 2} of its "
-            f"{layers - 1} cuts part no layers that share a tensor and send no complex one; choose fewer"
-        )
-    raise ConfigError(
-        f"memory_limit={limit / GIB:g} is too small: the smallest with which {stages} stages fit is "
-        f"{math.ceil(smallest / GIB * 1e4) / 1e4:.4f} GiB; choose that, {way_out}more stages or "
-        f"smaller microbatches"
-    )
-
-
 def best_cuts(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[list[int], float]:
     """Cut `layers` layers into `stages` non-empty slices so that the largest cost of a slice is smallest.
 
@@ -195,7 +155,7 @@ def lighter_cuts(layers: Sequence[Layer], cuts: Sequence[int], inputs: ValueSpec
                 continue
             layer = layers[min(best[position], moved)]
             elements = sum(spec.numel for spec in layer.output.specs)
-            idle = layer.hands_through and not layer.params and layer.flops == elements
+            idle = any(layer.views) and not layer.params and layer.flops == elements
             if idle and sent(other) < sent(best):
                 best = other
                 break

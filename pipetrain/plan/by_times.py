@@ -7,158 +7,232 @@ that is, beside the program without any.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from pipetrain.codec import Identity
-from pipetrain.network.network import Network
-from pipetrain.network.values import ValueSpec
-from pipetrain.plan.allowed import cuts_that_may_be
-from pipetrain.plan.balance import GIB, balance_times, choose_cuts
-from pipetrain.plan.costs import Prediction, Predictor, Recomputation, StageTime
-from pipetrain.plan.cut import shared_weights
-from pipetrain.plan.estimate import Layer
-from pipetrain.plan.profile import Profile, refuse_other_layers
+from pipetrain.errors import ConfigError
+from pipetrain.plan.balance import GIB, best_cuts, choose_cuts
+from pipetrain.plan.costs import Table
+from pipetrain.plan.profile import Profile
 from pipetrain.plan.program import make_program, modes_of
-from pipetrain.plan.sizes import assumed_loss
 from pipetrain.schedule.actions import Op, Program, Schedule, splits
-from pipetrain.schedule.lower import edges
-from pipetrain.schedule.memory import Counts, counts, fullest, most
+from pipetrain.schedule.memory import Items, counts, held_bytes
 from pipetrain.schedule.policy import Policy
 from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode, Settings
 
 
+class StageCost(NamedTuple):
+    """What a stage takes and holds, as predicted; a batch is with B, or with I and W where it splits."""
+
+    mode: Mode
+    seconds: Mapping[Op, float]
+    messages_s: float  # a microbatch
+    batch_s: float
+    held_bytes: int
+
+
+class Choice(NamedTuple):
+    """A strategy's cuts, as predicted, each stage in its fastest mode that fits."""
+
+    cuts: list[int]
+    slowest_s: float  # of the slowest stage a batch
+    held_bytes: int  # of the fullest stage
+    fits: bool = True  # whether each stage keeps to memory_limit
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A profile's predictions; `choices`: by strategy."""
+
+    profile: Profile
+    stages: Sequence[StageCost]
+    choices: dict[str, Choice]
+    reasons: Sequence[str] = ()  # why stages recompute, in sentences
+
+
+class InSchedule(NamedTuple):
+    """What a schedule has one stage do in a mode: how many items it may hold, and the share of R."""
+
+    counts: Collection[Items]
+    share: float = 0.0  # of its microbatches
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts layers `start` to `end` (exclusive) as stage number `stage` of a schedule.
+
+    `placement`: the rank of each stage; `modes`: what each may do, by what it may recompute; `split`: whether
+    backwards come in two halves.
+    """
+
+    table: Table
+    placement: Sequence[int]
+    modes: Sequence[Mapping[Mode, InSchedule]]
+    microbatches: int
+    split: bool = False
+    _known: dict[tuple[int, int, int, Mode], StageCost] = field(default_factory=dict, init=False)
+
+    def stage(self, stage: int, start: int, end: int, mode: Mode) -> StageCost:
+        """Return what some layers take and hold as a stage."""
+        key = stage, start, end, mode
+        if key not in self._known:
+            seconds = self.table.seconds(start, end, self.split, mode)
+            backward_s = seconds[Op.I] + seconds[Op.W] if self.split else seconds[Op.B]
+            messages_s, of = self._messages_s(stage, start, end), self.modes[stage][mode]
+            each_s = seconds[Op.F] + backward_s + of.share * seconds[Op.R] + messages_s
+            sizes = self.table.sizes(start, end, mode)
+            held = max(held_bytes(items, sizes) for items in of.counts)
+            batch_s = self.microbatches * each_s + seconds[Op.STEP]
+            self._known[key] = StageCost(mode, seconds, messages_s, batch_s, held)
+        return self._known[key]
+
+    def _messages_s(self, stage: int, start: int, end: int) -> float:
+        """Return the time of the messages to and from other ranks: one each way at each end."""
+        ends = {stage - 1: self.table.entering(start, end), stage + 1: self.table.leaving(start, end)}
+        return sum(
+            self.table.message_s(nbytes)
+            for other, values in ends.items()
+            if values and self.placement[other : other + 1] != [self.placement[stage]]
+            for nbytes in self.table.wire_bytes(values)
+        )
+
+    def best(self, stage: int, start: int, end: int, limit: float) -> StageCost | None:
+        """Return a stage in the fastest mode in which it holds at most `limit` bytes; None if none fits."""
+        ways = [self.stage(stage, start, end, mode) for mode in self.modes[stage]]
+        return min((w for w in ways if w.held_bytes <= limit), key=lambda w: w.batch_s, default=None)
+
+    def least(self, stage: int, start: int, end: int) -> StageCost:
+        """Return a stage in the mode in which it holds the least."""
+        return min(
+            (self.stage(stage, start, end, mode) for mode in self.modes[stage]), key=lambda w: w.held_bytes
+        )
+
+    def stages(self, cuts: Sequence[int], limit: float = math.inf) -> list[StageCost]:
+        """Return each stage in its fastest mode within the limit; where none fits, in that of the least."""
+        spans = enumerate(pairwise([0, *cuts, len(self.table.layers)]))
+        return [self.best(stage, *span, limit) or self.least(stage, *span) for stage, span in spans]
+
+    def choice(self, cuts: Sequence[int], limit: float = math.inf) -> Choice:
+        """Return what cuts would take and hold."""
+        stages = self.stages(cuts, limit)
+        held = max(stage.held_bytes for stage in stages)
+        return Choice(list(cuts), max(stage.batch_s for stage in stages), held, held <= limit)
+
+
 def predictor_of(
-    settings: Settings,
-    schedule: Schedule,
-    where: list[int],
-    lengths: Collection[int],
-    profile: Profile,
-    layers: Sequence[Layer],
-    inputs: ValueSpec,
+    settings: Settings, schedule: Schedule, where: Sequence[int], lengths: Collection[int], table: Table
 ) -> Predictor:
-    """Return what predicts any stage, by what the schedule has it do and hold in any of the windows."""
+    """Return what predicts any stage, by what the schedule has it do in any of the windows."""
 
     def programs(recompute: Collection[int] = ()) -> dict[int, Program]:
         return {n: make_program(schedule, None, n, settings, recompute=recompute) for n in lengths}
 
-    plain, policy = programs(), schedule if isinstance(schedule, Policy) else None
-    recompute: list[Recomputation] = []
-    if _may_recompute(settings):
-        recompute = _recomputations(settings, programs(range(len(where))), len(where), policy)
-    return Predictor(
-        profile,
-        layers,
-        inputs,
-        placement=where,
-        counts=[_held_in(settings, plain, stage, policy) for stage in range(len(where))],
-        microbatches=settings.microbatches,
-        buffer_size=settings.buffer_size,
-        recompute=recompute,
-        split=any(splits(program) for program in plain.values()),
-        codecs=settings.codecs,
-        loss=assumed_loss(layers[-1].output, settings.data_dtype),
-        averaged=settings.ema is not None,
-    )
-
-
-def cut_by_times(settings: Settings, network: Network, predictor: Predictor) -> Prediction:
-    """Choose the cuts by measured times, and compare them with those of the other strategies."""
-    layers, where = predictor.layers, predictor.placement
-    refuse_other_layers(predictor.profile, layers)
-    limit = None if settings.memory_limit is None else settings.memory_limit * GIB
-    way_out = "recompute=auto, " if settings.recompute == Mode.NEVER else ""
-    cuts = balance_times(predictor, cuts_that_may_be(network, layers), limit, way_out)
-    others = {name: choose_cuts(name, layers, predictor.stages, where=where) for name in STRATEGIES}
-    choices = {name: predictor.choice(of, limit) for name, of in ({PROFILE: cuts} | others).items()}
-    stages = predictor.stage_times(cuts, predictor.modes_of(cuts, limit))
-    return Prediction(
-        predictor.profile,
-        stages,
-        choices,
-        predictor.costs(cuts, _tied_bytes(network, cuts), [stage.mode for stage in stages]),
-        _reasons(settings, predictor, cuts, stages),
-    )
-
-
-def _tied_bytes(network: Network, cuts: Sequence[int]) -> dict[int, int]:
-    """Return the bytes of the weights that each stage shares with others; only of such stages."""
-    found: dict[int, int] = {}
-    for name, stages in shared_weights(network, cuts).items():
-        weight = network.model.get_parameter(name)
+    plain = programs()
+    stages = range(len(where))
+    ways = [{Mode.NEVER: _in_schedule(settings, schedule, plain, stage)} for stage in stages]
+    free = settings.recompute == AUTO
+    if settings.memory_limit is not None if free else settings.recompute != Mode.NEVER:
+        again = programs(stages)
+        asked = None if free else modes_of(settings.recompute, len(where))
         for stage in stages:
-            found[stage] = found.get(stage, 0) + weight.nbytes
-    return found
+            of = _in_schedule(settings, schedule, again, stage)
+            modes = [*Mode] if asked is None else [asked[stage]]
+            if settings.compile and asked is None:  # which leaves no operations to choose from
+                modes.remove(Mode.SELECTIVE)
+            if of.share:
+                ways[stage] = {mode: ways[stage][mode] if mode is Mode.NEVER else of for mode in modes}
+    split = any(splits(program) for program in plain.values())
+    return Predictor(table, where, ways, settings.microbatches, split)
 
 
-def _may_recompute(settings: Settings) -> bool:
-    """Return whether a cut by measured times has to weigh what stages recompute."""
-    if settings.recompute == AUTO:
-        return settings.memory_limit is not None
-    return settings.recompute != Mode.NEVER
+def _in_schedule(
+    settings: Settings, schedule: Schedule, programs: Mapping[int, Program], stage: int
+) -> InSchedule:
+    """Return what a stage does in the programs; `programs`: by number of batches."""
+    found: set[Items] = set()
+    share = 0.0
+    coded = not isinstance(settings.codecs.forward, Identity)
+    for batches, program in programs.items():
+        (actions,) = (row for row in program if any(action.stage == stage for action in row))
+        share = max(share, sum((a.stage, a.op) == (stage, Op.R) for a in actions) / batches)
+        held = {now[stage] for now in counts(actions, settings.buffer_size, [stage] * coded)}
+        if isinstance(schedule, Policy):  # whose program is one of many
+            most = schedule.bounds(stage, len(program), batches, settings.microbatches)
+            full = Items(*map(max, *held, Items()))
+            again = share > 0
+            waiting = {"saved": 1, "before_r": most.activations - 1} if again else {"saved": most.activations}
+            held = {full._replace(versions=most.versions - 1, **waiting)}
+        found |= held
+    return InSchedule(found, share / settings.microbatches)
 
 
-def _recomputations(
-    settings: Settings, programs: Mapping[int, Program], stages: int, policy: Policy | None
-) -> list[Recomputation]:
-    """Return what each stage may recompute. `programs`: by number of batches, with R wherever it may be."""
-    if settings.recompute != AUTO:
-        modes = [[mode] for mode in modes_of(settings.recompute, stages)]
-    else:  # torch.compile leaves no operations to choose from
-        modes = [[mode for mode in Mode if mode is not Mode.SELECTIVE or not settings.compile]] * stages
-    found = []
-    for stage in range(stages):
-        share = max(_share(program, stage, n * settings.microbatches) for n, program in programs.items())
-        held = _held_in(settings, programs, stage, policy)
-        found.append(Recomputation(modes[stage] if share else [Mode.NEVER], share, held))
-    return found
+def balance_times(
+    predictor: Predictor, allowed: Collection[int], limit: float = math.inf, way_out: str = ""
+) -> list[int]:
+    """Return the `allowed` cuts, within `limit` bytes a stage, with the fastest slowest stage.
 
+    Each stage is in the fastest mode of recomputation that fits. Raises ConfigError if there are none, which
+    names a `way_out`.
+    """
+    layers, stages = len(predictor.table.layers), len(predictor.placement)
+    within = {0, layers, *allowed}
 
-def _share(program: Program, stage: int, microbatches: int) -> float:
-    recomputed = [a for actions in program for a in actions if (a.stage, a.op) == (stage, Op.R)]
-    return len(recomputed) / microbatches
+    def seconds(stage: int, start: int, end: int) -> float:
+        best = predictor.best(stage, start, end, limit) if {start, end} <= within else None
+        return math.inf if best is None else best.batch_s
 
+    def held(stage: int, start: int, end: int) -> float:
+        return predictor.least(stage, start, end).held_bytes if {start, end} <= within else math.inf
 
-def _held_in(
-    settings: Settings, programs: Mapping[int, Program], stage: int, policy: Policy | None
-) -> list[Counts]:
-    """Return the counts of a stage, over all programs, of which one is the peak whatever its sizes."""
-    return most(
-        [one for n, program in programs.items() for one in _counts(settings, program, n, stage, policy)]
+    cuts, slowest = best_cuts(layers, stages, seconds)
+    if slowest < math.inf:
+        return cuts
+    _, smallest = best_cuts(layers, stages, held)
+    if smallest == math.inf:
+        raise ConfigError(
+            f"partition={PROFILE} cannot cut this model into {stages} stages: only {len(within) - 2} of its "
+            f"{layers - 1} cuts part no layers that share a tensor and send no complex one; choose fewer"
+        )
+    raise ConfigError(
+        f"memory_limit={limit / GIB:g} is too small: the smallest with which {stages} stages fit is "
+        f"{math.ceil(smallest / GIB * 1e4) / 1e4:.4f} GiB; choose that, {way_out}more stages or "
+        f"smaller microbatches"
     )
 
 
-def _counts(
-    settings: Settings, program: Program, batches: int, stage: int, policy: Policy | None
-) -> list[Counts]:
-    """Return what a stage holds in a window; where a policy decides its order, the most that it may."""
-    bounds = dict.fromkeys(edges(program), settings.buffer_size)
-    if policy is not None:
-        held = policy.bounds(stage, len(program), batches, settings.microbatches)
-        full = fullest(stage, held.activations, held.versions, bounds)
-        recomputes = any(a.op is Op.R for a in program[stage])
-        return [full._replace(saved=1, before_r=full.saved - 1) if recomputes else full]
-    coded = not isinstance(settings.codecs.forward, Identity)
-    copied = [edge for edge in bounds if edge[0] < edge[1]] if coded else []
-    (actions,) = (row for row in program if any(action.stage == stage for action in row))
-    return [held[stage] for _, held in counts(actions, bounds, copied=copied)]
+def cut_by_times(
+    settings: Settings, predictor: Predictor, allowed: Collection[int], profile: Profile
+) -> Prediction:
+    """Choose the cuts by measured times, and compare them with those of the other strategies."""
+    layers, where = predictor.table.layers, predictor.placement
+    limit = math.inf if settings.memory_limit is None else settings.memory_limit * GIB
+    way_out = "recompute=auto, " if settings.recompute == Mode.NEVER else ""
+    cuts = balance_times(predictor, allowed, limit, way_out)
+    others = {name: choose_cuts(name, layers, len(where), where=where) for name in STRATEGIES}
+    choices = {name: predictor.choice(of, limit) for name, of in ({PROFILE: cuts} | others).items()}
+    stages = predictor.stages(cuts, limit)
+    return Prediction(profile, stages, choices, _reasons(settings, predictor, cuts, stages))
 
 
 def _reasons(
-    settings: Settings, predictor: Predictor, cuts: Sequence[int], stages: Sequence[StageTime]
+    settings: Settings, predictor: Predictor, cuts: Sequence[int], stages: Sequence[StageCost]
 ) -> list[str]:
     """Say in sentences why stages recompute that were free to choose."""
     if settings.recompute != AUTO or settings.memory_limit is None:
         return []
     limit = f"memory_limit={settings.memory_limit:g}"
     said = []
-    for stage, (start, end) in enumerate(pairwise([0, *cuts, len(predictor.layers)])):
-        if (mode := stages[stage].mode) is not Mode.NEVER:
-            modes = predictor.modes(stage)
+    for stage, (start, end) in enumerate(pairwise([0, *cuts, len(predictor.table.layers)])):
+        modes, mode = [*predictor.modes[stage]], stages[stage].mode
+        if mode is not Mode.NEVER:
             less = modes[modes.index(mode) - 1]
-            other = predictor.held_bytes(stage, start, end, less) / GIB
+            other = predictor.stage(stage, start, end, less).held_bytes
             said.append(
                 f"stage {stage} recomputes, {mode.value}: it holds {stages[stage].held_bytes / GIB:.4f} GiB, "
-                f"and with {less.value} {other:.4f}, above {limit}"
+                f"and with {less.value} {other / GIB:.4f}, above {limit}"
             )
     return said or [f"no stage recomputes: each fits into {limit}"]

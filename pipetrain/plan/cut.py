@@ -7,7 +7,7 @@ that they return are added.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise, repeat
@@ -17,7 +17,7 @@ from torch import Tensor
 from pipetrain.network.network import INPUT, Made, Network, Slice, Tensors
 from pipetrain.network.places import places
 from pipetrain.network.values import Gradients, TensorSpec, ValueSpec
-from pipetrain.plan.estimate import Layer
+from pipetrain.plan.estimate import Layer, origin
 from pipetrain.schedule.actions import Edge, Tie
 
 Estimates = Mapping[int, list[Layer]]  # samples in a microbatch -> the layers as estimated for it
@@ -225,7 +225,7 @@ def _slices(
             enters_grad=_gradients(layers, entering[stage]),
             leaves_grad=_gradients(layers, {v: v in returned for v in leaves}) if end <= last else None,
             copies_input=copies_input(layers, entering[stage], start, end),
-            copies_output=copies_output(layers, leaves, start, end),
+            copies_output=copies_output(layers, leaves, start),
             drawing=frozenset(n for n in range(start, end) if layers[n].draws),
             form=layers[start - 1].output if start else example,
         )
@@ -269,29 +269,18 @@ def shared_weights(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
 
 def copies_input(layers: Sequence[Layer], enters: Iterable[Made], start: int, end: int) -> bool:
     """Return whether one of layers `start` to `end` (exclusive) modifies what enters them in place."""
-    return reaches(layers, enters, range(start, end), lambda layer: layer.writes_input)
+    written = {origin(layers, value, start) for layer in layers[start:end] for value in layer.writes}
+    return not written.isdisjoint(enters)
 
 
-def copies_output(layers: Sequence[Layer], leaves: Iterable[Made], start: int, end: int) -> bool:
-    """Return whether what leaves layers `start` to `end` (exclusive) may change later, as one keeps it."""
-    kept: set[int] = set()  # the layers of which that is true
-    for index in range(start, end):
-        layer = layers[index]
-        if layer.keeps_output or (layer.hands_through and any(v.layer in kept for v in layer.takes)):
-            kept.add(index)
-    return any(value.layer in kept for value in leaves)
-
-
-def reaches(
-    layers: Sequence[Layer], values: Iterable[Made], among: Iterable[int], wanted: Callable[[Layer], bool]
-) -> bool:
-    """Return whether a layer that takes one of the values, or shares its memory, is `wanted`."""
-    same = set(values)
-    for index in among:
-        layer = layers[index]
-        if not same.isdisjoint(layer.takes):
-            if wanted(layer):
+def copies_output(layers: Sequence[Layer], leaves: Iterable[Made], start: int) -> bool:
+    """Return whether what leaves layers from `start` on may change later, as one of them keeps it."""
+    for value in leaves:
+        while value.layer >= start:
+            if layers[value.layer].keeps_output:
                 return True
-            if layer.hands_through:
-                same |= {Made(index, number) for number in range(len(layer.output.specs))}
+            before = layers[value.layer].views[value.number] if layers[value.layer].views else None
+            if before is None:
+                break
+            value = before
     return False

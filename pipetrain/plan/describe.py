@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
@@ -21,17 +21,16 @@ from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
+from pipetrain.plan.by_times import Prediction
 from pipetrain.plan.comparing import BATCHES, WORK, Played, aligned, batches_of, in_units
-from pipetrain.plan.costs import Prediction
-from pipetrain.plan.memory import gpu_bytes, memory, says_whether_it_fits, sized
+from pipetrain.plan.memory import gpu_bytes, known_state, memory, optimizer_state, says_whether_it_fits, sized
 from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, with_costs
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.replay import compare, read_trace, refuse_other
-from pipetrain.plan.sizes import known_state, optimizer_state
 from pipetrain.rules import COUNT
-from pipetrain.schedule.actions import has_norms, splits
+from pipetrain.schedule.actions import Op, has_norms, splits
 from pipetrain.schedule.draw import as_figure, as_text
-from pipetrain.schedule.memory import PARTS, Moment, peaks
+from pipetrain.schedule.memory import PARTS, Memory, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.settings import PROFILE, STRATEGIES, Mode, Settings
@@ -187,10 +186,11 @@ def _partition(plan: Plan) -> str:
         row += [plan.recompute[stage].value] if recomputes else []
         if plan.prediction is not None:
             taken = plan.prediction.stages[stage]
-            seconds = [taken.input_s, taken.weight_s] if split else [taken.backward_s]
-            if recomputes:
-                seconds = [0.0 if plan.recompute[stage] is Mode.NEVER else taken.again_s, *seconds]
-            seconds = [taken.forward_s, *seconds, taken.messages_s, taken.step_s, taken.batch_s]
+            of = dict(taken.seconds)
+            if plan.recompute[stage] is Mode.NEVER:
+                of[Op.R] = 0.0
+            ops = [Op.F, *[Op.R] * recomputes, *([Op.I, Op.W] if split else [Op.B])]
+            seconds = [*map(of.__getitem__, ops), taken.messages_s, of[Op.STEP], taken.batch_s]
             row += [*(f"{1e3 * s:.2f}" for s in seconds), f"{taken.held_bytes / 2**20:.1f}"]
         rows.append(row)
     return aligned(rows)
@@ -224,11 +224,10 @@ def _predicted(run: Timeline, prediction: Prediction, batches: int, split: bool)
     )
 
 
-def _memory(plan: Plan, held: Sequence[Sequence[Moment]], room: int | None) -> str:
+def _memory(plan: Plan, held: Memory, room: int | None) -> str:
     rows = [["stage", "MiB held", *PARTS]]
     for stage, of in enumerate(peaks(held)):
-        parts = (getattr(of.parts, name) for name in PARTS)
-        rows.append([str(stage), *(f"{nbytes / 2**20:.1f}" for nbytes in (of.total, *parts))])
+        rows.append([str(stage), *(f"{of[name] / 2**20:.1f}" for name in ("total", *PARTS))])
     note = "the peak of each stage, and of each part of it; without what an action needs while it runs\n"
     if plan.settings.memory_limit is not None:
         a = "stage" if plan.settings.partition == PROFILE else "rank"
@@ -269,7 +268,8 @@ def _list(values: Iterable[int]) -> str:
 
 def verdict(prediction: Prediction) -> str:
     """Return one line that compares the cuts of a profile with those of the other strategies."""
-    choices, ours = prediction.choices, prediction.slowest_s
+    choices = prediction.choices
+    ours = choices[PROFILE].slowest_s
     listed = ", ".join(f"{name} {one.cuts} {1e3 * one.slowest_s:.1f}" for name, one in choices.items())
     fitting = [name for name in STRATEGIES if choices[name].fits]
     beaten = [name for name in fitting if choices[name].slowest_s > ours]

@@ -19,25 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import Chain
 from pipetrain.network.network import INPUT, Made, Network, Tensors, Values
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import places, standing_in
-from pipetrain.network.tensors import made_up, quiet, storage_of, strided
+from pipetrain.network.tensors import made_up, quiet, storage_of
 from pipetrain.network.values import Packing, TensorSpec, ValueSpec, leaves_of, specs_of
-from pipetrain.plan.saved import NONE, Saving, Storages
+from pipetrain.plan.observed import NOTHING, Kept, Saving, Spy
 
 CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
 MOST_REAL = 2**30  # most bytes of a real input
 MOST_KEPT = 2**27  # most bytes of all cheap layers, whose graphs are kept until the last one has run
-
-_ATEN = torch.ops.aten
-# PyTorch has no formula for the CPU's fused attention; it multiplies as much as the GPU's.
-_COUNTED_AS = {_ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +52,13 @@ class Layer:
     takes: tuple[Made, ...] = ()
     reached: tuple[bool, ...] = ()  # which of these get a gradient from this layer
     draws: bool = False  # random numbers
-    writes_input: bool = False  # modifies its input in place
-    hands_through: bool = False  # its output shares memory with its input
+    writes: frozenset[Made] = frozenset()  # what it takes and modifies in place
+    views: tuple[Made | None, ...] = ()  # of each output: what it takes with the same memory, if any
     keeps_output: bool = False  # its output may change later: the layer keeps it, or returns it twice
     borrows: tuple[str, ...] = ()  # tensors of other layers that it uses, not registered in it
-    storages: Storages = NONE  # of its forward
-    narrows: frozenset[int] = frozenset()  # its outputs that cross a cut in another dtype
+    saved: Kept = NOTHING  # by autograd
+    for_w: Kept = NOTHING  # between I and W
+    products: Kept = NOTHING  # the results that a selective recomputation keeps
     weights: Mapping[str, TensorSpec] = field(default_factory=dict)  # what it trains, by name in the model
     frozen: Mapping[str, TensorSpec] = field(default_factory=dict)
     buffers: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -74,6 +69,13 @@ class Layer:
         """Return whether the gradient of an output is needed."""
         known = self.needs_grad
         return self.output.specs[number].dtype.is_floating_point if known is None else known[number]
+
+
+def origin(layers: Sequence[Layer], value: Made, start: int = 0) -> Made:
+    """Return the value that first had a value's memory, as layers from `start` on hand it on."""
+    while value.layer >= start and (views := layers[value.layer].views) and (before := views[value.number]):
+        value = before
+    return value
 
 
 def estimate(
@@ -102,24 +104,37 @@ def estimate(
         values = {Made(INPUT, number): t for number, t in enumerate(tensors)}
         made = [inputs]
         for index, (name, module) in enumerate(zip(network.names, network.modules, strict=True)):
-            takes = network.takes(index, made)
+            where, takes = f"layer {index} ({name}) of the model", network.takes(index, made)
             given = tuple(values[value] for value in takes)
-            call = partial(network.call, index, made=tuple(made))
             last = index == len(network.names) - 1
+            call = _Call(index, name, module, takes, partial(network.call, index, made=tuple(made)), last)
             try:
-                run = trial.run(_Call(name, module, takes, call, last), given)
+                run = trial.run(call, given)
             except Exception as error:
                 taken = ValueSpec(specs_of(given), single=False)
-                raise ConfigError(
-                    f"layer {index} ({name}) of the model cannot take {taken}: {one_line(error)}"
-                ) from error
+                raise ConfigError(f"{where} cannot take {taken}: {one_line(error)}") from error
             if run.wrong:
-                raise ConfigError(f"layer {index} ({name}) of the model {run.wrong}")
+                raise ConfigError(f"{where} {run.wrong}")
             for number, t in enumerate(run.outputs):  # without graph
                 values[Made(index, number)] = t.detach().requires_grad_(t.requires_grad)
             made.append(run.layer.output)
             runs.append(run)
-        return _with_gradients(runs) if training else [run.layer for run in runs]
+        return _joined(_with_gradients(runs) if training else [run.layer for run in runs])
+
+
+def _joined(layers: Sequence[Layer]) -> list[Layer]:
+    """Name what is kept by the origins of values; what another layer overwrites is kept by no product."""
+
+    def of(kept: Kept) -> Kept:
+        return Kept({origin(layers, value): n for value, n in kept.values.items()}, kept.inside)
+
+    written = {origin(layers, value) for layer in layers for value in layer.writes}
+    found = []
+    for layer in layers:
+        products = of(layer.products)
+        products = Kept({v: n for v, n in products.values.items() if v not in written}, products.inside)
+        found.append(replace(layer, saved=of(layer.saved), for_w=of(layer.for_w), products=products))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +150,7 @@ class _Run:
 class _Call:
     """A layer to be tried."""
 
+    index: int
     name: str
     module: nn.Module
     takes: tuple[Made, ...]
@@ -201,7 +217,7 @@ class _Trial:
             trained = [t for t in others.values() if t.requires_grad and t.dim() > 1]  # a bias is added
             with (
                 self._numerics.context("cpu"),
-                _Spy(self._names, known, trained) as spy,
+                Spy(self._names, known, trained) as spy,
                 Saving(others.values()) as saving,
             ):
                 result = run.call(inputs)
@@ -213,27 +229,38 @@ class _Trial:
                 )
             outputs, wrong = leaves_of(result), spy.wrong
             returned = [storage_of(t) for t in outputs]
-            kept = {storage_of(place.tensor) for place in places(module)}
+            held = {storage_of(place.tensor) for place in places(module)}
             if storages != [storage_of(t) for t in known]:
                 wrong = "replaces the data of a parameter or of its input; change these in place"
             elif new := sorted(_registered(module) - registered):
                 wrong = f"makes its {new[0]} when it first runs; make it when the layer is made"
-            narrowed = tuple(map(self._numerics.narrow, outputs))
+            given_by = {storage_of(t): value for t, value in zip(inputs, run.takes, strict=True)}
+            made = {key: Made(run.index, number) for number, key in enumerate(returned)}
+            saved, for_w, products = saving.kept(made | given_by)
             layer = Layer(
                 name=run.name,
                 params=sum(p.numel() for p in module.parameters()),
                 flops=spy.flops + sum(t.numel() for t in outputs),
                 weight_flops=spy.weight_flops,
-                output=ValueSpec(specs_of(narrowed), isinstance(result, Tensor), packing=packing),
+                output=ValueSpec(
+                    specs_of(tuple(map(self._numerics.narrow, outputs))),
+                    isinstance(result, Tensor),
+                    packing=packing,
+                ),
                 takes=run.takes,
                 draws=spy.draws,
-                writes_input=[t._version for t in inputs] != versions,
-                hands_through=not {storage_of(t) for t in inputs}.isdisjoint(returned),
-                keeps_output=not kept.isdisjoint(returned) or len(set(returned)) < len(returned),
+                writes=frozenset(
+                    value
+                    for value, t, version in zip(run.takes, inputs, versions, strict=True)
+                    if t._version != version
+                ),
+                views=tuple(map(given_by.get, returned)),
+                keeps_output=not held.isdisjoint(returned) or len(set(returned)) < len(returned),
                 borrows=tuple(sorted(spy.borrowed)),
                 foreign=tuple(spy.foreign.values()),
-                storages=saving.storages(inputs, outputs),
-                narrows=frozenset(n for n, t in enumerate(outputs) if narrowed[n] is not t),
+                saved=saved,
+                for_w=for_w,
+                products=products,
                 weights=named["weights"],
                 frozen=named["frozen"],
                 buffers=named["buffers"],
@@ -313,79 +340,6 @@ def _reached(run: _Run, needed: Sequence[bool]) -> tuple[bool, ...]:
     except Exception:  # a Function that needs real numbers: assume that every possible gradient exists
         return tuple(leaf.requires_grad for leaf in run.inputs)
     return tuple(leaf.grad is not None for leaf in run.inputs)
-
-
-class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts a layer's work, and finds tensors that it uses apart from the `known` ones.
-
-    `names`: storage -> name of each tensor of the model, and whether it is trained; `trained`: the layer's
-    weights.
-    """
-
-    def __init__(
-        self, names: Mapping[int, tuple[str, bool]], known: Sequence[Tensor], trained: Sequence[Tensor]
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
-        self._known = {storage_of(t) for t in known}
-        self._trained = {storage_of(t) for t in trained}  # and of their casts
-        self.flops = 0
-        self.weight_flops = 0
-        self.draws = False
-        self.wrong = ""
-        self.borrowed: set[str] = set()
-        self.foreign: dict[object, Tensor] = {}  # by storage
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # avoids loading torch's compiler
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for tensor in strided(args, kwargs):
-            if storage_of(tensor) not in self._known:
-                self._look_at(tensor)
-        result = func(*args, **(kwargs or {}))
-        self.draws = self.draws or _draws(func, args, kwargs or {})
-        if formula := flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket)):
-            flops = formula(*args, **(kwargs or {}), out_val=result)
-            self.flops += flops
-            self.weight_flops += flops if self._trains(args) else 0
-        elif func is _ATEN._to_copy.default and self._trains(args):
-            self._trained.add(storage_of(result))
-        self._known.update(map(storage_of, strided(result)))
-        return result
-
-    def _trains(self, args: tuple[Any, ...]) -> bool:
-        return any(isinstance(t, Tensor) and storage_of(t) in self._trained for t in args)
-
-    def _look_at(self, tensor: Tensor) -> None:
-        name, trained = self._names.get(storage_of(tensor), ("", False))
-        if name and not trained:
-            self.borrowed.add(name)
-        elif name or (tensor.requires_grad and tensor.is_leaf):
-            what = f"parameter {name}" if name else f"a parameter {list(tensor.shape)} of no layer"
-            self.wrong = (
-                f"uses {what}, which is not registered in it and would not be trained as in one process; "
-                f"make it an attribute of the layer"
-            )
-        elif tensor.requires_grad:
-            self.wrong = (
-                f"uses a tensor {list(tensor.shape)} that a layer before it has made and not returned: hand "
-                f"it on from layer to layer, as one of a tuple"
-            )
-        elif not isinstance(tensor, FakeTensor):
-            self.foreign[storage_of(tensor)] = tensor
-
-
-def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operation draws random numbers; attention without dropout is only marked so."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    names = (argument.name for argument in func._schema.arguments)
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
-    return bool(named.get("dropout_p", 1.0))
 
 
 def _registered(module: nn.Module) -> set[str]:

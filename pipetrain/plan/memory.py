@@ -9,59 +9,61 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from pipetrain.codec import Identity
 from pipetrain.errors import ActionFailed, ConfigError
 from pipetrain.network.values import TensorSpec
 from pipetrain.plan.balance import GIB
+from pipetrain.plan.costs import Table, loss_bytes
 from pipetrain.plan.plan import Plan
-from pipetrain.plan.sizes import loss_sizes, stage_sizes, tensors_of
-from pipetrain.schedule.memory import Moment, over_time
+from pipetrain.schedule.memory import Memory, over_time, totals
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.settings import AUTO, PROFILE, Mode, Settings
 from pipetrain.tasks import Task
 
 
-def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], int]) -> Plan:
+def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], float]) -> Plan:
     """Return a plan with the bytes of its stages. `state_of`: of the optimizer's state of a parameter.
 
     Raises ConfigError if a rank is predicted to hold more than memory_limit=.
     """
-    loss = loss_sizes(task, plan.layers[-1].output, plan.settings.data_dtype)
-    codecs, averaged = plan.settings.codecs, plan.settings.ema is not None
-    messages = [(edge, plan.cut.message(edge, plan.full)) for edge in plan.cut.message_edges]
-    wire = {edge: codecs.wire_bytes(specs, edge[0] < edge[1]) for edge, specs in messages}
-    raw = {edge: sum(spec.nbytes for spec in specs) for edge, specs in messages}
+    settings, outputs = plan.settings, plan.layers[-1].output
+    classes, first = task.classes_of(outputs), outputs.specs[0]
+    loss = loss_bytes(outputs, settings.data_dtype)
+    table = Table(
+        plan.layers,
+        plan.example.of(plan.full),
+        codecs=settings.codecs,
+        state_of=state_of,
+        loss=loss,
+        targets=8 * first.numel // classes if classes else loss,  # labels, or numbers as the outputs are
+        averaged=settings.ema is not None,
+    )
     sizes = []
-    for stage, slice in enumerate(plan.cut.slices):
-        parameters, _ = tensors_of(plan.stage_layers(stage))
-        held = stage_sizes(
-            plan.layers,
-            plan.example.of(plan.full),
-            slice.start,
-            slice.end,
-            loss,
-            averaged=averaged,
-            copies_input=slice.copies_input,
-            selective=plan.modes[stage] is Mode.SELECTIVE,
-        )
-        optimizer = sum(map(state_of, parameters.values()))
-        tied = sum(parameters[name].nbytes for name, tie in plan.cut.shared.items() if stage in tie)
-        sizes.append(replace(held, optimizer=optimizer, tied=tied, wire=wire, raw=raw))
+    for stage, (slice, mode) in enumerate(zip(plan.cut.slices, plan.modes, strict=True)):
+        routes = [route for route in plan.cut.routes if stage in route.edge]
+        far = {value for route in routes if route.edge in plan.cut.bounds for value in route.values}
+        near = {value for route in routes for value in route.values} - far
+        sizes.append(table.sizes(slice.start, slice.end, mode, near))
     plan = replace(plan, sizes=sizes)
     _refuse_more(plan)
     return plan
 
 
-def memory(plan: Plan, run: Timeline) -> list[list[Moment]]:
-    """Return, by rank, what the stages of a plan that is `sized` hold after each action of a timeline."""
+def memory(plan: Plan, run: Timeline) -> Memory:
+    """Return what the stages of a plan that is `sized` hold after each action of a timeline."""
     coded = not isinstance(plan.settings.codecs.forward, Identity)
-    copied = [edge for edge in plan.cut.edges if coded or plan.cut.slices[edge[0]].copies_output]
-    return over_time(run, plan.sizes, plan.cut.bounds, plan.cut.edges, copied)
+    copied = [n for n, slice in enumerate(plan.cut.slices) if coded or slice.copies_output]
+    return over_time(run, plan.sizes, plan.settings.buffer_size, copied)
 
 
 def gpu_bytes(device: str, processes: int = 1) -> int | None:
@@ -73,12 +75,12 @@ def gpu_bytes(device: str, processes: int = 1) -> int | None:
     return int(smallest) // math.ceil(processes / count)
 
 
-def peaks_by_rank(held: Sequence[Sequence[Moment]]) -> list[int]:
+def peaks_by_rank(held: Memory) -> list[int]:
     """Return the most bytes that the stages of each rank hold together."""
-    return [max((moment.total for moment in moments), default=0) for moments in held]
+    return [max(totals(of_rank), default=0) for of_rank in held]
 
 
-def says_whether_it_fits(settings: Settings, held: Sequence[Sequence[Moment]], room: int) -> str:
+def says_whether_it_fits(settings: Settings, held: Memory, room: int) -> str:
     """Return a sentence that compares the fullest rank with the `room` bytes of each rank's GPU."""
     rank, peak = _fullest(held)
     if peak <= room:
@@ -121,7 +123,7 @@ def explained(error: ActionFailed, plan: Plan, rank: int, device: torch.device) 
     return ActionFailed(f"{error}; {whose} has {_gib(room)} GiB{predicted}: {_ways(plan.settings)}")
 
 
-def _fullest(held: Sequence[Sequence[Moment]]) -> tuple[int, int]:
+def _fullest(held: Memory) -> tuple[int, int]:
     """Return the rank that holds most, and its bytes."""
     peaks = peaks_by_rank(held)
     return peaks.index(max(peaks)), max(peaks)
@@ -139,3 +141,40 @@ def _ways(settings: Settings) -> str:
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.4g}"
+
+
+def known_state(target: str, options: Mapping[str, Any]) -> int | None:
+    """Return how many tensors of a parameter's size an optimizer of torch keeps; None for any other one.
+
+    To build one loads torch's compiler, which takes a second.
+    """
+    module, _, name = target.rpartition(".")
+    if module != "torch.optim":
+        return None
+    if name == "SGD":
+        return int(bool(options.get("momentum")))
+    if name in ("Adam", "AdamW"):
+        return 2 + bool(options.get("amsgrad"))
+    return None
+
+
+def optimizer_state(make: Callable[[Any], Optimizer]) -> Callable[[TensorSpec], int]:
+    """Return a function that tells the bytes of an optimizer's state of a parameter.
+
+    It steps a small parameter of each number of dimensions; state of less than one dimension is left out.
+    """
+
+    @cache
+    def ratio(dimensions: int, dtype: torch.dtype) -> float:
+        parameter = nn.Parameter(torch.ones((2,) * dimensions, dtype=dtype))
+        try:
+            optimizer = make([("", parameter)])
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        except Exception:  # such as an optimizer of matrices for a vector, which is refused elsewhere
+            return 0.0
+        leaves = tree_leaves(list(optimizer.state.values()))
+        held = (t for t in leaves if isinstance(t, Tensor) and t.dim())
+        return sum(t.nbytes for t in held) / parameter.nbytes
+
+    return lambda spec: round(ratio(len(spec.shape), spec.dtype) * spec.nbytes)

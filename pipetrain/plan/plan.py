@@ -16,13 +16,13 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import Value, ValueSpec, cast_floats
-from pipetrain.plan.allowed import refuse_changing, refuse_cuts
+from pipetrain.plan.allowed import cuts_that_may_be, refuse_changing, refuse_cuts
 from pipetrain.plan.balance import choose_cuts, lighter_cuts
-from pipetrain.plan.by_times import cut_by_times, predictor_of
-from pipetrain.plan.costs import Prediction, costs_by_work
+from pipetrain.plan.by_times import Prediction, cut_by_times, predictor_of
+from pipetrain.plan.costs import Table, by_work, loss_bytes
 from pipetrain.plan.cut import Cut, Estimates, cut_layers, shared_weights
 from pipetrain.plan.estimate import Layer, estimate
-from pipetrain.plan.profile import Profile, profile_conditions, read_profile
+from pipetrain.plan.profile import Profile, profile_conditions, read_profile, refuse_other_layers
 from pipetrain.plan.program import (
     draft_program,
     make_program,
@@ -33,9 +33,9 @@ from pipetrain.plan.program import (
     window_lengths,
 )
 from pipetrain.plan.prove import Window, prove, prove_window
-from pipetrain.schedule.actions import Op, Program, Schedule, asks_for, placement
+from pipetrain.schedule.actions import Op, Program, Schedule, asks_for, placement, splits
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.memory import Sizes
+from pipetrain.schedule.memory import Items
 from pipetrain.schedule.policy import Bounds, Policy
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
@@ -61,7 +61,7 @@ class Plan:
     modes: Sequence[Mode]  # of recomputation, of each stage
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
-    sizes: Sequence[Sizes] = ()  # the bytes of each stage, see memory.sized
+    sizes: Sequence[Items] = ()  # the bytes of each stage, see memory.sized
 
     @property
     def full(self) -> int:
@@ -81,7 +81,7 @@ class Plan:
     @property
     def stage_costs(self) -> Costs:
         """The costs of all stages: from a profile or a trace, or else by their estimated work."""
-        return self.costs or costs_by_work(self.layers, self.cut, self.settings.ranks)
+        return self.costs or _costs_by_work(self.settings, self.layers, self.cut, self.example)
 
     @property
     def recompute(self) -> list[Mode]:
@@ -228,12 +228,15 @@ def make_plan(
 
     numerics, trained, evaluated = _estimates(settings, network, example, samples)
     layers, inputs = trained[settings.full], example.of(settings.full)
-    prediction = None
+    prediction = table = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
-        predictor = predictor_of(settings, schedule, where, lengths, profile, layers, inputs)
-        prediction = cut_by_times(settings, network, predictor)
-        cuts, modes = prediction.cuts, prediction.modes
+        refuse_other_layers(profile, layers)
+        table = _measured(settings, layers, inputs, profile)
+        predictor = predictor_of(settings, schedule, where, lengths, table)
+        prediction = cut_by_times(settings, predictor, cuts_that_may_be(network, layers), profile)
+        cuts = prediction.choices[PROFILE].cuts
+        modes = [stage.mode for stage in prediction.stages]
     else:
         cuts = choose_cuts(settings.partition, layers, len(where), network.joins, where)
         if settings.partition == "flops":
@@ -244,8 +247,8 @@ def make_plan(
     cut = cut_layers({settings.full: layers, **trained}, cuts, example, shared_weights(network, cuts))
     refuse_ties(settings, schedule, cut)
 
-    costs = prediction.costs if prediction else None
-    stage_costs = costs or costs_by_work(layers, cut, settings.ranks)
+    costs = table.costs(cut, modes, splits(draft), settings.full) if table else None
+    stage_costs = costs or _costs_by_work(settings, layers, cut, example)
     programs = {n: make_program(schedule, cut, n, settings, stage_costs, recomputing(modes)) for n in lengths}
     evaluation = lower(forward_only(where, len(samples.evaluation)), cut.edges)
     cut, windows = prove(settings, schedule, cut, programs, evaluation)
@@ -264,6 +267,25 @@ def make_plan(
         costs=costs,
         prediction=prediction,
     )
+
+
+def _measured(settings: Settings, layers: Sequence[Layer], inputs: ValueSpec, profile: Profile) -> Table:
+    return Table(
+        layers,
+        inputs,
+        profile.layers,
+        profile.latency_s,
+        profile.s_per_byte,
+        settings.codecs,
+        state_of=lambda spec: profile.state_ratio * spec.nbytes,
+        loss=loss_bytes(layers[-1].output, settings.data_dtype),
+        averaged=settings.ema is not None,
+    )
+
+
+def _costs_by_work(settings: Settings, layers: Sequence[Layer], cut: Cut, example: ValueSpec) -> Costs:
+    table = Table(layers, example.of(settings.full), by_work(layers, settings.ranks))
+    return table.costs(cut, [Mode.NEVER] * len(cut.slices), False, settings.full)
 
 
 def _refuse_drawing(settings: Settings, layers: Sequence[Layer]) -> None:

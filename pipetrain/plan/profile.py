@@ -1,4 +1,4 @@
-"""The measured times and sizes of each layer, and their file format.
+"""What was measured of each layer, and the file of it.
 
 A profile records its conditions. Those that affect the measurement must match the run that reads it; the
 machine is recorded for information only.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,18 +18,16 @@ from pipetrain.plan.estimate import Layer
 from pipetrain.settings import Settings
 from pipetrain.untrusted import read_as
 
-VERSION = 2
+VERSION = 3
 Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """One layer, as measured for one microbatch; times in seconds.
-
-    A shared parameter counts at the first layer that has it.
-    """
+    """The times of one layer for one microbatch: in seconds as measured, or by its work in units of it."""
 
     name: str
+    output_bytes: int
     forward_s: float
     recorded_s: float  # a forward whose backward is split
     kept_s: float  # a forward that keeps dear results, and
@@ -39,11 +37,10 @@ class LayerTime:
         float  # the half for the inputs, and what of the parameters is not put off; 0 without such inputs
     )
     weight_s: float  # the other half
-    step_s: float  # the optimizer's step, once a batch
-    peak_bytes: int  # additional peak in forward and backward
-    output_bytes: int  # the forward message of a cut behind it
-    gradient_bytes: int  # the backward message
-    state_bytes: int  # of the optimizer
+    step_s: float  # the optimizer's step, once a batch; of a shared parameter at the first layer that has it
+
+
+SECONDS = tuple(field.name for field in fields(LayerTime) if field.name.endswith("_s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +51,7 @@ class Profile:
     machine: Facts
     latency_s: float  # per message; 0 if not measured
     s_per_byte: float
+    state_ratio: float  # the optimizer's state, in bytes for each byte of the parameters
     layers: list[LayerTime]
 
     def to_json(self) -> dict[str, Any]:
@@ -113,33 +111,21 @@ def read_profile(path: str, conditions: Facts) -> Profile:
 
 def refuse_other_layers(profile: Profile, layers: Sequence[Layer]) -> None:
     """Refuse a profile whose layers have other names or outputs than the model's. Raises ConfigError."""
-    for index, (theirs, ours) in enumerate(zip(profile.layers, layers, strict=False)):
-        if (theirs.name, theirs.output_bytes) != (ours.name, ours.output.nbytes):
-            raise ConfigError(
-                f"the profile is of another model: its layer {index} is {theirs.name} and returns "
-                f"{theirs.output_bytes} bytes, and the model's is {ours.name} and returns "
-                f"{ours.output.nbytes}; make one with partition=profile"
-            )
-    if len(profile.layers) != len(layers):
+    theirs = [f"{layer.name} and returns {layer.output_bytes} bytes" for layer in profile.layers]
+    ours = [f"{layer.name} and returns {layer.output.nbytes} bytes" for layer in layers]
+    if theirs != ours:
+        shorter = min(len(theirs), len(ours))
+        index = next((n for n in range(shorter) if theirs[n] != ours[n]), shorter)
+        there, here = ((of[index] if index < len(of) else "missing") for of in (theirs, ours))
         raise ConfigError(
-            f"the profile is of another model: it has {len(profile.layers)} layers, and the model "
-            f"{len(layers)}; make one with partition=profile"
+            f"the profile is of another model: its layer {index} is {there}, and the model's is {here}; make "
+            f"one with partition=profile"
         )
 
 
 def average(ranks: Sequence[Sequence[LayerTime]]) -> list[LayerTime]:
     """Return each layer with the medians of the times over all ranks."""
     return [
-        replace(
-            layers[0],
-            forward_s=median(layer.forward_s for layer in layers),
-            recorded_s=median(layer.recorded_s for layer in layers),
-            kept_s=median(layer.kept_s for layer in layers),
-            again_s=median(layer.again_s for layer in layers),
-            backward_s=median(layer.backward_s for layer in layers),
-            input_s=median(layer.input_s for layer in layers),
-            weight_s=median(layer.weight_s for layer in layers),
-            step_s=median(layer.step_s for layer in layers),
-        )
-        for layers in zip(*ranks, strict=True)
+        replace(of[0], **{name: median(getattr(layer, name) for layer in of) for name in SECONDS})
+        for of in zip(*ranks, strict=True)
     ]

@@ -15,7 +15,7 @@ from pipetrain.plan.memory import memory
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.held import Measured
-from pipetrain.schedule.memory import Peak, peak, peaks
+from pipetrain.schedule.memory import peaks
 from pipetrain.schedule.timeline import StageStats, StageTimes, total
 from pipetrain.settings import Settings
 from pipetrain.tasks import Task
@@ -93,9 +93,9 @@ class History:
             self.held_epoch = self.last.epoch
 
     @property
-    def peaks(self) -> list[Peak]:
+    def peaks(self) -> list[dict[str, int]]:
         """The most that each stage held; empty if it was not measured."""
-        return [peak(self.held[stage].stages[stage]) for stage in sorted(self.held)]
+        return peaks([{stage: rank.stages[stage]} for stage, rank in self.held.items()])
 
     def stats(self, records: Sequence[EpochRecord]) -> list[StageStats]:
         """Return the summed statistics of each stage in some epochs."""
@@ -142,8 +142,8 @@ class History:
                 if times.stage_time_s is not None:
                     values[f"stage_time{suffix}"] = times.stage_time_s
             if self.held_epoch == record.epoch:
-                values["memory_mib"] = self.peaks[stage].total / 2**20
-                values["memory_mib_predicted"] = peaks(self.predicted_memory)[stage].total / 2**20
+                values["memory_mib"] = self.peaks[stage]["total"] / 2**20
+                values["memory_mib_predicted"] = peaks(self.predicted_memory)[stage]["total"] / 2**20
             found.append(values)
         return found
 
@@ -195,7 +195,7 @@ class History:
             "codec_s_per_epoch": sum(stats.codec_s for stats in stages) / epochs if epochs else None,
             "straggler": self.straggler and asdict(self.straggler),
             "simulated_bubble": self.simulated.bubble,
-            "memory_bytes": max((held.total for held in self.peaks), default=None),
+            "memory_bytes": max((held["total"] for held in self.peaks), default=None),
             "per_stage": [
                 self._stage_summary(stage, stages[stage], times)
                 for stage, times in enumerate(self.times(self.records))
@@ -222,8 +222,8 @@ class History:
             "skipped_updates": stats.skipped,
             **asdict(actual),
             **{f"predicted_{name}": value for name, value in asdict(planned).items()},
-            "memory": _sizes(self.peaks[stage]) if self.held else None,
-            "predicted_memory": _sizes(peaks(self.predicted_memory)[stage]),
+            "memory": self.peaks[stage] if self.held else None,
+            "predicted_memory": peaks(self.predicted_memory)[stage],
             "allocated_bytes": self.held[stage].allocated if self.held else None,
         }
 
@@ -249,7 +249,3 @@ def find_straggler(placement: Sequence[int], run: Sequence[StageTimes], updates:
     if slowest < NOTABLE * mean_s or not mean_s:
         return None
     return Straggler(by_rank.index(slowest), slowest, mean_s, (slowest - mean_s) * updates)
-
-
-def _sizes(of: Peak) -> dict[str, int]:
-    return {"total": of.total, **of.parts.parts}

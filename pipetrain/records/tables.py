@@ -66,8 +66,7 @@ def memory_table(history: History) -> str:
     rows = [["stage", "MiB held", *PARTS, *(["allocator"] if gpu else [])]]
     planned = peaks(history.predicted_memory)
     for stage, (actual, plan, nbytes) in enumerate(zip(history.peaks, planned, allocated, strict=True)):
-        pairs = [(actual.total, plan.total)]
-        pairs += [(getattr(actual.parts, name), getattr(plan.parts, name)) for name in PARTS]
+        pairs = [(actual[name], plan[name]) for name in ("total", *PARTS)]
         row = [str(stage), *(f"{_mib(a)} ({_mib(b)})" for a, b in pairs)]
         rows.append(row + ([_mib(nbytes or 0)] if gpu else []))
     return aligned(rows)

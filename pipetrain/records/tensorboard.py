@@ -96,7 +96,7 @@ class TensorBoard:
         for stage, rank in self._history.held.items():
             if record.epoch == self._history.held_epoch:
                 for number, held in enumerate(rank.stages[stage]):  # after each action
-                    values = {"": held.total / 2**20, "_activations": held.activations / 2**20}
+                    values = {"": sum(held.values()) / 2**20, "_activations": held["activations"] / 2**20}
                     curve = {f"stages/memory_window{part}_mib": value for part, value in values.items()}
                     _scalars(stages[stage], curve, number, record.ended)
 

@@ -14,12 +14,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
+from pipetrain.network.tensors import strided
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Action, Op
 from pipetrain.schedule.memory import Held
@@ -36,7 +37,6 @@ class Measured:
     `allocated`: the peak of the GPU's allocator in that window, in bytes; None on a CPU.
     """
 
-    actions: list[str] = field(default_factory=list)
     stages: dict[int, list[Held]] = field(default_factory=dict)
     allocated: int | None = None
 
@@ -49,15 +49,15 @@ class Meter:
         self._device = device
         self._saved: dict[int, _Storages] = {stage: {} for stage in stages}  # by autograd
         self._refs: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
-        self._static = {stage: self._fixed(stage) for stage in stages}
-        self._own: dict[int, tuple[Held, set[int]]] = {}
+        self._own: dict[int, dict[str, _Storages]] = {}
         self._measured = Measured(stages={stage: [] for stage in stages})
+        self._left = MOST
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
     def during(self, action: Action) -> AbstractContextManager[object]:
         """Return a context for an action, in which what autograd saves is noted."""
-        if action.op not in (Op.F, Op.R) or len(self._measured.actions) >= MOST:
+        if action.op not in (Op.F, Op.R) or not self._left:
             return nullcontext()
         return saved_tensors_hooks(partial(self._note, action.stage), lambda tensor: tensor)
 
@@ -66,13 +66,13 @@ class Meter:
 
         One between two stages of the rank counts at the last of them.
         """
-        if len(self._measured.actions) >= MOST:
+        if not self._left:
             return
+        self._left -= 1
         by_stage: dict[int, list[Tensor]] = {stage: [] for stage in self._stages}
         for between, tensor in messages:
             by_stage[next(stage for stage in reversed(between) if stage in by_stage)].append(tensor)
         self._own.pop(action.stage, None)
-        self._measured.actions.append(str(action))
         for stage, held in self._measured.stages.items():
             held.append(self._held(stage, by_stage[stage]))
 
@@ -95,62 +95,36 @@ class Meter:
         del self._saved[stage][key], self._refs[stage, key]
 
     def _held(self, stage: int, messages: list[Tensor]) -> Held:
+        """Return the bytes by part; a storage counts at the first part that has it."""
         if stage not in self._own:
-            self._own[stage] = self._weights(stage)
-        own, apart = self._own[stage]
-        open_ones = _storages(self._stages[stage].open_tensors())
-        travelling = _without(_storages(messages), apart | open_ones.keys())
-        activations = open_ones | _without(self._saved[stage], travelling.keys())
-        activations = _without(activations, apart)
-        return Held(
-            activations=sum(activations.values()),
-            weights=own.weights,
-            versions=own.versions,
-            gradients=own.gradients,
-            optimizer=own.optimizer,
-            messages=sum(travelling.values()),
-        )
+            self._own[stage] = self._parts(stage)
+        parts, apart = dict(self._own[stage]), set().union(*self._own[stage].values())
+        open_ones = _storages(list(self._stages[stage].open_tensors()))
+        parts["messages"] = _without(_storages(messages), apart | open_ones.keys())
+        activations = open_ones | _without(self._saved[stage], parts["messages"].keys())
+        parts["activations"] = _without(activations, apart)
+        return {name: sum(of.values()) for name, of in parts.items()}
 
-    def _fixed(self, stage: int) -> list[Tensor]:
-        module = self._stages[stage].module
-        return [*module.parameters(), *module.buffers()]
-
-    def _weights(self, stage: int) -> tuple[Held, set[int]]:
-        """Return what a stage holds beside activations and messages, and its storages."""
-        weights = self._stages[stage].weights
-        leaves = weights.stored()
-        optimizer = weights.optimizer
+    def _parts(self, stage: int) -> dict[str, _Storages]:
+        """Return what a stage holds beside activations and messages."""
+        module, weights = self._stages[stage].module, self._stages[stage].weights
+        leaves, optimizer = weights.stored(), weights.optimizer
         parts = {
-            "weights": [*self._static[stage], *weights.average().values()],
+            "weights": [*module.parameters(), *module.buffers(), *weights.average().values()],
             "versions": leaves,
-            "gradients": [t.grad for t in (*weights.live.values(), *leaves) if t.grad is not None],
-            "optimizer": tree_leaves(list(optimizer.state.values())) if optimizer is not None else [],
+            "gradients": [t.grad for t in (*weights.live.values(), *leaves)],
+            "optimizer": list(optimizer.state.values()) if optimizer is not None else [],
         }
-        met: set[int] = set()
-        sizes: dict[str, int] = {}
+        found: dict[str, _Storages] = {}
         for name, tensors in parts.items():
-            found = _storages(t for t in tensors if isinstance(t, Tensor))
-            sizes[name] = sum(size for key, size in found.items() if key not in met)
-            met |= found.keys()
-        return Held(**sizes), met
+            found[name] = _without(_storages(tensors), set().union(*found.values()))
+        return found
 
 
-def _storages(tensors: Iterable[Tensor]) -> _Storages:
-    found: _Storages = {}
-    for tensor in tensors:
-        dense = [tensor] if tensor.layout is torch.strided else _parts(tensor)
-        for part in dense:
-            storage = part.untyped_storage()
-            found[id(storage)] = storage.nbytes()
-    return found
+def _storages(tensors: Any) -> _Storages:
+    storages = [tensor.untyped_storage() for tensor in strided(tensors)]
+    return {id(storage): storage.nbytes() for storage in storages}
 
 
 def _without(storages: _Storages, others: Collection[int]) -> _Storages:
     return {key: size for key, size in storages.items() if key not in others}
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors of a sparse one."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    return []

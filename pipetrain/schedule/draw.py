@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipetrain.schedule.actions import COMPUTE, Action, Op, ScheduleError
-from pipetrain.schedule.memory import Moment
+from pipetrain.schedule.memory import Memory, totals
 from pipetrain.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ _LEGEND: dict[str, Any] = {
 }
 
 
-Memory = Sequence[Sequence[Moment]]
-"""What each rank holds over time, see memory.over_time."""
 Cells = tuple[int, int]
 """The first and the last cell of a part of a timeline."""
 
@@ -100,7 +98,7 @@ def as_text(
         more = "…" if stop < total else ""
         drawn = [f"{n.ljust(left)}{part}{more}\n" for n, part in zip(names, parts, strict=True)]
         if memory:
-            levels = _levels(memory, [(at * unit, (at + 1) * unit) for at in range(start, stop)])
+            levels = _levels(timeline, memory, [(at * unit, (at + 1) * unit) for at in range(start, stop)])
             drawn += [
                 f"{n.ljust(left)}{''.join(level * cell for level in row)}{more}\n"
                 for n, row in zip(names, levels, strict=True)
@@ -168,23 +166,24 @@ def _cells_of(
     return rows
 
 
-def _levels(memory: Memory, cells: Sequence[tuple[float, float]]) -> list[list[str]]:
+def _levels(timeline: Timeline, memory: Memory, cells: Sequence[tuple[float, float]]) -> list[list[str]]:
     """Return the most that each rank holds in each cell of time, in eighths of its peak."""
     rows = []
-    for moments in memory:
-        most = _peak(moments) or 1
-        times = [moment.time for moment in moments]
+    for of_rank, times in zip(memory, _times(timeline), strict=True):
+        moments = totals(of_rank)
+        most = max(moments, default=0) or 1
         row = []
         for start, end in cells:
             first, last = bisect_right(times, start), bisect_left(times, end)
-            held = [moment.total for moment in moments[max(0, first - 1) : max(1, last)]]
+            held = moments[max(0, first - 1) : max(1, last)]
             row.append(_LEVELS[max(0, -(-8 * max(held, default=0) // most) - 1)])
         rows.append(row)
     return rows
 
 
-def _peak(moments: Sequence[Moment]) -> int:
-    return max((moment.total for moment in moments), default=0)
+def _times(timeline: Timeline) -> list[list[float]]:
+    """Return when the actions of each rank end."""
+    return [[span.end for span in row.spans if span.action is not None] for row in timeline.rows]
 
 
 def _mib(nbytes: int) -> str:
@@ -268,26 +267,28 @@ def _label_first(
     _draw_legend(axes, shown)
     for one in below:
         one.set_title("memory held, each rank at its own scale", loc="left", fontsize=8, color=_INK)
-        names = [f"rank {rank}\npeak {_mib(_peak(moments))}" for rank, moments in enumerate(memory)]
+        peaks = (max(totals(of_rank), default=0) for of_rank in memory)
+        names = [f"rank {rank}\npeak {_mib(peak)}" for rank, peak in enumerate(peaks)]
         one.set_yticks(range(len(memory)), names, fontsize=7, color=_INK)
         _add_legend(one)
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, memory: Memory, since: float, until: float) -> None:
     """Draw what each rank holds over time, each at its own scale, with the peak labelled."""
-    for rank, (moments, row) in enumerate(zip(memory, timeline.rows, strict=True)):
+    for rank, (of_rank, row, done) in enumerate(zip(memory, timeline.rows, _times(timeline), strict=True)):
         base = rank + 0.42
         axes.broken_barh([(since, until - since)], (rank - 0.38, 0.8), facecolors=_IDLE, zorder=1)
-        if not moments:
+        if not done:
             continue
-        top = _peak(moments) or 1
-        times = [row.began, *(moment.time for moment in moments), timeline.makespan]
-        held = [moments[0].total, *(moment.total for moment in moments), moments[-1].total]
-        fixed = [held - activations for held, activations in zip(held, _activations(moments), strict=True)]
+        held, activations = totals(of_rank), totals(of_rank, ["activations"])
+        top = max(held) or 1
+        times = [row.began, *done, timeline.makespan]
+        at = done[held.index(max(held))]
+        held, activations = ([of[0], *of, of[-1]] for of in (held, activations))
+        fixed = [all_of_it - part for all_of_it, part in zip(held, activations, strict=True)]
         for values, colour in ((held, _MEMORY), (fixed, _FIXED)):
             tops = [base - 0.8 * value / top for value in values]
             axes.fill_between(times, base, tops, step="post", color=colour, linewidth=0, zorder=2)
-        at = next(moment.time for moment in moments if moment.total == top)
         if since <= at <= until:
             axes.plot([at], [base - 0.8], marker="v", markersize=3.5, color=_INK, zorder=4)
     axes.tick_params(axis="y", length=0)
@@ -296,12 +297,6 @@ def _draw_memory(axes: Axes, timeline: Timeline, memory: Memory, since: float, u
     axes.set_xticks([])
     for side in axes.spines:
         axes.spines[side].set_visible(False)
-
-
-def _activations(moments: Sequence[Moment]) -> list[int]:
-    """Return the activations of a rank: at the start, after each action, and at the end."""
-    sums = [sum(held.activations for held in moment.stages.values()) for moment in moments]
-    return [sums[0], *sums, sums[-1]]
 
 
 def _add_legend(axes: Axes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -12,14 +12,13 @@ from benchmark.report import Row, Verdict
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, fitted, run_world, titled
 from pipetrain.network.values import on_each
-from pipetrain.plan.memory import memory, sized
-from pipetrain.plan.sizes import optimizer_state
+from pipetrain.plan.memory import memory, optimizer_state, sized
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
-from pipetrain.schedule.memory import PARTS, Peak, peak, peaks
+from pipetrain.schedule.memory import PARTS, peaks
 
 WINDOWS = 2  # the second one is measured: it has the optimizer's state from its start
 BATCHES = 6  # of a window of an asynchronous schedule
@@ -56,8 +55,8 @@ class Found:
     """The peaks of one stage."""
 
     stage: int
-    measured: Peak
-    predicted: Peak
+    measured: Mapping[str, int]  # in total, and of each part
+    predicted: Mapping[str, int]
 
 
 def cases(quick: bool) -> list[Case]:
@@ -117,15 +116,14 @@ def measure(mesh: Mesh, say: Say, case: Case) -> list[Found]:
         engine.train(order, Feed(job, mesh.device), job.microbatches)
     measured = meter.close()
     predicted = peaks(memory(plan, plan.timeline()))
-    return [Found(stage, peak(held), predicted[stage]) for stage, held in measured.stages.items()]
+    own = zip(sorted(measured.stages), peaks([measured.stages]), strict=True)
+    return [Found(stage, held, predicted[stage]) for stage, held in own]
 
 
 def row(benchmark: str, found: Found) -> Row:
     """Make the row of one stage."""
-    ratio = found.measured.total / found.predicted.total
-    off = {
-        name: (getattr(found.measured.parts, name), getattr(found.predicted.parts, name)) for name in PARTS
-    }
+    ratio = found.measured["total"] / found.predicted["total"]
+    off = {name: (found.measured[name], found.predicted[name]) for name in PARTS}
     parts = ", ".join(f"{name} {a / 2**20:.2f}/{b / 2**20:.2f}" for name, (a, b) in off.items() if a or b)
     verdict = Verdict(f"{1 - NEAR:.2f} to {1 + NEAR:.2f} ({parts})", abs(ratio - 1) <= NEAR)
     return Row(benchmark, f"stage {found.stage}, measured / predicted", [ratio], "", verdicts=[verdict])

@@ -23,6 +23,7 @@ from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.schedule.actions import Action
+from pipetrain.schedule.memory import totals
 from tests.gpu.rows import MIB, Row, Setting, judged
 
 BATCH = "batch_size=128"  # in 4 microbatches
@@ -133,6 +134,6 @@ def _measure(mesh: Mesh, case: Case) -> Held:
         [(record.activations, record.versions) for _, record in records],
         [tuple(plan.peaks(stage))[:2] for stage, _ in records],
         meter.peak - before if isinstance(meter, ByAction) else 0,
-        max(moment.total for moment in over_time(plan, plan.timeline())[mesh.world.rank]),
+        max(totals(over_time(plan, plan.timeline())[mesh.world.rank])),
         meter.needed if isinstance(meter, ByAction) else 0,
     )

@@ -29,7 +29,7 @@ def test_what_may_be_cut_computes_what_one_process_does(case):
         same = torch.equal(apart(model, cut_layers({2: layers}, cuts, EXAMPLE), x), model(x.clone()))
     said = outcome(lambda: refuse_cuts(Chain(model), layers, cuts))
     assert same or "modifies in place" in str(said)
-    assert said is None or any(layer.writes_input for layer in layers)
+    assert said is None or any(layer.writes for layer in layers)
 
 
 def refused(layers: list[nn.Module], cuts: list[int]) -> str:

@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import Pop, Stash
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.balance import GIB, balance, balance_ranks, balance_times, choose_cuts, lighter_cuts
-from pipetrain.plan.costs import Predictor
+from pipetrain.plan.balance import balance, balance_ranks, choose_cuts, lighter_cuts
 from pipetrain.plan.estimate import Layer, estimate
-from pipetrain.plan.profile import LayerTime
 from pipetrain.settings import STRATEGIES
-from tests.support.profiles import Skip, estimates_of, held_by, layer, predictor_of
 
 steady = settings(derandomize=True, deadline=None)
 OUT = ValueSpec((TensorSpec((1, 10), torch.float32),))
@@ -147,108 +144,6 @@ def test_a_stage_a_rank_and_one_rank_are_cut_into_even_stages() -> None:
     weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
     assert balance_ranks(weights, [0, 1, 2, 3]) == balance(weights, 4)
     assert balance_ranks(weights, [0, 0, 0, 0]) == balance(weights, 4)
-
-
-# By times
-
-BYTES = st.integers(0, 20)
-LAYER = st.builds(
-    layer,
-    forward_s=BYTES,
-    backward_s=BYTES,
-    step_s=BYTES,
-    peak_bytes=BYTES,
-    output_bytes=BYTES,
-    gradient_bytes=BYTES,
-)
-
-
-@st.composite
-def predictors(draw: st.DrawFn) -> Predictor:
-    """Any profile of few layers under any pipeline, interleaved ones too, with skips."""
-    held = draw(st.lists(LAYER, min_size=1, max_size=7))
-    stages = draw(st.integers(1, len(held)))
-    counts = st.lists(st.integers(1, 4), min_size=stages, max_size=stages)
-    ranks = draw(st.integers(1, stages))
-    placement = [s % ranks for s in range(stages)]
-    pairs = st.lists(st.integers(-1, len(held) - 1), min_size=2, max_size=4, unique=True).map(sorted)
-    skips = [
-        Skip(maker, tuple(users), draw(BYTES), draw(st.booleans())) for maker, *users in draw(st.lists(pairs))
-    ]
-    peaks = held_by(draw(counts), draw(counts))
-    bytes_each = st.lists(BYTES, min_size=len(held), max_size=len(held))
-    model = estimates_of(held, draw(bytes_each), draw(bytes_each), draw(BYTES), skips)
-    wire = draw(st.dictionaries(BYTES, st.tuples(BYTES, BYTES)))
-    priced = {"latency_s": draw(BYTES), "s_per_byte": draw(BYTES), "microbatches": draw(st.integers(1, 4))}
-    return predictor_of(held, placement, peaks, model, wire, **priced)
-
-
-def every_cut(predictor: Predictor, allowed: set[int], limit: float) -> list[list[int]]:
-    """All cuts that are allowed and stay below the limit."""
-    return [
-        list(cuts)
-        for cuts in combinations(sorted(allowed), predictor.stages - 1)
-        if max(stage.held_bytes for stage in predictor.stage_times(cuts)) <= limit
-    ]
-
-
-@steady
-@given(predictors(), st.data())
-def test_cuts_by_times_are_the_best_of_all_that_may_be(predictor, data):
-    inner = range(1, len(predictor.layers))
-    allowed = data.draw(st.sets(st.sampled_from(inner)) if inner else st.just(set()))
-    limit = data.draw(st.one_of(st.none(), st.integers(0, 400)))
-    every = every_cut(predictor, allowed, float("inf") if limit is None else limit)
-    if every:
-        cuts = balance_times(predictor, allowed, limit)
-        assert cuts in every
-        best = min(predictor.choice(other).slowest_s for other in every)
-        assert predictor.choice(cuts).slowest_s == pytest.approx(best)
-    else:
-        with pytest.raises(ConfigError):
-            balance_times(predictor, allowed, limit)
-
-
-def predictor(
-    held: Sequence[LayerTime], stages: int, saved: Sequence[int] = (), s_per_byte: float = 0
-) -> Predictor:
-    peaks, model = held_by([1] * stages, [1] * stages), estimates_of(held, saved)
-    alone = {"microbatches": 1, "buffer_size": 1, "s_per_byte": s_per_byte}
-    return predictor_of(held, list(range(stages)), peaks, model, **alone)
-
-
-def test_messages_move_a_cut():
-    """1 1 2 by compute alone is cut in the middle; where that sends a lot, before it."""
-    small, big = layer("small", 1, 0, output_bytes=1), layer("big", 1, 0, output_bytes=100)
-    slow = layer("slow", 2, 0)
-    held = [small, big, slow]
-    assert balance_times(predictor(held, 2), {1, 2}) == [2]
-    assert balance_times(predictor(held, 2, s_per_byte=0.1), {1, 2}) == [1]
-
-
-def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
-    held = [layer(str(i), seconds, 0) for i, seconds in enumerate([1, 1, 1, 3])]
-    eighths = predictor(held, 2, [n * GIB // 8 for n in (4, 4, 1, 1)])
-    assert balance_times(eighths, {1, 2, 3}) == [3]  # 9/8 GiB and 1/8
-    assert balance_times(eighths, {1, 2, 3}, limit=1.0 * GIB) == [2]
-    assert balance_times(eighths, {1, 2, 3}, limit=0.75 * GIB) == [1]
-    with pytest.raises(ConfigError) as error:
-        balance_times(eighths, {1, 2, 3}, limit=0.7 * GIB)
-    assert str(error.value) == (
-        "memory_limit=0.7 is too small: the smallest with which 2 stages fit is 0.7500 GiB; "
-        "choose that, more stages or smaller microbatches"
-    )
-
-
-@pytest.mark.parametrize("limit", [None, 1.0])
-def test_where_no_cut_may_be_that_is_said(limit):
-    held = [layer()] * 4
-    with pytest.raises(ConfigError) as error:
-        balance_times(predictor(held, 3), {2}, limit)
-    assert "partition=profile cannot cut this model into 3 stages: only 1 of its 3 cuts part no" in str(
-        error.value
-    )
-    assert "\n" not in str(error.value)
 
 
 # Lighter cuts

@@ -1,168 +1,212 @@
-"""What a slice of layers is priced at, by hand."""
+"""What slices of layers take and hold: by hand, and from the estimates of real layers."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
+from pipetrain.codec import Codecs, Half
 from pipetrain.network.network import INPUT
-from pipetrain.plan.costs import Predictor
+from pipetrain.network.numerics import Numerics
+from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.plan.costs import Table, loss_bytes
+from pipetrain.plan.cut import cut_layers
+from pipetrain.plan.estimate import estimate
+from pipetrain.plan.memory import known_state, optimizer_state
 from pipetrain.schedule.actions import NO_PEER, Action, Op
-from tests.support.profiles import Skip, estimates_of, held_by, layer, predictor_of
+from pipetrain.schedule.memory import Items
+from pipetrain.schedule.timeline import Costs
+from pipetrain.settings import Mode
+from tests.support.profiles import Skip, layer, table_of
 
-# Messages take 1 s and 0.01 s a byte; 4 microbatches.
+FLOAT = 4
+NEVER, SELECTIVE, ALWAYS = Mode.NEVER, Mode.SELECTIVE, Mode.ALWAYS
+
+# Times. Messages take 1 s and 0.01 s a byte.
+
 LAYERS = [
-    layer("a", 1, 2, step_s=10, output_bytes=100, gradient_bytes=50, peak_bytes=1),
-    layer("b", 2, 3, step_s=20, output_bytes=200, gradient_bytes=200, peak_bytes=30),
-    layer("c", 4, 5, state_bytes=300, peak_bytes=2),
+    layer("a", 1, 2, recorded_s=1.1, input_s=0, weight_s=2, step_s=10, output_bytes=100),
+    layer("b", 2, 3, recorded_s=2.5, input_s=3, weight_s=0.25, step_s=20, output_bytes=200),
+    layer("c", 4, 5, recorded_s=4.25, kept_s=4.1, input_s=1, weight_s=4.5),
 ]
-MODEL = estimates_of(LAYERS, saved=[7, 8, 20], trained=[0, 0, 1000], inputs=9)
 TIMED = {"latency_s": 1, "s_per_byte": 0.01}
+TABLE = table_of(LAYERS, **TIMED)
 
 
-def predictor(placement: list[int], activations: list[int], versions: list[int]) -> Predictor:
-    return predictor_of(LAYERS, placement, held_by(activations, versions), MODEL, **TIMED)
+def costs_of(table: Table, cuts: list[int], split: bool = False, mode: Mode = NEVER) -> Costs:
+    cut = cut_layers({1: list(table.layers)}, cuts, ValueSpec(table.inputs.specs))
+    return table.costs(cut, [mode] * (len(cuts) + 1), split, 1)
 
 
-THREE = predictor([0, 1, 2], [3, 2, 1], [3, 2, 1])
-
-
-def test_a_batch_is_compute_and_messages_of_every_microbatch_and_a_step():
-    a_b = (1 + 1.0) + (1 + 0.5)  # forward and back over the cut behind a
-    b_c = (1 + 2.0) + (1 + 2.0)
-    assert THREE.stage_time(0, 0, 1).batch_s == pytest.approx(4 * (3 + a_b) + 10)
-    assert THREE.stage_time(1, 1, 2).batch_s == pytest.approx(4 * (5 + a_b + b_c) + 20)
-    assert THREE.stage_time(2, 2, 3).batch_s == pytest.approx(4 * (9 + b_c))
-    assert THREE.choice([1, 2]).slowest_s == pytest.approx(THREE.stage_time(1, 1, 2).batch_s)
-
-
-def test_stages_on_one_rank_send_each_other_nothing():
-    alone = predictor([0, 0], [4, 4], [1, 1])
-    assert alone.stage_time(0, 0, 1).batch_s == pytest.approx(4 * 3 + 10)
-    assert alone.stage_time(1, 1, 3).batch_s == pytest.approx(4 * 14 + 20)
-
-
-WEIGHTS = 2 * 1000 + 300  # of c: a gradient, and the optimizer's state
-
-
-def test_what_a_stage_holds():
-    # c as the last stage: one microbatch, with what enters and is saved; two messages posted and one that
-    # came, two that were sent and one to be sent; the work of c.
-    assert THREE.held_bytes(2, 2, 3) == WEIGHTS + 1 * (200 + 20) + 3 * 200 + 3 * 200 + 2
-    # a and b as the first of two: three microbatches, with what enters and leaves; what comes back.
-    assert THREE.held_bytes(0, 0, 2) == 3 * (9 + 7 + 8 + 200) + 3 * 200 + 30
-    whole = 9 + 7 + 8 + 20
-    assert predictor([0], [1], [1]).held_bytes(0, 0, 3) == WEIGHTS + whole + 30
-    assert predictor([0], [1], [4]).held_bytes(0, 0, 3) == WEIGHTS + 3 * 1000 + whole + 30
-
-
-def test_a_moving_average_is_held_as_the_weights_are():
-    made = predictor_of(LAYERS, [0], held_by([1], [1]), MODEL, averaged=True)
-    assert made.held_bytes(0, 0, 3) == WEIGHTS + 1000 + 9 + 7 + 8 + 20 + 30
-
-
-def test_messages_are_priced_by_their_bytes_on_the_wire():
-    held, wire = held_by([3, 2, 1], [3, 2, 1]), {100: (10, 5), 200: (20, 7)}
-    coded = predictor_of(LAYERS, [0, 1, 2], held, MODEL, wire, **TIMED)
-    a_b, b_c = (1 + 0.10) + (1 + 0.05), (1 + 0.20) + (1 + 0.07)
-    assert coded.stage_time(1, 1, 2).batch_s == pytest.approx(4 * (5 + a_b + b_c) + 20)
-    assert coded.costs([1, 2])(Action(1, Op.SEND_B, peer=0)) == pytest.approx(1.05)
-    # What comes back to a is encoded until it is received.
-    assert coded.held_bytes(0, 0, 1) == 3 * (9 + 7 + 100) + 2 * 5 + 100 + 1
-    coming, back = 2 * 10 + 100 + 2 * 7 + 200, 2 * 5 + 100
-    assert coded.held_bytes(1, 1, 2) == 2 * (100 + 8 + 200) + coming + back + 30
-
-
-def test_costs_are_what_simulate_asks_for():
-    costs = THREE.costs([1, 2])
-
-    def of(stage: int, op: Op) -> float:
-        peer = {Op.SEND_F: stage + 1, Op.SEND_B: stage - 1}.get(op, NO_PEER)
-        return costs(Action(stage, op, peer=peer))
-
-    assert [of(1, op) for op in (Op.F, Op.R, Op.B, Op.I, Op.W, Op.STEP)] == [2, 2, 3, 1.5, 1.5, 20]
-    assert [of(stage, Op.SEND_F) for stage in range(3)] == [2.0, 3.0, 0.0]
-    assert [of(stage, Op.SEND_B) for stage in range(3)] == [0.0, 1.5, 3.0]
-    assert [of(1, op) for op in (Op.RECV_F, Op.RECV_B, Op.REDUCE)] == [0, 0, 0]
-    tied = THREE.costs([1, 2], {0: 30, 2: 30})
-    assert [tied(Action(stage, Op.TIE)) for stage in range(3)] == pytest.approx([1 + 0.3, 0, 1 + 0.3])
-
-
-HALVES = [
-    layer("a", 1, 2, recorded_s=1.1, input_s=0, weight_s=2, output_bytes=100, gradient_bytes=50),
-    layer("b", 2, 3, recorded_s=2.5, input_s=3, weight_s=0.25, output_bytes=200, gradient_bytes=200),
-    layer("c", 4, 5, recorded_s=4.25, input_s=1, weight_s=4.5),
-]
-
-
-def halved(split: bool, frozen: tuple[int, ...] = ()) -> Predictor:
-    model, ranks = estimates_of(HALVES, without_gradient=frozen), [0, 0, 0]  # without messages
-    return predictor_of(HALVES, ranks, held_by([1] * 3, [1] * 3), model, split=split)
-
-
-def test_each_half_of_a_backward_costs_what_was_measured_of_it():
-    costs, ops = halved(split=True).costs([1, 2]), (Op.F, Op.R, Op.B, Op.I, Op.W)
+@pytest.mark.parametrize(
+    ("split", "mode", "seconds"),
+    [
+        # F R B I W of b as a stage: a forward is recorded where its backward is split.
+        (False, NEVER, [2, 2, 3, 3, 0.25]),
+        (True, NEVER, [2.5, 2.5, 3, 3, 0.25]),
+        (True, ALWAYS, [2, 2.5, 3, 3, 0.25]),
+        (True, SELECTIVE, [2, 0.5 + 2.5 - 2, 3, 3, 0.25]),
+    ],
+)
+def test_each_action_costs_what_was_measured_of_it(split, mode, seconds):
+    costs = costs_of(TABLE, [1, 2], split, mode)
+    assert [costs(Action(1, op)) for op in (Op.F, Op.R, Op.B, Op.I, Op.W)] == pytest.approx(seconds)
     # The first stage has no I, so that its W is a whole backward, and nothing is recorded for it.
-    assert [costs(Action(0, op)) for op in ops] == [1, 1, 2, 0, 2]
-    assert [costs(Action(1, op)) for op in ops] == [2.5, 2.5, 3, 3, 0.25]
-    assert [costs(Action(2, op)) for op in ops] == [4.25, 4.25, 5, 1, 4.5]
-    assert [halved(split=False).costs([1, 2])(Action(2, op)) for op in ops] == [4, 4, 5, 1, 4.5]
-
-
-def test_cuts_are_weighed_by_the_halves_where_a_schedule_splits():
-    for split, seconds in ((True, [3, 5.75, 9.75]), (False, [3, 5, 9])):
-        stages = halved(split).stage_times([1, 2])
-        assert [stage.batch_s for stage in stages] == pytest.approx([4 * s for s in seconds])
+    assert [costs(Action(0, op)) for op in (Op.F, Op.B, Op.I, Op.W, Op.STEP)] == [1, 2, 0, 2, 10]
 
 
 def test_a_stage_before_which_nothing_is_trained_has_no_i():
-    costs = halved(split=True, frozen=(0,)).costs([1, 2])
+    costs = costs_of(table_of(LAYERS, without_gradient=[0]), [1, 2], split=True)
     assert [costs(Action(1, op)) for op in (Op.F, Op.B, Op.I, Op.W)] == [2, 3, 0, 3]
 
 
-# Skips: from layer a to c (with a gradient), and from the data to c
+def test_messages_cost_what_their_routes_carry():
+    costs = costs_of(TABLE, [1, 2])
+
+    def sent(costs: Costs, op: Op, source: int, target: int) -> float:
+        return costs(Action(source, op, peer=target))
+
+    assert [sent(costs, Op.SEND_F, stage, stage + 1) for stage in (0, 1)] == [2, 3]
+    assert [sent(costs, Op.SEND_B, stage, stage - 1) for stage in (1, 2)] == [2, 3]
+    assert [costs(Action(1, op, peer=NO_PEER)) for op in (Op.RECV_F, Op.RECV_B, Op.REDUCE)] == [0, 0, 0]
+    skips = [Skip(0, (2,), 60), Skip(INPUT, (2,), 80, needs_grad=False)]
+    costs = costs_of(table_of(LAYERS, skips=skips, **TIMED), [1, 2])
+    assert sent(costs, Op.SEND_F, 0, 2) == pytest.approx(1 + 1.40)
+    assert sent(costs, Op.SEND_B, 2, 0) == pytest.approx(1 + 0.60)
+    assert sent(costs, Op.SEND_F, 0, 1) == pytest.approx(2)
 
 
-SKIPS = [Skip(0, (2,), 60), Skip(INPUT, (2,), 80, needs_grad=False)]
-SKIPPING = estimates_of(LAYERS, saved=[7, 8, 20], trained=[0, 0, 1000], inputs=9, skips=SKIPS)
-WIRE = {60: (30, 20), 80: (40, 40)}
+def test_messages_are_priced_by_their_bytes_on_the_wire():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    layers = estimate(model, entry(5, 4))
+    made = Table(layers, entry(5, 4), [layer("a"), layer("b")], codecs=Codecs(forward=Half()), **TIMED)
+    costs = made.costs(cut_layers({5: layers}, [1], entry(4)), [NEVER] * 2, False, 5)
+    assert costs(Action(0, Op.SEND_F, peer=1)) == pytest.approx(1 + 0.01 * 5 * 8 * 2)
+    assert costs(Action(1, Op.SEND_B, peer=0)) == pytest.approx(1 + 0.01 * 5 * 8 * FLOAT)
+    items = made.sizes(1, 2, NEVER)
+    assert (items.inputs, items.returned) == (5 * 8 * 2, 5 * 8 * FLOAT)
 
 
-def skipping(placement: list[int]) -> Predictor:
-    ones = [1] * len(placement)
-    return predictor_of(LAYERS, placement, held_by(ones, ones), SKIPPING, WIRE, **TIMED)
+# Bytes
 
 
-def test_skips_are_priced_at_both_ends_and_held_where_they_are_used():
-    made = skipping([0, 1, 2])
-    a_b, b_c, far = (1 + 1.0) + (1 + 0.5), (1 + 2.0) + (1 + 2.0), (1 + 0.70) + (1 + 0.20)
-    assert made.stage_time(0, 0, 1).messages_s == pytest.approx(a_b + far)
-    assert made.stage_time(1, 1, 2).messages_s == pytest.approx(a_b + b_c)  # they pass it by
-    assert made.stage_time(2, 2, 3).messages_s == pytest.approx(b_c + far)
-    near, skips = 3 * (200 + 200), 2 * (30 + 20 + 40)
-    assert made.held_bytes(2, 2, 3) == WEIGHTS + (200 + 60 + 80) + 20 + near + skips + 2
-    assert made.held_bytes(0, 0, 1) == (9 + 80) + 7 + (100 + 60) + 2 * 50 + 100 + 2 * 20 + 1
-    assert made.held_bytes(1, 1, 2) == 100 + 8 + 200 + 3 * (100 + 200) + 2 * 50 + 100 + 30
+def entry(*shape: int) -> ValueSpec:
+    return ValueSpec((TensorSpec(shape, torch.float32),))
 
 
-def test_a_skip_s_messages_cost_what_its_route_carries():
-    costs = skipping([0, 1, 2]).costs([1, 2])
-    assert costs(Action(0, Op.SEND_F, peer=2)) == pytest.approx(1 + 0.70)
-    assert costs(Action(2, Op.SEND_B, peer=0)) == pytest.approx(1 + 0.20)
-    assert costs(Action(0, Op.SEND_F, peer=1)) == pytest.approx(2.0)
-    two = skipping([0, 1]).costs([2])  # a and b together
-    assert two(Action(0, Op.SEND_F, peer=1)) == pytest.approx(1 + 2.0 + 0.70)
+def held(
+    model: nn.Module, shape: tuple[int, ...], start: int, end: int, mode: Mode = NEVER, **others: object
+) -> Items:
+    layers = estimate(model.train(), entry(*shape))
+    return Table(layers, entry(*shape), **others).sizes(start, end, mode)  # type: ignore[arg-type]
 
 
-def test_between_two_stages_all_is_one_message():
-    made = skipping([0, 1])
-    together = (1 + 2.0 + 0.70) + (1 + 2.0 + 0.20)
-    assert made.stage_time(0, 0, 2).messages_s == pytest.approx(together)
-    assert made.stage_time(1, 2, 3).messages_s == pytest.approx(together)
-    assert made.stage_time(1, 1, 3).messages_s == pytest.approx((1 + 1.0 + 0.70) + (1 + 0.5 + 0.20))
-    there, back = 2 * (100 + 30 + 40) + 100 + 60 + 80, 2 * (50 + 20) + 100 + 60
-    assert made.stage_time(1, 1, 3).held_bytes == WEIGHTS + (100 + 60 + 80) + 8 + 20 + there + back + 30
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(48, 12), nn.Tanh(), nn.Linear(12, 10), nn.ReLU())
 
 
-def test_on_one_rank_a_skip_is_no_message():
-    alone = skipping([0, 0, 0])
-    assert [alone.stage_time(n, n, n + 1).messages_s for n in range(3)] == [0, 0, 0]
+VIEWS = nn.Sequential(nn.Linear(48, 12), nn.Unflatten(1, (3, 4)), nn.Identity(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("model", "start", "end", "elements"),
+    [
+        # A linear layer saves its input, tanh and ReLU their output, which is also what leaves.
+        (chain(), 0, 4, 48 + 12 + 10),
+        (chain(), 0, 2, 48 + 12),
+        (chain(), 2, 4, 12 + 10),
+        # What the first layer makes leaves and is not saved; it is held all the same.
+        (chain(), 0, 1, 48 + 12),
+        # A view is the storage that it is of.
+        (VIEWS, 0, 4, 48 + 12),
+        (VIEWS, 1, 4, 12),
+    ],
+)
+def test_each_storage_counts_once(model, start, end, elements):
+    assert held(model, (2, 48), start, end).saved == 2 * elements * FLOAT
+
+
+def test_the_last_stage_holds_the_targets_and_what_the_loss_saves():
+    whole = held(chain(), (2, 48), 2, 4)
+    with_loss = held(chain(), (2, 48), 2, 4, loss=1000, targets=10)
+    assert [b - a for a, b in zip(whole, with_loss, strict=True)] == [1010, 10, 10] + [0] * 10
+    assert held(chain(), (2, 48), 0, 2, loss=1000, targets=10) == held(chain(), (2, 48), 0, 2)
+    assert loss_bytes(entry(6, 10), torch.float64) == 6 * 10 * 8
+
+
+def test_before_its_recomputation_a_microbatch_holds_its_inputs():
+    assert held(chain(), (2, 48), 2, 4).before_r == 2 * 12 * FLOAT
+    assert held(chain(), (2, 48), 2, 4, SELECTIVE).before_r == 2 * (12 + 10) * FLOAT
+    norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    assert held(norm, (2, 8), 0, 2).before_r == 2 * 8 * FLOAT + 2 * 8 * FLOAT + 8  # and its statistics
+
+
+@pytest.mark.parametrize(("inplace", "kept"), [(False, 16), (True, 8)])
+def test_what_is_overwritten_is_not_kept_by_a_selective_recomputation(inplace, kept):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 8))
+    assert held(model, (2, 8), 1, 4, SELECTIVE).before_r == 2 * (8 + kept) * FLOAT
+
+
+def test_after_i_it_holds_the_inputs_and_output_gradients_of_products():
+    assert held(chain(), (2, 48), 2, 4).after_i == 2 * (12 + 10) * FLOAT
+    assert held(chain(), (2, 48), 1, 4).after_i == 2 * (12 + 10) * FLOAT
+    # The first stage has no I, and holds what it has until W, with the gradient that came.
+    assert held(chain(), (2, 48), 0, 2).after_i == 2 * (48 + 12) * FLOAT + 2 * 12 * FLOAT
+
+
+def test_a_layer_that_writes_into_what_enters_gets_a_copy():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
+    assert held(model, (2, 8), 1, 3).saved == 2 * (8 + 8) * FLOAT
+
+
+def test_under_autocast_the_casts_of_weights_are_saved_and_bf16_crosses():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8))
+    found = estimate(model.train(), entry(2, 8), Numerics(autocast=True))
+    there = Table(found, entry(2, 8)).sizes(1, 3, NEVER)
+    # bf16: what enters, or its cast, the input of the second layer, and both casts of weights.
+    assert there.saved == pytest.approx(2 * 8 * 2 * 2 + 2 * 64 * 2, abs=2 * 8 * 6)
+    assert there.inputs == 2 * 8 * 2
+
+
+def test_fake_tensors_are_counted_as_real_ones(monkeypatch):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    shape = (2, 3, 8, 8)
+    real = held(model, shape, 0, 5)
+    monkeypatch.setattr("pipetrain.plan.estimate.CHEAP", -1)
+    assert held(model, shape, 0, 5) == real
+    own = 2 * 3 * 64 + 2 * 4 * 36 * 2 + 2 * 4  # input, convolution, ReLU; mean and deviation
+    assert real.saved == own * FLOAT + 2 * 4 * 9 * 8  # and the pool's indices
+
+
+def test_weights_are_counted_by_name():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    trained, fixed = (16 + 4 + 4) * FLOAT, 4 * FLOAT + 2 * 4 * FLOAT + 8
+    sizes = held(model, (2, 4), 0, 3, state_of=lambda spec: 2 * spec.nbytes)
+    assert (sizes.weights, sizes.versions, sizes.gradients) == (trained + fixed, trained, trained)
+    assert (sizes.optimizer, sizes.tied) == (2 * trained, 0)
+    assert held(model, (2, 4), 0, 3, averaged=True).weights == 2 * trained + fixed
+    assert held(model, (2, 4), 0, 1).tied == held(model, (2, 4), 1, 3).tied == 16 * FLOAT
+
+
+# The optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kept"),
+    [
+        ("SGD", {}, 0),
+        ("SGD", {"momentum": 0.9}, 1),
+        ("Adam", {}, 2),
+        ("AdamW", {"amsgrad": True}, 3),
+        ("Adafactor", {}, None),
+    ],
+)
+def test_the_state_of_an_optimizer_is_known_or_found_by_a_step_on_small_parameters(name, options, kept):
+    spec = TensorSpec((30, 20), torch.float32)
+    found = optimizer_state(lambda params: getattr(torch.optim, name)(params, lr=0.1, **options))(spec)
+    assert known_state(f"torch.optim.{name}", options) == kept
+    assert found == (600 * FLOAT * kept if kept is not None else pytest.approx(0, abs=600 * FLOAT))
+    assert known_state("somebody.SGD", {}) is None

@@ -7,11 +7,10 @@ import re
 import pytest
 
 from pipetrain.building import make_model, make_schedule
-from pipetrain.plan.costs import Choice, Prediction
+from pipetrain.plan.by_times import Choice, Prediction
 from pipetrain.plan.describe import describe, verdict
 from pipetrain.plan.plan import Samples, make_plan
 from pipetrain.schedule.theory import theory
-from pipetrain.schedule.timeline import Costs
 from pipetrain.settings import Settings
 from tests.support.cases import SCHEDULES, config
 from tests.support.plans import IMAGE, figures, planned
@@ -138,7 +137,7 @@ def said(*not_fitting: str, **slowest: float) -> str:
         name: Choice([index], seconds, 0, name not in not_fitting)
         for index, (name, seconds) in enumerate(slowest.items())
     }
-    return verdict(Prediction(profile([]), [], choices, Costs({}))).partition("a batch, by cuts: ")[2]
+    return verdict(Prediction(profile([]), [], choices)).partition("a batch, by cuts: ")[2]
 
 
 def test_the_verdict_says_what_was_beaten_and_what_was_not():

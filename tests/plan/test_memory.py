@@ -22,18 +22,18 @@ from pipetrain.plan.memory import (
     says_whether_it_fits,
 )
 from pipetrain.plan.plan import Plan
-from pipetrain.schedule.actions import Action, Op
-from pipetrain.schedule.memory import Held, Moment
+from pipetrain.schedule.memory import PARTS, Held
 from tests.support.cases import config, prepared
 
 WAYS = "to hold less, choose more stages, more microbatches"
 DIGITS = ["data=digits", "model=mlp", "batch_size=8", "epochs=1"]
 
 
-def moments(*totals: tuple[int, ...]) -> list[Moment]:
-    """After each action, what each stage of a rank holds."""
-    held = ({stage: Held(activations=n) for stage, n in enumerate(stages)} for stages in totals)
-    return [Moment(float(time), Action(0, Op.F, time), stages) for time, stages in enumerate(held)]
+def moments(*totals: tuple[int, ...]) -> dict[int, list[Held]]:
+    """What each stage of a rank holds after each action."""
+    nothing = dict.fromkeys(PARTS, 0)
+    stages = enumerate(zip(*totals, strict=True))
+    return {stage: [{**nothing, "activations": n} for n in held] for stage, held in stages}
 
 
 def plan_of(schedule: str = "1f1b", *words: str) -> Plan:

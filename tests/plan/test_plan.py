@@ -186,7 +186,7 @@ def test_a_profile_s_cuts_costs_and_rivals():
     assert [made.costs(Action(stage, Op.B)) for stage in (0, 1)] == [16, 16]
     assert made.costs(Action(0, Op.SEND_F)) == made.costs(Action(1, Op.SEND_B)) == 1
     assert made.prediction is not None
-    assert made.prediction.slowest_s == 4 * (8 + 16 + 2)
+    assert made.prediction.choices["profile"].slowest_s == 4 * (8 + 16 + 2)
     assert made.prediction.choices["even"][:2] == ([5], 4 * (11 + 22 + 2))
     assert list(made.prediction.choices) == ["profile", "even", "params", "flops"]
     run = simulate(made.window.program, 4, cost=made.costs)
@@ -275,7 +275,7 @@ def test_skips_are_priced_as_messages_and_move_a_cut():
     assert free.cuts[0] in (7, 8)
     assert dear.cuts == [10]
     assert dear.prediction is not None
-    assert dear.prediction.slowest_s == pytest.approx(4 * (30 + 2 * 2 * 2))
+    assert dear.prediction.choices["profile"].slowest_s == pytest.approx(4 * (30 + 2 * 2 * 2))
     (route,) = dear.cut.routes
     assert route.values == dear.cut.slices[0].leaves == dear.cut.slices[1].enters
     assert len(route.values) == 2

@@ -47,7 +47,7 @@ def refusal(tmp_path, data: object, conditions: dict | None = None) -> str:
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.tuples(SECONDS, SECONDS, st.integers(0, 2**50)), max_size=5), SECONDS)
 def test_what_is_written_is_read_to_the_last_bit(layers, latency_s):
-    made = profile([layer("x", f, b, peak_bytes=n) for f, b, n in layers], latency_s)
+    made = profile([layer("x", f, b, output_bytes=n) for f, b, n in layers], latency_s)
     assert Profile.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
@@ -60,19 +60,19 @@ def test_a_file_is_read(tmp_path):
     [
         ("", "Expecting value"),
         ("{", "Expecting property name"),
-        ([], "it is no profile of version 2"),
-        ({}, "it is no profile of version 2"),
-        (changed("pipetrain_profile", 1), "it is no profile of version 2"),
+        ([], "it is no profile of version 3"),
+        ({}, "it is no profile of version 3"),
+        (changed("pipetrain_profile", 1), "it is no profile of version 3"),
         (changed("latency_s", math.nan), "its content: latency_s must be a finite number, and is nan"),
         (changed("latency_s", -1.0), "it has latency_s=-1.0"),
         (changed("layers", {"a": 1}), "its content: layers must be a list, and is {'a': 1}"),
-        (changed("layers", [3]), "its content: layers: 0 must be an object of name, forward_s"),
+        (changed("layers", [3]), "its content: layers: 0 must be an object of name, output_bytes"),
         (changed("conditions", []), "its content: conditions must be an object"),
         (changed("colour", "red"), "its content must be an object of conditions, machine"),
         (changed("step_s", "1", 1), "its content: layers: 1: step_s must be a finite number, and is '1'"),
         (changed("step_s", -0.5, 1), "b has step_s=-0.5"),
-        (changed("peak_bytes", 1.5, 0), "its content: layers: 0: peak_bytes must be a whole number"),
-        (changed("peak_bytes", True, 0), "its content: layers: 0: peak_bytes must be a whole number"),
+        (changed("output_bytes", 1.5, 0), "its content: layers: 0: output_bytes must be a whole number"),
+        (changed("output_bytes", True, 0), "its content: layers: 0: output_bytes must be a whole number"),
         (changed("name", None, 0), "its content: layers: 0: name must be a string, and is None"),
     ],
 )
@@ -116,9 +116,15 @@ def estimated(*outputs: tuple[str, int]) -> list[Layer]:
 def test_layers_must_have_the_names_and_outputs_of_the_model_s():
     refuse_other_layers(TWO, estimated(("a", 40), ("b", 8)))
     for layers, says in (
-        ([("a", 40), ("c", 8)], "its layer 1 is b and returns 8 bytes, and the model's is c and returns 8"),
-        ([("a", 80), ("b", 8)], "its layer 0 is a and returns 40 bytes, and the model's is a and returns 80"),
-        ([("a", 40)], "it has 2 layers, and the model 1"),
+        (
+            [("a", 40), ("c", 8)],
+            "its layer 1 is b and returns 8 bytes, and the model's is c and returns 8 bytes",
+        ),
+        (
+            [("a", 80), ("b", 8)],
+            "its layer 0 is a and returns 40 bytes, and the model's is a and returns 80 bytes",
+        ),
+        ([("a", 40)], "its layer 1 is b and returns 8 bytes, and the model's is missing"),
     ):
         with pytest.raises(ConfigError) as error:
             refuse_other_layers(TWO, estimated(*layers))

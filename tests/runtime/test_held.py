@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.measure import _Live
 from pipetrain.network.chain import Chain
 from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.plan.costs import Table
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
-from pipetrain.plan.sizes import LossSizes, stage_sizes
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.microbatch import Saving
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Action, Op
 from pipetrain.schedule.memory import Held
+from pipetrain.settings import Mode
+from tests.support.live import Live
 
 SHAPE = (4, 3, 8, 8)
 STAGE = 1  # the second of three, so that its inputs need gradients
@@ -79,7 +80,7 @@ def run(stage: Stage, meter: Meter, op: Op, mb: int, saving: Saving) -> Held:
 def test_each_state_of_a_microbatch_holds_what_was_predicted(split, recomputed):
     stage, entry, layers = made()
     meter = Meter({STAGE: stage}, torch.device("cpu"))
-    of_one = stage_sizes(layers, entry, 1, 6, LossSizes())
+    of_one = Table(layers, entry).sizes(1, 6, Mode.NEVER)
     saving, near = Saving(split, recomputed), pytest.approx
     states = [(Op.F, of_one.before_r if recomputed else of_one.saved)]
     states += [(Op.R, of_one.saved)] if recomputed else []
@@ -87,15 +88,15 @@ def test_each_state_of_a_microbatch_holds_what_was_predicted(split, recomputed):
     for mb in range(2):
         for op, expected in states:
             held = run(stage, meter, op, mb, saving)
-            assert held.activations == near(expected, rel=0.01, abs=64), op
-    assert held.gradients == held.weights - sum(b.nbytes for b in stage.module.buffers())
-    assert (held.versions, held.optimizer, held.messages) == (0, 0, 0)
+            assert held["activations"] == near(expected, rel=0.01, abs=64), op
+    assert held["gradients"] == held["weights"] - sum(b.nbytes for b in stage.module.buffers())
+    assert (held["versions"], held["optimizer"], held["messages"]) == (0, 0, 0)
     stage.reduce()
     stage.step(keep=True)
     meter.after(Action(STAGE, Op.STEP, version=1), [])
     after = meter.close().stages[STAGE][-1]
-    assert after.gradients == 0
-    assert after.optimizer == after.versions == held.gradients
+    assert after["gradients"] == 0
+    assert after["optimizer"] == after["versions"] == held["gradients"]
 
 
 def test_nothing_that_stays_alive_is_missed():
@@ -103,11 +104,11 @@ def test_nothing_that_stays_alive_is_missed():
     meter = Meter({STAGE: stage}, torch.device("cpu"))
     x = (torch.rand(4, 4, 8, 8),)
     action = Action(STAGE, Op.F, 0)
-    with _Live() as live, meter.during(action):
+    with Live() as live, meter.during(action):
         outputs = stage.forward(0, x, 0)
-        alive = live._now
+        alive = live.now
     meter.after(action, [])
-    held = meter.close().stages[STAGE][-1].activations
+    held = meter.close().stages[STAGE][-1]["activations"]
     assert outputs[0].nbytes < alive
     assert held - x[0].nbytes == pytest.approx(
         alive, rel=0.02
@@ -131,7 +132,7 @@ def test_a_message_counts_at_its_stage_unless_the_stage_holds_it_anyway():
     meter = Meter({STAGE: stage}, torch.device("cpu"))
     own = torch.rand(10)
     meter.after(Action(STAGE, Op.RECV_F, 0), [((0, STAGE), own), ((0, STAGE), own[:5])])
-    assert meter.close().stages[STAGE][-1].messages == 40
+    assert meter.close().stages[STAGE][-1]["messages"] == 40
     outputs: tuple[Tensor, ...] = stage.forward(0, (torch.rand(4, 4, 8, 8),), 0)
     meter.after(Action(STAGE, Op.F, 0), [((STAGE, 2), outputs[0])])
-    assert meter.close().stages[STAGE][-1].messages == 0
+    assert meter.close().stages[STAGE][-1]["messages"] == 0

@@ -9,7 +9,7 @@ import pytest
 from pipetrain.schedule.actions import Action, Op, ScheduleError, parse_program
 from pipetrain.schedule.draw import as_figure, as_png, as_text, ends
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.memory import Sizes, over_time
+from pipetrain.schedule.memory import Items, over_time
 from pipetrain.schedule.programs import forward_only, gpipe, interleaved_1f1b, one_f_one_b, pipedream, zbv
 from pipetrain.schedule.simulate import simulate, unit_cost
 from pipetrain.schedule.transforms import joined, with_norms
@@ -202,8 +202,7 @@ def test_seconds_are_called_seconds(tmp_path) -> None:
 
 def test_memory_is_drawn_below_the_timeline_cell_by_cell() -> None:
     run = simulate(lower(one_f_one_b(2, 1, 2)), 2)
-    bounds = {(0, 1): 2, (1, 0): 2}
-    held = over_time(run, [Sizes(saved=4 * 2**20), Sizes(saved=2**20, weights=2**20)], bounds)
+    held = over_time(run, [Items(saved=4 * 2**20), Items(saved=2**20, weights=2**20)], 2)
     assert lines(as_text(run, memory=held)) == [
         "2 ranks, makespan 9, bubble 33.3%; below, memory: █ is a rank's peak",
         "rank 0  F0 F1 .  .  B0--- .  B1---|",
@@ -215,7 +214,7 @@ def test_memory_is_drawn_below_the_timeline_cell_by_cell() -> None:
 
 def test_a_figure_with_memory_labels_the_peak_of_each_rank(tmp_path: Path) -> None:
     run = simulate(lower(one_f_one_b(2, 1, 2)), 2)
-    held = over_time(run, [Sizes(saved=4 * 2**20), Sizes(saved=2**20)], {(0, 1): 2, (1, 0): 2})
+    held = over_time(run, [Items(saved=4 * 2**20), Items(saved=2**20)], 2)
     as_figure(run, tmp_path / "held.svg", memory=held)
     seen = set(texts(tmp_path / "held.svg"))
     assert {"peak 8 MiB", "peak 1 MiB", "activations", "memory held, each rank at its own scale"} <= seen

@@ -29,10 +29,9 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.model import prove_model
 from pipetrain.network.network import Network
 from pipetrain.network.values import ValueSpec
-from pipetrain.plan.memory import sized
+from pipetrain.plan.memory import optimizer_state, sized
 from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, prove_targets
 from pipetrain.plan.profile import Profile
-from pipetrain.plan.sizes import optimizer_state
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.mesh import Mesh

@@ -9,7 +9,6 @@ import torch
 
 from pipetrain.building import make_model, make_schedule
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.costs import costs_by_work
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Costs
@@ -32,7 +31,7 @@ def predicted(plan):
 
 def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known():
     plan = planned("gpipe", "partition=[3]")
-    costs = costs_by_work(plan.layers, plan.cut, len(plan.window.program))
+    costs = plan.stage_costs
     work = [sum(layer.flops for layer in plan.stage_layers(stage)) for stage in (0, 1)]
     assert costs.seconds[0, Op.F] / costs.seconds[1, Op.F] == pytest.approx(work[0] / work[1])
     assert costs.seconds[1, Op.B] == pytest.approx(2 * costs.seconds[1, Op.F])
@@ -49,7 +48,7 @@ def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known(
 
 def test_without_costs_w_is_the_work_on_weights_and_all_of_it_at_the_first_stage():
     plan = planned("zb_h1", "partition=[3]", "model=mlp")
-    costs = costs_by_work(plan.layers, plan.cut, len(plan.window.program)).seconds
+    costs = plan.stage_costs.seconds
     held = plan.stage_layers(1)
     share = sum(layer.weight_flops for layer in held) / sum(layer.flops for layer in held)
     assert 0.9 < share < 1  # what is not products with weights is differentiated in I alone
