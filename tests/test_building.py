@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -109,20 +108,7 @@ def test_whatever_a_model_is_it_is_built_or_refused_in_one_line(target, argument
 
 # One model for a process
 
-BUILT = []
 IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
-
-
-class Draws(nn.Module):
-    """Draws with the generators that torch does not restore, and keeps what its tensors do not say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = (deque(),)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen[0].append(len(x))
-        return x * random.random() * np.random.rand()
 
 
 class Finds(nn.Linear):
@@ -136,12 +122,9 @@ class Finds(nn.Linear):
         return x @ self.mine() + self.other().mean()
 
 
-def counted(kind: str = "known") -> nn.Sequential:
-    BUILT.append(kind)
+def counted(kind: str) -> nn.Sequential:
     layers: list[nn.Module] = [nn.Flatten(), nn.Linear(3072, 10), nn.BatchNorm1d(10)]
-    if kind == "draws":
-        layers.insert(1, Draws())
-    elif kind == "functions":
+    if kind == "functions":
         statistics = layers[-1]
         layers.append(Finds(partial(torch.ones, 1)))
         layers.append(Finds(lambda: statistics.running_mean))
