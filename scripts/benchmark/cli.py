@@ -11,46 +11,23 @@ from pathlib import Path
 
 import torch
 
-from benchmark import (
-    api,
-    factory,
-    gpt,
-    gpu,
-    held,
-    memory,
-    models,
-    overhead,
-    report,
-    routes,
-    sleep,
-    split,
-    timelines,
-    wire,
-    zero_bubble,
-)
+from benchmark import factory, held, models, overhead, report, schedules, wire
 from benchmark.report import Row
 from benchmark.tasks import Scale
 from benchmark.worlds import Say, WorldFailed
 from comparison.processes import interruptible
 
-SUITES: dict[str, Callable[[Scale, Say], Iterator[Row]]] = {
-    "sleep": sleep.suite,
-    "jitter": sleep.jitter_suite,
-    **{model: partial(models.suite, model) for model in models.MODELS},
-    "gpt": gpt.suite,
-    "zero-bubble": zero_bubble.suite,
-    "timelines": timelines.suite,
-    "split": split.suite,
-    "one-process": models.one_process_suite,
-    "overhead": overhead.suite,
-    "api": api.suite,
-    "memory": memory.suite,
-    "held": held.suite,
-    "wire": wire.suite,
-    "routes": routes.suite,
-    "factory": factory.suite,
-    "gpu": gpu.suite,
+SUITES: dict[str, list[Callable[[Scale, Say], Iterator[Row]]]] = {
+    "schedules": [schedules.suite],
+    "jitter": [schedules.jitter_suite],
+    **{model: [partial(models.suite, model)] for model in models.TASKS},
+    "overhead": [overhead.suite],
+    "held": [held.suite],
+    "wire": [wire.suite],
+    "factory": [factory.suite],
+    "gpu": list(models.gpu_parts()),
 }
+"""Parts that each goes on where another fails."""
 FAILED, INTERRUPTED = 1, 130
 
 
@@ -59,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"  # every rank's threads, whatever library starts them
-    scale = Scale(1 if options.quick else options.rounds, options.quick, options.profile, options.page)
+    scale = Scale(1 if options.quick else options.rounds, options.quick)
     head = report.machine(arguments)
     if "gpu" in options.suites and torch.cuda.is_available():
         head |= report.gpu()
@@ -68,17 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 0
     try:
         with interruptible():
-            for name in options.suites or SUITES:
-                if not options.suites and name == "gpu" and not torch.cuda.is_available():
-                    notes.append("Suite gpu was left out: it needs a GPU that torch can use.")
-                    continue
-                try:
-                    for row in SUITES[name](scale, report.progress):
-                        rows.append(row)  # one by one: what was measured stays where the suite then ends
-                except WorldFailed as error:
-                    print(f"\nbench: suite {name}: {error}", file=sys.stderr)
-                    notes.append(f"Suite {name} FAILED: {str(error).strip().splitlines()[-1]}")
-                    status = FAILED
+            for name in options.suites or [name for name in SUITES if name != "gpu"]:
+                for part in SUITES[name]:
+                    try:
+                        for row in part(scale, report.progress):
+                            rows.append(row)  # one by one: what was measured stays where it then ends
+                    except WorldFailed as error:
+                        print(f"\nbench: suite {name}: {error}", file=sys.stderr)
+                        notes.append(f"Suite {name} FAILED: {str(error).strip().splitlines()[-1]}")
+                        status = FAILED
     except KeyboardInterrupt:
         notes.append(f"INTERRUPTED in suite {name}: what follows it is missing.")
         status = INTERRUPTED
@@ -98,15 +73,10 @@ def parser() -> argparse.ArgumentParser:
         description="Measure pipetrain beside torch.distributed.pipelining, DDP and plain loops, in turns.",
         allow_abbrev=False,
     )
-    made.add_argument(
-        "suites", nargs="*", metavar="SUITE", type=_suite, help=f"{', '.join(SUITES)} (default: all)"
-    )
+    known = f"{', '.join(SUITES)} (default: all but gpu)"
+    made.add_argument("suites", nargs="*", metavar="SUITE", type=_suite, help=known)
     made.add_argument("--rounds", type=_count, default=5, metavar="N", help="that are counted (default: 5)")
     made.add_argument("--quick", action="store_true", help="one small round: to see that it works, no more")
-    made.add_argument(
-        "--profile", action="store_true", help="overhead: where the engine's thread spends its time"
-    )
-    made.add_argument("--page", type=Path, metavar="FILE", help="timelines: write them there as HTML")
     made.add_argument("--out", type=Path, metavar="FILE", help="write the report there too")
     return made
 

@@ -1,203 +1,165 @@
-"""Suites `vgg16` and `resnet18`: two processes at the best cut; `one-process`: what the engine itself costs.
+"""Suites `vgg16`, `resnet18`, `gpt` and `gpu`: real models, beside torch's pipelines and plain loops.
 
-The ideal of two processes is each stage alone on local tensors, at the same time as the other, with no
-message: its slower stage is the pace that no pipeline beats. The cut is the one with the best such pace, by
-measurement. In one process, where a pipeline is of no use, the ideal is a plain PyTorch loop.
+On two processes all have the cut that flops chooses. The ideal is each stage alone on local tensors, at the
+same time as the other, with no message: its slower stage is the pace that no pipeline beats. The images are
+random, the GPT's blocks are of the text that ships. In one process the ideal is a plain loop.
+
+In `gpu` two ranks share a GPU over NCCL, or have one each where there are two. Without a GPU `--quick`
+rehearses it over gloo, with models so small that its times say nothing.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
-from benchmark.contestants import FULL, RIVALS, SCHEDULES, Alone, Contestant, Ours, Plain, TorchPipeline, race
-from benchmark.report import Row, Series, timed_row
-from benchmark.tasks import Job, Scale, Task, compose_task, prepare, schedules
-from benchmark.worlds import Say, fitted, run_world, titled
-from pipetrain.measure import measure as measure_costs
-from pipetrain.network.chain import Chain
-from pipetrain.plan.balance import choose_cuts
-from pipetrain.plan.estimate import Layer
-from pipetrain.plan.profile import profile_conditions
+import torch
+
+from benchmark.contestants import TORCHS, Contestant, Ways, alone, ours, plain, rows_of_race, torch_pipeline
+from benchmark.report import Row
+from benchmark.tasks import Job, Scale, Task, prepare
+from benchmark.worlds import CPU, Place, Say, WorldFailed
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.settings import PROFILE, STRATEGIES
 
 RANKS = 2
-MODELS = {
+BATCHES, WINDOW = 4, 12  # of a turn; of an asynchronous window
+WHOLE = "microbatches=1"
+TEXT = Task(("model=gpt", "data=text", "task=language_modelling", "optim=adamw"), None)
+TASKS = {
     "vgg16": Task(("model=vgg16", "batch_size=64")),
     "resnet18": Task(("model=resnet18", "batch_size=64")),
+    "gpt": TEXT.extended("model.depth=6", "model.width=256", "model.heads=4", "batch_size=16"),
 }
-SMALL = Task(("model=mlp", "batch_size=64"))
-MICROBATCHES = 4
-BATCHES, WINDOW = 4, 12  # of a turn; of an asynchronous window
+SMALL = {
+    "vgg16": Task(("model=mlp", "batch_size=64")),
+    "gpt": TEXT.extended("model.depth=4", "model.width=16", "model.heads=2", "batch_size=8", "data.block=16"),
+}
+IN_FOUR = ("gpipe", "1f1b", "zb_h1", "zbv", "interleaved_1f1b", "pipedream_2bw")
+WAYS: Ways = {
+    **{name: (name, WHOLE) for name in ("layer_dist", "pipedream")},
+    **{name: (name,) for name in IN_FOUR},
+}
+IDEAL, IDEAL_WHOLE = "ideal, m = 4", "ideal, m = 1"
 ONE_THREAD = "one process, 1 thread"
-PLAIN = "plain loop"
-NEIGHBOURS = 2  # cuts tried on either side of the one that flops chooses
-WHOLE = "microbatches=1"
-CONTIGUOUS = "memory_format=contiguous"  # the layout of everybody else's, who cannot send another over gloo
-SPLIT = ("v_async", "v_half", "v_min", "zb_auto", "zb_h1", "zb_h2", "zbv")  # raced by the suite zero-bubble
-QUICK = ["1f1b", "interleaved_1f1b", "pipedream"]
-ALIKE = {f"{name}, contiguous": name for name in ("gpipe", "1f1b", "pipedream")}
-# Further rows of pipedream's: with options of the configuration, and what they gain over the defaults.
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "optimizer not fused": ("optim.fused=false",),
-    "compile": ("compile=true",),
-    "bf16": ("precision=bf16",),
-    "bf16, compile": ("precision=bf16", "compile=true"),
-}
-COMPILERS = ("c++", "g++", "clang++")  # one of which torch.compile needs
-Cut = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What was measured for one model: the cuts, and everybody at the best. `ideals`: by contestant."""
-
-    by_cut: Series
-    best: str
-    series: Series
-    ideals: Mapping[str, str]
+LEAST = {name: {f"x torch {name}": 1.0} for name in TORCHS} | {"pipedream": {"x torch 1f1b": 1.15}}
 
 
 def suite(model: str, scale: Scale, say: Say) -> Iterator[Row]:
-    """Measure one model, and give its rows."""
-    task = SMALL if scale.quick else MODELS[model]
-    yield from make_rows(model, run_world(measure, RANKS, titled(say, model), task, scale)[0])
+    """Measure one model on two processes, and in one."""
+    task = (SMALL.get(model, SMALL["vgg16"]) if scale.quick else TASKS[model]).extended("microbatches=4")
+    make = partial(on_two, task, 1 if scale.quick else BATCHES, 8 if scale.quick else WINDOW)
+    yield from rows_of_race(model, RANKS, make, scale, say, _others, LEAST)
+    one = partial(in_one, task.extended(WHOLE), 1 if scale.quick else BATCHES)
+    yield from rows_of_race(f"{model}, one process", 1, one, scale, say, _plain, _as_plain(0.98))
 
 
-def candidate_cuts(layers: Sequence[Layer], stages: int) -> dict[Cut, list[str]]:
-    """Return the cuts to try and who chooses each: every strategy's, and the neighbours of flops'."""
-    cuts: dict[Cut, list[str]] = {}
-    for strategy in STRATEGIES:
-        cuts.setdefault(tuple(choose_cuts(strategy, layers, stages)), []).append(strategy)
-    by_flops = choose_cuts("flops", layers, stages)
-    for distance in range(-NEIGHBOURS, NEIGHBOURS + 1):
-        cut = tuple(first + distance for first in by_flops)
-        if cut[0] > 0 and cut[-1] < len(layers):
-            cuts.setdefault(cut, [])
-    return dict(sorted(cuts.items()))
+def _others(name: str) -> Mapping[str, str]:
+    whole = WHOLE in WAYS.get(name, ())
+    rivals = {f"x torch {rival}": f"torch {rival}" for rival in TORCHS}
+    return {"of ideal": IDEAL_WHOLE if whole else IDEAL, **rivals, "x 1 thread": ONE_THREAD}
 
 
-def profiled_cut(mesh: Mesh, task: Task) -> Cut:
-    """Return the cut of partition=profile, for whole batches."""
-    whole = task.extended(WHOLE)
-    cfg, job = compose_task(whole, "1f1b"), prepare(whole, "1f1b", RANKS)
-    draft = job.plan
-    conditions = profile_conditions(draft.settings, cfg.optim)
-    profile = measure_costs(
-        fitted(mesh, draft), draft, conditions, lambda: (Chain(deepcopy(job.model)), job.optimizer)
-    )
-    return tuple(prepare(whole.extended("partition=profile"), "1f1b", RANKS, profile=profile).plan.cuts)
+def on_two(task: Task, batches: int, window: int, mesh: Mesh) -> tuple[list[Contestant], Mapping[str, float]]:
+    """Build everybody. Synchronous schedules flush after each batch."""
 
+    def job(schedule: str = "1f1b", *overrides: str) -> Job:
+        return prepare(task.extended(*overrides), schedule, RANKS)
 
-def measure(mesh: Mesh, say: Say, task: Task, scale: Scale) -> Found:
-    """Find the best cut, then race everybody at it, on one rank."""
-    batches, window = (1, 8) if scale.quick else (BATCHES, WINDOW)
-    candidates = candidate_cuts(prepare(task, "1f1b", RANKS).plan.layers, RANKS)
-    candidates.setdefault(profiled_cut(mesh, task), []).append(PROFILE)
-    cuts = {
-        f"before layer {', '.join(map(str, cut))} ({', '.join(names) or 'neighbour'})": cut
-        for cut, names in candidates.items()
-    }
-    stages = [Alone(label, _job(task, cut, 1), mesh, batches) for label, cut in cuts.items()]
-    by_cut = race(mesh, stages, scale.rounds // 2 + 1, titled(say, "cuts"))
-    best = min(by_cut, key=lambda label: median(by_cut[label]))
-    compiles = not scale.quick and any(map(shutil.which, COMPILERS))  # minutes
-    raced = [schedule for schedule in schedules() if schedule not in SPLIT]
-    raced = QUICK if scale.quick else raced
-    everybody = contestants(mesh, task, cuts[best], batches, window, compiles, raced)
-    ideals = {one.name + end: _ideal_of(one) for one in everybody for end in ("", FULL)}
-    return Found(by_cut, best, race(mesh, everybody, scale.rounds, say), ideals)
-
-
-def contestants(
-    mesh: Mesh, task: Task, cut: Cut, batches: int, window: int, compiles: bool, raced: Sequence[str]
-) -> list[Contestant]:
-    """Build everybody for one cut; `raced`: schedules. Synchronous ones flush after each batch."""
-
-    def ours(name: str, schedule: str, task: Task) -> Ours:
-        return Ours(name, prepare(task, schedule, RANKS, window), mesh, batches)
-
-    def usual(schedule: str) -> Task:
-        if schedule == "interleaved_1f1b":  # two stages a rank: a cut of its own
-            return task.extended(f"microbatches={MICROBATCHES}")
-        return whole if schedule in ("layer_dist", "pipedream") else pieces
-
-    whole, pieces = _cut(task, cut, 1), _cut(task, cut, MICROBATCHES)
-    jobs = [_job(layout, cut, m) for layout in (task, task.extended(CONTIGUOUS)) for m in (1, MICROBATCHES)]
-    ideals = {_ideal(job.microbatches, job.plan.numerics.memory_format): job for job in jobs}
-    made: list[Contestant] = [Alone(name, job, mesh, batches) for name, job in ideals.items()]
-    made += [ours(schedule, schedule, usual(schedule)) for schedule in raced]
-    made.append(ours(f"pipedream, m = {MICROBATCHES}", "pipedream", pieces))
-    made += [ours(name, schedule, usual(schedule).extended(CONTIGUOUS)) for name, schedule in ALIKE.items()]
-    for name, overrides in OPTIONS.items():
-        if compiles or "compile=true" not in overrides:
-            made.append(ours(f"pipedream, {name}", "pipedream", whole.extended(*overrides)))
-    made += [TorchPipeline(name, _job(task, cut, MICROBATCHES), mesh, batches) for name in SCHEDULES]
     cores = os.cpu_count() or 1
-    made.append(Plain("torch DDP", _job(task, cut, 1), mesh, batches, parallel=True))
-    made.append(Plain(f"one process, {cores} threads", _job(task, cut, 1), mesh, batches, cores))
-    made.append(Plain(ONE_THREAD, _job(task, cut, 1), mesh, batches))
-    return made
+    return [
+        alone(IDEAL, job(), mesh, batches),
+        alone(IDEAL_WHOLE, job("1f1b", WHOLE), mesh, batches),
+        *ours(mesh, task, WAYS, batches, window),
+        *(torch_pipeline(name, job(name), mesh, batches) for name in TORCHS),
+        plain("torch DDP", job("1f1b", WHOLE), mesh, batches, parallel=True),
+        plain(f"one process, {cores} threads", job("1f1b", WHOLE), mesh, batches, cores),
+        plain(ONE_THREAD, job("1f1b", WHOLE), mesh, batches),
+    ], {}
 
 
-def _cut(task: Task, cut: Cut, microbatches: int) -> Task:
-    return task.extended(f"partition={list(cut)}", f"microbatches={microbatches}")
+PLAIN = "plain loop"
 
 
-def _job(task: Task, cut: Cut, microbatches: int) -> Job:
-    return prepare(_cut(task, cut, microbatches), "1f1b", RANKS)
+def in_one(task: Task, batches: int, mesh: Mesh) -> tuple[list[Contestant], Mapping[str, float]]:
+    """Build ours in one process, and a plain loop over the same microbatches."""
+    loop = plain(PLAIN, prepare(task, "1f1b", 1), mesh, batches)
+    return [loop, *ours(mesh, task, {"1f1b": ("1f1b",)}, batches)], {}
 
 
-def _ideal(m: int, layout: str) -> str:
-    return f"ideal without messages, m = {m}, {layout}"
+def _plain(name: str) -> Mapping[str, str]:
+    return {f"x {PLAIN}": PLAIN}
 
 
-def _ideal_of(one: Contestant) -> str:
-    layout = one.plan.numerics.memory_format if isinstance(one, Ours) else "contiguous"
-    return one.name if isinstance(one, Alone) else _ideal(one.microbatches, layout)
+def _as_plain(share: float) -> Mapping[str, Mapping[str, float]]:
+    return {"1f1b": {f"x {PLAIN}": share}}
 
 
-def make_rows(model: str, found: Found) -> list[Row]:
-    """Hold the cuts against the best, and everybody against the ideal, torch's pipelines and one thread."""
-    rows = [
-        timed_row(f"{model}, slower stage alone", label, found.by_cut, {"of bound": found.best})
-        for label in found.by_cut
-    ]
-    for name in found.series:
-        against = {"of bound": found.ideals[name]}
-        against |= {f"x {rival}": rival for rival in RIVALS.values()}
-        against["x 1 thread"] = ONE_THREAD
-        if name.startswith("pipedream, "):
-            against["x pipedream"] = "pipedream" + (FULL if name.endswith(FULL) else "")
-        schedule = ALIKE.get(name.removesuffix(FULL), name.removesuffix(FULL))
-        least: dict[str, float] = {}
-        if schedule in RIVALS:
-            least = {f"x {RIVALS[schedule]}": 1.0}
-        elif schedule == "pipedream" and name.endswith(FULL):
-            least = {"of bound": 0.95, "x torch 1F1B": 1.15}
-        rows.append(timed_row(f"{model}, cut {found.best}", name, found.series, against, least))
-    return rows
+# On a GPU
+
+GRAPHS = ", CUDA graphs"
+ON_GPU = {name: (name,) for name in ("1f1b", "gpipe", "pipedream")}
+GRAPHED = {name + GRAPHS: (name, "cuda_graphs=true") for name in ("1f1b", "pipedream")}
+ONCE, GAIN, WITH_GRAPHS = (
+    1.0,
+    1.2,
+    2.0,
+)  # of torch's same schedule; of its 1F1B: pipedream, graphs of small batches
+GPU_TIMEOUT_S = 60.0  # of a wait between ranks
+_DEEP = ("model.depth=8", "model.width=512", "model.heads=8", "batch_size=16", "data.block=256")
 
 
-def one_process_suite(scale: Scale, say: Say) -> Iterator[Row]:
-    """Measure one process, and give the rows as they come."""
-    for model, task in [("mlp", SMALL)] if scale.quick else MODELS.items():
-        title = f"one process, {model}"
-        series = run_world(measure_one_process, 1, titled(say, title), task, scale.rounds)[0]
-        for name in series:
-            least = {} if name == PLAIN else {"of bound": 0.98}
-            yield timed_row(title, name, series, {"of bound": PLAIN}, least)
+def _vgg16(batch: int, pieces: int) -> Task:
+    return Task(("model=vgg16", f"batch_size={batch}", f"microbatches={pieces}"))
 
 
-def measure_one_process(mesh: Mesh, say: Say, task: Task, rounds: int) -> Series:
-    """Race a plain loop and ours, in our layout and in its."""
-    whole = task.extended(WHOLE)
-    plain = Plain(PLAIN, prepare(whole, "1f1b", 1), mesh, BATCHES)
-    tasks = {"1f1b": whole, "1f1b, contiguous": whole.extended(CONTIGUOUS)}
-    ours = [Ours(name, prepare(task, "1f1b", 1), mesh, BATCHES) for name, task in tasks.items()]
-    return race(mesh, [plain, *ours], rounds, say)
+PAIRS = {
+    "VGG16, batch 64 in 4": _vgg16(64, 4),
+    "VGG16, batch 512 in 4": _vgg16(512, 4),
+    "GPT, batch 16 in 4": TEXT.extended(*_DEEP, "microbatches=4"),
+}
+ONES = {f"VGG16, batch {batch} in {m}": _vgg16(batch, m) for batch, m in ((64, 1), (64, 4), (512, 8))}
+LAUNCHING = "VGG16, batch 64 in 4"  # where launching is the limit
+REHEARSED = {name: task.extended("microbatches=4") for name, task in SMALL.items()}
+
+
+def gpu_parts() -> Iterator[Callable[[Scale, Say], Iterator[Row]]]:
+    """Give the races on a GPU: one that fails does not keep the others from theirs."""
+    for number in range(len(PAIRS)):
+        yield partial(_on_gpu, number, RANKS)
+    for number in range(len(ONES)):
+        yield partial(_on_gpu, number, 1)
+
+
+def _on_gpu(number: int, ranks: int, scale: Scale, say: Say) -> Iterator[Row]:
+    cuda = torch.cuda.is_available()
+    if not cuda and not scale.quick:
+        raise WorldFailed("it needs a GPU that torch can use; --quick rehearses it over gloo on the CPU")
+    known = REHEARSED if scale.quick else PAIRS if ranks > 1 else ONES
+    for name, task in list(known.items())[number : number + 1]:
+        title = f"gpu{'' if cuda else ', a rehearsal on the CPU'}{', one process' * (ranks == 1)}, {name}"
+        place = Place("cuda", None, GPU_TIMEOUT_S, apart=True) if cuda else CPU
+        make = partial(on_gpu, task, 1 if scale.quick else 6, 8 if scale.quick else WINDOW)
+        others, least = (_gpu_others, gpu_least(name)) if ranks > 1 else (_plain, _as_plain(0.97))
+        yield from rows_of_race(title, ranks, make, scale, say, others, least if cuda else None, place)
+
+
+def _gpu_others(name: str) -> Mapping[str, str]:
+    return {f"x torch {rival}": f"torch {rival}" for rival in ("gpipe", "1f1b")}
+
+
+def gpu_least(name: str) -> dict[str, dict[str, float]]:
+    """Return what ours should be beside torch's."""
+    least = {rival: {f"x torch {rival}": ONCE} for rival in ("gpipe", "1f1b")}
+    least["pipedream"] = {"x torch 1f1b": GAIN}
+    return least | {one: {"x torch 1f1b": WITH_GRAPHS} for one in GRAPHED if name == LAUNCHING}
+
+
+def on_gpu(task: Task, batches: int, window: int, mesh: Mesh) -> tuple[list[Contestant], Mapping[str, float]]:
+    """Build everybody: on two ranks beside torch's schedules, on one beside a plain loop."""
+    torch.set_float32_matmul_precision("high")
+    if mesh.world.size == 1:
+        return in_one(task, batches, mesh)
+    ways: Ways = {**ON_GPU, **GRAPHED} if mesh.device.type == "cuda" else ON_GPU
+    rivals = [torch_pipeline(name, prepare(task, "1f1b", RANKS), mesh, batches) for name in ("gpipe", "1f1b")]
+    return [*ours(mesh, task, ways, batches, window), *rivals], {}

@@ -10,8 +10,11 @@ core.
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
+from collections.abc import Iterator
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +22,11 @@ from torch import Tensor, nn
 from torch.library import Library
 
 from benchmark.contestants import Contestant
+from benchmark.tasks import Task
 
 WIDTH = 4  # of the matrix, so that the product itself takes less than a millisecond; and classes
 SAMPLE = (2**16, WIDTH)  # float32: a message of 1 MiB
+PRODUCTS = 3  # of a stage, for a microbatch
 WAKING_S = 3e-4  # of looking at the clock instead of sleeping
 
 
@@ -32,10 +37,17 @@ def sleep_until(end: float) -> None:
         pass
 
 
-class Pace:
-    """A context in which each matrix product of this process takes `seconds`; it counts them."""
+def naps(stage: int, seconds: float, spread: float) -> Iterator[float]:
+    """Give the seconds of a stage's products, which vary evenly by a share: the same ones for everybody."""
+    chance = random.Random(stage)
+    while True:
+        yield seconds * chance.uniform(1 - spread, 1 + spread)
 
-    def __init__(self, seconds: float) -> None:
+
+class Pace:
+    """A context in which the matrix products of this process take the next of `seconds`; it counts them."""
+
+    def __init__(self, seconds: Iterator[float]) -> None:
         self.products = 0
         self._seconds = seconds
         self._kernel: Library | None = None
@@ -55,26 +67,25 @@ class Pace:
         start = time.perf_counter()
         result = torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)  # an operator of its own
         self.products += 1
-        sleep_until(start + self._seconds)
+        sleep_until(start + next(self._seconds))
         return result
 
 
 class Paced:
-    """A contestant on a machine whose matrix products take `seconds`."""
+    """A contestant on a machine whose matrix products take `seconds`, always the same or the next ones."""
 
-    def __init__(self, contestant: Contestant, seconds: float) -> None:
+    def __init__(self, contestant: Contestant, seconds: float | Iterator[float]) -> None:
         self.name = contestant.name
         self.batches, self.microbatches = contestant.batches, contestant.microbatches
         self.losses: list[float] = []
-        self.contestant = contestant
-        self._seconds = seconds
+        self._contestant = contestant
+        self._seconds = repeat(seconds) if isinstance(seconds, float) else seconds
 
-    def run(self) -> float | None:
+    def run(self) -> None:
         """Take the contestant's turn."""
         with Pace(self._seconds):
-            full = self.contestant.run()
-        self.losses = self.contestant.losses
-        return full
+            self._contestant.run()
+        self.losses = self._contestant.losses
 
 
 class Product(nn.Module):
@@ -99,3 +110,15 @@ class Product(nn.Module):
 def products(stages: int) -> nn.Sequential:
     """Return a model of so many stages of one product each. The last gives scores [n, WIDTH]."""
     return nn.Sequential(*(Product(not stage, stage == stages - 1) for stage in range(stages)))
+
+
+def task_of(stages: int, microbatches: int) -> Task:
+    """Return the training of stages of one product; a microbatch is a sample."""
+    overrides = (
+        "model._target_=benchmark.paced.products",
+        f"+model.stages={stages}",
+        "partition=even",
+        f"batch_size={microbatches}",
+        f"microbatches={microbatches}",
+    )
+    return Task(overrides, SAMPLE, WIDTH)

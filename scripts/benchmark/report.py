@@ -20,37 +20,20 @@ DIGITS = 3
 """Ratios are printed, and held against their targets, to so many decimals."""
 
 MEANING = """\
-`median`: of the rounds; a batch's time where it is ms. A column of ratios says how many times as fast as
-something else: the median of the ratios within each round. `of bound`: sleep, zero bubble and timelines, the
-schedule's time on paper; jitter, the stage that sleeps longest; vgg16, resnet18 and gpt, the no-communication
-ideal (each stage alone on local tensors, at the same time, with the same microbatches and layout); one
-process, a plain PyTorch loop. Once full: between the last stage's updates, without the filling and the
-draining of the window. Zero bubble: `x 1f1b` is ours, `x torch's` its schedule of the same order. Split: F, I
-and W beside F and B of the same layers, in time and floating-point operations; MiB that are held. Wire: an
-epoch of CIFAR-10 (782 batches) at the time of the batches that were measured; MiB on the wire and
-milliseconds of codecs are of a batch, on all ranks. Routes: MiB that all ranks send a batch. Gpu: `x torch`
-is torch.distributed.pipelining's schedule.
-Factory: the most that a rank has held beyond what it holds when everything is imported."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A target as a person reads it, and whether it was met."""
-
-    target: str
-    met: bool
+`median`: of the rounds; a batch's time where it is ms. A column `x ...` or `of ...` says how many times as
+fast as something else: the median of the ratios within each round. The suites: docs/results/README.md."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table. `values`: one a round, in `unit`; `ratios`: by column."""
+    """A line of the table. `values`: one a round, in `unit`; `ratios`: by column; `targets`: whether met."""
 
     benchmark: str
     contestant: str
     values: Sequence[float]
     unit: str
     ratios: Mapping[str, float] = field(default_factory=dict)
-    verdicts: Sequence[Verdict] = ()
+    targets: Mapping[str, bool] = field(default_factory=dict)
 
 
 def ratio(reference: Sequence[float], own: Sequence[float]) -> float:
@@ -59,22 +42,15 @@ def ratio(reference: Sequence[float], own: Sequence[float]) -> float:
 
 
 def timed_row(
-    benchmark: str,
-    name: str,
-    series: Series,
-    against: Mapping[str, str],
-    least: Mapping[str, float] | None = None,
+    benchmark: str, name: str, own: Sequence[float], against: Series, least: Mapping[str, float] | None = None
 ) -> Row:
-    """Make the row of a contestant whose series is in seconds.
+    """Make the row of a contestant from its seconds, and those that each column of ratios compares with.
 
-    `against`: for each column of ratios, the contestant to compare with. `least`: what they should be.
+    `least`: what the ratios should be.
     """
-    ratios = {column: ratio(series[reference], series[name]) for column, reference in against.items()}
-    verdicts = [
-        Verdict(f"{column} >= {wanted:.2f}", round(ratios[column], DIGITS) >= wanted)
-        for column, wanted in (least or {}).items()
-    ]
-    return Row(benchmark, name, [1000 * s for s in series[name]], "ms", ratios, verdicts)
+    ratios = {column: ratio(reference, own) for column, reference in against.items()}
+    targets = {f"{c} >= {least:.2f}": round(ratios[c], DIGITS) >= least for c, least in (least or {}).items()}
+    return Row(benchmark, name, [1000 * s for s in own], "ms", ratios, targets)
 
 
 def machine(arguments: Sequence[str], script: str = "scripts/bench.py") -> dict[str, str]:
@@ -103,12 +79,15 @@ def gpu() -> dict[str, str]:
 
 def markdown(head: Mapping[str, str], rows: Sequence[Row], notes: Sequence[str]) -> str:
     """Put the whole report together."""
-    verdicts = [verdict for row in rows for verdict in row.verdicts]
+    met = [met for row in rows for met in row.targets.values()]
+    tables: dict[str, list[Row]] = {}  # by suite, as each has columns of its own
+    for row in rows:
+        tables.setdefault(row.benchmark.partition(",")[0], []).append(row)
     parts = [
         "# Benchmark",
         "\n".join(f"- {key}: {value}" for key, value in head.items()),
-        table(rows).rstrip(),
-        f"{sum(verdict.met for verdict in verdicts)} of {len(verdicts)} targets met.",
+        *(table(of_suite).rstrip() for of_suite in tables.values()),
+        f"{sum(met)} of {len(met)} targets met.",
         MEANING,
         *notes,
     ]
@@ -126,8 +105,8 @@ def table(rows: Sequence[Row]) -> str:
             f"{figure(median(row.values))} {row.unit}".strip(),
             f"{figure(min(row.values))} - {figure(max(row.values))}" if len(row.values) > 1 else "",
             *(f"{row.ratios[c]:.{DIGITS}f}" if c in row.ratios else "" for c in columns),
-            ", ".join(verdict.target for verdict in row.verdicts),
-            ", ".join("yes" if verdict.met else "**no**" for verdict in row.verdicts),
+            ", ".join(row.targets),
+            ", ".join("yes" if met else "**no**" for met in row.targets.values()),
         ]
         for row in rows
     ]

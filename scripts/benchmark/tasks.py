@@ -7,9 +7,8 @@ command line; the others get the same stages and the same optimizer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -22,7 +21,6 @@ from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import load_data
 from pipetrain.network.values import ValueSpec, named_layers
 from pipetrain.plan.plan import Plan, Samples, make_plan
-from pipetrain.plan.profile import Profile
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
@@ -36,8 +34,6 @@ class Scale:
 
     rounds: int = 5
     quick: bool = False
-    profile: bool = False
-    page: Path | None = None  # where `timelines` writes its page
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +50,19 @@ class Task:
 
     def extended(self, *overrides: str) -> Task:
         """Return the task with more overrides."""
-        return Task((*self.overrides, *overrides), self.example, self.classes)
+        return replace(self, overrides=(*self.overrides, *overrides))
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A task by one schedule: its plan, and what is trained by it."""
+    """A task by one schedule: its plan, and what is trained by it. `samples`, `targets`: a batch [n, ...]."""
 
     plan: Plan
     model: nn.Sequential
     task: tasks.Task
     optimizer: OptimizerFactory
-    samples: Tensor  # the inputs of a batch [n, ...]
-    targets: Tensor  # [n, ...]
+    samples: Tensor
+    targets: Tensor
 
     @property
     def microbatches(self) -> int:
@@ -84,11 +80,6 @@ class Job:
         return nn.Sequential(OrderedDict(named_layers(self.model)[slice.start : slice.end]))
 
 
-def _chain(model: nn.Module) -> nn.Sequential:
-    assert isinstance(model, nn.Sequential), "a benchmark's model is compared as an nn.Sequential"
-    return model
-
-
 @cache
 def compose_task(task: Task, schedule: str) -> DictConfig:
     """Return the configuration of a task."""
@@ -97,23 +88,16 @@ def compose_task(task: Task, schedule: str) -> DictConfig:
         return compose("config", overrides=as_hydra([*overrides, *task.overrides]))
 
 
-def prepare(task: Task, schedule: str, ranks: int, window: int = 1, profile: Profile | None = None) -> Job:
+def prepare(task: Task, schedule: str, ranks: int, window: int = 1) -> Job:
     """Plan and prove a task as a training run does. `window`: its batches, where the schedule sets none."""
     cfg = compose_task(task, schedule)
     settings = Settings.composed(cfg, schedule, ranks)
-    spare = make_model(cfg, settings.seed, settings.dtype)
+    spare, model = (make_model(cfg, settings.seed, settings.dtype) for _ in range(2))
+    assert isinstance(model, nn.Sequential), "a benchmark's model is compared as an nn.Sequential"
     samples, targets = _batch(task, cfg, settings)
     sizes = Samples([len(samples)] * window, [len(samples)])
-    example = ValueSpec.in_batch(samples)
-    plan = make_plan(settings, make_schedule(cfg), spare, example, sizes, profile)
-    return Job(
-        plan=plan,
-        model=_chain(make_model(cfg, settings.seed, settings.dtype)),
-        task=make_task(cfg),
-        optimizer=make_optimizer(cfg, spare, plan.stages),
-        samples=samples,
-        targets=targets,
-    )
+    plan = make_plan(settings, make_schedule(cfg), spare, ValueSpec.in_batch(samples), sizes)
+    return Job(plan, model, make_task(cfg), make_optimizer(cfg, spare, plan.stages), samples, targets)
 
 
 def _batch(task: Task, cfg: DictConfig, settings: Settings) -> tuple[Tensor, Tensor]:
@@ -127,8 +111,3 @@ def _batch(task: Task, cfg: DictConfig, settings: Settings) -> tuple[Tensor, Ten
     assert isinstance(inputs, Tensor)
     assert isinstance(targets, Tensor)
     return inputs, targets
-
-
-def schedules() -> list[str]:
-    """Return the names of all schedules that ship with pipetrain."""
-    return sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml"))

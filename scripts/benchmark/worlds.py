@@ -32,10 +32,7 @@ from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.ranks import World
 
 TIMEOUT_S = 300.0  # of any wait between ranks
-SILENCE_S = 900.0  # after which ranks that say nothing are given up
-LAST_WORDS_S = (
-    5.0  # before a deadline, when a rank tells where it stands; after a failure, for the others' errors
-)
+LAST_WORDS_S = 5.0  # before a deadline, for a rank's stack; after a failure, for the others' errors
 
 Say = Callable[[str], None]
 """Tells the person who waits how far it is."""
@@ -97,7 +94,7 @@ def fitted(mesh: Mesh, plan: Plan) -> Mesh:
 
 
 class WorldFailed(RuntimeError):
-    """Ranks failed, died or fell silent; the message says which, who was first, and what each said."""
+    """Ranks failed, died or took too long; the message says which, who was first, and what each said."""
 
 
 def run_world(
@@ -127,64 +124,65 @@ def run_ranks(
     `preload`: a module that the server of a `forkserver` imports once for all ranks. However this is left, by
     an exception too, the processes are gone.
     """
-    end = monotonic() + deadline
     context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload(["torch._dynamo", preload])
-    pipes: list[Connection] = []
-    processes: list[Any] = []
+    end, processes = monotonic() + deadline, {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         for rank in range(ranks):
             here, there = context.Pipe(duplex=False)
-            world = World(rank, ranks, rank, ranks)
-            given = (there, meet, work, world, f"{folder}/store", deadline, arguments)
+            given = (
+                there,
+                meet,
+                work,
+                World(rank, ranks, rank, ranks),
+                f"{folder}/store",
+                deadline,
+                arguments,
+            )
             process = context.Process(target=_enter, args=given, daemon=True)
             process.start()
             ending.callback(process.join)
             ending.callback(process.kill)
             there.close()
-            pipes.append(here)
-            processes.append(process)
-        return _collect(pipes, processes, say, end, deadline)
+            processes[here] = process
+        return _collect(processes, say, end, deadline)
 
 
-def _collect(
-    pipes: Sequence[Connection], processes: Sequence[Any], say: Say, end: float, deadline: float
-) -> list[Any]:
+def _collect(processes: Mapping[Connection, Any], say: Say, end: float, deadline: float) -> list[Any]:
+    """Return what the processes return, each by its pipe. `end`: of the `deadline` seconds."""
+    ranks = {pipe: rank for rank, pipe in enumerate(processes)}
     results: dict[int, Any] = {}
-    failures: dict[int, tuple[float, str]] = {}  # when, and what
-    while waiting := {p: r for r, p in enumerate(pipes) if r not in results and r not in failures}:
-        left = max(0.0, end - monotonic())
-        ready = wait(list(waiting), min(SILENCE_S, left))
+    failures: dict[int, str] = {}  # in the order in which they came
+    while waiting := [pipe for pipe, rank in ranks.items() if rank not in results.keys() | failures.keys()]:
+        ready = wait(waiting, None if end == math.inf else max(0.0, end - monotonic()))
         if not ready and failures:
             break
         if not ready:
-            silent = f"said nothing for {SILENCE_S:g} s"
-            late = f"were still running after {deadline:.0f} s"
-            raise WorldFailed(f"ranks {sorted(waiting.values())} {late if left < SILENCE_S else silent}")
-        for pipe in waiting.keys() & ready:
-            rank = waiting[pipe]
+            late = sorted(ranks[pipe] for pipe in waiting)
+            raise WorldFailed(f"ranks {late} were still running after {deadline:.0f} s")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
             try:
                 kind, value = pipe.recv()
             except EOFError:
-                processes[rank].join(1.0)
-                kind, value = "failed", (monotonic(), f"died without a word ({processes[rank].exitcode})")
+                processes[pipe].join(1.0)
+                kind, value = "failed", f"died without a word ({processes[pipe].exitcode})"
             if kind == "said":
                 say(value)
             elif kind == "failed":
-                failures[rank] = value
+                failures[ranks[pipe]] = value.strip()
                 end = min(end, monotonic() + LAST_WORDS_S)
             else:
-                results[rank] = value
+                results[ranks[pipe]] = value
     if failures:
         raise WorldFailed(_told(failures))
-    return [results[rank] for rank in range(len(pipes))]
+    return [results[rank] for rank in range(len(ranks))]
 
 
-def _told(failures: Mapping[int, tuple[float, str]]) -> str:
+def _told(failures: Mapping[int, str]) -> str:
     """Say what each rank said, the first one first; in the last line all in short."""
-    in_order = sorted(failures, key=lambda rank: failures[rank][0])
-    whole = [f"rank {rank} {failures[rank][1].strip()}" for rank in in_order]
-    short = [f"rank {rank}: {failures[rank][1].strip().splitlines()[-1]}" for rank in in_order]
+    whole = [f"rank {rank} {text}" for rank, text in failures.items()]
+    short = [f"rank {rank}: {text.splitlines()[-1]}" for rank, text in failures.items()]
     return "\n".join([*whole, f"first {'; then '.join(short)}"] if len(whole) > 1 else whole)
 
 
@@ -211,7 +209,7 @@ def _enter(
     try:
         pipe.send(("done", work(meet(world, path), say, *arguments)))
     except BaseException:
-        pipe.send(("failed", (monotonic(), f"failed:\n{traceback.format_exc()}")))
+        pipe.send(("failed", f"failed:\n{traceback.format_exc()}"))
 
 
 def _end_with_parent() -> None:

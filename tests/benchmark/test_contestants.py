@@ -1,61 +1,106 @@
-"""The contestants train the same job: their losses are those of a plain loop."""
+"""The contestants of each suite train the same job: their losses are those of a plain loop."""
 
 from __future__ import annotations
 
-from itertools import chain
-
 import pytest
+import torch
+from torch import nn
 
-from benchmark import api, gpt
-from benchmark.contestants import Plain
-from benchmark.overhead import TASK
-from benchmark.tasks import prepare
+from benchmark import models, schedules
+from benchmark.contestants import BatchFeed, plain
+from benchmark.paced import task_of
+from benchmark.tasks import Task, prepare
 from benchmark.worlds import run_world
 from tests.support.deadlines import DEADLINE_S
 
-pytestmark = pytest.mark.processes
+GPT = models.SMALL["gpt"].extended("dtype=float64", "microbatches=4")
+CNN = Task(
+    (
+        "model._target_=tests.benchmark.test_contestants.small_cnn",
+        "dtype=float64",
+        "memory_format=channels_last",
+        "microbatches=4",
+        "batch_size=8",
+    )
+)
+BATCHES, WINDOW = 2, 4
 
-BATCHES, WINDOW = 3, 6
+
+def small_cnn():
+    blocks = [nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), nn.ReLU()) for i in range(4)]
+    return nn.Sequential(*blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)))
 
 
-def turns(contestants):
-    """Return the losses of two turns of each, where this rank knows them."""
-    losses = {}
+def losses_of_turns(contestants, turns=1):
+    """Return the losses of each, where this rank knows them."""
+    losses = {one.name: [] for one in contestants}
     for one in contestants:
-        one.run()
-        losses[one.name] = one.losses
-        one.run()
-        losses[one.name] = losses[one.name] + one.losses
+        for _ in range(turns):
+            one.run()
+            losses[one.name] += one.losses
     return losses
 
 
-def gpt_turns(mesh, say):
-    return turns(gpt.contestants(mesh, gpt.SMALL.extended("dtype=float64"), BATCHES, WINDOW))
+def a_gpt(mesh, say):
+    return losses_of_turns(models.on_two(GPT, BATCHES, WINDOW, mesh)[0], turns=2)
 
 
-def test_the_gpt_is_trained_alike():
-    first, last = run_world(gpt_turns, gpt.RANKS, print, deadline=DEADLINE_S)
-    plain = first[gpt.ONE_THREAD]
-    assert len(plain) == 2 * BATCHES
-    assert plain[-1] < plain[0] - 0.1
-    for name in ("gpipe", "1f1b", "torch GPipe", "torch 1F1B"):
-        assert last[name] == pytest.approx(plain, abs=1e-12), name
+@pytest.mark.processes
+def test_on_two_processes():
+    first, last = run_world(a_gpt, 2, print, deadline=DEADLINE_S)
+    loop = first[models.ONE_THREAD]
+    assert len(loop) == 2 * BATCHES
+    assert loop[-1] < loop[0] - 0.1
+    for name in (*models.TORCHS, "interleaved_1f1b"):
+        ours = first[name] or last[name]  # of a V placement the first rank knows them
+        assert ours[: len(loop)] == pytest.approx(loop, abs=1e-12), name  # zbv has a longer window
+        theirs = f"torch {name}"
+        if theirs in first:
+            assert (first[theirs] or last[theirs]) == pytest.approx(loop, abs=1e-12), theirs
     shared = [(a + b) / 2 for a, b in zip(first["torch DDP"], last["torch DDP"], strict=True)]
-    assert shared == pytest.approx(plain, abs=1e-12)
-    assert last["pipedream"][0] == pytest.approx(plain[0], abs=1e-12)
+    assert shared == pytest.approx(loop, abs=1e-12)
+    assert last["pipedream"][0] == pytest.approx(loop[0], abs=1e-12)
     assert len(last["pipedream"]) == 2 * WINDOW
-    assert last["pipedream"][-1] < plain[-1]
 
 
-def api_turns(mesh, say):
-    ways = api.ways(mesh, "1f1b", BATCHES)
-    plain = Plain("plain", prepare(TASK, "1f1b", api.RANKS), mesh, BATCHES * (len(ways) - 1))
-    return turns(ways), turns([plain])["plain"]
+def images(mesh, say):
+    return losses_of_turns(models.on_gpu(CNN, BATCHES, WINDOW, mesh)[0])
 
 
-def test_each_way_through_a_pipeline_goes_on_with_the_training():
-    (_, plain), (ways, _) = run_world(api_turns, api.RANKS, print, deadline=DEADLINE_S)
-    engine = ways.pop(api.ENGINE)
-    assert engine == pytest.approx(plain[: len(engine)], rel=1e-5)
-    assert list(ways) == [api.TRAIN, api.LOADER, api.STEP]
-    assert list(chain(*ways.values())) == pytest.approx(plain, rel=1e-5)
+@pytest.mark.processes
+def test_as_on_a_gpu_and_images_travel_with_their_channels_innermost():
+    (alone,) = run_world(images, 1, print, deadline=DEADLINE_S)
+    _, last = run_world(images, 2, print, deadline=DEADLINE_S)
+    loop = alone[models.PLAIN]
+    assert loop[1] != loop[0]
+    assert alone["1f1b"] == pytest.approx(loop, abs=1e-12)
+    assert last.keys() == {"1f1b", "gpipe", "pipedream", "torch gpipe", "torch 1f1b"}
+    for name in last.keys() - {"pipedream"}:
+        assert last[name] == pytest.approx(loop, abs=1e-12), name
+
+
+def paced(mesh, say):
+    made, bounds = schedules.contestants((4,), 0.0, True, mesh)
+    task = task_of(2, 4)
+    return losses_of_turns([*made, plain("plain", prepare(task, "1f1b", 2), mesh, 1)]), bounds
+
+
+@pytest.mark.processes
+def test_on_a_paced_machine():
+    ranks = run_world(paced, 2, print, deadline=DEADLINE_S)
+    (first, bounds), (last, _) = ranks
+    assert {name: first[name] or last[name] for name in bounds} == {
+        name: pytest.approx(first["plain"], rel=1e-6) for name in bounds
+    }
+    assert len(bounds) == 6
+
+
+def test_a_feed_shows_its_first_microbatch():
+    """To the rehearsal, which makes others of it."""
+    feed = BatchFeed(prepare(CNN, "1f1b", 2), torch.device("cpu"))
+    inputs, target = feed.first()
+    assert inputs is not None
+    assert target is not None
+    assert inputs[0].shape == (2, 3, 32, 32)
+    assert torch.equal(inputs[0], feed.input(0)[0])
+    assert (target.weight, target.share) == (2.0, 0.25)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-from benchmark.contestants import Ours, Plain, race
+from benchmark.contestants import Ours, plain, race
 from benchmark.report import Series, ratio
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, titled
@@ -91,10 +91,10 @@ def measure(
     for model, size in tasks:
         turn = BATCHES.get(size, 2)
         task = Task((f"model={model}", f"batch_size={size}", "microbatches=1"))
-        plain = Plain(PLAIN, prepare(task, "1f1b", 1), mesh, turn, arranged=True)
+        loop = plain(PLAIN, prepare(task, "1f1b", 1), mesh, turn)
         ours = [
             Ours(name, prepare(task.extended(*overrides), schedule, 1, turn), mesh, turn)
             for name, (schedule, overrides) in contestants.items()
         ]
-        found[model, size] = race(mesh, [plain, *ours], rounds, titled(say, f"{model}, batch {size}"))
+        found[model, size] = race(mesh, [loop, *ours], rounds, titled(say, f"{model}, batch {size}"))
     return found

@@ -1,0 +1,117 @@
+"""The command line: suites that run, fail, are interrupted, or are not there; and the targets on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmark import cli, contestants, models
+from benchmark.report import Row
+from benchmark.tasks import Scale
+
+SHOWN = {
+    "overhead": ["overhead, an action", "1f1b, rank 0", "< 150 us"],
+    "held": ["held, mlp pipedream 2 ranks", "stage 1", "within 10% (activations"],
+    "wire": ["wire, 100 MB/s", "layer_dist, no codec", "MiB a batch", "codec ms a batch"],
+    "factory": ["factory, rank 3", "after a step", "factory, whole, rank 0"],
+}
+
+
+@pytest.mark.processes
+def test_suites_run_small(tmp_path, capsys):
+    """Those whose contestants no other test runs."""
+    out = tmp_path / "new" / "report.md"
+    assert cli.main([*SHOWN, "--quick", "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert out.read_text() == said.out
+    assert f"command: python scripts/bench.py {' '.join(SHOWN)} --quick" in said.out
+    for suite, words in SHOWN.items():
+        assert [word for word in words if word not in said.out] == [], suite
+    assert "round 1/1: layer_dist, no codec" in said.err
+
+
+def rows_of(part, series, bounds, monkeypatch):
+    """Return the rows of a suite whose race goes as said, by contestant."""
+    monkeypatch.setattr(contestants, "run_world", lambda *_, **__: [(series, bounds)])
+    return {row.contestant: row for row in part(Scale(2), print)}
+
+
+def test_everybody_is_held_against_its_bound_our_1f1b_and_torchs(monkeypatch):
+    seconds = {"1f1b": 1.0, "torch 1f1b": 1.0, "zb_h1": 0.8, "torch zb_h1": 0.84, "v_min": 1.25}
+    series = {f"{name}, m = 8": [s, s] for name, s in seconds.items()}
+    (part,) = cli.SUITES["schedules"]
+    rows = rows_of(part, series, dict.fromkeys(series, 0.78), monkeypatch)
+    found = rows["zb_h1, m = 8"]
+    assert found.benchmark == "schedules, 4 ranks"
+    assert found.ratios == pytest.approx({"of bound": 0.975, "x 1f1b": 1.25, "x torch's": 1.05})
+    assert found.targets == {"of bound >= 0.97": True, "x torch's >= 1.00": True, "x 1f1b >= 1.12": True}
+    assert rows["v_min, m = 8"].ratios == pytest.approx({"of bound": 0.624, "x 1f1b": 0.8})
+    assert rows["torch 1f1b, m = 8"].targets == {}
+
+
+def test_the_targets_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    series = {"1f1b": 0.010, "gpipe": 0.012, "pipedream": 0.008, "torch 1f1b": 0.01, "torch gpipe": 0.011}
+    series |= {"1f1b, CUDA graphs": 0.0051, "pipedream, CUDA graphs": 0.004}
+    pair, *_, one = cli.SUITES["gpu"]
+    rows = rows_of(pair, {name: [s] * 2 for name, s in series.items()}, {}, monkeypatch)
+    assert {name: list(row.targets.values()) for name, row in rows.items()} == {
+        "1f1b": [True],
+        "gpipe": [False],
+        "pipedream": [True],
+        "1f1b, CUDA graphs": [False],
+        "pipedream, CUDA graphs": [True],
+        "torch 1f1b": [],
+        "torch gpipe": [],
+    }
+    rows = rows_of(one, {models.PLAIN: [0.97, 0.97], "1f1b": [1.0, 1.0]}, {}, monkeypatch)
+    assert (rows["1f1b"].targets, rows[models.PLAIN].targets) == ({"x plain loop >= 0.97": True}, {})
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["gpu"]) == cli.FAILED
+    said = "Suite gpu FAILED: it needs a GPU that torch can use; --quick rehearses it"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["sleeep"], "there is no sleeep; choose from schedules, jitter"),
+        (["--rounds", "0"], "must be 1 or more; got 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments, why, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_part_that_fails_is_said_and_the_others_go_on(monkeypatch, capsys):
+    def failing(scale, say):
+        yield Row("a, first", "1f1b", [1.0], "ms")
+        raise cli.WorldFailed("rank 1 failed:\nTraceback\nValueError: no more")
+
+    def going_on(scale, say):
+        yield Row("a, second", "1f1b", [1.0], "ms")
+
+    monkeypatch.setattr(cli, "SUITES", {"a": [failing, going_on]})
+    assert cli.main([]) == 1
+    said = capsys.readouterr().out
+    assert "Suite a FAILED: ValueError: no more" in said
+    assert "a, first" in said
+    assert "a, second" in said
+
+
+def test_an_interruption_keeps_what_was_measured(monkeypatch, capsys):
+    def interrupted(scale, say):
+        yield Row("done before", "1f1b", [1.0], "ms")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "SUITES", {"b": [interrupted]})
+    assert cli.main([]) == 130
+    said = capsys.readouterr().out
+    assert "done before" in said
+    assert "INTERRUPTED in suite b: what follows it is missing." in said
