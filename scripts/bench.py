@@ -1,6 +1,6 @@
 """Benchmark pipetrain beside everything else, in one Markdown table. Works without installing.
 
-python scripts/bench.py [SUITE ...] --out docs/results/bench.md
+python scripts/bench.py [SUITE ...] --out FILE
 """
 
 import sys

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from safetensors.torch import load_file
 from torch import Tensor
 
-from comparison.processes import marked
+from comparison.processes import kill_marked, marked
 from pipetrain.checkpoint.files import CHECKPOINTS, newest_first
 from pipetrain.untrusted import DamagedCheckpoint
 
@@ -99,10 +99,10 @@ def train(
         try:
             said, _ = process.communicate(timeout=kill_after)
         except subprocess.TimeoutExpired:
-            hit = kill(marked(f"{MARK}={mark}".encode()) & marked(f"RANK={rank}".encode()))
+            hit = kill(marked(f"{MARK}={mark}") & marked(f"RANK={rank}"))
             said, _ = process.communicate(timeout=DEADLINE_S)
     finally:  # ranks outlive a torchrun that is killed
-        kill(marked(f"{MARK}={mark}".encode()))
+        kill_marked(f"{MARK}={mark}")
     return process.returncode, hit, said
 
 

@@ -1,8 +1,12 @@
 """What is asked for: command line and experiment put together into the runs to make.
 
-Everything that can be known to be wrong is refused here, before the first run starts, because the last one
-may be hours away. Runs go seed by seed, all methods of a seed one after another, so that no method pays for
-a machine that slows down in the meantime.
+A method is a name and the overrides that make it; a schedule alone is the method of its own name. An
+experiment is a file with models, methods, seeds and overrides, and the record: what somebody else has
+reported for the same methods.
+
+What can be known to be wrong is refused here, before the first run starts, because the last one may be hours
+away. Runs go seed by seed, all methods of a seed one after another, so that no method pays for a machine that
+slows down in the meantime.
 """
 
 from __future__ import annotations
@@ -11,28 +15,105 @@ import argparse
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from comparison import experiment
-from comparison.experiment import (
-    Experiment,
-    Method,
-    Record,
-    merged,
-    of_schedule,
-    parse_method,
-    refuse_alike,
-    split,
-)
-from comparison.runs import Spec
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from pipetrain.cli import conf_dir
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 
+FOLDER = Path(__file__).with_name("experiments")
 OWN = {"schedule": "--schedules", "seed": "--seeds", "run_dir": "--out", "model": "--models"}
 OF_ONE_VALUE = ("--method", "--experiment", "--nproc", "--out")
 OVERRIDE = re.compile(r"[+~]{0,2}[\w.@/]+=")
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A name, such as `fbp + topk`, and its overrides, such as `schedule=fbp codec.backward=topk`."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+    @property
+    def slug(self) -> str:
+        """The name as a part of a folder's name: `fbp_topk`."""
+        return re.sub(r"[^\w.]+", "_", self.name, flags=re.ASCII).strip("._")
+
+    @property
+    def schedule(self) -> str:
+        """The schedule among the overrides."""
+        return dict(map(split, self.overrides))["schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One run to be made."""
+
+    method: Method
+    seed: int
+    model: str | None  # None: whatever the overrides say
+    overrides: tuple[str, ...]
+    nproc: int
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return "-".join(filter(None, [self.model, self.method.slug, f"seed{self.seed}"]))
+
+    @property
+    def title(self) -> str:
+        """The run's name to a reader."""
+        return " ".join(filter(None, [self.model, self.method.name, f"seed {self.seed}"]))
+
+    @property
+    def arguments(self) -> list[str]:
+        """All overrides but the folder."""
+        model = [f"model={self.model}"] if self.model else []
+        return [*self.overrides, *model, *self.method.overrides, f"seed={self.seed}"]
+
+
+@dataclass
+class ReportedRow:
+    """A row of the record as it was printed. `beside`: our model and method. `faults`: names of footnotes."""
+
+    beside: list[str] = MISSING
+    method: str = "-"
+    model: str = "-"
+    device: str = "-"
+    data_worker: str = "-"
+    buffer_size: str = "-"
+    epoch: int | None = None
+    acc: float | None = None  # percent
+    eachtime: float | None = None  # seconds
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """Where the rows come from, and what is known to be wrong with them."""
+
+    source: str = ""
+    dataset: str = ""
+    rows: list[ReportedRow] = MISSING
+    faults: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Experiment:
+    """A file: OmegaConf checks it against these types. `models`, `methods`: the overrides of each."""
+
+    title: str = ""
+    nproc: int = 2
+    seeds: list[int] = field(default_factory=lambda: [0])
+    overrides: list[str] = field(default_factory=list)
+    models: dict[str, list[str]] = field(default_factory=dict)
+    methods: dict[str, list[str]] = field(default_factory=dict)
+    record: Record | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +126,7 @@ class Request:
     specs: list[Spec]
     out: Path
     fresh: bool
-    experiment: Experiment | None
+    experiment: Experiment
     typed: str
 
     @property
@@ -53,10 +134,16 @@ class Request:
         """The names of its methods, in the order of the rows."""
         return list(dict.fromkeys(spec.method.name for spec in self.specs))
 
-    @property
-    def record(self) -> Record | None:
-        """What somebody else has reported for the same."""
-        return self.experiment.record if self.experiment else None
+
+def split(word: str) -> tuple[str, str]:
+    """Return an override's key, without a leading + or ~, and its value."""
+    key, _, value = word.partition("=")
+    return key.lstrip("+~"), value
+
+
+def names(group: str) -> list[str]:
+    """Return the choices of a group of the configuration."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,7 +154,8 @@ def parser() -> argparse.ArgumentParser:
         epilog="Words such as model=vgg16 epochs=5, and all after --, are overrides for every run.",
         allow_abbrev=False,
     )
-    made.add_argument("--experiment", metavar="NAME", help=f"{', '.join(experiment.names())}, or FILE.yaml")
+    known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+    made.add_argument("--experiment", metavar="NAME", help=f"{known}, or FILE.yaml")
     made.add_argument("--schedules", nargs="+", metavar="NAME", default=[], help=", ".join(names("schedule")))
     made.add_argument(
         "--method",
@@ -85,17 +173,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def names(group: str) -> list[str]:
-    """Return the choices of a group of the configuration."""
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
-
-
 def read(arguments: Sequence[str]) -> Request:
     """Read a command line. Raises ConfigError for what cannot be meant; argparse's own errors exit."""
     before, overrides = _apart(arguments)
     options = parser().parse_args(before)
-    asked = experiment.load(options.experiment) if options.experiment else None
-    specs = _specs(options, overrides, asked or Experiment(methods={}))
+    asked = load(options.experiment) if options.experiment else Experiment()
+    specs = list(_specs(options, overrides, asked))
     typed = shlex.join(word for word in arguments if word != "--fresh")
     return Request(specs, options.out or _default_out(options, overrides), options.fresh, asked, typed)
 
@@ -111,81 +194,54 @@ def _apart(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return before, (*words, *arguments[cut + 1 :])
 
 
-def _specs(options: argparse.Namespace, overrides: tuple[str, ...], asked: Experiment) -> list[Spec]:
-    chosen = _methods(options, asked)
-    _check_names("--models", options.models, names("model"))
-    _check_names("--seeds", options.seeds)
-    given = _given(overrides, chosen)
-    for key, option in OWN.items():
-        if key in given and (key != "model" or options.models):
-            raise ConfigError(f"{key} is set by {option}; leave {key}={given[key]} out of the overrides")
-    stages = given.get("stages", "")
-    nproc = int(stages) if stages.isdecimal() else asked.nproc
-    nproc = nproc if options.nproc is None else options.nproc
-    if nproc < 1:
-        raise ConfigError(f"--nproc must be 1 or more; got {nproc}")
-    models: list[str | None] = options.models or ([] if "model" in given else list(asked.models)) or [None]
-    words = {
-        model: merged(asked.overrides, asked.models.get(model or given.get("model", ""), ()), overrides)
-        for model in models
-    }
-    specs = [
-        Spec(method, seed, model, words[model], nproc)
-        for seed in options.seeds or asked.seeds
-        for model in models
-        for method in chosen
-    ]
-    _refuse_other_tasks(specs)
-    return specs
+def load(name: str) -> Experiment:
+    """Read an experiment by its name, or from a file that ends in .yaml. Raises ConfigError."""
+    path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
+    try:
+        data: Any = OmegaConf.merge(OmegaConf.structured(Experiment), OmegaConf.load(path))
+        made = OmegaConf.to_object(data)
+    except OSError as error:
+        known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+        reason = f"{path} cannot be read: {error.strerror}"
+        raise ConfigError(f"--experiment: {reason}; choose from {known}, or FILE.yaml") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error.full_key}: {str(error).partition(chr(10))[0]}") from error
+    except Exception as error:  # whatever YAML raises
+        raise ConfigError(f"--experiment: {path} is no YAML: {one_line(error)}") from error
+    assert isinstance(made, Experiment)
+    made.title = made.title or path.stem
+    if not made.methods or not made.seeds:
+        raise ConfigError(f"{path}: an experiment needs methods, a list of overrides each, and seeds")
+    for words in (made.overrides, *made.models.values()):
+        _check_overrides(words, str(path))
+    for method, words in made.methods.items():
+        make_method(method, words, f"{path}: method {method}")
+    for row in made.record.rows if made.record else ():
+        if unknown := set(row.faults) - set(made.record.faults):  # type: ignore[union-attr]
+            raise ConfigError(f"{path}: {min(unknown)} is none of the record's faults")
+    return made
 
 
-def _refuse_other_tasks(specs: Sequence[Spec]) -> None:
-    """Raise ConfigError for overrides that give some of the runs other metrics."""
-    tasks = {spec.title: " ".join(_task(spec)) or "the default task" for spec in specs}
-    (title, first), *others = tasks.items()
-    for other, task in others:
-        if task != first:
-            raise ConfigError(
-                f"{title} has {first}, and {other} has {task}: their metrics may differ; compare them in two "
-                "comparisons, or give all runs the same metrics="
-            )
+def make_method(name: str, overrides: Sequence[str], where: str) -> Method:
+    """Make a method, or raise ConfigError, which says `where` it was written."""
+    _check_overrides(overrides, where)
+    method = Method(name, tuple(overrides))
+    if not method.slug:
+        raise ConfigError(f"{where}: a method needs a name with letters or digits, for its folder")
+    keys = [key for key, _ in map(split, overrides)]
+    if keys.count("schedule") != 1:
+        raise ConfigError(f"{where}: a method needs one schedule=NAME among its overrides")
+    for key in ("seed", "model", "run_dir"):
+        if key in keys:
+            raise ConfigError(f"{where}: a method cannot set {key}; leave {key}= out of it")
+    _check_names(where, [method.schedule], names("schedule"))
+    return method
 
 
-def _task(spec: Spec) -> list[str]:
-    """Return the overrides that decide a run's metrics."""
-    words = [(split(word)[0].partition(".")[0], word) for word in spec.arguments]
-    metrics = [word for key, word in words if key == "metrics"]
-    return metrics or [word for key, word in words if key in ("experiment", "task", "loss")]
-
-
-def _methods(options: argparse.Namespace, asked: Experiment) -> list[Method]:
-    """Return the rows: those named on the command line, else the experiment's."""
-    known = {method.name: method for method in asked.made_methods()}
-    _check_names("--schedules", options.schedules, names("schedule"))
-    chosen = [known.get(name) or of_schedule(name) for name in options.schedules]
-    chosen += [parse_method(text, known.values()) for text in options.method]
-    chosen = chosen or list(known.values())
-    if not chosen:
-        raise ConfigError("there is nothing to compare: give --schedules, --method or --experiment")
-    for method in chosen:
-        _check_names(f"method {method.name}", [method.schedule], names("schedule"))
-    refuse_alike(chosen)
-    return chosen
-
-
-def _given(overrides: Sequence[str], chosen: Sequence[Method]) -> dict[str, str]:
-    """Return the overrides of every run by key. Raises ConfigError for what is none, or set by a method."""
-    for override in overrides:
-        if override.startswith("-") or "=" not in override:
-            raise ConfigError(f"after -- come overrides such as epochs=5; got {override}")
-    given = dict(map(split, overrides))
-    for method in chosen:
-        for key, _ in map(split, method.overrides):
-            if key in given and key not in OWN:
-                raise ConfigError(
-                    f"{key} is set by the method {method.name}; leave {key}={given[key]} out of the overrides"
-                )
-    return given
+def _check_overrides(words: Sequence[str], where: str) -> None:
+    for word in words:
+        if word.startswith("-") or "=" not in word:
+            raise ConfigError(f"{where}: {word} is no override, such as codec.backward=int8")
 
 
 def _check_names(option: str, given: Sequence[object], known: Sequence[str] | None = None) -> None:
@@ -194,6 +250,62 @@ def _check_names(option: str, given: Sequence[object], known: Sequence[str] | No
             raise ConfigError(f"{option}: there is no {name}; choose from {', '.join(known)}")
         if count > 1:
             raise ConfigError(f"{option}: {name} is given twice")
+
+
+def _methods(options: argparse.Namespace, asked: Experiment) -> Iterator[Method]:
+    """Give the rows: those named on the command line, else the experiment's."""
+    known = {name: make_method(name, words, name) for name, words in asked.methods.items()}
+    _check_names("--schedules", options.schedules, names("schedule"))
+    for name in options.schedules:
+        yield known.get(name) or Method(name, (f"schedule={name}",))
+    for text in options.method:
+        name, colon, words = (part.strip() for part in text.partition(":"))
+        if not colon and name not in known:
+            choices = f"choose from {', '.join(known)}, or say" if known else "say"
+            raise ConfigError(f"--method: there is no {name}; {choices} what it is: '{name}: schedule=...'")
+        yield make_method(name, words.split(), f"--method {name}") if colon else known[name]
+    if not options.schedules and not options.method:
+        yield from known.values()
+
+
+def _specs(options: argparse.Namespace, overrides: tuple[str, ...], asked: Experiment) -> Iterator[Spec]:
+    methods = list(_methods(options, asked))
+    if not methods:
+        raise ConfigError("there is nothing to compare: give --schedules, --method or --experiment")
+    for slug, count in Counter(method.slug.lower() for method in methods).items():
+        if count > 1:
+            raise ConfigError(f"{count} methods would share the folder {slug}; rename one")
+    _check_names("--models", options.models, names("model"))
+    _check_names("--seeds", options.seeds)
+    _check_overrides(overrides, "after --")
+    given = dict(map(split, overrides))
+    for key, option in OWN.items():
+        if key in given and (key != "model" or options.models):
+            raise ConfigError(f"{key} is set by {option}; leave {key}={given[key]} out of the overrides")
+    for method in methods:
+        for key in given.keys() & dict(map(split, method.overrides)).keys() - OWN.keys():
+            raise ConfigError(
+                f"{key} is set by the method {method.name}; leave {key}={given[key]} out of the overrides"
+            )
+    stages = given.get("stages", "")
+    nproc = options.nproc if options.nproc is not None else int(stages) if stages.isdecimal() else asked.nproc
+    if nproc < 1:
+        raise ConfigError(f"--nproc must be 1 or more; got {nproc}")
+    models: list[str | None] = options.models or ([] if "model" in given else list(asked.models)) or [None]
+    for seed in options.seeds or asked.seeds:
+        for model in models:
+            own = asked.models.get(model or given.get("model", ""), [])
+            words = merged(asked.overrides, own, overrides)
+            yield from (Spec(method, seed, model, words, nproc) for method in methods)
+
+
+def merged(*lists: Sequence[str]) -> tuple[str, ...]:
+    """Join overrides; those of a later list replace those of the same key in earlier ones."""
+    words: list[str] = []
+    for later in lists:
+        keys = {split(word)[0] for word in later}
+        words = [word for word in words if split(word)[0] not in keys] + list(later)
+    return tuple(words)
 
 
 def _default_out(options: argparse.Namespace, overrides: Sequence[str]) -> Path:

@@ -1,4 +1,4 @@
-"""The runs of a comparison: what each is, whether its folder holds it, how it is started, and on what.
+"""The runs of a comparison: whether a folder holds one, how it is started, and on what.
 
 Each run has a folder, `OUT/runs/NAME`, and its output beside it in `NAME.log`. `compare.json` in the folder
 says by which overrides the run was started. A run is done when these are the same, its command did not fail,
@@ -27,81 +27,50 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from comparison.experiment import Method
-from comparison.metric import Metric, metric_of
-from comparison.processes import Workers
+from comparison.figures import metric_of
+from comparison.processes import PIPETRAIN, run
+from comparison.request import Spec
 from pipetrain.cli import quoted
 from pipetrain.errors import ConfigError
 
 Summary = dict[str, Any]
 
-NEEDED = "model data schedule device lr batch_size data_workers buffer_size epochs updates"
-NEEDED += " best_epoch samples_per_s epoch_s total_s"  # and the metric of the last and of the best epoch
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """One run to be made."""
-
-    method: Method
-    seed: int
-    model: str | None  # None: whatever the overrides say
-    overrides: tuple[str, ...]
-    nproc: int
-
-    @property
-    def name(self) -> str:
-        """The name of the run's folder."""
-        return "-".join(filter(None, [self.model, self.method.slug, f"seed{self.seed}"]))
-
-    @property
-    def title(self) -> str:
-        """The run's name to a reader."""
-        return " ".join(filter(None, [self.model, self.method.name, f"seed {self.seed}"]))
-
-    @property
-    def arguments(self) -> list[str]:
-        """All overrides but the folder."""
-        model = [f"model={self.model}"] if self.model else []
-        return [*self.overrides, *model, *self.method.overrides, f"seed={self.seed}"]
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What makes it the same run."""
-        return {"overrides": self.arguments, "nproc": self.nproc}
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a run. A failed one has no summary and says why."""
+    """What became of a run. A failed one has no summary and says why.
+
+    `curves`: columns of metrics.csv. `made`: when, and on what. `other_load`: the cores that other programs
+    kept busy meanwhile, in the mean.
+    """
 
     spec: Spec
     wall_s: float
     summary: Summary | None = None
-    curves: dict[str, list[float]] = field(default_factory=dict)  # columns of metrics.csv
+    curves: dict[str, list[float]] = field(default_factory=dict)
     failure: str = ""
     kept: bool = False
-    made: dict[str, str] = field(default_factory=dict)  # when, and on what
-    other_load: float | None = None  # cores that other programs kept busy meanwhile, in the mean
-
-    @property
-    def model(self) -> str:
-        """The model, as far as it is known."""
-        return str(self.summary["model"]) if self.summary else self.spec.model or ""
+    made: dict[str, str] = field(default_factory=dict)
+    other_load: float | None = None
 
 
 def words(spec: Spec, folder: Path) -> list[str]:
-    """Return the run's command line, after `torchrun -m pipetrain`."""
+    """Return the run's command line, after `pipetrain`."""
     # No checkpoints, unless the overrides ask for them: what is compared is the training.
-    return ["checkpoint.every=null", *spec.arguments, f"run_dir={quoted(str(folder))}"]
+    return [
+        f"--nproc_per_node={spec.nproc}",
+        "checkpoint.every=null",
+        *spec.arguments,
+        f"run_dir={quoted(str(folder))}",
+    ]
 
 
 class Runs:
-    """The folder of a comparison's runs."""
+    """The folder of a comparison's runs. `command`: what starts one; the tests give another."""
 
-    def __init__(self, out: Path, workers: Workers) -> None:
+    def __init__(self, out: Path, command: Sequence[str] = PIPETRAIN) -> None:
         self._folder = out.resolve() / "runs"
-        self._workers = workers
+        self._command = command
 
     @contextmanager
     def claimed(self) -> Iterator[int]:
@@ -112,11 +81,10 @@ class Runs:
         self._folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._folder, os.O_RDONLY)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(f"another comparison is running in {self._folder.parent}") from error
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield descriptor
+        except BlockingIOError as error:
+            raise ConfigError(f"another comparison is running in {self._folder.parent}") from error
         finally:
             os.close(descriptor)
 
@@ -126,45 +94,43 @@ class Runs:
             folder = self._folder / spec.name
             if not folder.is_dir() or not any(folder.iterdir()):
                 continue
-            mark, outcome = self._found(spec)
+            mark = self._mark(spec)
             if mark is None:
                 raise ConfigError(f"{folder} was not made by a comparison; choose another --out")
-            if not fresh and outcome and not _is_same(mark, spec):
+            if not fresh and "made" in mark and not _is_same(mark, spec):
                 raise ConfigError(
-                    f"{folder} was made by other overrides ({' '.join(mark.get('overrides', []))}, "
-                    f"{mark.get('nproc')} processes); choose another --out, or start over with --fresh"
+                    f"{folder} was made by other overrides ({' '.join(mark['overrides'])}, "
+                    f"{mark['nproc']} processes); choose another --out, or start over with --fresh"
                 )
-
-    def metric(self, specs: Sequence[Spec]) -> Metric:
-        """Return the metric of the runs that are done, also by other overrides."""
-        found = (self._found(spec)[1] for spec in specs)
-        return metric_of([outcome.summary for outcome in found if outcome and outcome.summary])
 
     def kept(self, spec: Spec) -> Outcome | None:
         """Return the run if it is done."""
-        mark, outcome = self._found(spec)
-        return outcome if mark and _is_same(mark, spec) else None
+        mark = self._mark(spec)
+        if mark is None or "made" not in mark or not _is_same(mark, spec):
+            return None
+        with suppress(ValueError):
+            summary, curves = read_records(self._folder / spec.name)
+            return Outcome(spec, mark["wall_s"], summary, curves, "", True, mark["made"], mark["other_load"])
+        return None
 
     def start(self, spec: Spec, lock: int) -> Outcome:
         """Make the run, from nothing."""
         self.forget(spec)
         folder = self._folder / spec.name
         folder.mkdir()
-        _write(folder, spec.identity)
+        asked = {"overrides": spec.arguments, "nproc": spec.nproc}
+        _write(folder, asked)
         made, busy_s, begin = describe_machine(), _busy_s(), time.perf_counter()
-        status, ours_s = self._workers.run(words(spec, folder), spec.nproc, self.log(spec), keep_open=[lock])
+        status, ours_s = run([*self._command, *words(spec, folder)], spec.nproc, self.log(spec), [lock])
         wall_s = time.perf_counter() - begin
-        other = min(max(0.0, _busy_s() - busy_s - ours_s) / wall_s, float(os.cpu_count() or 1))
+        other = round(min(max(0.0, _busy_s() - busy_s - ours_s) / wall_s, float(os.cpu_count() or 1)), 2)
         try:
             if status:
                 raise ValueError(f"status {status}")
             summary, curves = read_records(folder)
         except ValueError as error:
-            _write(folder, {**spec.identity, "failed": str(error)})
             return Outcome(spec, wall_s, failure=str(error), made=made)
-        _write(
-            folder, {**spec.identity, "wall_s": round(wall_s, 1), "other_load": round(other, 2), "made": made}
-        )
+        _write(folder, {**asked, "wall_s": round(wall_s, 1), "other_load": other, "made": made})
         return Outcome(spec, wall_s, summary, curves, made=made, other_load=other)
 
     def forget(self, spec: Spec) -> None:
@@ -181,42 +147,17 @@ class Runs:
         said = self.log(spec).read_text(errors="replace").splitlines()
         return [line.rstrip() for line in said if line.strip()][-lines:]
 
-    def _found(self, spec: Spec) -> tuple[dict[str, Any] | None, Outcome | None]:
-        """Return what compare.json says, None where there is none, and the run if it finished."""
-        folder = self._folder / spec.name
+    def _mark(self, spec: Spec) -> dict[str, Any] | None:
+        """Return what compare.json says, None where there is none."""
         try:
-            mark = json.loads((folder / "compare.json").read_text())
+            mark: dict[str, Any] = json.loads((self._folder / spec.name / "compare.json").read_text())
         except (OSError, ValueError):
-            return None, None
-        try:
-            summary, curves = read_records(folder)
-        except ValueError:
-            return mark, None
-        wall_s, made = mark.get("wall_s", summary["total_s"]), mark.get("made", {})
-        done = Outcome(spec, wall_s, summary, curves, "", True, made, mark.get("other_load"))
-        return mark, None if "failed" in mark else done
-
-
-def read_records(folder: Path) -> tuple[Summary, dict[str, list[float]]]:
-    """Return a run's summary and the curve of its metric. Raises ValueError where they are not whole."""
-    try:
-        summary = json.loads((folder / "summary.json").read_text())
-        metric = f"val_{metric_of([summary]).name}"
-        missing = [key for key in (*NEEDED.split(), metric, f"best_{metric}") if key not in summary]
-        with (folder / "metrics.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        if not rows:
-            raise ValueError("no epoch")
-        curves = {key: [float(row[key]) for row in rows] for key in ("epoch", metric, "elapsed_s")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"it left no whole summary.json and metrics.csv: {error}") from error
-    if missing:
-        raise ValueError(f"its summary.json lacks {', '.join(missing)}")
-    return summary, curves
+            return None
+        return mark
 
 
 def _is_same(mark: dict[str, Any], spec: Spec) -> bool:
-    return all(mark.get(key) == value for key, value in spec.identity.items())
+    return (mark["overrides"], mark["nproc"]) == (spec.arguments, spec.nproc)
 
 
 def _write(folder: Path, mark: dict[str, Any]) -> None:
@@ -224,6 +165,20 @@ def _write(folder: Path, mark: dict[str, Any]) -> None:
     new = folder / "compare.json.new"
     new.write_text(json.dumps(mark, indent=2) + "\n")
     new.replace(folder / "compare.json")
+
+
+def read_records(folder: Path) -> tuple[Summary, dict[str, list[float]]]:
+    """Return a run's summary and the curve of its metric. Raises ValueError where they are not whole."""
+    try:
+        summary: Summary = json.loads((folder / "summary.json").read_text())
+        metric = metric_of([summary])
+        metric.value(summary, "best_val")
+        with (folder / "metrics.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        keys = ("epoch", f"val_{metric.name}", "elapsed_s")
+        return summary, {key: [float(row[key]) for row in rows] for key in keys}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"it left no whole summary.json and metrics.csv: {error}") from error
 
 
 def _busy_s() -> float:

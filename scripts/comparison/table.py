@@ -1,9 +1,12 @@
-"""The comparison as a table: Markdown to read, CSV to compute with.
+"""The comparison as tables: Markdown to read, CSV to compute with, and rows for the report.
 
 What it shows of every comparison is what to trust: the last epoch, and means over the seeds with their
 deviation. Beside a published record come its columns, with its meaning: the best epoch of all seeds and its
 accuracy, which flatters, because it is chosen on the test set. Where another metric is compared, such as
 perplexity, it takes the place of accuracy.
+
+A record is shown as it was reported, with what is known to be wrong with it in footnotes. Its times are of
+other machines, so what is to be compared is the ratio, to the same method on both sides.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ import csv
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite, nan
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from comparison.metric import Metric, metric_of, metrics_of
+from comparison.figures import ACCURACY, Metric, dash, deviation, duration, metric_of, size, times, two
+from comparison.request import Record
 from comparison.runs import Outcome, Summary
 
 FILES = ("table.md", "table.csv", "runs.csv")
@@ -43,21 +46,15 @@ class Row:
         return [outcome.summary for outcome in self.outcomes if outcome.summary is not None]
 
     @property
-    def seeds(self) -> str:
-        """How many runs finished, and of how many where some failed."""
-        done, made = len(self.done), len(self.outcomes)
-        return str(made) if done == made else f"{done} of {made}"
+    def metric(self) -> Metric:
+        """What its runs are compared by."""
+        return metric_of(self.done)
 
     @property
     def best(self) -> Summary:
         """The summary of the run with the best epoch of all; empty where none finished."""
         metric = self.metric
         return max(self.done, key=lambda summary: metric.worth(metric.value(summary, "best_val")), default={})
-
-    @property
-    def metric(self) -> Metric:
-        """What its runs are compared by."""
-        return metric_of(self.done)
 
     @property
     def last(self) -> list[float]:
@@ -87,139 +84,19 @@ class Row:
         return "; ".join(_distinct(self.done, key))
 
 
-def two(value: float) -> str:
-    """Write a number with two digits after the point."""
-    return f"{value:.2f}"
-
-
-def times(value: float) -> str:
-    """Write a factor: `1.50x`."""
-    return f"{value:.2f}x"
-
-
-def duration(seconds: float) -> str:
-    """Write seconds as `8.3s`, `21s`, `2m36s` or `1h02m`."""
-    if round(seconds, 1) < 10:
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def size(nbytes: float) -> str:
-    """Write bytes as `512 B`, `3.07 MB` or `1.64 GB`, by powers of 1000."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= 0.9995 * factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def dash(value: float | None, form: Callable[[float], str]) -> str:
-    """Write a value, None as a dash."""
-    return "-" if value is None else form(value)
-
-
-def deviation(values: Sequence[float]) -> float:
-    """Return the sample deviation; NaN where a value is infinite or NaN."""
-    return stdev(values) if all(map(isfinite, values)) else nan
-
-
-METRIC = "{metric}"
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column: what it says of a row, and how a number is written.
-
-    A value that is a list has an entry a seed, and is shown as mean and sample deviation: `90.00 ± 1.00`. The
-    name of the metric stands for METRIC in a column's name, and its values are written as it says.
-    """
-
-    name: str
-    value: Callable[[Row], str | float | list[float] | None]
-    form: Callable[[float], str] = two
-
-    def cell(self, row: Row) -> str:
-        """Return what is printed; a dash where there is nothing to say, `failed` where no run finished."""
-        value = self.value(row)
-        if self in (BEST, LAST) and not row.done:
-            return "failed"
-        if value is None or isinstance(value, str):
-            return value or "-"
-        values = value if isinstance(value, list) else [value]
-        if not values:
-            return "-"
-        mean = fmean(values) if len(values) > 1 else values[0]
-        form = partial(row.metric.number, level=mean) if METRIC in self.name else self.form
-        return form(mean) + (f" ± {form(deviation(values))}" if len(values) > 1 else "")
-
-    def head(self, metric: Metric) -> str:
-        """Return its name in a comparison by a metric."""
-        return self.name.replace(METRIC, metric.name)
-
-
-TEXT = ("method", "dataset", "model", "device")
-METHOD = Column("method", lambda row: row.method)
-MODEL = Column("model", lambda row: row.model)
-BEST = Column(METRIC, lambda row: row.metric.value(row.best, "best_val") if row.done else None)
-EACHTIME = Column("eachtime", lambda row: row.mean("epoch_s"), duration)
-LAST = Column(f"last_{METRIC}", lambda row: row.last)
-SPEEDUP = Column("speedup", lambda row: row.speedup(), times)
-RECORD = (
-    METHOD,
-    Column("dataset", lambda row: row.alike("data")),
-    MODEL,
-    Column("device", lambda row: row.alike("device")),
-    Column("lr", lambda row: row.alike("lr")),
-    Column("batch_size", lambda row: row.alike("batch_size")),
-    Column("data_worker", lambda row: row.alike("data_workers")),
-    Column("buffer_size", lambda row: row.alike("buffer_size")),
-    Column("epoch", lambda row: row.best.get("best_epoch"), str),
-    BEST,
-    EACHTIME,
-)
-RESULTS = (
-    LAST,
-    SPEEDUP,
-    Column("train_s", lambda row: row.values("epoch_s")),
-    Column("whole_s", lambda row: [summary["total_s"] / summary["epochs"] for summary in row.done]),
-    Column(f"best_{METRIC}", lambda row: [row.metric.value(summary, "best_val") for summary in row.done]),
-    Column("bytes", lambda row: row.mean("bytes_per_epoch"), size),
-    Column("bytes_ratio", lambda row: row.ratio("bytes_per_epoch"), lambda value: f"{value:.3f}"),
-    Column("codec_s", lambda row: row.mean("codec_s_per_epoch")),
-    Column("seeds", lambda row: row.seeds),
-)
-MEANING = {
-    "epoch": "epoch and {metric}: the best epoch of all seeds, counted from 1, and its test {title}",
-    "eachtime": "eachtime: mean time of an epoch's training, without evaluation",
-    LAST.name: "last_{metric}: mean test {title} after the last epoch",
-    "speedup": "speedup: train_s of the model's first row over that of the row",
-    "train_s": "train_s: seconds of an epoch's training; whole_s: with evaluation and all else",
-    f"best_{METRIC}": "best_{metric}: mean of each seed's best epoch",
-    "bytes": "bytes: on the wire in an epoch's training; bytes_ratio: to those of the model's first row",
-    "codec_s": "codec_s: seconds of an epoch in codecs, all stages together",
-}
-
-
 def make_rows(outcomes: Sequence[Outcome]) -> list[Row]:
     """Return a row for each model and method, models apart, both in the order in which they come."""
-    models: dict[str | None, dict[str, list[Outcome]]] = {}
-    for outcome in outcomes:
-        methods = models.setdefault(outcome.spec.model, {})
-        methods.setdefault(outcome.spec.method.name, []).append(outcome)
     order = list(dict.fromkeys(outcome.spec.method.name for outcome in outcomes))
     rows: list[Row] = []
-    for asked, methods in models.items():
+    for asked in dict.fromkeys(outcome.spec.model for outcome in outcomes):
+        mine = [outcome for outcome in outcomes if outcome.spec.model == asked]
         # A run that failed may not know its model by itself, where only an override names it.
-        known = (outcome.model for mine in methods.values() for outcome in mine if outcome.summary)
-        model = next(known, asked or "")
+        model = next((str(outcome.summary["model"]) for outcome in mine if outcome.summary), asked or "")
         first: Row | None = None
-        for method in sorted(methods, key=order.index):
-            rows.append(Row(model, method, methods[method], first))
-            first = first or rows[-1]
+        for method in order:
+            if runs := [outcome for outcome in mine if outcome.spec.method.name == method]:
+                rows.append(Row(model, method, runs, first))
+                first = first or rows[-1]
     return rows
 
 
@@ -240,37 +117,213 @@ def _distinct(facts: Sequence[Summary | dict[str, str]], key: str) -> list[str]:
     return list(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
 
 
-def write(out: Path, rows: Sequence[Row], beside: str | None = None) -> str:
-    """Write table.md, table.csv and runs.csv; return the Markdown.
+# Columns
 
-    `beside`: the record's table in Markdown; None where there is no record, whose columns are then left out.
+METRIC = "{metric}"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: what it says of a row, how a number is written, and what it means.
+
+    A value that is a list has an entry a seed, and is shown as mean and sample deviation: `90.00 ± 1.00`. The
+    name of the metric stands for METRIC in a column's name, and its values are written as it says.
     """
-    shown = filled((METHOD, MODEL, *RESULTS) if beside is None else (*RECORD, *RESULTS), rows)
-    head = [column.head(compared(rows)) for column in shown]
-    lines = [head, *([column.cell(row) for column in shown] for row in rows)]
-    text = aligned(lines, TEXT) + "\n" + "\n".join([meaning(shown, rows), *remarks(rows)]) + "\n"
-    text += f"\n{beside}" if beside else ""
-    (out / "table.md").write_text(text)
-    _write_csv(out / "table.csv", [_plain(row, compared(rows)) for row in rows])
-    _write_csv(out / "runs.csv", [_run(outcome) for row in rows for outcome in row.outcomes])
-    return text
+
+    name: str
+    value: Callable[[Row], str | float | list[float] | None]
+    form: Callable[[float], str] = two
+    meaning: str = ""
+
+    def cell(self, row: Row) -> str:
+        """Return what is printed; a dash where there is nothing to say, `failed` where no run finished."""
+        value = self.value(row)
+        if self in (BEST, LAST) and not row.done:
+            return "failed"
+        if value is None or isinstance(value, str):
+            return value or "-"
+        values = value if isinstance(value, list) else [value]
+        if not values:
+            return "-"
+        mean = fmean(values) if len(values) > 1 else values[0]
+        form = partial(row.metric.number, level=mean) if METRIC in self.name else self.form
+        return form(mean) + (f" ± {form(deviation(values))}" if len(values) > 1 else "")
+
+    def head(self, metric: Metric) -> str:
+        """Return its name in a comparison by a metric."""
+        return self.name.replace(METRIC, metric.name)
 
 
-def filled(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
-    """Leave out the columns that say nothing of any row."""
-    return [column for column in columns if any(column.cell(row) != "-" for row in rows)]
+def _said(key: str) -> Callable[[Row], str]:
+    return lambda row: row.alike(key)
+
+
+def _seeds(row: Row) -> str:
+    """Return how many runs finished, and of how many where some failed."""
+    done, made = len(row.done), len(row.outcomes)
+    return str(made) if done == made else f"{done} of {made}"
+
+
+METHOD = Column("method", lambda row: row.method)
+MODEL = Column("model", lambda row: row.model)
+EPOCH = Column(
+    "epoch",
+    lambda row: row.best.get("best_epoch"),
+    str,
+    "epoch and {metric}: the best epoch of all seeds, counted from 1, and its test {title}",
+)
+BEST = Column(METRIC, lambda row: row.metric.value(row.best, "best_val") if row.done else None)
+EACHTIME = Column(
+    "eachtime",
+    lambda row: row.mean("epoch_s"),
+    duration,
+    "eachtime: mean time of an epoch's training, without evaluation",
+)
+LAST = Column(
+    f"last_{METRIC}",
+    lambda row: row.last,
+    meaning="last_{metric}: mean test {title} after the last epoch",
+)
+SPEEDUP = Column(
+    "speedup",
+    lambda row: row.speedup(),
+    times,
+    "speedup: train_s of the model's first row over that of the row",
+)
+RECORD = (
+    METHOD,
+    Column("dataset", _said("data")),
+    MODEL,
+    Column("device", _said("device")),
+    Column("lr", _said("lr")),
+    Column("batch_size", _said("batch_size")),
+    Column("data_worker", _said("data_workers")),
+    Column("buffer_size", _said("buffer_size")),
+    EPOCH,
+    BEST,
+    EACHTIME,
+)
+RESULTS = (
+    LAST,
+    SPEEDUP,
+    Column(
+        "train_s",
+        lambda row: row.values("epoch_s"),
+        meaning="train_s: seconds of an epoch's training; whole_s: with evaluation and all else",
+    ),
+    Column("whole_s", lambda row: [summary["total_s"] / summary["epochs"] for summary in row.done]),
+    Column(
+        f"best_{METRIC}",
+        lambda row: [row.metric.value(summary, "best_val") for summary in row.done],
+        meaning="best_{metric}: mean of each seed's best epoch",
+    ),
+    Column(
+        "bytes",
+        lambda row: row.mean("bytes_per_epoch"),
+        size,
+        "bytes: on the wire in an epoch's training; bytes_ratio: to those of the model's first row",
+    ),
+    Column("bytes_ratio", lambda row: row.ratio("bytes_per_epoch"), lambda value: f"{value:.3f}"),
+    Column(
+        "codec_s",
+        lambda row: row.mean("codec_s_per_epoch"),
+        meaning="codec_s: seconds of an epoch in codecs, all stages together",
+    ),
+    Column("seeds", _seeds),
+)
+
+
+# Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A head and lines of cells, with notes below. `text`: the columns that hold words."""
+
+    name: str
+    head: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    text: Collection[str] = ("method", "dataset", "model", "device")
+
+    def markdown(self) -> str:
+        """Return it with its notes as Markdown."""
+        return aligned([self.head, *self.lines], self.text) + "\n" + "\n".join(self.notes) + "\n"
 
 
 def aligned(lines: Sequence[Sequence[str]], text: Collection[str]) -> str:
     """Return lines of cells, the head first, as a Markdown table. `text`: the columns that hold words."""
-    head = [name.removeprefix("record: ") in text for name in lines[0]]
+    words = [name.removeprefix("record: ") in text for name in lines[0]]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-    rule = ["-" * w if words else "-" * (w - 1) + ":" for words, w in zip(head, widths, strict=True)]
+    rule = ["-" * w if left else "-" * (w - 1) + ":" for left, w in zip(words, widths, strict=True)]
     said = ""
     for line in (lines[0], rule, *lines[1:]):
-        cells = zip(line, head, widths, strict=True)
-        said += f"| {' | '.join(c.ljust(w) if words else c.rjust(w) for c, words, w in cells)} |\n"
+        cells = zip(line, words, widths, strict=True)
+        said += f"| {' | '.join(c.ljust(w) if left else c.rjust(w) for c, left, w in cells)} |\n"
     return said
+
+
+def results(rows: Sequence[Row], record: Record | None) -> Table:
+    """Return the table of results, in the columns of a record where there is one."""
+    columns = (*RECORD, *RESULTS) if record else (METHOD, MODEL, *RESULTS)
+    shown = [column for column in columns if any(column.cell(row) != "-" for row in rows)]
+    lines = [[column.cell(row) for column in shown] for row in rows]
+    notes = [meaning(shown, rows), *remarks(rows)]
+    return Table("Results", [column.head(compared(rows)) for column in shown], lines, notes)
+
+
+OURS = (MODEL, METHOD, BEST, LAST, EACHTIME, SPEEDUP)
+AS_PRINTED = ("method", "model", "device", "data_worker", "buffer_size")
+THEIRS = (*AS_PRINTED, "epoch", "acc", "eachtime", "speedup", "notes")
+
+
+def beside(rows: Sequence[Row], record: Record | None) -> Table | None:
+    """Return ours beside the record's, by model and method; nothing where it has none of ours."""
+    lines: list[list[str]] = []
+    faults: list[str] = list(record.faults) if record else []
+    used: set[int] = set()
+    reported: list[Row] = []
+    for row in rows:
+        ours = [column.cell(row) for column in OURS]
+        found = _reported(row, record)
+        base = next(iter(_reported(row.first or row, record)), None)
+        for one in found:
+            known = base and base.eachtime and one.eachtime
+            speedup = base.eachtime / one.eachtime if known else None  # type: ignore[union-attr]
+            numbers = [1 + faults.index(name) for name in one.faults]
+            figures = [dash(one.epoch, str), dash(one.acc, two), dash(one.eachtime, duration)]
+            figures += [dash(speedup, times), " ".join(f"[{number}]" for number in numbers)]
+            lines.append([*ours, *(getattr(one, key) for key in AS_PRINTED), *figures])
+            used |= set(numbers)
+            ours = [""] * len(OURS)
+        if not found:
+            lines.append([*ours, *["-"] * (len(THEIRS) - 1), ""])
+        reported += [row] * bool(found)
+    if record is None or not reported:
+        return None
+    notes = [
+        f"Beside the record: {record.source}. A dash: not reported, or no time to measure by. speedup: over "
+        "our first row of the model; the record's over what it has beside that row."
+    ]
+    if data := {row.alike("data") for row in reported} - {record.dataset, ""}:
+        both = f"ours are of {', '.join(sorted(data))}, the record's of {record.dataset}"
+        notes.append(f"Accuracies and times are not to be compared: {both}.")
+    notes += [f"[{number}] {record.faults[faults[number - 1]]}" for number in sorted(used)]
+    head = [*(column.head(ACCURACY) for column in OURS), *(f"record: {name}" for name in THEIRS)]
+    return Table("Beside the record", head, lines, notes, ("method", "model", "device", "notes"))
+
+
+def _reported(row: Row, record: Record | None) -> list[Any]:
+    return [one for one in record.rows if one.beside == [row.model, row.method]] if record else []
+
+
+def write(out: Path, rows: Sequence[Row], record: Record | None = None) -> str:
+    """Write table.md, table.csv and runs.csv; return the Markdown."""
+    text = "\n".join(table.markdown() for table in (results(rows, record), beside(rows, record)) if table)
+    (out / "table.md").write_text(text)
+    _write_csv(out / "table.csv", [_plain(row, compared(rows)) for row in rows])
+    _write_csv(out / "runs.csv", [_run(outcome) for row in rows for outcome in row.outcomes])
+    return text
 
 
 def _plain(row: Row, metric: Metric) -> dict[str, Any]:
@@ -299,15 +352,8 @@ def _run(outcome: Outcome) -> dict[str, Any]:
         "wall_s": round(outcome.wall_s, 1),
         "other_load": outcome.other_load,
     }
-    summary = outcome.summary or {}
-    percent = [metric.name for metric in metrics_of(summary) if metric.percent]
-    shares = [f"{of}_{name}" for name in percent for of in ("train", "val", "best_val")]
-    for key, value in summary.items():
-        if key in shares:
-            line[f"{key}_percent"] = 100 * value
-        elif isinstance(value, (str, int, float)):
-            line.setdefault(key, value)
-    return line
+    summary = {k: v for k, v in (outcome.summary or {}).items() if isinstance(v, (str, int, float))}
+    return summary | line
 
 
 def _write_csv(path: Path, lines: Sequence[dict[str, Any]]) -> None:
@@ -319,6 +365,9 @@ def _write_csv(path: Path, lines: Sequence[dict[str, Any]]) -> None:
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in line.items()})
 
 
+# What is said below a table
+
+
 def meaning(shown: Sequence[Column], rows: Sequence[Row]) -> str:
     """Say in sentences what the columns are."""
     seeds = list(dict.fromkeys(outcome.spec.seed for row in rows for outcome in row.outcomes))
@@ -327,8 +376,8 @@ def meaning(shown: Sequence[Column], rows: Sequence[Row]) -> str:
     said += ["±: sample deviation over the seeds" if several else "One run has no deviation"]
     metric = compared(rows)
     title = metric.title + " in %" * metric.percent + f" ({metric.direction})" * (not metric.higher)
-    known = [MEANING[column.name] for column in shown if column.name in MEANING]
-    return ". ".join([*said, *(text.format(metric=metric.name, title=title) for text in known)]) + "."
+    said += [column.meaning.format(metric=metric.name, title=title) for column in shown if column.meaning]
+    return ". ".join(said) + "."
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:

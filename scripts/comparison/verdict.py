@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from math import isfinite, sqrt
 from statistics import fmean
 
-from comparison.metric import ACCURACY
-from comparison.table import Row, by_model, disturbed, duration
+from comparison.figures import ACCURACY, duration
+from comparison.table import Row, by_model, disturbed
 
 TIE = 0.05
 TOO_FEW = "too few seeds to say what of it is noise"
@@ -46,7 +46,6 @@ def _of_model(model: str, rows: Sequence[Row]) -> str:
     else:
         fastest = min(done, key=lambda row: fmean(row.values("epoch_s")))
         said = [f"{where}: {_speed(first, fastest, len(done) - 1)}", *_quality(first, fastest, done)]
-        said += _bytes(first, fastest, done)
     return " ".join(said + _untaught(done))
 
 
@@ -132,18 +131,6 @@ def noise(ours: Sequence[float], theirs: Sequence[float], compared: int = 1) -> 
         warnings.simplefilter("ignore", RuntimeWarning)
         interval = ttest_ind(ours, theirs, equal_var=False).confidence_interval(1 - 0.05 / compared)
     return float(interval.high - interval.low) / 2
-
-
-def _bytes(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
-    """Say which sent the least, and what that costs where it is not said yet."""
-    ratios = [(ratio, row) for row in done if (ratio := row.ratio("bytes_per_epoch")) is not None]
-    ratio, least = min(ratios, key=lambda pair: pair[0], default=(1.0, first))
-    if ratio > 1 - TIE:
-        return []
-    said = [f"{least.method} sent the least: {ratio:.1%} of the bytes of {first.method}."]
-    if least not in (first, fastest):
-        said.append(f"It ends at {_text(least)}, {difference(least, first, len(done) - 1)}.")
-    return said
 
 
 def _untaught(done: Sequence[Row]) -> list[str]:

@@ -1,6 +1,6 @@
-"""Workers that train nothing: they leave the records that a run leaves, and misbehave when FAKE says so.
+"""A command that trains nothing: it leaves the records that a run leaves, and misbehaves when FAKE says so.
 
-FAKE is a JSON object from a schedule, or `schedule:seed`, to `fail`, `hang`, `die`, `empty` or `partial`.
+FAKE is a JSON object from a schedule, or `schedule:seed`, to `fail`, `hang`, `empty` or `partial`.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 
-def train(given: dict[str, str], log: TextIO) -> int:
+def train(given: dict[str, str]) -> int:
     schedule, seed, folder = given["schedule"], int(given["seed"]), Path(given["run_dir"].strip("'"))
     model, epochs = given.get("model", "vgg16"), int(given.get("epochs", 3))
     behaviour = json.loads(os.environ.get("FAKE", "{}"))
     what = behaviour.get(f"{schedule}:{seed}") or behaviour.get(schedule)
-    print(f"pipetrain: {model}, {schedule}, threads {os.environ['OMP_NUM_THREADS']}", file=log)
+    print(f"pipetrain: {model}, {schedule}, threads {os.environ['OMP_NUM_THREADS']}")
     with open(folder.parent / "started.txt", "a") as file:
         print(folder.name, file=file)
 
     if what == "fail":
-        print("pipetrain: batch_size=0 must be a whole number of at least 1", file=log)
+        print("pipetrain: batch_size=0 must be a whole number of at least 1")
         return 1
-    if what == "die":
-        os._exit(3)
     if what == "hang":  # as a rank of data workers does
         sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
         worker = subprocess.Popen(sleep, start_new_session=True)
@@ -90,8 +88,4 @@ def leave_records(
     (folder / "summary.json").write_text(text[: len(text) // 2] if what == "partial" else text)
 
 
-for line in sys.stdin:
-    asked = json.loads(line)
-    with open(asked["log"], "a") as log:
-        status = train(dict(word.lstrip("+~").split("=", 1) for word in asked["words"]), log)
-    print(json.dumps({"status": status, "cpu_s": 0.0}), flush=True)
+sys.exit(train(dict(word.lstrip("+~").split("=", 1) for word in sys.argv[1:])))

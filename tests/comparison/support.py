@@ -6,19 +6,22 @@ import sys
 from pathlib import Path
 
 from comparison import cli, request
-from comparison.processes import Workers
-from comparison.runs import Spec
+from comparison.request import Method, Spec
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake.py")))
 
 
 def compare(*arguments: str) -> int:
-    return cli.main(arguments, Workers(FAKE))
+    return cli.main(arguments, FAKE)
 
 
 def asked(*arguments: str) -> list[Spec]:
     """The runs that a command line asks for."""
     return request.read(arguments).specs
+
+
+def of_schedule(name: str) -> Method:
+    return Method(name, (f"schedule={name}",))
 
 
 def started(out: Path) -> list[str]:

@@ -8,13 +8,10 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from comparison import experiment
-from comparison.experiment import merged, of_schedule
-from comparison.record import markdown, pairs
-from comparison.runs import Spec
-from comparison.table import make_rows
+from comparison.request import Record, Spec, load, make_method, merged
+from comparison.table import beside, make_rows
 from pipetrain.errors import ConfigError
-from tests.comparison.support import asked
+from tests.comparison.support import asked, of_schedule
 from tests.comparison.test_table import DONE, outcome
 from tests.support.cases import config
 
@@ -26,7 +23,7 @@ def specs(*arguments: str) -> list[Spec]:
 
 
 def test_the_experiment_is_the_issue_s():
-    found = experiment.load("xdypipe")
+    found = load("xdypipe")
     assert list(found.methods) == [
         *("layer_dist", "pipedream", "pipedream_2bw"),
         *("fbp", "fbp + topk", "fbp + int8", "fbp + topk + int8"),
@@ -87,7 +84,7 @@ def test_a_schedule_that_is_no_row_of_it_may_join():
     named = specs("--schedules", "gpipe", "pipedream_2bw")
     assert [spec.method for spec in named[:2]] == [
         of_schedule("gpipe"),
-        experiment.load("xdypipe").made_methods()[2],
+        make_method("pipedream_2bw", load("xdypipe").methods["pipedream_2bw"], ""),
     ]
 
 
@@ -95,54 +92,56 @@ def test_later_words_replace_earlier_ones():
     assert merged(["a=1", "b=1"], ["+b=2"], ["c=3", "a=4"]) == ("+b=2", "c=3", "a=4")
 
 
+def record() -> Record:
+    known = load("xdypipe").record
+    assert known is not None
+    return known
+
+
+def beside_record(*names: str, **more: object) -> str:
+    table = beside(make_rows([outcome(name, 0, **DONE, **more) for name in names]), record())
+    return table.markdown() if table else ""
+
+
 def test_the_record_stands_beside_with_its_own_speedup_and_its_faults():
-    outcomes = [outcome(name, 0, **DONE) for name in ("layer_dist", "fbp + int8", "gpipe")]
-    reported = experiment.load("xdypipe").record
-    assert reported is not None
-    found = pairs(make_rows(outcomes), reported)
-    assert [(pair.ours.method, pair.speedup) for pair in found] == [
-        *(("layer_dist", 1.0), ("fbp + int8", 21 / 12), ("fbp + int8", 3.0)),
-        ("gpipe", None),
-    ]
-    text = markdown(make_rows(outcomes), reported)
+    text = beside_record("layer_dist", "fbp + int8", "gpipe")
     assert "| vgg16 | layer_dist | 90.00 |    90.00 |     5.0s |   1.00x | layer_dist " in text
     assert "[4] labelled ResNet18, but an epoch of 12 s beside 1m15s says" in text
-    assert "| ours quantized, 8 bit | vgg16 | 2080*2 | - | 8/4 | 171 | 91.36 |" in " ".join(text.split())
+    said = " ".join(text.split())
+    assert "| ours quantized, 8 bit | vgg16 | 2080*2 | - | 8/4 | 171 | 91.36 | 7.0s | 3.00x |" in said
     assert "without weight stashing" not in text  # of a row that is not shown
-    assert markdown(make_rows(outcomes[2:]), reported) == ""
+    assert beside_record("gpipe") == ""
 
 
 @pytest.mark.parametrize(
     ("methods", "speedups"),
     [
-        (["fbp + int8", "layer_dist"], [1.0, 12 / 7, 12 / 21]),
-        (["fbp", "layer_dist"], [None, None]),  # the record's fbp on vgg16 has no time
-        (["gpipe", "layer_dist"], [None, None]),  # and no gpipe at all
+        (["fbp + int8", "layer_dist"], ["1.00x", "1.71x", "0.57x"]),
+        (["fbp", "layer_dist"], ["-", "-"]),  # the record's fbp on vgg16 has no time
+        (["gpipe", "layer_dist"], ["-", "-"]),  # and no gpipe at all
     ],
 )
 def test_the_record_is_measured_by_what_stands_beside_our_first_row(methods, speedups):
-    reported = experiment.load("xdypipe").record
-    assert reported is not None
-    found = pairs(make_rows([outcome(name, 0, **DONE) for name in methods]), reported)
-    assert [pair.speedup for pair in found] == speedups
+    table = beside(make_rows([outcome(name, 0, **DONE) for name in methods]), record())
+    assert table is not None
+    assert [line[-2] for line in table.lines] == speedups
 
 
 def test_a_record_of_other_data_is_not_passed_off_as_comparable():
-    reported = experiment.load("xdypipe").record
-    assert reported is not None
-    text = markdown(make_rows([outcome("layer_dist", 0, **DONE, data="digits")]), reported)
-    assert "not to be compared: ours are of digits, the record's of cifar10." in text
-    assert "not to be compared" not in markdown(make_rows([outcome("layer_dist", 0, **DONE)]), reported)
+    assert "not to be compared: ours are of digits, the record's of cifar10." in beside_record(
+        "layer_dist", data="digits"
+    )
+    assert "not to be compared" not in beside_record("layer_dist")
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("title: x", "methods: "),
-        ("methods: {a: [schedule=gpipe]}\ncolour: red", "colour: Key 'colour' not in 'Experiment'; an exper"),
+        ("title: x", "an experiment needs methods"),
+        ("methods: {a: [schedule=gpipe]}\ncolour: red", "colour: Key 'colour' not in 'Experiment'"),
         ("methods: {a: schedule=gpipe}", "methods.a: Value 'schedule=gpipe' (str) is incompatible with"),
         ("methods: {a: [epochs=2]}", "method a: a method needs one schedule=NAME"),
-        ("methods: {a: [schedule=gpipe]}\noverrides: [epochs]", "overrides: epochs is no override"),
+        ("methods: {a: [schedule=gpipe]}\noverrides: [epochs]", "epochs is no override"),
         ("methods: {a: [schedule=gpipe]}\nseeds: 3", "seeds: "),
         (
             "methods: {a: [schedule=gpipe]}\nseeds: []",
@@ -152,7 +151,7 @@ def test_a_record_of_other_data_is_not_passed_off_as_comparable():
         ("methods: {a: [schedule=gpipe]}\nrecord: {rows: [{acc: 1}]}", "record.rows[0].beside: "),
         (
             "methods: {a: [schedule=gpipe]}\nrecord: {rows: [{beside: [m, a], faults: [x]}]}",
-            "record, row 1 has x, which is none of the record's faults",
+            "x is none of the record's faults",
         ),
         ("methods: [", "is no YAML: "),
         ("- a", "Cannot merge DictConfig with ListConfig"),
@@ -162,7 +161,7 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_sentence(tmp_path: Path, 
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
-        experiment.load(str(path))
+        load(str(path))
     assert why in str(error.value)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from comparison.experiment import of_schedule
-from comparison.metric import ACCURACY
-from comparison.runs import Outcome, Spec
-from comparison.table import RECORD, duration, make_rows, remarks, size, write
+from comparison.figures import ACCURACY
+from comparison.request import Record, Spec
+from comparison.runs import Outcome
+from comparison.table import RECORD, make_rows, remarks, write
+from tests.comparison.support import of_schedule
 
 PUBLISHED = "method dataset model device lr batch_size data_worker buffer_size epoch acc eachtime"
 GOLDEN = Path(__file__).with_name("golden_table.md")
 DONE: dict[str, Any] = {"best_val_acc": 0.9, "val_acc": 0.9, "best_epoch": 1, "epoch_s": 5.0}
-
-
+NO_ROWS = Record(rows=[])  # a record of other methods
 PPL: dict[str, Any] = {"metrics": [{"name": "ppl", "higher": False, "percent": False}], "best_epoch": 2}
 
 
@@ -27,7 +27,14 @@ def outcome(schedule: str, seed: int, **summary: Any) -> Outcome:
     if not summary:
         return Outcome(spec, 1.0, failure="status 1")
     alike = {"model": "vgg16", "data": "cifar10", "device": "2 x 2080ti", "lr": 0.01, "batch_size": 64}
-    alike |= {"data_workers": 0, "buffer_size": 2, "epochs": 90, "updates": 70380, "total_s": 1e4}
+    alike |= {
+        "metrics": [{"name": "acc", "higher": True, "percent": True}],
+        "data_workers": 0,
+        "buffer_size": 2,
+        "epochs": 90,
+        "updates": 70380,
+        "total_s": 1e4,
+    }
     return Outcome(spec, 1.0, {**alike, "samples_per_s": 320.0, "test_samples": 10000, **summary})
 
 
@@ -50,7 +57,7 @@ def head(text: str) -> list[str]:
 
 
 def test_the_markdown_beside_a_record_to_the_letter(tmp_path):
-    assert write(tmp_path, make_rows(three_methods()), beside="") == GOLDEN.read_text()
+    assert write(tmp_path, make_rows(three_methods()), NO_ROWS) == GOLDEN.read_text()
     assert (tmp_path / "table.md").read_text() == GOLDEN.read_text()
     assert [column.head(ACCURACY) for column in RECORD] == PUBLISHED.split()
 
@@ -75,7 +82,7 @@ def test_the_csv_holds_plain_numbers(tmp_path):
         runs = list(csv.DictReader(file))
     assert [run["run"] for run in runs][2:4] == ["vgg16-layer_dist-seed2", "vgg16-gpipe-seed0"]
     assert [run["state"] for run in runs][2:5] == ["done", "done", "failed"]
-    assert runs[3]["best_val_acc_percent"] == "90.4"
+    assert runs[3]["best_val_acc"] == "0.904"
 
 
 def test_another_metric_takes_the_place_of_accuracy_in_its_own_unit_and_direction(tmp_path):
@@ -86,7 +93,7 @@ def test_another_metric_takes_the_place_of_accuracy_in_its_own_unit_and_directio
             outcome("gpipe", 0),
         ]
     )
-    text = write(tmp_path, rows, beside="")
+    text = write(tmp_path, rows, NO_ROWS)
     assert head(text) == [word.replace("acc", "ppl") for word in head(GOLDEN.read_text())]
     line, failed = (
         dict(zip(head(text), map(str.strip, cells.split("|")[1:]), strict=False))
@@ -105,34 +112,13 @@ def test_another_metric_takes_the_place_of_accuracy_in_its_own_unit_and_directio
         assert next(csv.DictReader(file))["last_ppl"] == "12.445"
 
 
-def test_runs_of_percentages_are_in_percent_and_other_metrics_beside_them_as_they_are(tmp_path):
-    metrics = [
-        {"name": "miou", "higher": True, "percent": True},
-        {"name": "spread", "higher": False, "percent": False},
-    ]
-    values = {"val_miou": 0.5, "best_val_miou": 0.75, "train_miou": 0.25, "val_spread": 0.125}
-    text = write(
-        tmp_path, make_rows([outcome("gpipe", 0, metrics=metrics, best_epoch=1, epoch_s=1.0, **values)])
-    )
-    assert "last_miou: mean test mean IoU in % after the last epoch" in text
-    with (tmp_path / "runs.csv").open() as file:
-        (run,) = csv.DictReader(file)
-    found = {key: run[key] for key in run if "miou" in key or "spread" in key}
-    assert found == {
-        "val_miou_percent": "50",
-        "best_val_miou_percent": "75",
-        "train_miou_percent": "25",
-        "val_spread": "0.125",
-    }
-
-
 def test_an_infinite_perplexity_does_not_stop_the_table(tmp_path):
     values = [(10.0, 9.0), (float("inf"), float("nan"))]
     runs = [
         outcome("gpipe", seed, **PPL, epoch_s=1.0, val_ppl=last, best_val_ppl=best)
         for seed, (last, best) in enumerate(values)
     ]
-    text = write(tmp_path, make_rows(runs), beside="")
+    text = write(tmp_path, make_rows(runs), NO_ROWS)
     assert "| inf ± nan |" in text
     assert "|     2 | 9.000 |" in text
 
@@ -189,17 +175,3 @@ def test_bytes_and_codecs_where_the_runs_say_them(tmp_path):
         ["410 MB", "0.250", "1.50"],
         ["-", "-", "-"],
     ]
-
-
-def test_bytes_and_durations_are_written_to_two_or_three_places():
-    assert [size(n) for n in (0, 999, 3.07e6, 999.6e6, 2e3)] == ["0 B", "999 B", "3.07 MB", "1 GB", "2 kB"]
-    written = {
-        0.04: "0.0s",
-        8.26: "8.3s",
-        9.96: "10s",
-        21.2: "21s",
-        59.6: "1m00s",
-        156: "2m36s",
-        3725: "1h02m",
-    }
-    assert {seconds: duration(seconds) for seconds in written} == written

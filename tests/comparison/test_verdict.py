@@ -125,15 +125,6 @@ def test_one_seed_or_equal_ones_say_nothing_of_noise(accuracies):
     assert "10.00 points below layer_dist (too few seeds to say what of it is noise)." in text
 
 
-def test_who_sent_the_least_is_named_and_what_that_costs():
-    first = runs("layer_dist", 20, 0.9, 0.91, bytes_per_epoch=4e8)
-    text = said(first, runs("fbp + int8", 10, 0.9, 0.91, bytes_per_epoch=1e8))
-    assert text.endswith("fbp + int8 sent the least: 25.0% of the bytes of layer_dist.")
-    fastest = runs("fbp", 10, 0.9, 0.91, bytes_per_epoch=4e8)
-    text = said(first, fastest, runs("fbp + topk", 11, 0.6, 0.61, bytes_per_epoch=1e8))
-    assert "layer_dist. It ends at 60.50 %, 30.00 points below layer_dist, which is more than noise" in text
-
-
 def test_what_is_missing_is_said():
     failed = [outcome("layer_dist", 0)]
     assert "vgg16: no run finished." in said(failed)

@@ -1,15 +1,17 @@
-"""The metric by which runs are compared: the first of their task, which also decides their best epoch.
+"""The metric by which runs are compared, and how figures are written.
 
-A run says its metrics in its `summary.json`. Without any, its loss is compared. Percentages are shown, and
-computed with, as percent: 97.5 for a share of 0.975.
+It is the first metric of their task, which also decides their best epoch. A run says its metrics in its
+`summary.json`. Without any, its loss is compared. Percentages are shown, and computed with, as percent: 97.5
+for a share of 0.975.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import floor, inf, isfinite, isnan, log10
+from math import floor, inf, isfinite, isnan, log10, nan
+from statistics import stdev
 from typing import Any
 
 TITLES = {"acc": "accuracy", "ppl": "perplexity", "miou": "mean IoU", "mse": "squared error"}
@@ -43,14 +45,14 @@ class Metric:
         """Which values are better, in words."""
         return f"{'higher' if self.higher else 'lower'} is better"
 
-    def value(self, summary: dict[str, Any], of: str) -> float:
-        """Return a summary's value of it, as shown: `val` of the last epoch, `best_val` of the best one."""
-        return float(self.scale * summary[f"{of}_{self.name}"])
-
     @property
     def scale(self) -> int:
         """What a recorded value is multiplied by to be shown."""
         return 100 if self.percent else 1
+
+    def value(self, summary: dict[str, Any], of: str) -> float:
+        """Return a summary's value of it, as shown: `val` of the last epoch, `best_val` of the best one."""
+        return float(self.scale * summary[f"{of}_{self.name}"])
 
     def worth(self, value: float) -> float:
         """Return a number that is higher for a better value; NaN is the worst."""
@@ -76,13 +78,49 @@ ACCURACY = Metric("acc", higher=True, percent=True)
 LOSS = Metric("loss", higher=False, percent=False)
 
 
-def metrics_of(summary: dict[str, Any]) -> list[Metric]:
-    """Return a run's metrics, the one to compare by first. A run that says nothing of them has accuracy."""
-    if "metrics" not in summary:
-        return [ACCURACY]
-    return [Metric(one["name"], one["higher"], one["percent"]) for one in summary["metrics"]] or [LOSS]
-
-
 def metric_of(summaries: Sequence[dict[str, Any]]) -> Metric:
     """Return the metric to compare by; accuracy where there is no run."""
-    return metrics_of(summaries[0])[0] if summaries else ACCURACY
+    if not summaries:
+        return ACCURACY
+    metrics = summaries[0]["metrics"]
+    return Metric(metrics[0]["name"], metrics[0]["higher"], metrics[0]["percent"]) if metrics else LOSS
+
+
+def two(value: float) -> str:
+    """Write a number with two digits after the point."""
+    return f"{value:.2f}"
+
+
+def times(value: float) -> str:
+    """Write a factor: `1.50x`."""
+    return f"{value:.2f}x"
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as `8.3s`, `21s`, `2m36s` or `1h02m`."""
+    if round(seconds, 1) < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def size(nbytes: float) -> str:
+    """Write bytes as `512 B`, `3.07 MB` or `1.64 GB`, by powers of 1000."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= 0.9995 * factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def dash(value: float | None, form: Callable[[float], str]) -> str:
+    """Write a value, None as a dash."""
+    return "-" if value is None else form(value)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the sample deviation; NaN where a value is infinite or NaN."""
+    return stdev(values) if all(map(isfinite, values)) else nan

@@ -6,7 +6,7 @@ from math import inf, nan
 
 import pytest
 
-from comparison.metric import ACCURACY, LOSS, Metric, metric_of, metrics_of
+from comparison.figures import ACCURACY, LOSS, Metric, duration, metric_of, size
 
 PPL = Metric("ppl", higher=False, percent=False)
 
@@ -16,10 +16,9 @@ def test_the_first_metric_is_compared_and_the_loss_without_any():
         {"name": "ppl", "higher": False, "percent": False},
         {"name": "acc", "higher": True, "percent": True},
     ]
-    assert metrics_of({"metrics": known}) == [PPL, ACCURACY]
     assert metric_of([{"metrics": known}, {}]) == PPL
     assert metric_of([{"metrics": []}]) == LOSS
-    assert metric_of([{}]) == metric_of([]) == ACCURACY  # an older run, and none
+    assert metric_of([]) == ACCURACY
 
 
 def test_the_best_value_is_the_highest_or_the_lowest_and_never_nan():
@@ -55,3 +54,17 @@ def test_names_in_sentences_and_files():
     assert (miou.title, miou.heading, miou.slug) == ("mean IoU", "Mean IoU", "mean_iou")
     assert (Metric("a/b", True, False).slug, ACCURACY.slug) == ("a_b", "accuracy")
     assert (miou.text(86.0), PPL.text(86.0)) == ("86.00 %", "86.00")
+
+
+def test_bytes_and_durations_are_written_to_two_or_three_places():
+    assert [size(n) for n in (0, 999, 3.07e6, 999.6e6, 2e3)] == ["0 B", "999 B", "3.07 MB", "1 GB", "2 kB"]
+    written = {
+        0.04: "0.0s",
+        8.26: "8.3s",
+        9.96: "10s",
+        21.2: "21s",
+        59.6: "1m00s",
+        156: "2m36s",
+        3725: "1h02m",
+    }
+    assert {seconds: duration(seconds) for seconds in written} == written
