@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.building import make_schedule, names_of, shipped
-from pipetrain.data.loading import NamedTargets
+from pipetrain.data.batch import NamedTargets
 from pipetrain.errors import ConfigError
 from pipetrain.network.factory import Factory, Initial, build
 from pipetrain.network.loan import renewed

@@ -30,6 +30,6 @@ class ChannelError(RuntimeError):
     """A message between ranks that was not received or sent; the text says which, and between whom."""
 
 
-def one_line(error: BaseException) -> str:
-    """Return an error's text as one line."""
+def one_line(error: object) -> str:
+    """Return the text of an error, or of anything else, as one line."""
     return " ".join(str(error).split())

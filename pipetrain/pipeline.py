@@ -38,8 +38,9 @@ from pipetrain.checkpoint.plain import of_checkpoint
 from pipetrain.checkpoint.resume import tensors_of
 from pipetrain.checkpoint.source import Source
 from pipetrain.cli import conf_dir
+from pipetrain.data.batch import Form
 from pipetrain.data.loader import Sampled
-from pipetrain.data.loading import Form, Loader, Reader
+from pipetrain.data.loading import Loader, Reader
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.measure import measure

@@ -31,7 +31,6 @@ __all__ = [
     "Sampler",
     "Split",
     "declared_example",
-    "fallback_message",
     "load_augment",
     "load_data",
     "loaded",
@@ -67,22 +66,25 @@ def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
         ) from error
     cut = {split: getattr(loaded, split).first(limit) for split, limit in limits.items() if limit is not None}
     loaded = replace(loaded, **cut)
-    _refuse_undeclared(data, loaded, dtype)
+    declared, found = declared_example(data, dtype), loaded.facts.example
+    if declared is not None and (not found.single or _kind(found.specs[0]) != _kind(declared.specs[0])):
+        raise ConfigError(
+            f"the inputs of data set {loaded.name} are {found}, and data.sample says {declared}: correct "
+            "data.sample, or set it to null"
+        )
     return loaded
 
 
 def _load(data: DictConfig, dtype: torch.dtype) -> Data:
     if data.get("source") is None:
-        return Data(
-            str(data.name), _split(data, "train", dtype), _split(data, "test", dtype), data.get("classes")
-        )
+        train, test = (_split(data, name, dtype) for name in ("train", "test"))
+        return Data(str(data.name), train, test, data.get("classes"))
     made = _make(data, "source")
     if isinstance(made, Data):
         return made
     if not isinstance(made, ImageData):
-        raise ConfigError(
-            f"data.source must give a pipetrain.data.Data or ImageData; got {type(made).__name__}"
-        )
+        kind = type(made).__name__
+        raise ConfigError(f"data.source must give a pipetrain.data.Data or ImageData; got {kind}")
     prove(made)
     train, test = (
         ImageSplit(held, made.mean, made.std, augment, dtype)
@@ -121,18 +123,6 @@ def declared_example(data: DictConfig, dtype: torch.dtype) -> ValueSpec | None:
     return ValueSpec((TensorSpec(shape, kind),))
 
 
-def _refuse_undeclared(data: DictConfig, loaded: Data, dtype: torch.dtype) -> None:
-    """Refuse a data set whose inputs are other than `data.sample` says. Raises ConfigError."""
-    declared, found = declared_example(data, dtype), loaded.facts.example
-    if declared is None:
-        return
-    if not found.single or _kind(found.specs[0]) != _kind(declared.specs[0]):
-        raise ConfigError(
-            f"the inputs of data set {loaded.name} are {' + '.join(map(str, found.specs))}, and data.sample "
-            f"says {declared.specs[0]}: correct data.sample, or set it to null"
-        )
-
-
 def _kind(spec: TensorSpec) -> object:
     """Return what a declaration fixes: any floating-point numbers become the run's dtype."""
     return spec.shape, spec.dtype.is_floating_point or spec.dtype
@@ -148,20 +138,13 @@ def load_augment(data: DictConfig) -> Augment | None:
     return made
 
 
-def fallback_message(error: DataMissing, name: str) -> str:
-    """Return the message that the data set `name` is used instead, and why."""
-    return f"{error}; using {name} instead"
-
-
 def _make(data: DictConfig, part: str) -> object:
     try:
-        call = instantiate(data[part], _partial_=True, _convert_="all")
-    except InstantiationException as error:
-        raise ConfigError(f"data.{part} cannot be made: {one_line(error.__cause__ or error)}") from error
-    try:
-        return call()
+        return instantiate(data[part], _partial_=True, _convert_="all")()
     except ConfigError:
         raise
+    except InstantiationException as error:
+        raise ConfigError(f"data.{part} cannot be made: {one_line(error.__cause__ or error)}") from error
     except (TypeError, ValueError, OSError) as error:  # a wrong argument, a file that is not there
         raise ConfigError(f"data.{part} cannot be made: {type(error).__name__}: {one_line(error)}") from error
 
@@ -181,7 +164,7 @@ def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
     except DataMissing as error:
         if fallback in (None, cfg.data.name):
             raise
-        note = fallback_message(error, fallback)
+        note = f"{error}; using {fallback} instead"
     log.warning("pipetrain: %s", note)
     cfg = with_fallback(cfg)
     return cfg, replace(load_data(cfg.data, dtype), note=note)

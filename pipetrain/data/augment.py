@@ -22,7 +22,6 @@ Words = NDArray[np.uint64]
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_DRAWS = 3  # random numbers per sample: row, column, flip
 
 
 def mix(words: Words) -> Words:
@@ -50,6 +49,13 @@ def draw(stream: int, counters: Words) -> Words:
     return mix(np.uint64(stream) + (counters + np.uint64(1)) * np.uint64(_GAMMA))
 
 
+def draws(ids: Tensor, where: Draw, count: int) -> Words:
+    """Return random words of samples int64 [n]: uint64 [n, count]."""
+    positions: Words = ids.numpy().astype(np.uint64)[:, None] * np.uint64(count)
+    steps: Words = np.arange(count, dtype=np.uint64)
+    return draw(key(*where), positions + steps)
+
+
 @dataclass(frozen=True)
 class Augment:
     """Pad by `crop` black pixels on each side, crop at random to the old size, flip half of the images.
@@ -67,9 +73,7 @@ class Augment:
 
     def __call__(self, images: Tensor, ids: Tensor, seed: int, epoch: int) -> Tensor:
         """Augment uint8 images [n, c, h, w] with sample ids [n]: uint8 [n, c, h, w], a new tensor."""
-        positions: Words = ids.numpy().astype(np.uint64)[:, None] * np.uint64(_DRAWS)
-        steps: Words = np.arange(_DRAWS, dtype=np.uint64)
-        words = draw(key(seed, epoch), positions + steps)
+        words = draws(ids, Draw(seed, epoch), 3)  # row, column, flip
         if self.crop:
             offsets = torch.from_numpy((words[:, :2] % np.uint64(2 * self.crop + 1)).astype(np.int64))
             images = _shift(images, offsets, self.crop)

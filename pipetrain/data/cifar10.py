@@ -21,11 +21,9 @@ from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import TIMEOUT_MAX, Thread
-from typing import Any
+from threading import TIMEOUT_MAX
 from urllib.error import URLError
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -44,8 +42,6 @@ TRAIN_MD5 = {
     "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
 }
 TEST_MD5 = {"test_batch": "40351d587109b95175f43aff81a1287e"}
-
-_SAID_EVERY_S = 10.0  # between lines of progress, without a terminal
 
 
 def load(
@@ -68,9 +64,10 @@ def load(
     if not folder.exists():
         try:
             _unpack(_downloaded(url, timeout, total_timeout, max_bytes), folder)
-        except OSError as error:
+        except (OSError, HTTPException, ValueError) as error:
+            reason = one_line(error.reason if type(error) is URLError else error)
             raise DataMissing(
-                f"CIFAR-10 is not in {folder} and could not be had from {url}: {one_line(error)}"
+                f"CIFAR-10 is not in {folder} and could not be had from {url}: {reason}"
             ) from error
     return ImageData(
         name="cifar10",
@@ -82,75 +79,27 @@ def load(
     )
 
 
-class _Download(Thread):
-    """Receives `content` from `url` in a thread; `fault` says what went wrong.
-
-    urllib limits only the server's silence, not the total time. When given up, the thread ends with the next
-    block.
-    """
-
-    def __init__(self, url: str, timeout: float, max_bytes: int) -> None:
-        super().__init__(daemon=True, name="download")
-        self.content = bytearray()
-        self.total: int | None = None  # bytes, if the server tells
-        self.fault = ""
-        self.given_up = False
-        self._url, self._timeout, self._most = url, timeout, max_bytes
-
-    def run(self) -> None:
-        try:
-            with urllib.request.urlopen(self._url, timeout=self._timeout) as response:
-                self.fault = self._receive(response)
-        except TimeoutError:
-            received = f"{len(self.content):,} bytes"
-            self.fault = f"the server was silent for {self._timeout:g} s after {received}"
-        except (OSError, HTTPException, ValueError) as error:
-            reason = error.reason if type(error) is URLError else error
-            self.fault = str(reason) or repr(reason)
-
-    def _receive(self, response: Any) -> str:
-        """Read the body; return what is wrong with it, or ""."""
-        length = response.headers.get("Content-Length")
-        self.total = int(length) if length is not None else None
-        if self.total is not None and self.total > self._most:
-            return f"the server offers {self.total:,} bytes, and {self._most:,} may come"
-        # read1 returns what has arrived; after the last byte another call might block.
-        while len(self.content) != self.total and not self.given_up and (block := response.read1(1 << 18)):
-            self.content += block
-            if len(self.content) > self._most:
-                return f"the server sent more than the {self._most:,} bytes that may come"
-        if self.total is not None and len(self.content) != self.total:
-            return f"the server stopped after {len(self.content):,} of {self.total:,} bytes"
-        return ""
-
-
 def _downloaded(url: str, timeout: float, total_timeout: float, max_bytes: int) -> bytes:
     """Download the archive from `url`, with signs of progress. Raises OSError, with the reason."""
-    name, end = url.rpartition("/")[2], time.monotonic() + total_timeout
-    download = _Download(url, timeout, max_bytes)
-    try:
-        with tqdm(unit="B", unit_scale=True, desc=name, disable=None) as bar:  # only on a terminal
-            if bar.disable:
-                print(f"downloading {url}, for {total_timeout:g} s at most", file=sys.stderr, flush=True)
-            download.start()
-            while download.is_alive() and (left := end - time.monotonic()) > 0:
-                download.join(min(left, _SAID_EVERY_S if bar.disable else 0.2))
-                bar.total = download.total
-                bar.update(len(download.content) - bar.n)
-                if bar.disable and download.is_alive():
-                    of = "" if download.total is None else f" of {download.total / 1e6:.0f}"
-                    line = f"downloading {name}: {len(download.content) / 1e6:.0f}{of} MB"
-                    print(line, file=sys.stderr, flush=True)
-    finally:
-        download.given_up = True
-    if download.is_alive():
-        received = f"{len(download.content):,} bytes came"
-        raise OSError(f"the download took longer than {total_timeout:g} s ({received})")
-    if download.fault:
-        raise OSError(download.fault)
-    if (md5 := _md5(download.content)) != ARCHIVE_MD5:
-        raise OSError(f"the download has MD5 {md5}, not {ARCHIVE_MD5}")
-    return bytes(download.content)
+    end, content = time.monotonic() + total_timeout, bytearray()
+    seldom = 0.1 if sys.stderr.isatty() else 10.0  # seconds between two signs
+    with (
+        tqdm(unit="B", unit_scale=True, desc=f"downloading {url}", mininterval=seldom) as bar,
+        urllib.request.urlopen(url, timeout=timeout) as response,
+    ):
+        length = response.headers.get("Content-Length")
+        bar.total = int(length) if length is not None else None
+        # read1 returns what has arrived; after the last byte another call might block.
+        while len(content) != bar.total and (block := response.read1(1 << 18)):
+            content += block
+            bar.update(len(block))
+            if max(len(content), bar.total or 0) > max_bytes:
+                raise OSError(f"the server sends more than the {max_bytes:,} bytes that may come")
+            if time.monotonic() > end:
+                raise OSError(f"the download took longer than {total_timeout:g} s")
+    if (md5 := _md5(content)) != ARCHIVE_MD5:
+        raise OSError(f"the download of {len(content):,} bytes has MD5 {md5}, not {ARCHIVE_MD5}")
+    return bytes(content)
 
 
 def _unpack(archive: bytes, folder: Path) -> None:
@@ -160,14 +109,9 @@ def _unpack(archive: bytes, folder: Path) -> None:
         TemporaryDirectory(prefix=".cifar-10-", dir=folder.parent, ignore_cleanup_errors=True) as temporary,
         tarfile.open(fileobj=BytesIO(archive)) as tar,
     ):
-        unpacked = Path(temporary) / FOLDER
-        unpacked.mkdir()
-        for name in (*TRAIN_MD5, *TEST_MD5, "batches.meta"):
-            content = tar.extractfile(f"{FOLDER}/{name}")
-            assert content is not None
-            (unpacked / name).write_bytes(content.read())
+        tar.extractall(temporary, filter="data")
         try:
-            os.replace(unpacked, folder)
+            os.replace(Path(temporary) / FOLDER, folder)
         except OSError:
             if not folder.is_dir():  # otherwise another process was first
                 raise
@@ -193,17 +137,5 @@ def _batch(path: Path, md5: str) -> Images:
         raise ConfigError(
             f"{path} is truncated or altered ({len(content):,} bytes, MD5 {found}, not {md5}): {again}"
         )
-    batch = _ArrayUnpickler(BytesIO(content), encoding="latin1").load()
+    batch = pickle.loads(content, encoding="latin1")
     return Images(torch.from_numpy(batch["data"].reshape(-1, *IMAGE)), torch.tensor(batch["labels"]))
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    """An unpickler limited to numpy arrays and plain values."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        # The function has moved within numpy; old pickles have its old module.
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
-            return np.empty(0).__reduce__()[0]
-        if module == "numpy" and name in ("ndarray", "dtype"):
-            return getattr(np, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no array")

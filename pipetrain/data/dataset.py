@@ -23,14 +23,13 @@ from pipetrain.data.augment import draw as draw_words
 from pipetrain.data.augment import key
 from pipetrain.data.sets import Draw, Split, Tensors, checksum
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, specs_of
+from pipetrain.network.values import Value, ValueSpec, as_tuple
 
 _HALVES = ("inputs", "targets")
 _READ_FIRST = 8  # samples that are read before the start, twice
 _SUMMED = 64  # samples that the checksum reads, at most
 
 Columns = Mapping[str, str | Sequence[str] | Mapping[str, str]]
-Column = str | tuple[str, ...] | dict[str, str]  # a tensor, a tuple, or a dict: name -> column
 
 
 def as_split(
@@ -47,7 +46,7 @@ def as_split(
     """
     if isinstance(made, TensorDataset):
         made = made.tensors
-    if isinstance(made, tuple | list) and made and all(_are_tensors(part) for part in made):
+    if isinstance(made, tuple | list) and made and all(map(_are_tensors, made)):
         if columns:
             raise ConfigError(f"{what} holds tensors, which have no columns: set data.columns=null")
         return _of_tensors(made, what)
@@ -58,17 +57,12 @@ def as_split(
             f"{what} is a {type(made).__name__}, which has no length and no samples by number: give a "
             "map-style Dataset, or pass a loader of your own to pipetrain.Pipeline"
         )
-    items = Items(made, what, _checked(columns), dtype)
-    items.prove()
-    return items
+    return Items(made, what, columns or {}, dtype)
 
 
 def _are_tensors(part: object) -> bool:
-    if isinstance(part, dict):
-        part = tuple(part.values())
-    return all(
-        isinstance(t, Tensor | np.ndarray) for t in (part if isinstance(part, tuple) and part else [part])
-    )
+    parts = part.values() if isinstance(part, dict) else part if isinstance(part, tuple) and part else [part]
+    return all(isinstance(t, Tensor | np.ndarray) for t in parts)
 
 
 def _of_tensors(parts: Sequence[Any], what: str) -> Tensors:
@@ -78,58 +72,40 @@ def _of_tensors(parts: Sequence[Any], what: str) -> Tensors:
             "where either may be a tuple of tensors"
         )
     inputs, targets = (_value(part) for part in parts)
-    tensors = (*as_tuple(inputs), *as_tuple(targets))
-    lengths = [len(tensor) if tensor.dim() else 0 for tensor in tensors]
-    if len(set(lengths)) > 1:
+    lengths = [
+        [len(tensor) if tensor.dim() else 0 for tensor in as_tuple(half)] for half in (inputs, targets)
+    ]
+    if len({*lengths[0], *lengths[1]}) > 1:
+        of_inputs, of_targets = (" and ".join(map(str, half)) for half in lengths)
         raise ConfigError(
-            f"{what} has inputs of {_listed(lengths[: len(as_tuple(inputs))])} samples and targets of "
-            f"{_listed(lengths[len(as_tuple(inputs)) :])}: their first dimensions must be equal"
+            f"{what} has inputs of {of_inputs} samples and targets of {of_targets}: their first dimensions "
+            "must be equal"
         )
-    if not lengths[0]:
+    if not lengths[0][0]:
         raise ConfigError(f"{what} has no sample")
     return Tensors(inputs, targets)
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return " and ".join(map(str, numbers))
-
-
-def _checked(columns: Columns | None) -> dict[str, Column] | None:
-    """Return the columns as plain names, which can be pickled."""
-    if not columns:
-        return None
-    if set(columns) != set(_HALVES):
-        raise ConfigError(
-            f"data.columns must name the columns of inputs and of targets; got {', '.join(columns)}: set "
-            "data.columns={inputs: NAME, targets: NAME}"
-        )
-    return {half: _plain(column) for half, column in columns.items()}
-
-
-def _plain(column: Any) -> Column:
-    if isinstance(column, str):
-        return column
-    return {str(k): str(v) for k, v in column.items()} if isinstance(column, Mapping) else tuple(column)
 
 
 class Items:
     """A map-style Dataset as a split: item i is sample i, which is read whenever it is needed."""
 
-    def __init__(
-        self, dataset: Any, what: str, columns: dict[str, Column] | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, dataset: Any, what: str, columns: Columns, dtype: torch.dtype) -> None:
         self._dataset = dataset
         self._what = what
-        self._columns = columns
         self._dtype = dtype
         self._length = len(dataset)
+        if columns and set(columns) != set(_HALVES):
+            raise ConfigError(
+                f"data.columns must name the columns of inputs and of targets; got {', '.join(columns)}: set "
+                "data.columns={inputs: NAME, targets: NAME}"
+            )
+        # Plain names, which can be pickled.
+        self._columns = columns and [_plain(columns[half]) for half in _HALVES]
         if not self._length:
             raise ConfigError(f"{what} has no sample")
-        first = [
-            self._value(0, half, part) for half, part in enumerate(self._read(torch.tensor([0]), None)[0])
-        ]
-        self._forms = [ValueSpec.like(value) for value in first]
-        self._specs = [specs_of(as_tuple(value)) for value in first]
+        first = enumerate(self._read(torch.tensor([0]), None)[0])
+        self._forms = [ValueSpec.like(self._value(0, half, part)) for half, part in first]
+        self._prove()
 
     def __len__(self) -> int:
         return self._length
@@ -149,14 +125,10 @@ class Items:
         """Return the CRC-32 of the type, the length and at most 64 evenly spaced samples."""
         kind, count = type(self._dataset), min(self._length, _SUMMED)
         evenly = (index * (self._length - 1) // max(count - 1, 1) for index in range(count))
-        content = (
-            f"{kind.__module__}.{kind.__qualname__}",
-            self._length,
-            [self._sum(number) for number in evenly],
-        )
+        content = f"{kind.__module__}.{kind.__qualname__}", self._length, [self._sum(n) for n in evenly]
         return zlib.crc32(repr(content).encode())
 
-    def prove(self) -> None:
+    def _prove(self) -> None:
         """Read the first samples twice: they must have one shape, and be the same again.
 
         A data set with a random generator of its own would give one rank other inputs than another.
@@ -175,13 +147,16 @@ class Items:
 
     def _microbatch(self, half: int, ids: Tensor, draw: Draw | None) -> Value:
         """Return the inputs (0) or the targets (1) of samples, [n, ...] each."""
-        rows = []
-        for number, parts in zip(ids.tolist(), self._read(ids, draw), strict=True):
-            value = self._value(number, half, parts[half])
-            self._refuse_another_shape(number, half, value)
-            rows.append(as_tuple(value))
-        tensors = tuple(default_collate(list(column)) for column in zip(*rows, strict=True))
-        microbatch: Value = self._forms[half].pack(tensors)
+        form, rows = self._forms[half], []
+        for number, pair in zip(ids.tolist(), self._read(ids, draw), strict=True):
+            rows.append(value := self._value(number, half, pair[half]))
+            if (spec := ValueSpec.like(value)).specs != form.specs:
+                raise ConfigError(
+                    f"{self._what}: the {_HALVES[half]} of sample {number} are {spec}, and of sample 0 "
+                    f"{form}: all samples must have one shape and dtype"
+                )
+        columns = zip(*map(as_tuple, rows), strict=True)
+        microbatch: Value = form.pack(tuple(default_collate(list(column)) for column in columns))
         return microbatch
 
     def _read(self, ids: Tensor, draw: Draw | None) -> list[tuple[object, object]]:
@@ -191,42 +166,35 @@ class Items:
         read = []
         with _random_state_restored():
             for number, seed in zip(ids.tolist(), seeds, strict=True):
-                _seed(seed)
+                torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed those of a GPU too
+                np.random.seed(seed % 2**32)
+                random.seed(seed)
                 read.append(self._pair(number))
         return read
 
     def _pair(self, number: int) -> tuple[object, object]:
+        what = f"{self._what}: sample {number}"
         try:
             item = self._dataset[number]
+            if self._columns and isinstance(item, Mapping):
+                inputs, targets = (_taken(item, column) for column in self._columns)
+                return inputs, targets
         except ConfigError:
             raise
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"{self._what}: sample {number} cannot be read ({reason})") from error
+            raise ConfigError(f"{what} cannot be read ({reason})") from error
         if self._columns:
-            return self._of_columns(number, item, self._columns)
+            raise ConfigError(
+                f"{what} is a {type(item).__name__}, which has no columns: set data.columns=null"
+            )
         if isinstance(item, tuple | list) and len(item) == 2:
             return item[0], item[1]
-        got = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, tuple | list) else "")
-        hint = "return two values from its __getitem__"
+        got, hint = f"a {type(item).__name__}", "return two values from its __getitem__"
         if isinstance(item, Mapping):
             got += f" of {', '.join(map(str, item))}"
             hint = "name its columns with data.columns={inputs: NAME, targets: NAME}"
-        raise ConfigError(f"{self._what}: sample {number} must be (inputs, targets); got {got}: {hint}")
-
-    def _of_columns(self, number: int, item: Any, columns: dict[str, Column]) -> tuple[object, object]:
-        if not isinstance(item, Mapping):
-            raise ConfigError(
-                f"{self._what}: sample {number} is a {type(item).__name__}, which has no columns: set "
-                "data.columns=null"
-            )
-        for name in (name for names in columns.values() for name in _names(names)):
-            if name not in item:
-                raise ConfigError(
-                    f"{self._what}: sample {number} has no column {name}: data.columns can name "
-                    f"{', '.join(map(str, item))}"
-                )
-        return _taken(item, columns["inputs"]), _taken(item, columns["targets"])
+        raise ConfigError(f"{what} must be (inputs, targets); got {got}: {hint}")
 
     def _value(self, number: int, half: int, part: object) -> Value:
         try:
@@ -237,31 +205,22 @@ class Items:
                 f"be a tensor, a number, a NumPy array or a tuple of these ({one_line(error)})"
             ) from error
 
-    def _refuse_another_shape(self, number: int, half: int, value: Value) -> None:
-        specs = specs_of(as_tuple(value))
-        if specs != self._specs[half]:
-            raise ConfigError(
-                f"{self._what}: the {_HALVES[half]} of sample {number} are {_text(specs)}, and of sample 0 "
-                f"{_text(self._specs[half])}: all samples must have one shape and dtype"
-            )
 
-
-def _names(column: Column) -> tuple[str, ...]:
+def _plain(column: Any) -> str | tuple[str, ...] | dict[str, str]:
     if isinstance(column, str):
-        return (column,)
-    return tuple(column.values()) if isinstance(column, dict) else column
+        return column
+    return {str(k): str(v) for k, v in column.items()} if isinstance(column, Mapping) else tuple(column)
 
 
-def _taken(item: Mapping[str, Any], column: Column) -> object:
+def _taken(item: Mapping[str, Any], column: str | tuple[str, ...] | dict[str, str]) -> object:
+    """Return columns of an item. Raises LookupError."""
     if isinstance(column, str):
+        if column not in item:
+            raise LookupError(f"no column {column}: data.columns can name {', '.join(map(str, item))}")
         return item[column]
     if isinstance(column, dict):
-        return {name: item[of] for name, of in column.items()}
-    return tuple(item[of] for of in column)
-
-
-def _text(specs: Sequence[TensorSpec]) -> str:
-    return " + ".join(map(str, specs))
+        return {name: _taken(item, of) for name, of in column.items()}
+    return tuple(_taken(item, of) for of in column)
 
 
 def _value(part: Any, dtype: torch.dtype = torch.float32) -> Value:
@@ -278,13 +237,6 @@ def _tensor(part: Any, dtype: torch.dtype) -> Tensor:
     if tensor.is_floating_point() and not isinstance(part, Tensor | np.ndarray):
         tensor = torch.as_tensor(part, dtype=torch.promote_types(tensor.dtype, dtype))
     return tensor.detach().cpu()
-
-
-def _seed(seed: int) -> None:
-    """Seed the three global generators; torch.manual_seed would seed those of a GPU too."""
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 @contextmanager

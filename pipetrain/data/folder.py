@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +17,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from pipetrain.data.augment import Words, key
-from pipetrain.data.augment import draw as draw_words
+from pipetrain.data.augment import draws
 from pipetrain.data.sets import Data, Draw
 from pipetrain.errors import ConfigError, one_line
 
 # torchvision.datasets.folder.IMG_EXTENSIONS
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _BORDER = 256 / 224  # the shorter side of an image before it is cropped, over the size of the crop
-_DRAWS = 3  # random numbers per sample: row, column, flip
 
 
 @dataclass(frozen=True)
@@ -51,11 +48,8 @@ class ImageFiles:
 
     def inputs(self, ids: Tensor, draw: Draw | None) -> Tensor:
         """Return the images of a microbatch, float32 [n, 3, size, size]. Raises ConfigError."""
-        places = np.full((len(ids), _DRAWS), 0.5)
-        if draw is not None:
-            counters: Words = ids.numpy().astype(np.uint64)[:, None] * np.uint64(_DRAWS)
-            columns: Words = np.arange(_DRAWS, dtype=np.uint64)
-            places = draw_words(key(*draw), counters + columns) / 2.0**64
+        # Row, column and flip, from 0 to 1.
+        places = np.full((len(ids), 3), 0.5) if draw is None else draws(ids, draw, 3) / 2.0**64
         pixels = [self._pixels(number, *place) for number, place in zip(ids.tolist(), places, strict=True)]
         images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 255
         mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))
@@ -75,27 +69,20 @@ class ImageFiles:
         return zlib.crc32(repr((self.files, sizes, self.labels.tolist(), made)).encode())
 
     def _pixels(self, number: int, row: float, column: float, flip: float) -> NDArray[np.uint8]:
-        """Read a file, cropped at a place from 0 to 1 in either direction: uint8 [size, size, 3]."""
+        """Read a file, cropped at a place from 0 (the first) to 1 (the last): uint8 [size, size, 3]."""
         path = self.root / self.files[number]
         try:
             with Image.open(path) as image:
-                box = _crop(*image.size, row, column)
+                width, height = image.size
+                side = min(width, height) / _BORDER
+                left, upper = column * (width - side), row * (height - side)
+                box = left, upper, min(left + side, width), min(upper + side, height)
                 pixels = image.convert("RGB").resize((self.size,) * 2, Image.Resampling.BILINEAR, box)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ConfigError(f"{path} cannot be read as an image ({one_line(error)})") from error
         if self.flip and flip > 0.5:
             pixels = pixels.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return np.asarray(pixels)
-
-
-def _crop(width: int, height: int, row: float, column: float) -> tuple[float, float, float, float]:
-    """Return the crop's left, upper, right and lower border, in pixels of the image before it is resized.
-
-    So one call of Pillow crops and resizes. `row`, `column`: where, from 0 (the first) to 1 (the last).
-    """
-    side = min(width, height) / _BORDER
-    left, upper = column * (width - side), row * (height - side)
-    return left, upper, min(left + side, width), min(upper + side, height)
 
 
 def load(
@@ -116,52 +103,43 @@ def load(
     for option, numbers in (("mean", mean), ("std", std)):
         if len(numbers) != 3:
             raise ConfigError(
-                f"data.{option} must be three numbers, of red, green and blue; got {list(numbers)}"
+                f"data.{option} must be three numbers, of red, green and blue; got {[*numbers]}"
             )
     folder = Path(root).absolute()
-    names = [name for name in ("test", "val") if (folder / name).is_dir()]
-    train, test = _classes(folder / "train"), _classes(folder / (names or ["test"])[0])
-    if lonely := sorted(set(train) ^ set(test)):
+    test = folder / ("val" if (folder / "val").is_dir() and not (folder / "test").is_dir() else "test")
+    classes = [_classes(folder / "train"), _classes(test)]
+    if lonely := sorted(set(classes[0]) ^ set(classes[1])):
         raise ConfigError(
-            f"{folder} has {', '.join(lonely)} in only one of its folders train and {names[0]}: "
+            f"{folder} has {', '.join(lonely)} in only one of its folders train and {test.name}: "
             "both need the same class folders"
         )
     splits = [
         ImageFiles(
             folder,
-            files=tuple(chain.from_iterable(classes.values())),
-            labels=torch.tensor([label for label, files in enumerate(classes.values()) for _ in files]),
+            files=tuple(file for files in split.values() for file in files),
+            labels=torch.tensor([label for label, files in enumerate(split.values()) for _ in files]),
             size=size,
             mean=tuple(mean),
             std=tuple(std),
             flip=flip,
         )
-        for classes in (train, test)
+        for split in classes
     ]
-    return Data(name, train=splits[0], test=splits[1], classes=len(train))
+    return Data(name, train=splits[0], test=splits[1], classes=len(classes[0]))
 
 
 def _classes(folder: Path) -> dict[str, list[str]]:
     """Return the files of each class, as paths from the folder's parent, both sorted. Raises ConfigError."""
+    wanted = "data.root must have train/CLASS/*.jpg and test/CLASS/*.jpg (or val for test)"
     if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is no folder: data.root must have train/CLASS/*.jpg and test/CLASS/*.jpg "
-            "(or val for test)"
-        )
+        raise ConfigError(f"{folder} is no folder: {wanted}")
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not names:
-        raise ConfigError(
-            f"{folder} has no class folders: put the images of each class into a folder of its own"
-        )
-    classes = {name: _files(folder / name, folder.parent) for name in names}
-    for name, files in classes.items():
-        if not files:
-            raise ConfigError(
-                f"{folder / name} has no images ({' '.join(SUFFIXES)}): each class needs one or more"
-            )
+        raise ConfigError(f"{folder} has no class folders: {wanted}")
+    classes = {}
+    for name in names:
+        found = (path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
+        classes[name] = sorted(path.relative_to(folder.parent).as_posix() for path in found)
+        if not classes[name]:
+            raise ConfigError(f"{folder / name} has no images ({' '.join(SUFFIXES)}): {wanted}")
     return classes
-
-
-def _files(folder: Path, root: Path) -> list[str]:
-    found = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-    return sorted(path.relative_to(root).as_posix() for path in found)

@@ -1,11 +1,10 @@
-"""The batches of a user's loader, as rank 0 reads them: inputs and targets, in one form."""
+"""A pass over a user's loader, as rank 0 reads it: the sizes of the next window, then its batches."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.data.batch import BadBatch, Form, NamedTargets, kind, pair, samples, unlabelled
+from pipetrain.errors import ConfigError
 from pipetrain.network.values import Value, ValueSpec, as_tuple, on_each
 from pipetrain.tasks import counted_for
 
@@ -29,142 +29,7 @@ Loader = Iterable[Any]
 """Yields (inputs, targets): each a tensor [n, ...], or a tuple, list or dict of them; or see NamedTargets."""
 
 _TORCHS_SAMPLERS = {"torch.utils.data.sampler", "torch.utils.data.distributed"}
-
-
-class BadBatch(TrainingStopped):
-    """A batch that cannot be trained on; the message says which, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTargets:
-    """The targets among the tensors of a batch that is a dict; several are a tuple.
-
-    The rest are the inputs: a dict, or if there is one alone, that tensor. `kept`: the model takes them all,
-    targets too, as it computes its loss.
-    """
-
-    names: str | tuple[str, ...]
-    kept: bool = False
-
-    @property
-    def listed(self) -> tuple[str, ...]:
-        return (self.names,) if isinstance(self.names, str) else self.names
-
-    def pair(self, batch: Any, what: str) -> tuple[Any, Any]:
-        """Return a batch's inputs and targets. Raises BadBatch."""
-        if not isinstance(batch, Mapping):
-            says = "that goes to the model, as it computes its loss" if self.kept else "as targets= says"
-            raise BadBatch(
-                f"{what} must be a dict with {_listed(self.listed)}, {says}; it is a {_kind(batch)}"
-            )
-        if missing := [name for name in self.listed if name not in batch]:
-            raise BadBatch(f"{what} has no {missing[0]}: targets= can name {_listed(batch)}")
-        inputs = {name: batch[name] for name in batch if self.kept or name not in self.listed}
-        if not inputs:
-            raise BadBatch(
-                f"{what} has nothing but the targets {_listed(self.listed)}: add the model's inputs"
-            )
-        targets = tuple(batch[name] for name in self.listed)
-        return (
-            next(iter(inputs.values())) if len(inputs) == 1 and not self.kept else inputs,
-            targets[0] if isinstance(self.names, str) else targets,
-        )
-
-
-def pair(batch: Any, what: str, named: NamedTargets | None = None) -> tuple[Value, Value]:
-    """Return a batch's inputs and targets, tensors of one length. Raises BadBatch."""
-    if named is not None:
-        batch = named.pair(batch, what)
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise BadBatch(f"{what} must be a pair (inputs, targets); it is a {_kind(batch)}{_way_out(batch)}")
-    inputs, targets = (
-        _value(part, f"{name} of {what}") for part, name in zip(batch, ("inputs", "targets"), strict=True)
-    )
-    for name, part in (("inputs", inputs), ("targets", targets)):
-        for tensor in as_tuple(part):
-            if len(tensor) != _samples(inputs):
-                raise BadBatch(
-                    f"{what} has {_samples(inputs)} inputs and {len(tensor)} {name}: each sample needs one"
-                )
-    if not _samples(inputs):
-        raise BadBatch(f"{what} has no sample")
-    return inputs, targets
-
-
-def unlabelled(batch: Any, what: str, form: Form, named: NamedTargets | None) -> tuple[Value, Value]:
-    """Return a batch's inputs, with a 0 for each sample in the place of targets. Raises BadBatch.
-
-    Targets beside the inputs are left out. A model that computes its loss gets zeros where they are missing.
-    """
-    tried = [batch]
-    if named is not None and isinstance(batch, Mapping):
-        inputs = {name: batch[name] for name in batch if named.kept or name not in named.listed}
-        tried = [next(iter(inputs.values())) if len(inputs) == 1 and not named.kept else inputs]
-        names, specs = form.inputs.names or (), form.inputs.specs
-        if named.kept and inputs:
-            n = len(next(iter(inputs.values())))
-            blank = {
-                name: torch.zeros((n, *spec.shape), dtype=spec.dtype)
-                for name, spec in zip(names, specs, strict=True)
-                if name in named.listed
-            }
-            tried = [{name: inputs.get(name, blank.get(name)) for name in names if name in {*inputs, *blank}}]
-    elif isinstance(batch, tuple | list) and batch:
-        tried = [batch, batch[0]]
-    for one in tried:
-        try:
-            value = _value(one, f"inputs of {what}")
-        except BadBatch:
-            continue
-        if ValueSpec.in_batch(value) == form.inputs:
-            return value, torch.zeros(_samples(value))
-    value = _value(tried[-1], f"inputs of {what}")
-    form.refuse_other(value, torch.zeros(_samples(value)), what)
-    return value, torch.zeros(_samples(value))
-
-
-def _kind(batch: Any) -> str:
-    if isinstance(batch, Mapping):
-        return f"{type(batch).__name__} of {_listed(batch)}"
-    return f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
-
-
-def _way_out(batch: Any) -> str:
-    """Return what can be done about a batch that is no pair."""
-    if isinstance(batch, Mapping):
-        return ": say which are the targets, as in Pipeline(..., targets='label')"
-    if isinstance(batch, tuple | list):
-        return ": let the loader give ((FIRST, SECOND), TARGETS), or a dict, and Pipeline(..., targets=NAME)"
-    return ""
-
-
-def _listed(names: Iterable[Any]) -> str:
-    return ", ".join(map(str, names))
-
-
-def _value(part: Any, what: str) -> Value:
-    if isinstance(part, list):
-        part = tuple(part)
-    if isinstance(part, Tensor) and part.dim():
-        return part.cpu()
-    if isinstance(part, tuple) and part and all(isinstance(t, Tensor) and t.dim() for t in part):
-        return tuple(t.cpu() for t in part)
-    if isinstance(part, Mapping) and part:
-        return {str(name): _named(t, name, what) for name, t in part.items()}
-    raise BadBatch(f"the {what} must be a tensor [n, ...], or a tuple or a dict of them; got {_type(part)}")
-
-
-def _type(part: Any) -> str:
-    return "a number" if isinstance(part, Tensor) else type(part).__name__
-
-
-def _named(tensor: Any, name: Any, what: str) -> Tensor:
-    if isinstance(tensor, Tensor) and tensor.dim():
-        return tensor.cpu()
-    raise BadBatch(
-        f"{name} of the {what} must be a tensor [n, ...]; got {_type(tensor)}: leave it out, or make it "
-        f"one (data of Hugging Face's by set_format('torch'))"
-    )
+_END = object()
 
 
 def known_sizes(loader: Loader) -> list[int] | None:
@@ -178,36 +43,11 @@ def known_sizes(loader: Loader) -> list[int] | None:
     if loader.collate_fn is not default_collate or type(sampler).__module__ not in _TORCHS_SAMPLERS:
         return None
     try:
-        samples = len(sampler)  # type: ignore[arg-type]
+        whole, rest = divmod(len(sampler), loader.batch_sampler.batch_size)  # type: ignore[arg-type]
     except TypeError:
         return None
-    size = loader.batch_sampler.batch_size
-    sizes = [size] * (samples // size)
-    return sizes if samples % size == 0 or loader.batch_sampler.drop_last else [*sizes, samples % size]
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What a sample's inputs and targets look like."""
-
-    inputs: ValueSpec
-    targets: ValueSpec
-
-    def to_json(self) -> list[Any]:
-        return [self.inputs.to_json(), self.targets.to_json()]
-
-    @classmethod
-    def from_json(cls, data: list[Any]) -> Form:
-        return cls(*map(ValueSpec.from_json, data))
-
-    def refuse_other(self, inputs: Value, targets: Value, what: str) -> None:
-        """Refuse samples of another form. Raises BadBatch."""
-        for name, mine, value in (("inputs", self.inputs, inputs), ("targets", self.targets, targets)):
-            if (theirs := ValueSpec.in_batch(value)) != mine:
-                raise BadBatch(
-                    f"{what} has {name} {theirs} a sample, and those of the first batch were {mine}: "
-                    f"let all batches have one shape and dtype, such as texts padded to one length"
-                )
+    sizes = [loader.batch_sampler.batch_size] * whole
+    return sizes if not rest or loader.batch_sampler.drop_last else [*sizes, rest]
 
 
 class Reader:
@@ -265,7 +105,7 @@ class Reader:
             self._leave_out()
             while (batches is None or len(self._held) < batches) and self._read_one():
                 self._leave_out()
-            sizes = [_samples(inputs) for inputs, _ in self._held]
+            sizes = [samples(inputs) for inputs, _ in self._held]
         self._announced += len(sizes)
         return sizes if self._announced or self._read else None
 
@@ -292,7 +132,7 @@ class Reader:
         if is_class or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
             raise ConfigError(
                 f"the loader must be an iterable of batches, such as a DataLoader or a list; it is "
-                f"{f'the class {loader.__name__}' if is_class else _kind(loader)}"
+                f"{f'the class {loader.__name__}' if is_class else kind(loader)}"
             )
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
             raise ConfigError(
@@ -328,9 +168,9 @@ class Reader:
                 f"the loader ended after {self._read} batches, and its sampler said {self._announced}"
             )
         inputs, targets = self._held.popleft()
-        if _samples(inputs) != size:
+        if samples(inputs) != size:
             raise BadBatch(
-                f"{self._what} {self._read - 1} has {_samples(inputs)} samples, and its sampler said {size}"
+                f"{self._what} {self._read - 1} has {samples(inputs)} samples, and its sampler said {size}"
             )
         return inputs, targets
 
@@ -357,9 +197,6 @@ class Reader:
         return True
 
 
-_END = object()
-
-
 def _targets_in_memory(loader: Any) -> Tensor | None:
     """Return the targets of all samples of a loader of tensors (inputs, targets); None for another."""
     dataset = getattr(loader, "dataset", None)
@@ -381,7 +218,3 @@ def has_length(loader: Any) -> bool:
 
 def _copy(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, pin_memory=tensor.is_pinned()).copy_(tensor)
-
-
-def _samples(value: Value) -> int:
-    return len(as_tuple(value)[0])

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from pipetrain.errors import ConfigError
-from pipetrain.network.values import Value, ValueSpec, as_tuple, bytes_of, on_each, specs_of
+from pipetrain.errors import ConfigError, one_line
+from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, bytes_of, on_each, specs_of
 
 
 class DataMissing(ConfigError):
@@ -128,61 +127,36 @@ class ImageData:
 
 def prove(data: ImageData) -> None:
     """Refuse a data set with invalid fields, whose effect might go unnoticed. Raises ConfigError."""
-    if fault := _fault(data):
-        fault = " ".join(fault.split())
+    for fault in _faults(data):
         raise ConfigError(f"the data set {data.name} cannot be used: {fault}; correct what data.source gives")
 
 
-def _fault(data: ImageData) -> str | None:
-    """Return what is wrong with a data set, None if nothing is."""
+def _faults(data: ImageData) -> Iterator[str]:
+    """Yield what is wrong with a data set."""
     if type(data.classes) is not int or data.classes < 1:
-        return f"classes must be a whole number, 1 or more; got {data.classes!r}"
-    for name, numbers, above in (("mean", data.mean, -math.inf), ("std", data.std, 0)):
-        if not _are_three(numbers, above):
-            more = " above 0" if above == 0 else ""
-            return f"{name} must be three finite numbers{more}; got {numbers!r}"
-    for name, split in (("train", data.train), ("test", data.test)):
-        if fault := _split_fault(split, data.classes):
-            return f"{name} {fault}"
+        yield f"classes must be a whole number, 1 or more; got {data.classes!r}"
+    for name, numbers, least in (("mean", data.mean, -math.inf), ("std", data.std, 0.0)):
+        values = torch.as_tensor(numbers, dtype=torch.float64)
+        if values.shape != (3,) or not (values.isfinite() & (values > least)).all():
+            more = " above 0" if least == 0 else ""
+            yield f"{name} must be three finite numbers{more}; got {one_line(numbers)}"
+    splits: dict[str, Any] = {"train": data.train, "test": data.test}
+    for name, held in splits.items():
+        if not isinstance(held, Images):
+            yield f"{name} must be a pipetrain.data.Images; got {type(held).__name__}"
+        image, label = ValueSpec.in_batch((held.images, held.labels)).specs
+        if image.dtype is not torch.uint8 or len(image.shape) != 3 or image.shape[0] != 3:
+            yield f"{name} images must be uint8[3, h, w] a sample; they are {image}"
+        if label != TensorSpec((), torch.int64):
+            yield f"{name} labels must be int64[] a sample; they are {label}"
+        if not len(held) or len(held.images) != len(held):
+            yield f"{name} has {len(held.images)} images and {len(held)} labels: each image needs one label"
+        if len(wrong := ((held.labels < 0) | (held.labels >= data.classes)).nonzero()):
+            at = int(wrong[0])
+            of = f"with {data.classes} classes labels are 0 to {data.classes - 1}"
+            yield f"{name} labels[{at}] is {int(held.labels[at])}, and {of}"
     if data.train.images.shape[1:] != data.test.images.shape[1:]:
-        return "train and test images differ in size"
-    return None
-
-
-def _are_three(numbers: Any, above: float) -> bool:
-    sound = isinstance(numbers, Sequence) and len(numbers) == 3
-    return sound and all(isinstance(number, Real) and above < float(number) < math.inf for number in numbers)
-
-
-def _split_fault(split: Any, classes: int) -> str | None:
-    if not isinstance(split, Images):
-        return f"must be a pipetrain.data.Images; got {type(split).__name__}"
-    for name, tensor, form in (
-        ("images", split.images, "torch.uint8 [n, 3, h, w] on cpu"),
-        ("labels", split.labels, "torch.int64 [n] on cpu"),
-    ):
-        if (got := _form(tensor, form)) != form:
-            return f"{name} must be a tensor {form}; got {got}"
-    if len(split.images) != len(split.labels):
-        return f"has {len(split.images)} images and {len(split.labels)} labels: each image needs one label"
-    if not len(split):
-        return "has no sample"
-    wrong = ((split.labels < 0) | (split.labels >= classes)).nonzero()
-    if len(wrong):
-        sample = int(wrong[0])
-        label = int(split.labels[sample])
-        return f"labels[{sample}] is {label}, and with {classes} classes labels are 0 to {classes - 1}"
-    return None
-
-
-def _form(tensor: Any, wanted: str) -> str:
-    """Describe the dtype, shape and device of a tensor as `wanted` does, or the type of anything else."""
-    if not isinstance(tensor, Tensor):
-        return type(tensor).__name__
-    sizes = ["n", *map(str, tensor.shape[1:])] if tensor.dim() else []
-    if tensor.dim() == 4 and "h, w" in wanted:
-        sizes[2:] = ["h", "w"]
-    return f"{tensor.dtype} [{', '.join(sizes)}] on {tensor.device}"
+        yield "train and test images differ in size"
 
 
 def crc(*tensors: Tensor) -> int:

@@ -104,21 +104,20 @@ def load(
     COUNT.read("data.block", block)
     if not 0 < test_share < 1:
         raise ConfigError(f"data.test_share must be a fraction between 0 and 1; got {test_share}")
-    size, known = _size(path, "data.file"), BYTES
-    dtype: np.dtype[Any] = np.dtype(np.uint8)
-    if tokenizer is not None:
-        coder = _tokenizer(Path(tokenizer))
-        known = max(coder.get_vocab().values()) + 1
+    _refuse_unreadable(path, "data.file")
+    coder = None if tokenizer is None else _tokenizer(Path(tokenizer))
+    known = BYTES if coder is None else max(coder.get_vocab().values()) + 1
     if vocabulary not in (None, known):
         whose = "bytes" if tokenizer is None else f"the tokenizer {tokenizer}"
         raise ConfigError(
             f"data.vocabulary is {vocabulary}, and that of {whose} is {known}: set data.vocabulary={known}"
         )
+    kind = np.uint8 if coder is None else np.uint16 if known <= 1 << 16 else np.uint32
+    dtype: np.dtype[Any] = np.dtype(kind)
     tokens = path
     if tokenizer is not None:
-        dtype = np.dtype(np.uint16 if known <= 1 << 16 else np.uint32)
         tokens = _tokenised(path, Path(tokenizer), coder, dtype, Path(root, "texts"))
-        size = tokens.stat().st_size // dtype.itemsize
+    size = tokens.stat().st_size // dtype.itemsize
     train = size - round(size * test_share)
     if min(train, size - train) <= block:
         raise ConfigError(
@@ -134,18 +133,16 @@ def load(
     )
 
 
-def _size(path: Path, key: str) -> int:
-    """Return the bytes of a file that can be read and is not empty. Raises ConfigError."""
+def _refuse_unreadable(path: Path, key: str) -> None:
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            content = file.read(1)
     except OSError as error:
         raise ConfigError(
             f"{key}={path} cannot be read: {error.strerror}; give the path of a file"
         ) from error
-    if not size:
+    if not content:
         raise ConfigError(f"{key}={path} is empty: give a file with text")
-    return size
 
 
 def _tokenizer(path: Path) -> Any:
@@ -157,7 +154,7 @@ def _tokenizer(path: Path) -> Any:
             "data.tokenizer needs the package tokenizers: install 'pipetrain[text]', or train on bytes with "
             "data.tokenizer=null"
         ) from error
-    _size(path, "data.tokenizer")
+    _refuse_unreadable(path, "data.tokenizer")
     try:
         coder = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exceptions
@@ -198,13 +195,12 @@ def _tokenised(path: Path, tokenizer: Path, coder: Any, dtype: np.dtype[Any], fo
 
 def _pieces(path: Path) -> Iterator[str]:
     """Read a text in pieces of whole lines, with signs of progress. Raises ConfigError if it is not UTF-8."""
-    size = path.stat().st_size
+    seldom = 0.1 if sys.stderr.isatty() else 10.0  # seconds between two signs
+    size, what = path.stat().st_size, f"tokens of {path.name}"
     with (
         path.open(encoding="utf-8", newline="") as text,
-        tqdm(total=size, unit="B", unit_scale=True, desc=f"tokens of {path.name}", disable=None) as bar,
+        tqdm(total=size, unit="B", unit_scale=True, desc=what, mininterval=seldom) as bar,
     ):
-        if bar.disable:  # no terminal
-            print(f"making the tokens of {path} ({size / 1e6:.1f} MB)", file=sys.stderr, flush=True)
         try:
             while lines := text.readlines(_PIECE):
                 piece = "".join(lines)

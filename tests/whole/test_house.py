@@ -21,6 +21,7 @@ SEEN_IN = {
     "checkpoint/source": "checkpoint/test_resume",
     "checkpoint/state": "checkpoint/test_resume",
     "errors": "test_ending",
+    "data/batch": "data/test_loading",
     "fitting": "users/test_fitting",
     "network/given": "users/test_modes",
     "network/loan": "users/test_life",
