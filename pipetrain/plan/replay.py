@@ -5,7 +5,7 @@ The costs, from whole microbatches only:
 - an action takes its stage's typical time; F, B, I and W also their share of their rank's overhead, that is,
   of the time neither computing nor waiting (posting messages, the loop itself, between windows);
 - a message travels for the typical time from its send to its arrival, over those that their receiver waited
-  for, as the arrival of others is unknown. If no receiver ever waited, it takes no time.
+  for, as the arrival of others is unknown. If no receiver ever waited, it takes no time, as TIE and NORM do.
 
 The typical time is the mean, because times along a path add up and their distribution is skewed: with
 medians, replays of traced runs were 1 to 4 % too short. Outliers above three medians count as three. The
@@ -15,11 +15,11 @@ durations include the interference between ranks that compute at once, as it was
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipetrain.data import pieces
 from pipetrain.errors import ConfigError
@@ -38,7 +38,7 @@ from pipetrain.schedule.actions import (
     Ties,
 )
 from pipetrain.schedule.simulate import BufferSize, simulate
-from pipetrain.schedule.timeline import Costs, Kind, Row, TracedWindow
+from pipetrain.schedule.timeline import Costs, Kind, TracedWindow
 
 CONDITIONS = {
     "model", "parameters", "schedule", "ranks", "placement", "partition", "dtype", "precision",
@@ -47,13 +47,11 @@ CONDITIONS = {
 """The keys that a trace must have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """The time of a schedule, measured or simulated. Lists are by rank."""
+class Figures(NamedTuple):
+    """The time of a schedule, measured or simulated."""
 
     batch_s: float  # seconds per batch
-    bubble: list[float]  # fraction of time without computing
-    wait: list[float]  # fraction of time blocked
+    wait: list[float]  # by rank: fraction of time blocked
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +61,17 @@ class Replay:
     about: Mapping[str, Any]
     windows: Sequence[TracedWindow]
     costs: Costs
-    own_s: Sequence[float]  # by rank: the overhead in the cost of each F, B, I and W
 
     @property
     def measured(self) -> Figures:
-        began = [min(row.began for row in window.timeline.rows) for window in self.windows]
-        ended = [max(row.ended for row in window.timeline.rows) for window in self.windows]
-        lasted = _lasted(self.windows, began, ended)
+        rows = [window.timeline.rows for window in self.windows]
+        began = [min(row.began for row in of) for of in rows]
+        lasted = _lasted(self.windows, began, [max(row.ended for row in of) for of in rows])
         batches = [sum(window.samples) / self.about["batch_size"] for window in self.windows]
-
-        def share(seconds: Callable[[Row], float]) -> list[float]:
-            shares = [
-                [seconds(row) / time for row in window.timeline.rows]
-                for window, time in zip(self.windows, lasted, strict=True)
-            ]
-            return [mean(of_rank) for of_rank in zip(*shares, strict=True)]
-
-        return Figures(
-            batch_s=typical(time / n for time, n in zip(lasted, batches, strict=True)),
-            bubble=[1 - busy for busy in share(lambda row: row.busy)],
-            wait=share(lambda row: row.waited),
+        waits = zip(
+            *([row.waited / s for row in of] for of, s in zip(rows, lasted, strict=True)), strict=True
         )
+        return Figures(typical(s / n for s, n in zip(lasted, batches, strict=True)), list(map(mean, waits)))
 
     @property
     def again(self) -> Figures:
@@ -120,16 +108,8 @@ class Replay:
 
         # These figures do not depend on the number of microbatches in a batch.
         run = simulate(program, 1, buffer_size=buffer_size, cost=cost, ties=ties)
-        own = [
-            own * sum(action.op in COMPUTE for action in actions)
-            for own, actions in zip(self.own_s, program, strict=True)
-        ]
-        bubbles = zip(run.bubble_per_rank, own, strict=True)
-        return Figures(
-            batch_s=run.makespan * batch_size / sum(samples),
-            bubble=[bubble + seconds / run.makespan for bubble, seconds in bubbles],
-            wait=[seconds / run.makespan for seconds in run.waits(repeated)],
-        )
+        wait = [seconds / run.makespan for seconds in run.waits(repeated)]
+        return Figures(run.makespan * batch_size / sum(samples), wait)
 
 
 def full_of(about: Mapping[str, Any]) -> int:
@@ -163,88 +143,22 @@ def replay(about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> Replay:
         raise KeyError(", ".join(sorted(missing)))
     own = [_own_time(windows, rank) for rank in range(about["ranks"])]
     whole = full_of(about)
-    durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
+    times: dict[Kind, list[float]] = defaultdict(list)
     for window in windows:
+        sent = chrome.sent(window.timeline)
         for span in (span for row in window.timeline.rows for span in row.spans):
-            if (action := span.action) is None or action.op in COMMUNICATION | TOLD:
+            action = span.action
+            if action is None:
                 continue
-            if action.op in UPDATE or window.samples[action.mb] == whole:
-                durations[action.stage, action.op].append(span.end - span.start - span.waited)
-    seconds: dict[Kind, float] = {
-        (stage, op): typical(times) + (own[about["placement"][stage]] if op in COMPUTE else 0.0)
-        for (stage, op), times in durations.items()
-    }
-    return Replay(about, windows, Costs(seconds | _travels(windows, about["ties"])), own)
-
-
-def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
-    """Refuse a plan for which a trace has no times. Raises ConfigError."""
-    settings, about = plan.settings, traced.about
-    cut = len(about["partition"]) + 1
-    if cut != plan.stages and about["ranks"] == settings.ranks:  # which no other partition mends
-        raise ConfigError(
-            f"cost={path} is of {about['schedule']} with {cut} stages on {about['ranks']} ranks, and "
-            f"{settings.schedule} has {plan.stages}: trace a run of {settings.schedule}"
-        )
-    traced_microbatch = full_of(about)
-    # Key, value in the trace, value here.
-    both = [
-        ("model", about["model"], settings.model),
-        ("stages", about["ranks"], settings.ranks),
-        ("partition", about["partition"], plan.cuts),
-        ("dtype", about["dtype"], str(settings.dtype).removeprefix("torch.")),
-        ("precision", about["precision"], settings.precision),
-        ("memory_format", about["memory_format"], plan.numerics.memory_format),
-        # The size of a microbatch is what counts.
-        ("batch_size", traced_microbatch * settings.microbatches, settings.full * settings.microbatches),
-        ("codec.forward", about.get("codec_forward", "identity"), str(settings.codecs.forward)),
-        ("codec.backward", about.get("codec_backward", "identity"), str(settings.codecs.backward)),
-    ]
-    other = [f"{key}={theirs}".replace(" ", "") for key, theirs, mine in both if theirs != mine]
-    if other:
-        raise ConfigError(
-            f"cost={path} is of {about['model']} cut before layers {about['partition']}, {traced_microbatch} "
-            f"samples a microbatch: pass {' '.join(other)}, or trace a run of this plan"
-        )
-    if sum(layer.params for layer in plan.layers) != about["parameters"]:
-        raise ConfigError(
-            f"cost={path} is of another {about['model']}, with {about['parameters']:,} parameters: trace a "
-            f"run of this plan"
-        )
-    for actions in plan.window.program:
-        for action in actions:
-            own = action.op not in COMMUNICATION | TOLD
-            if own and (action.stage, action.op) not in traced.costs.seconds:
-                raise ConfigError(
-                    f"cost={path} has no {action.op} of stage {action.stage}, which {settings.schedule} "
-                    f"needs: trace a run of {settings.schedule}, or of one with the same kinds of actions"
-                )
-
-
-def compare(plan: Plan, traced: Replay, path: str) -> str:
-    """Return the times of the traced schedule, measured and simulated, and of this plan, as text."""
-    settings, about = plan.settings, traced.about
-    mine = traced.figures(
-        plan.window.program,
-        pieces(settings.batch_size, settings.microbatches) * max(plan.windows),
-        batch_size=settings.batch_size,
-        buffer_size=plan.cut.bounds,
-        ties=plan.cut.ties,
-        repeated=settings.window is not None,
-    )
-    rows = [["", "seconds a batch", "samples/s", "bubble, by rank", "wait, by rank"]]
-    measured_rate = about["batch_size"] / traced.measured.batch_s
-    for name, figures, batch_size in (
-        (f"{about['schedule']}, measured", traced.measured, about["batch_size"]),
-        (f"{about['schedule']}, replayed", traced.again, about["batch_size"]),
-        (f"{settings.schedule}, this plan", mine, settings.batch_size),
-    ):
-        rate = batch_size / figures.batch_s
-        off = f" ({rate / measured_rate - 1:+.1%})" if rate != measured_rate else ""
-        shares = (_shares(figures.bubble), _shares(figures.wait))
-        rows.append([name, f"{figures.batch_s:.4f}", f"{rate:.1f}{off}", *shares])
-    windows = "1 window" if len(traced.windows) == 1 else f"{len(traced.windows)} windows"
-    return f"by the durations of {windows} in {path}\n" + aligned(zip(*rows, strict=True))
+            if action.op in RECEIVES and span.start < (left := sent[action.edge, action.mb]):
+                send = Op.SEND_F if action.op is Op.RECV_F else Op.SEND_B
+                times[action.peer, send, action.stage].append(max(0.0, span.start + span.waited - left))
+            elif action.op not in COMMUNICATION | TOLD and (
+                action.op in UPDATE or window.samples[action.mb] == whole
+            ):
+                overhead = own[about["placement"][action.stage]] if action.op in COMPUTE else 0.0
+                times[action.stage, action.op].append(span.end - span.start - span.waited + overhead)
+    return Replay(about, windows, Costs({kind: typical(of) for kind, of in times.items()}))
 
 
 def _own_time(windows: Sequence[TracedWindow], rank: int) -> float:
@@ -265,47 +179,72 @@ def _lasted(windows: Sequence[TracedWindow], began: Sequence[float], ended: Sequ
     return [end - start for start, end in zip(starts, ended, strict=True)]
 
 
-def _travels(windows: Sequence[TracedWindow], ties: Ties) -> dict[Kind, float]:
-    """Return the messages' travel times, by the stage, op and peer of their SEND."""
-    times: dict[Kind, list[float]] = defaultdict(list)
-    for window in windows:
-        sent = chrome.sent(window.timeline)
-        for span in (span for row in window.timeline.rows for span in row.spans):
-            if (action := span.action) is not None and action.op in RECEIVES:
-                left = sent[action.edge, action.mb]
-                if span.start < left:
-                    send = Op.SEND_F if action.op is Op.RECV_F else Op.SEND_B
-                    times[action.peer, send, action.stage].append(max(0.0, span.start + span.waited - left))
-        for action, travelled in _told_travel(window, ties):
-            times[action.stage, action.op].append(travelled)
-    return {edge: typical(travelled) for edge, travelled in times.items()}
-
-
-def _told_travel(window: TracedWindow, ties: Ties) -> Iterator[tuple[Action, float]]:
-    """Yield each TIE and NORM, and the time from the last one that others await to the first that has all.
-
-    The stages of a tie await its TIEs at their NORM, or at their STEP if there is none; at STEP all stages
-    await the NORMs.
-    """
-    spans = {
-        (span.action.op, span.action.stage, span.action.version): span
-        for row in window.timeline.rows
-        for span in row.spans
-        if span.action is not None and span.action.op in UPDATE
+def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
+    """Refuse a plan for which a trace has no times. Raises ConfigError."""
+    settings, about = plan.settings, traced.about
+    cut = len(about["partition"]) + 1
+    if cut != plan.stages and about["ranks"] == settings.ranks:  # which no other partition mends
+        raise ConfigError(
+            f"cost={path} is of {about['schedule']} with {cut} stages on {about['ranks']} ranks, and "
+            f"{settings.schedule} has {plan.stages}: trace a run of {settings.schedule}"
+        )
+    here = {
+        "model": settings.model,
+        "stages": settings.ranks,
+        "partition": plan.cuts,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "precision": settings.precision,
+        "memory_format": plan.numerics.memory_format,
+        "batch_size": settings.full * settings.microbatches,  # the size of a microbatch is what counts
+        "codec.forward": str(settings.codecs.forward),
+        "codec.backward": str(settings.codecs.backward),
     }
-    stages = sorted({stage for _, stage, _ in spans})
-    normed = any(op is Op.NORM for op, _, _ in spans)
-    awaited = [(Op.TIE, tie, Op.NORM if normed else Op.STEP) for tie in ties]
-    if normed:
-        awaited.append((Op.NORM, stages, Op.STEP))
-    for version in sorted({version for _, _, version in spans}):
-        for told, of, waiting in awaited:
-            ends = [spans[told, stage, version] for stage in of]
-            begins = [spans[waiting, stage, version] for stage in of]
-            heard = min(span.start + span.waited for span in begins)
-            travelled = max(0.0, heard - max(span.end for span in ends))
-            yield from ((span.action, travelled) for span in ends if span.action is not None)
+    there = dict(about) | {
+        "stages": about["ranks"],
+        "batch_size": full_of(about) * settings.microbatches,
+        "codec.forward": about.get("codec_forward", "identity"),
+        "codec.backward": about.get("codec_backward", "identity"),
+    }
+    if other := [f"{key}={there[key]}".replace(" ", "") for key in here if there[key] != here[key]]:
+        raise ConfigError(
+            f"cost={path} is of {about['model']} cut before layers {about['partition']}, {full_of(about)} "
+            f"samples a microbatch: pass {' '.join(other)}, or trace a run of this plan"
+        )
+    if sum(layer.params for layer in plan.layers) != about["parameters"]:
+        raise ConfigError(
+            f"cost={path} is of another {about['model']}, with {about['parameters']:,} parameters: trace a "
+            f"run of this plan"
+        )
+    for action in (action for actions in plan.window.program for action in actions):
+        own = action.op not in COMMUNICATION | TOLD
+        if own and (action.stage, action.op) not in traced.costs.seconds:
+            raise ConfigError(
+                f"cost={path} has no {action.op} of stage {action.stage}, which {settings.schedule} "
+                f"needs: trace a run of {settings.schedule}, or of one with the same kinds of actions"
+            )
 
 
-def _shares(values: Iterable[float]) -> str:
-    return " ".join(f"{value:.1%}" for value in values)
+def compare(plan: Plan, traced: Replay, path: str) -> str:
+    """Return the times of the traced schedule, measured and simulated, and of this plan, as text."""
+    settings, about = plan.settings, traced.about
+    mine = traced.figures(
+        plan.window.program,
+        pieces(settings.batch_size, settings.microbatches) * max(plan.windows),
+        batch_size=settings.batch_size,
+        buffer_size=plan.cut.bounds,
+        ties=plan.cut.ties,
+        repeated=settings.window is not None,
+    )
+    rows = [["", "seconds a batch", "samples/s", "wait, by rank"]]
+    measured_rate = about["batch_size"] / traced.measured.batch_s
+    for name, figures, batch_size in (
+        (f"{about['schedule']}, measured", traced.measured, about["batch_size"]),
+        (f"{about['schedule']}, replayed", traced.again, about["batch_size"]),
+        (f"{settings.schedule}, this plan", mine, settings.batch_size),
+    ):
+        rate = batch_size / figures.batch_s
+        off = f" ({rate / measured_rate - 1:+.1%})" if rate != measured_rate else ""
+        waits = " ".join(f"{wait:.1%}" for wait in figures.wait)
+        rows.append([name, f"{figures.batch_s:.4f}", f"{rate:.1f}{off}", waits])
+    windows = "1 window" if len(traced.windows) == 1 else f"{len(traced.windows)} windows"
+    return f"by the durations of {windows} in {path}\n" + aligned(zip(*rows, strict=True))

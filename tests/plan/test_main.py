@@ -183,7 +183,6 @@ def test_a_trace_says_what_its_own_and_another_schedule_take(run, trace):
     assert rows[""] == ["1f1b, measured", "1f1b, replayed", "pipedream, this plan"]
     assert rows["seconds a batch"] == ["1.5000", "1.5000", f"{9.9 / 8:.4f}"]
     assert rows["samples/s"] == ["42.7", "42.7", "51.7 (+21.2%)"]
-    assert rows["bubble, by rank"] == ["20.0% 20.0%", "20.0% 20.0%", "3.0% 3.0%"]
     assert rows["wait, by rank"] == ["20.0% 20.0%", "20.0% 20.0%", "3.0% 1.0%"]
 
 
