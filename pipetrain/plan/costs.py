@@ -10,7 +10,7 @@ all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -22,7 +22,7 @@ from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.cut import Cut, copies_input
 from pipetrain.plan.estimate import Layer, origin
 from pipetrain.plan.observed import Kept
-from pipetrain.plan.profile import SECONDS, LayerTime
+from pipetrain.plan.profile import SECONDS, LayerTime, Profile
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.timeline import Costs, Kind
@@ -49,6 +49,16 @@ class Table:
     targets: int = 0
     averaged: bool = False
     _entering: dict[tuple[int, int], dict[Made, bool]] = field(default_factory=dict, init=False)
+
+    def measured(self, profile: Profile) -> Table:
+        """Return the table with the times of a profile."""
+        return replace(
+            self,
+            times=profile.layers,
+            latency_s=profile.latency_s,
+            s_per_byte=profile.s_per_byte,
+            state_of=lambda spec: profile.state_ratio * spec.nbytes,
+        )
 
     # Times
 

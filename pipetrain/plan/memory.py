@@ -23,7 +23,6 @@ from pipetrain.codec import Identity
 from pipetrain.errors import ActionFailed, ConfigError
 from pipetrain.network.values import TensorSpec
 from pipetrain.plan.balance import GIB
-from pipetrain.plan.costs import Table, loss_bytes
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.memory import Memory, over_time, totals
 from pipetrain.schedule.timeline import Timeline
@@ -36,18 +35,12 @@ def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], float]) -> Pl
 
     Raises ConfigError if a rank is predicted to hold more than memory_limit=.
     """
-    settings, outputs = plan.settings, plan.layers[-1].output
-    classes, first = task.classes_of(outputs), outputs.specs[0]
-    loss = loss_bytes(outputs, settings.data_dtype)
-    table = Table(
-        plan.layers,
-        plan.example.of(plan.full),
-        codecs=settings.codecs,
-        state_of=state_of,
-        loss=loss,
-        targets=8 * first.numel // classes if classes else loss,  # labels, or numbers as the outputs are
-        averaged=settings.ema is not None,
-    )
+    outputs = plan.layers[-1].output
+    classes, loss = task.classes_of(outputs), plan.table.loss
+    targets = (
+        8 * outputs.specs[0].numel // classes if classes else loss
+    )  # labels, or numbers as the outputs are
+    table = replace(plan.table, state_of=state_of, targets=targets)
     sizes = []
     for stage, (slice, mode) in enumerate(zip(plan.cut.slices, plan.modes, strict=True)):
         routes = [route for route in plan.cut.routes if stage in route.edge]

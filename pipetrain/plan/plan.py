@@ -51,7 +51,7 @@ class Plan:
     settings: Settings
     numerics: Numerics
     example: ValueSpec  # of the input
-    layers: list[Layer]  # as estimated for a full microbatch
+    table: Table  # the costs of the layers for a full microbatch
     placement: list[int]  # the rank of each stage
     cut: Cut
     evaluation_cut: Cut
@@ -62,6 +62,11 @@ class Plan:
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
     sizes: Sequence[Items] = ()  # the bytes of each stage, see memory.sized
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """The layers as estimated for a full microbatch."""
+        return self.table.layers
 
     @property
     def full(self) -> int:
@@ -81,7 +86,7 @@ class Plan:
     @property
     def stage_costs(self) -> Costs:
         """The costs of all stages: from a profile or a trace, or else by their estimated work."""
-        return self.costs or _costs_by_work(self.settings, self.layers, self.cut, self.example)
+        return self.costs or self.table.costs(self.cut, self.modes, False, self.full)
 
     @property
     def recompute(self) -> list[Mode]:
@@ -109,7 +114,7 @@ class Plan:
     def window(self) -> Window:
         return self.windows[max(self.windows)]
 
-    def stage_layers(self, stage: int) -> list[Layer]:
+    def stage_layers(self, stage: int) -> Sequence[Layer]:
         slice = self.cut.slices[stage]
         return self.layers[slice.start : slice.end]
 
@@ -228,11 +233,19 @@ def make_plan(
 
     numerics, trained, evaluated = _estimates(settings, network, example, samples)
     layers, inputs = trained[settings.full], example.of(settings.full)
-    prediction = table = None
+    table = Table(
+        layers,
+        inputs,
+        by_work(layers, settings.ranks),
+        codecs=settings.codecs,
+        loss=loss_bytes(layers[-1].output, settings.data_dtype),
+        averaged=settings.ema is not None,
+    )
+    prediction = None
     if settings.partition == PROFILE:
         assert profile is not None, "partition=profile cuts by a profile"
         refuse_other_layers(profile, layers)
-        table = _measured(settings, layers, inputs, profile)
+        table = table.measured(profile)
         predictor = predictor_of(settings, schedule, where, lengths, table)
         prediction = cut_by_times(settings, predictor, cuts_that_may_be(network, layers), profile)
         cuts = prediction.choices[PROFILE].cuts
@@ -247,8 +260,7 @@ def make_plan(
     cut = cut_layers({settings.full: layers, **trained}, cuts, example, shared_weights(network, cuts))
     refuse_ties(settings, schedule, cut)
 
-    costs = table.costs(cut, modes, splits(draft), settings.full) if table else None
-    stage_costs = costs or _costs_by_work(settings, layers, cut, example)
+    stage_costs = table.costs(cut, modes, splits(draft), settings.full)
     programs = {n: make_program(schedule, cut, n, settings, stage_costs, recomputing(modes)) for n in lengths}
     evaluation = lower(forward_only(where, len(samples.evaluation)), cut.edges)
     cut, windows = prove(settings, schedule, cut, programs, evaluation)
@@ -256,7 +268,7 @@ def make_plan(
         settings=settings,
         numerics=numerics,
         example=example,
-        layers=layers,
+        table=table,
         placement=where,
         cut=cut,
         evaluation_cut=cut_layers(evaluated, cuts, example),
@@ -264,28 +276,9 @@ def make_plan(
         evaluation=evaluation,
         schedule=schedule,
         modes=modes,
-        costs=costs,
+        costs=stage_costs if prediction else None,
         prediction=prediction,
     )
-
-
-def _measured(settings: Settings, layers: Sequence[Layer], inputs: ValueSpec, profile: Profile) -> Table:
-    return Table(
-        layers,
-        inputs,
-        profile.layers,
-        profile.latency_s,
-        profile.s_per_byte,
-        settings.codecs,
-        state_of=lambda spec: profile.state_ratio * spec.nbytes,
-        loss=loss_bytes(layers[-1].output, settings.data_dtype),
-        averaged=settings.ema is not None,
-    )
-
-
-def _costs_by_work(settings: Settings, layers: Sequence[Layer], cut: Cut, example: ValueSpec) -> Costs:
-    table = Table(layers, example.of(settings.full), by_work(layers, settings.ranks))
-    return table.costs(cut, [Mode.NEVER] * len(cut.slices), False, settings.full)
 
 
 def _refuse_drawing(settings: Settings, layers: Sequence[Layer]) -> None:

@@ -35,14 +35,6 @@ def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]
     return [end - start for start, end in pairwise(ends) if end > start]
 
 
-def draft_program(settings: Settings, schedule: Schedule, batches: int) -> Program:
-    """Return the compute-only program of a window as it is before the model is cut.
-
-    It has the placement and the weight versions that it will have. Raises ScheduleError and ConfigError.
-    """
-    return _compute(settings, schedule, batches)
-
-
 def settle_clipping(settings: Settings, schedule: Schedule, draft: Program) -> Settings:
     """Return the settings with clip_grad_norm_over=auto decided by a window's program. Raises ConfigError.
 
@@ -76,7 +68,7 @@ def make_program(
     """
     routes, ties = (cut.edges, cut.ties) if cut else (None, [])
     known = {} if costs is None else {"costs": costs}
-    compute = _compute(settings, schedule, batches, routes=routes, recompute=recompute, **known)
+    compute = draft_program(settings, schedule, batches, routes=routes, recompute=recompute, **known)
     if "recompute" not in asks_for(schedule):
         compute = with_recompute(compute, recompute)
     compute = joined(compute, routes)
@@ -85,7 +77,12 @@ def make_program(
     return lower(with_ties(compute, ties) if ties else compute, routes)
 
 
-def _compute(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:
+def draft_program(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:
+    """Return the compute-only program of a window; `offered`: what is known of the cut model, if it is cut.
+
+    Without, it has the placement and the weight versions that it will have. Raises ScheduleError and
+    ConfigError.
+    """
     size = settings.ranks, batches, settings.microbatches
     try:
         program = compute_program(schedule, *size, buffer_size=settings.buffer_size, **offered)
