@@ -51,6 +51,7 @@ from pipetrain.network.loan import Loan, put
 from pipetrain.network.model import prove_model, state_names, tensor_attributes
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
+from pipetrain.network.proving import MOST_WORK, prove_parts
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, specs_of
 from pipetrain.plan.cut import AnySize
 from pipetrain.plan.describe import describe
@@ -521,6 +522,7 @@ class Pipeline:
         network = network_of(model, form.inputs, settings.precision == "bf16")
         network.values = self._initial
         plan = self._make_plan(tried, network, form.inputs, known)
+        self._on_one(0, "the comparison", None if self.rank else partial(_prove_parts, plan, network))
         with self._together():
             prove_same(self._mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program)})
             level(self._mesh, "the tensors of the layers", plan.foreign)
@@ -696,6 +698,15 @@ def _first(reader: Reader | Sampled) -> list[Any] | None:
     """Return what the other ranks need to know of the first batch; None if there is none."""
     first = reader.first()
     return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0])]
+
+
+def _prove_parts(plan: Plan, network: Network) -> None:
+    """Compare the stages with the model, where they may differ and where that is cheap."""
+    meta = any(tensor.is_meta for tensor in named_tensors(network.model).values())
+    work = sum(layer.flops for layer in plan.layers) / plan.full
+    if isinstance(network, Chain) and plan.cuts and not meta and work < MOST_WORK:
+        slices = list(zip(plan.cut.slices, plan.evaluation_cut.slices, strict=True))
+        prove_parts(network, slices, plan.example, [network.names[cut] for cut in plan.cuts])
 
 
 def _profile_in(path: str, conditions: Facts) -> Any:

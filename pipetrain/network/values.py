@@ -66,7 +66,7 @@ class Packing:
         return tree_unflatten([next(given) if leaf is TENSOR else leaf for leaf in self.fixed], self.tree)
 
 
-TENSOR = object()
+TENSOR = Tensor  # a class, which a copy of a Packing keeps
 
 
 def leaves_of(value: object) -> tuple[Tensor, ...]:
