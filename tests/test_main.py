@@ -63,7 +63,7 @@ def test_a_run_ends_well_and_says_a_line_an_epoch_and_the_table(run):
     )
     epochs = [match for line in lines if (match := EPOCH.fullmatch(line))]
     assert [match.group(1, 2) for match in epochs] == [("1", "2"), ("2", "2")]
-    header = lines.index("epoch  train loss  train acc   val loss    val acc  samples/s  seconds")
+    header = lines.index("epoch  train loss  train acc  val loss  val acc  samples/s  seconds")
     assert [line.split()[0] for line in lines[header + 1 : header + 3]] == ["1", "2"]
     assert lines[header + 3] == ""
     folder = the_only_folder(where / "runs")

@@ -75,7 +75,7 @@ def test_a_unet_finds_discs_and_rectangles(monkeypatch, tmp_path):
 
 def test_a_gpt_learns_more_than_the_frequency_of_letters(monkeypatch, tmp_path):
     """Letters by their frequency alone have a perplexity of 27 here."""
-    small = ("model.depth=1", "model.width=48", "data.block=32", "data.train_limit=480", "data.test_limit=40")
+    small = ("model.depth=1", "model.width=48", "data.block=32", "data.train_limit=960", "data.test_limit=40")
     small += ("optim.lr=0.01", "batch_size=4", "microbatches=1")
     train_here(monkeypatch, tmp_path, "experiment=gpt", *small, "epochs=1")
     ran = summary(tmp_path)
