@@ -37,7 +37,7 @@ from pipetrain.tasks import Task
 from tests.support.cases import LocalMesh, drawing_in_turn
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import Wire
-from tests.support.reference import DELAYS
+from tests.support.reference import DELAYS, window
 
 SAMPLES = (7, 7, 6)  # of the batches, each an update; microbatches have 2 or 3 samples
 MICROBATCHES = 3
@@ -187,33 +187,27 @@ def expected(subject: Subject, plan: Plan, way: Way) -> Trained:
     """
     model = subject.model
     live = dict(model.named_parameters())
-    stage_of = _stages(model, plan, subject.network)
     optimizer = way.optimizer(live.values())
     delay = DELAYS[way.schedule](plan.stages, MICROBATCHES)
-    run: Callable[..., Any] = partial(_called, subject, plan)
-    history, losses, mb, start = [_copied(live)], [], 0, 0
+    stages = _stages(model, plan, subject.network).items()
+    read = {alias: (name, partial(delay, stage)) for alias, (name, stage) in stages}
+    batches, losses, start = [], [], 0
     for update, samples in enumerate(SAMPLES):
         inputs, targets = (_part(v, start, start + samples) for v in (subject.inputs, subject.targets))
         start += samples
-        total, mean = subject.weight(targets), 0.0
         sizes = pieces(samples, MICROBATCHES)
-        for number, (x, y) in enumerate(zip(_cut(inputs, sizes), _cut(targets, sizes), strict=True)):
-            read = {
-                alias: history[delay(stage, mb)][name].clone().requires_grad_(live[name].requires_grad)
-                for alias, (name, stage) in stage_of.items()
-            }
-            with drawing(Seeds(plan.settings.seed, update, number)):
-                loss = subject.loss(run(read, x), y) * (subject.weight(y) / total)
-            loss.backward()
-            for alias, (name, _) in stage_of.items():
-                if (grad := read[alias].grad) is not None:
-                    live[name].grad = grad if live[name].grad is None else live[name].grad + grad
-            mb += 1
-            mean += loss.item()
+        shares = [subject.weight(y) / subject.weight(targets) for y in _cut(targets, sizes)]
+        seeds = [Seeds(plan.settings.seed, update, number) for number in range(MICROBATCHES)]
+        batches.append([*zip(shares, _cut(inputs, sizes), _cut(targets, sizes), seeds, strict=True)])
+
+    def loss_of(weights: dict[str, Tensor], x: Value, y: Value, seeds: Seeds) -> Tensor:
+        with drawing(seeds):
+            return subject.loss(_called(subject, plan, weights, x), y)
+
+    for batch, found in zip(batches, window(live, read, batches, loss_of), strict=True):
+        losses.append(sum(loss * share for loss, (share, *_) in zip(found, batch, strict=True)))
         optimizer.step()
         optimizer.zero_grad()
-        history.append(_copied(live))
-        losses.append(mean)
     state = _copied(model.state_dict())
     model.eval()
     with torch.no_grad():

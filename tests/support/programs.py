@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, default_collate
 
 from pipetrain import LanguageModelling, Pipeline, Regression, Task, TrainingStopped
 from pipetrain.checkpoint import direct
-from pipetrain.data import pieces
+from pipetrain.data import pieces as sizes_of
 from pipetrain.network.values import Value, as_tuple
 from pipetrain.runtime.ranks import World
-from tests.support.reference import DELAYS, Delay
+from tests.support.reference import DELAYS, Delay, by_stage, stage_of, window
 
 DOUBLE = torch.float64
 Batch = tuple[Value, Value]
@@ -237,50 +237,45 @@ def plain(
     cuts: Sequence[int],
     delay: Delay,
     clip: float | None = None,
-    by_stage: bool = False,
+    by_stage_norm: bool = False,
     average: AveragedModel | None = None,
     rate: Callable[[int], float] = falling,
 ) -> list[float]:
     """Train in one process, microbatch by microbatch with delayed weights; return the loss of each update.
 
-    `clip`: the most of the gradient's norm, of each stage's `by_stage`; `average` follows the weights.
+    `clip`: the most of the gradient's norm, of each stage's `by_stage_norm`; `average` follows the weights.
     """
     live = dict(model.named_parameters())
+    read = by_stage(live, cuts, delay)
     peaks = [group["lr"] for group in optimizer.param_groups]
     losses: list[float] = []
-    for window in windows:
-        history, mb = [{name: p.detach().clone() for name, p in live.items()}], 0
-        for inputs, targets in window:
-            optimizer.zero_grad()
-            sizes = pieces(len(as_tuple(inputs)[0]), microbatches)
-            parts = list(zip(piece(inputs, sizes), piece(targets, sizes), strict=True))
-            weights = [float(task.weight(y)) for _, y in parts]
-            mean = 0.0
-            for (x, y), weight in zip(parts, weights, strict=True):
-                stages = {name: sum(cut <= int(name.split(".")[0]) for cut in cuts) for name in live}
-                read = {
-                    name: history[delay(stages[name], mb)][name].clone().requires_grad_() for name in live
-                }
-                outputs = functional_call(model, read, (x,))
-                loss = task.loss(outputs, y) if weight else 0 * as_tuple(outputs)[0].sum()
-                share = weight / sum(weights)
-                for p, grad in zip(
-                    live.values(), torch.autograd.grad(loss * share, list(read.values())), strict=True
-                ):
-                    p.grad = grad if p.grad is None else p.grad + grad
-                mean += loss.item() * share
-                mb += 1
+
+    def pieces(batch: Batch) -> list[Any]:
+        inputs, targets = batch
+        sizes = sizes_of(len(as_tuple(inputs)[0]), microbatches)
+        parts = piece(targets, sizes)
+        weights = [float(task.weight(y)) for y in parts]
+        shares = [weight / sum(weights) for weight in weights]
+        return list(zip(shares, piece(inputs, sizes), parts, strict=True))
+
+    def loss_of(weights: dict[str, Tensor], x: Value, y: Value) -> Tensor:
+        outputs = functional_call(model, weights, (x,))
+        return task.loss(outputs, y) if task.weight(y) else torch.zeros(())
+
+    for batches in windows:
+        batches = [pieces(batch) for batch in batches]
+        for batch, found in zip(batches, window(live, read, batches, loss_of), strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * rate(len(losses))
             if clip is not None:
-                for stage in range(len(cuts) + 1) if by_stage else [None]:
-                    mine = [p for name, p in live.items() if stage in (None, stages[name])]
+                for stage in range(len(cuts) + 1) if by_stage_norm else [None]:
+                    mine = [p for name, p in live.items() if stage in (None, stage_of(name, cuts))]
                     nn.utils.clip_grad_norm_(mine, clip)
             optimizer.step()
+            optimizer.zero_grad()
             if average is not None:
                 average.update_parameters(model)
-            history.append({name: p.detach().clone() for name, p in live.items()})
-            losses.append(mean)
+            losses.append(sum(loss * share for loss, (share, *_) in zip(found, batch, strict=True)))
     return losses
 
 

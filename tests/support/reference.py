@@ -6,11 +6,12 @@ that the theory says, all at once in one pass over the whole model.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,50 @@ class Recipe:
     skip: bool = False  # an update whose gradient is not finite is left out, with all that its batch changed
 
 
+Read = Mapping[str, tuple[str, Callable[[int], int]]]
+"""What a forward calls a weight -> the weight's name, and which version each microbatch reads."""
+
+
+def window(
+    live: Mapping[str, nn.Parameter],
+    read: Read,
+    batches: Iterable[Iterable[tuple[float, *tuple[Any, ...]]]],
+    loss_of: Callable[..., Tensor],
+) -> Iterator[list[float]]:
+    """Make the gradients of each batch of a window, which the caller then uses up; give its pieces' losses.
+
+    Each piece begins with its share of the batch; `loss_of`(weights, *more) is its mean loss.
+    """
+    history, mb = [_copied(live)], 0
+    for batch in batches:
+        losses = []
+        for share, *more in batch:
+            weights = {
+                alias: history[version(mb)][name].clone().requires_grad_(live[name].requires_grad)
+                for alias, (name, version) in read.items()
+            }
+            loss = loss_of(weights, *more)
+            leaves = {alias: w for alias, w in weights.items() if w.requires_grad and share}
+            made = torch.autograd.grad(loss * share, [*leaves.values()], allow_unused=True) if share else ()
+            for alias, grad in zip(leaves, made, strict=True):
+                parameter = live[read[alias][0]]
+                if grad is not None:
+                    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            losses.append(loss.item())
+            mb += 1
+        yield losses
+        history.append(_copied(live))
+
+
+def by_stage(names: Iterable[str], cuts: Sequence[int], delay: Delay) -> Read:
+    """Return what the layers of an nn.Sequential read."""
+    return {name: (name, partial(delay, stage_of(name, cuts))) for name in names}
+
+
+def stage_of(name: str, cuts: Sequence[int]) -> int:
+    return sum(cut <= int(name.split(".", 1)[0]) for cut in cuts)
+
+
 def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outcome:
     """Train in one plain loop; each window has a delay of its own."""
     if recipe.bf16:
@@ -110,41 +155,23 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
         draw = Draw(recipe.seed, epoch)
         of = recipe.data.train.targets
         batches = [b for b in recipe.sampler.epoch(epoch) if _counting(of(torch.cat(b), draw))]
-        window = recipe.window or len(batches)
+        length = recipe.window or len(batches)
         loss_sum, counted = 0.0, 0
-        starts = sorted({*range(0, len(batches), window), recipe.early.get(epoch, 0)})
+        starts = sorted({*range(0, len(batches), length), recipe.early.get(epoch, 0)})
         for start, end in pairwise([*starts, len(batches)]):
-            history, delay = [_snapshot(live)], next(delay_of)
-            mb = 0
-            for batch in batches[start:end]:
-                whole = sum(_counting(recipe.data.train.targets(ids, draw)) for ids in batch)
-                buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-                optimizer.zero_grad()
-                for number, ids in enumerate(batch):
-                    weights = _mixed(history, recipe.cuts, delay, mb)
-                    x, y = recipe.data.train.inputs(ids, draw), recipe.data.train.targets(ids, draw)
-                    seeds = Seeds(recipe.seed, update, number)
-                    with drawing(seeds), torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
-                        scores = functional_call(model, weights, (x,))
-                    scores = scores.float() if recipe.bf16 else scores
-                    mb += 1
-                    if not (counting := _counting(y)):
-                        continue
-                    loss = _loss(scores, y, recipe.label_smoothing)
-                    leaves = {name: w for name, w in weights.items() if w.requires_grad}
-                    share = loss * (counting / whole)
-                    grads = torch.autograd.grad(share, list(leaves.values()), allow_unused=True)
-                    for name, grad in zip(leaves, grads, strict=True):
-                        p = live[name]
-                        if grad is not None:
-                            p.grad = grad if p.grad is None else p.grad + grad
-                    if loss.isfinite() or not recipe.skip:
-                        loss_sum += loss.item() * counting
-                        counted += counting
+            read = by_stage(live, recipe.cuts, next(delay_of))
+            pieces = [_pieces(recipe, batch, draw, update + n) for n, batch in enumerate(batches[start:end])]
+            buffers = _copied(dict(model.named_buffers()))
+            each = window(live, read, pieces, partial(_loss_of, model, recipe))
+            for batch, losses in zip(pieces, each, strict=True):
+                for (share, _, y, _), loss in zip(batch, losses, strict=True):
+                    if share and (isfinite(loss) or not recipe.skip):
+                        loss_sum += loss * _counting(y)
+                        counted += _counting(y)
                 for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                     group["lr"] = peak * recipe.rate(update)
-                made = [p.grad for p in live.values() if p.grad is not None]
-                if recipe.skip and not all(grad.isfinite().all() for grad in made):
+                grads = [p.grad for p in live.values() if p.grad is not None]
+                if recipe.skip and not all(grad.isfinite().all() for grad in grads):
                     for name, buffer in model.named_buffers():
                         buffer.copy_(buffers[name])
                 else:
@@ -152,10 +179,11 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
                         for parameters in _clipped_together(live, recipe):
                             torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
                     optimizer.step()
+                optimizer.zero_grad()
                 if averaged is not None:
                     averaged.update_parameters(model)
                 update += 1
-                history.append(_snapshot(live))
+                buffers = _copied(dict(model.named_buffers()))
         if averaged is not None:
             averaged.module.load_state_dict(dict(model.named_buffers()), strict=False)
         val_loss, val_acc = _evaluate(averaged.module if averaged is not None else model, recipe)
@@ -163,12 +191,25 @@ def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outc
     return Outcome({name: t.detach().clone() for name, t in model.state_dict().items()}, outcomes)
 
 
+def _pieces(recipe: Recipe, batch: Sequence[Tensor], draw: Draw, update: int) -> list[Any]:
+    """(share, inputs, labels, seeds) of each microbatch."""
+    inputs, targets = recipe.data.train.inputs, recipe.data.train.targets
+    whole = _counting(targets(torch.cat(list(batch)), draw))
+    parts = [(inputs(ids, draw), targets(ids, draw)) for ids in batch]
+    return [(_counting(y) / whole, x, y, Seeds(recipe.seed, update, n)) for n, (x, y) in enumerate(parts)]
+
+
+def _loss_of(model: nn.Module, recipe: Recipe, weights: Any, x: Any, y: Tensor, seeds: Seeds) -> Tensor:
+    with drawing(seeds), torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
+        scores = functional_call(model, weights, (x,))
+    return _loss(scores.float() if recipe.bf16 else scores, y, recipe.label_smoothing)
+
+
 def _clipped_together(live: dict[str, nn.Parameter], recipe: Recipe) -> list[list[nn.Parameter]]:
-    ends = [0, *recipe.cuts, sys.maxsize] if recipe.clip_by_stage else [0, sys.maxsize]
-    return [
-        [p for name, p in live.items() if start <= int(name.split(".", 1)[0]) < end]
-        for start, end in pairwise(ends)
-    ]
+    stages: dict[int, list[nn.Parameter]] = {}
+    for name, parameter in live.items():
+        stages.setdefault(stage_of(name, recipe.cuts if recipe.clip_by_stage else ()), []).append(parameter)
+    return list(stages.values())
 
 
 def _draw(number: int, layer: nn.Module, inputs: object) -> None:
@@ -203,21 +244,8 @@ def _narrow(layer: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...
     return narrow[0] if isinstance(output, Tensor) else narrow
 
 
-def _snapshot(live: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in live.items()}
-
-
-def _mixed(history: list[dict[str, Tensor]], cuts: Sequence[int], delay: Delay, mb: int) -> dict[str, Tensor]:
-    """The version that each layer's stage reads, as fresh leaves."""
-
-    def version(name: str) -> int:
-        layer = int(name.split(".", 1)[0])
-        return delay(sum(cut <= layer for cut in cuts), mb)
-
-    return {
-        name: history[version(name)][name].clone().requires_grad_(tensor.requires_grad)
-        for name, tensor in history[0].items()
-    }
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _evaluate(model: nn.Sequential, recipe: Recipe) -> tuple[float, float]:
