@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from pipetrain.network.modes import evaluating
-from pipetrain.network.values import Gradients, Value, ValueSpec
+from pipetrain.network.values import Gradients, TensorSpec, Value, ValueSpec
 
 INPUT = -1  # in place of a layer: the data
 Tensors = tuple[Tensor, ...]
@@ -70,6 +70,14 @@ class Slice:
     form: ValueSpec = _ONE_TENSOR
 
 
+class LastLayer(NamedTuple):
+    """The last layer of a model alone, in evaluation. `spec`: of a value that it takes, by samples."""
+
+    takes: tuple[Made, ...]
+    spec: Callable[[Made, int], TensorSpec]
+    run: Callable[[Sequence[Tensor]], Any]
+
+
 class Part(nn.Module, ABC):
     """A slice as one module: `forward(*enters)` returns the tuple of tensors `leaves`.
 
@@ -94,6 +102,10 @@ class Part(nn.Module, ABC):
     @abstractmethod
     def pack(self, outputs: Tensors) -> Any:
         """Return what the last part has returned as the model returns it."""
+
+    def last_layer(self) -> LastLayer | None:
+        """Return the model's last layer, if it can be run alone with what is made up."""
+        return None
 
 
 class Network(ABC):

@@ -15,7 +15,6 @@ from torch import Tensor
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
 from pipetrain.network.modes import evaluating
 from pipetrain.network.network import INPUT, Made, Part
-from pipetrain.network.tracing.traced import TracedPart
 from pipetrain.network.values import Value, ValueSpec, as_tuple
 from pipetrain.tasks import IGNORED, ModelLoss, few, prove_sum
 
@@ -35,7 +34,8 @@ class ModelTrial:
         part: Part,
         device: torch.device,
     ) -> None:
-        if not isinstance(part, TracedPart):
+        layer = part.last_layer()
+        if layer is None:
             raise ConfigError(
                 "an nn.Sequential takes no labels beside its inputs: give a loss= of outputs and targets, or "
                 "a model of another class that takes them by name"
@@ -46,7 +46,7 @@ class ModelTrial:
         self._microbatches = microbatches
         self._part = part
         self._device = device
-        self._layer = part.last_layer()
+        self._layer = layer
         self._filled = 0  # with what whole numbers are made up
 
     def settle(self) -> None:
@@ -141,7 +141,7 @@ class ModelTrial:
             else:
                 tensors.append(self._tensor(value, 1))
         with evaluating(self._part), torch.enable_grad():
-            return self._task.loss(self._layer(tensors), wanted)
+            return self._task.loss(self._layer.run(tensors), wanted)
 
 
 def _first(targets: Value, n: int) -> Value:

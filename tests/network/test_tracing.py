@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -12,34 +14,11 @@ from torch import Tensor, nn
 from pipetrain.network import draws
 from pipetrain.network.network import INPUT, Made, Slice
 from pipetrain.network.tracing.trace import trace
+from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import TensorSpec, ValueSpec
-from tests.support.tracing import assert_equal, example, inputs, tokens
-
-
-class Branches(nn.Module):
-    """Two branches of one trunk, a dict with what is no tensor, dropout and batch statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(8, 16)
-        self.left = nn.Linear(16, 16)
-        self.drop = nn.Dropout(0.5)
-        self.right = nn.Linear(16, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.head = nn.Linear(32, 4)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        h = torch.relu(self.trunk(x))
-        left = self.drop(self.left(h))
-        right = self.norm(self.right(h)).relu_()
-        return {"y": self.head(torch.cat([left, right], 1) + h.repeat(1, 2)), "h": h, "none": None, "k": 3}
-
-
-def test_branches_travel_straight_to_where_they_join():
-    network = assert_equal(Branches(), example((8,)), samples=5)
-    assert network.names == ["trunk", "left", "right", "head"]
-    assert network.takes(3, ()) == (Made(0, 0), Made(1, 0), Made(2, 0))
-    assert network.drawing == {1}
+from tests.support.subjects import Branches
+from tests.support.subjects import Encoder as Recurrent
+from tests.support.tracing import assert_equal, drawing, example, tokens
 
 
 class Named(nn.Module):
@@ -54,10 +33,6 @@ class Named(nn.Module):
         for layer in self.children():
             x = layer(x).tanh()
         return x
-
-
-def test_layers_may_have_any_names():
-    assert_equal(Named(), example((8,)), samples=3)
 
 
 class Block(nn.Module):
@@ -96,12 +71,6 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1))
 
 
-def test_a_residual_block_with_operations_in_place_stays_whole():
-    network = assert_equal(ResNet(), example((3, 12, 12)))
-    assert network.names == ["conv1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "fc"]
-    assert all(len(network.takes(index, ())) == 1 for index in range(6))
-
-
 class Level(nn.Module):
     """A level of a U-Net around the lower ones."""
 
@@ -119,34 +88,6 @@ class Level(nn.Module):
         return torch.relu(self.decode(h))
 
 
-def test_a_nested_unet_sends_its_skips_straight():
-    network = assert_equal(Level(3, 4, 3), example((3, 16, 16)))
-    names = ["encode", "inner.encode", "inner.inner.encode", "inner.inner.inner"]
-    assert network.names == [*names, "inner.inner.decode", "inner.decode", "decode"]
-    # Each decoder takes the skip, and what its inner level made; it joins them itself.
-    assert network.takes(4, ()) == (Made(2, 0), Made(3, 0))
-    assert network.takes(6, ()) == (Made(0, 0), Made(5, 0))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(8, 16, 2, dropout=0.3, batch_first=True)
-        self.attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y, _ = self.lstm(x)
-        z, weights = self.attention(y, y, y, need_weights=True)
-        return self.head((y + z).mean(1)), weights
-
-
-def test_an_lstm_and_attention_with_its_weights_as_an_output():
-    network = assert_equal(Recurrent(), example((4, 8)))
-    assert network.names == ["lstm", "attention", "head"]
-    assert network.takes(2, ()) == (Made(1, 0), Made(1, 1))  # the weights are handed on as they are
-
-
 class Drop(nn.Module):
     """A stochastic depth, which does nothing in evaluation."""
 
@@ -156,7 +97,7 @@ class Drop(nn.Module):
         return x * (torch.rand(x.shape[0], 1, 1, device=x.device) < 0.5) * 2
 
 
-class Encoder(nn.Module):
+class Tied(nn.Module):
     """Two inputs, a mask by keyword, tied weights, a stochastic depth and an intermediate Sequential."""
 
     def __init__(self) -> None:
@@ -180,31 +121,6 @@ class Encoder(nn.Module):
         return self.head(x), x.detach().sum()
 
 
-def test_tied_weights_a_mask_by_keyword_and_what_only_training_does():
-    model = Encoder()
-    network = assert_equal(model, tokens("mask", "ids", length=6))
-    assert network.names == ["embed", "mlps.0", "mlps.1", "mlps.2", "head"]
-    assert [Made(INPUT, 1) in network.takes(k, ()) for k in range(5)] == [True, False, False, False, False]
-    assert network.drawing == {1, 2, 3}
-    # Tied weights have their first name, in each layer that uses them; others are somewhere.
-    names = [[name for name, _ in module.named_parameters()] for module in network.modules]
-    assert names[0] == ["embed.weight", "unused.weight", "unused.bias"]
-    assert names[4] == ["embed.weight"]
-    assert network.modules[4].get_parameter("embed.weight") is model.head.weight
-    assert dict(network.modules[1].named_buffers()).keys() == {"scale"}
-    assert "scale" not in network.modules[1].state_dict()  # as in the model, it is not persistent
-
-
-def test_a_transformer_of_torch():
-    model = nn.Transformer(8, 2, 1, 2, 16, batch_first=True)
-    network = assert_equal(model, example((3, 8), (4, 8)))
-    assert network.names == ["encoder", "decoder.layers.0", "decoder.layers.1"]
-    assert [network.takes(k, ()) for k in range(1, 3)] == [
-        (Made(INPUT, 1), Made(0, 0)),
-        (Made(0, 0), Made(1, 0)),
-    ]
-
-
 class Normalised(nn.Module):
     """Weights that are computed by a parametrization, whose buffers change, used more than once."""
 
@@ -219,122 +135,6 @@ class Normalised(nn.Module):
         with torch.no_grad():
             y = self.c(x)
         return self.c(self.b(x)) + self.a(y)
-
-
-def test_weights_that_are_computed_are_computed_where_they_are_used():
-    network = assert_equal(Normalised(), example((4,)))
-    where = [k for k, held in enumerate(network.placed) if "a.parametrizations.weight.original0" in held]
-    assert len(where) > 1
-
-
-def test_names_of_a_part_are_those_of_the_model():
-    model = Branches()
-    network = trace(model, example((8,)))
-    named = {}
-    for module in network.modules:
-        named |= module.state_dict(keep_vars=True)
-    assert named.keys() == model.state_dict().keys()
-    assert all(named[name] is tensor for name, tensor in model.state_dict(keep_vars=True).items())
-
-
-def test_a_part_computes_with_what_stands_in_the_places_of_its_weights():
-    network = trace(Branches(), example((8,)))
-    (x,) = inputs(example((8,)), 2)
-    part = network.part(Slice(0, 1, (Made(INPUT, 0),), (Made(0, 0),)))
-    (before,) = part(x)
-    holder = part.get_submodule("trunk")
-    holder._parameters["weight"] = nn.Parameter(torch.zeros(16, 8))
-    holder._parameters["bias"] = nn.Parameter(torch.ones(16))
-    assert torch.equal(part(x)[0], torch.ones(2, 16))
-    assert torch.equal(network.modules[0](x)[0], before)
-    other = copy.deepcopy(part)
-    other.get_submodule("trunk")._parameters["bias"] = nn.Parameter(torch.full((16,), 2.0))
-    assert torch.equal(part(x)[0], torch.ones(2, 16))
-    assert torch.equal(other(x)[0], torch.full((2, 16), 2.0))
-
-
-def test_layers_one_by_one_are_the_part():
-    model = Branches().eval()
-    network = trace(model, example((8,)))
-    (x,) = inputs(example((8,)), 2)
-    part = network.part(Slice(0, 4, (Made(INPUT, 0),), network.alone(3).leaves))
-    seen = []
-
-    def see(name: str, module: nn.Module, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        seen.append((name, len(outputs)))
-        return tuple(t.clone() for t in outputs)
-
-    torch.testing.assert_close(part.observed((x,), see), part(x), rtol=0, atol=0)
-    assert seen == [("trunk", 1), ("left", 1), ("right", 1), ("head", 2)]
-    assert part.pack(part(x)).keys() == {"y", "h", "none", "k"}
-
-
-def test_a_layer_draws_by_its_number():
-    model = Branches()
-    network = trace(model, example((8,)))
-    h = torch.ones(2, 16)
-    alone = network.modules[1]
-    with draws.drawing(draws.Seeds(1, 2, 3)):
-        torch.manual_seed(0)
-        (first,) = alone(h)
-        torch.manual_seed(1)
-        assert torch.equal(alone(h)[0], first)
-    with draws.drawing(draws.Seeds(1, 2, 4)):
-        assert not torch.equal(alone(h)[0], first)
-
-
-def test_the_model_and_the_generators_are_as_before():
-    model = Branches()
-    model.norm.eval()
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    torch.manual_seed(7)
-    expected = torch.rand(1)
-    torch.manual_seed(7)
-    trace(model, example((8,)))
-    assert torch.equal(torch.rand(1), expected)
-    assert model.training
-    assert not model.norm.training
-    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_model_on_the_meta_device_has_the_same_layers():
-    with torch.device("meta"):
-        model = Branches()
-    network = trace(model, example((8,)))
-    whole = trace(Branches(), example((8,)))
-    assert network.names == whole.names
-    assert [network.takes(k, ()) for k in range(4)] == [whole.takes(k, ()) for k in range(4)]
-    part = network.part(whole.alone(0)).to_empty(device="cpu")
-    for parameter in part.parameters():
-        nn.init.ones_(parameter)
-    assert torch.equal(part(torch.ones(1, 8))[0], torch.full((1, 16), 9.0))
-
-
-@pytest.mark.parametrize("case", ["autocast", "channels_last", "float64"])
-def test_other_numerics(case: str):
-    model = ResNet().eval()
-    of = example((3, 12, 12))
-    (x,) = inputs(of, 2)
-    if case == "float64":
-        model, x = model.double(), x.double()
-        of = ValueSpec((TensorSpec((3, 12, 12), torch.float64),))
-    network = trace(model, of)
-    if case == "channels_last":
-        x = x.contiguous(memory_format=torch.channels_last)
-        model.to(memory_format=torch.channels_last)
-    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
-        whole, values = model(x), (x,)
-        for module in network.modules:
-            values = module(*values)
-    torch.testing.assert_close(values[0], whole, rtol=0, atol=0)
-
-
-def test_a_part_runs_on_another_device_than_that_of_the_trace():
-    network = trace(Encoder(), tokens("mask", "ids", length=6))
-    part = network.part(Slice(0, 2, network.takes(0, ()), network.alone(1).leaves)).to("meta")
-    outputs = part(*[torch.zeros(2, 6, dtype=torch.int64, device="meta") for _ in range(2)])
-    assert [(t.device.type, tuple(t.shape)) for t in outputs] == [("meta", (2, 6, 16))]
 
 
 class Written(nn.Module):
@@ -352,9 +152,190 @@ class Written(nn.Module):
         return h + y
 
 
+DATA = Made(INPUT, 0), Made(INPUT, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its layers and, of some of them, what they take; `draws`: the layers that do."""
+
+    make: Callable[[], nn.Module]
+    of: ValueSpec
+    names: str
+    takes: dict[int, tuple[Made, ...]] = field(default_factory=dict)
+    draws: frozenset[int] = frozenset()
+
+
+CASES = {
+    "branches that join, a dict, dropout": Case(
+        partial(Branches, 0.5),
+        example((8,)),
+        "trunk left.0 left.1 right head",
+        {2: (Made(0, 0), Made(1, 0)), 4: (Made(0, 0), Made(2, 0), Made(3, 0))},
+        frozenset({1, 2}),
+    ),
+    "layers called as a part's own attributes are": Case(
+        Named, example((8,)), "holders constants slice pack observed"
+    ),
+    "operations in place in residual blocks": Case(
+        ResNet,
+        example((3, 12, 12)),
+        "conv1 layer1.0 layer1.1 layer2.0 layer2.1 fc",
+        {index: (Made(index - 1, 0),) for index in range(1, 6)},
+    ),
+    # Each decoder takes the skip, and what its inner level made; it joins them itself.
+    "a nested U-Net": Case(
+        partial(Level, 3, 4, 3),
+        example((3, 16, 16)),
+        "encode inner.encode inner.inner.encode inner.inner.inner inner.inner.decode inner.decode decode",
+        {4: (Made(2, 0), Made(3, 0)), 6: (Made(0, 0), Made(5, 0))},
+    ),
+    # The weights of the attention, an output, are handed on as they are.
+    "an LSTM, attention": Case(
+        Recurrent, example((4, 8)), "lstm attention dense head", {3: (Made(1, 0), Made(2, 0))}
+    ),
+    "tied weights, a mask by keyword, what only training does": Case(
+        Tied,
+        tokens("mask", "ids", length=6),
+        "embed mlps.0 mlps.1 mlps.2 head",
+        {0: DATA, 4: (Made(3, 0),)},
+        frozenset({1, 2, 3}),
+    ),
+    "a transformer of torch": Case(
+        partial(nn.Transformer, 8, 2, 1, 2, 16, batch_first=True),
+        example((3, 8), (4, 8)),
+        "encoder decoder.layers.0 decoder.layers.1",
+        {1: (DATA[1], Made(0, 0)), 2: (Made(0, 0), Made(1, 0))},
+        frozenset({0, 1, 2}),
+    ),
+    "weights that are computed": Case(Normalised, example((4,)), "a a#2 c b c#2 a#3"),
+    # `a` sends what it made before the constant was added.
+    "a view that is written": Case(Written, example((4,)), "a c"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cut_anywhere_it_computes_what_the_module_does(name: str):
+    case = CASES[name]
+    network = assert_equal(case.make(), case.of)
+    assert network.names == case.names.split()
+    assert {index: network.takes(index, ()) for index in case.takes} == case.takes
+    assert drawing(network) == case.draws
+
+
 def test_what_is_written_through_a_view_stays_on_one_stage_with_the_reason():
-    network = assert_equal(Written(), example((4,)))
-    assert network.names == ["a", "c"]  # a sends what it made before the constant was added
-    (why,) = network.joins
+    (why,) = trace(Written(), example((4,))).joins
     assert why.startswith("b and c stay together because aten.mul_.Tensor at test_tracing.py:")
     assert why.endswith(" writes in place a tensor that was made before")
+
+
+def test_names_of_a_part_are_those_of_the_model():
+    """Tied weights have their first name in each layer; those without use are somewhere."""
+    model = Tied()
+    network = trace(model, tokens("mask", "ids", length=6))
+    names = [[name for name, _ in module.named_parameters()] for module in network.modules]
+    assert names[0] == ["embed.weight", "unused.weight", "unused.bias"]
+    assert names[4] == ["embed.weight"]
+    assert dict(network.modules[1].named_buffers()).keys() == {"scale"}
+    named = {}
+    for module in network.modules:
+        named |= module.state_dict(keep_vars=True)  # as in the model, `scale` is not persistent
+    state = model.state_dict(keep_vars=True)
+    assert named.keys() == state.keys() - {"head.weight"}
+    assert all(named[name] is tensor for name, tensor in state.items() if name in named)
+    assert network.modules[4].get_parameter("embed.weight") is model.head.weight
+
+
+X, OF = torch.linspace(0, 1, 16).view(2, 8), example((8,))
+
+
+@pytest.fixture(scope="module")
+def branches() -> Traced:
+    return trace(Branches(0.5), OF)
+
+
+def test_a_part_computes_with_what_stands_in_the_places_of_its_weights(branches):
+    part = branches.part(branches.alone(0))
+    (before,) = part(X)
+    holder = part.get_submodule("trunk")
+    holder._parameters["weight"] = nn.Parameter(torch.zeros(16, 8))
+    holder._parameters["bias"] = nn.Parameter(torch.zeros(16))
+    other = copy.deepcopy(part)
+    other.get_submodule("trunk")._parameters["bias"] = nn.Parameter(torch.full((16,), 100.0))
+    assert torch.equal(part(X)[0], torch.zeros(2, 16))
+    assert torch.equal(other(X)[0], torch.ones(2, 16))
+    assert torch.equal(branches.modules[0](X)[0], before)
+
+
+def test_layers_one_by_one_are_the_part(branches):
+    alone = branches.alone(4, training=False)
+    part = branches.part(Slice(0, 5, (Made(INPUT, 0),), alone.leaves)).eval()
+    seen = []
+
+    def see(name: str, module: nn.Module, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen.append((name, len(outputs)))
+        return tuple(t.clone() for t in outputs)
+
+    torch.testing.assert_close(part.observed((X,), see), part(X), rtol=0, atol=0)
+    assert seen == [("trunk", 1), ("left.0", 1), ("left.1", 1), ("right", 1), ("head", 2)]
+    assert part.pack(part(X)).keys() == {"y", "extra", "k"}
+
+
+def test_a_layer_draws_by_its_number(branches):
+    h = torch.ones(2, 16)
+    drawn = []
+    for update, before in ((2, 0), (2, 1), (3, 0)):
+        torch.manual_seed(before)
+        with draws.drawing(draws.Seeds(1, update, 3)):
+            drawn += branches.modules[1](h)
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_the_model_and_the_generators_are_as_before():
+    model = Branches(0.5)
+    model.norm.eval()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    trace(model, OF)
+    assert torch.equal(torch.rand(1), expected)
+    assert (model.training, model.norm.training) == (True, False)
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_on_the_meta_device_has_the_same_layers(branches):
+    with torch.device("meta"):
+        model = Branches(0.5)
+    network = trace(model, OF)
+    assert network.names == branches.names
+    assert [network.alone(k) for k in range(5)] == [branches.alone(k) for k in range(5)]
+    part = network.part(network.alone(0)).to_empty(device="cpu")
+    for parameter in part.parameters():
+        nn.init.zeros_(parameter)
+    assert torch.equal(part(X)[0], torch.zeros(2, 16))
+
+
+@pytest.mark.parametrize("case", ["autocast", "channels_last", "float64"])
+def test_other_numerics(case: str):
+    model = ResNet().eval()
+    dtype = torch.float64 if case == "float64" else torch.float32
+    network = trace(model.to(dtype), ValueSpec((TensorSpec((3, 12, 12), dtype),)))
+    x = torch.rand(2, 3, 12, 12, dtype=dtype)
+    if case == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        whole, values = model(x), (x,)
+        for module in network.modules:
+            values = module(*values)
+    torch.testing.assert_close(values[0], whole, rtol=0, atol=0)
+
+
+def test_a_part_runs_on_another_device_than_that_of_the_trace():
+    network = trace(Tied(), tokens("mask", "ids", length=6))
+    part = network.part(Slice(0, 2, network.takes(0, ()), network.alone(1).leaves)).to("meta")
+    outputs = part(*[torch.zeros(2, 6, dtype=torch.int64, device="meta") for _ in range(2)])
+    assert [(t.device.type, tuple(t.shape)) for t in outputs] == [("meta", (2, 6, 16))]

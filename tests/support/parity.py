@@ -34,6 +34,7 @@ from pipetrain.runtime.session import Session
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
 from pipetrain.tasks import Task
+from tests.support import tracing
 from tests.support.cases import LocalMesh, drawing_in_turn
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import Wire
@@ -80,7 +81,7 @@ class Subject:
     @property
     def draws(self) -> bool:
         """Whether a layer draws random numbers in training."""
-        return isinstance(self.network, Traced) and bool(self.network.drawing)
+        return isinstance(self.network, Traced) and bool(tracing.drawing(self.network))
 
     def copied(self) -> Network:
         """Return the network of a copy of the model, as another process would have."""
@@ -89,7 +90,10 @@ class Subject:
             return network_of(model, ValueSpec.in_batch(self.inputs))
         network = copy(self.network)
         network.model = model
-        network.modules = [network.part(network.alone(index)) for index in range(len(network.names))]
+        network.modules = [
+            network.part(network.alone(index), network.alone(index, False))
+            for index in range(len(network.names))
+        ]
         return network
 
 

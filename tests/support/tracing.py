@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.network.network import INPUT, Made, Slice
+from pipetrain.network.tracing.dataflow import draws
 from pipetrain.network.tracing.trace import trace
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import TensorSpec, ValueSpec
@@ -46,7 +47,7 @@ def run_module(model: nn.Module, example: ValueSpec, tensors: list[Tensor]) -> A
 
 def run_stages(network: Traced, tensors: list[Tensor], cuts: list[int]) -> Any:
     """The model's output, computed by one part for each stage."""
-    layers = len(network.names)
+    layers, training = len(network.names), network.model.training
     ends = [0, *cuts, layers]
     values = {Made(INPUT, k): tensor for k, tensor in enumerate(tensors)}
     for start, end in pairwise(ends):
@@ -55,12 +56,18 @@ def run_stages(network: Traced, tensors: list[Tensor], cuts: list[int]) -> Any:
         later = {made for index in range(end, layers) for made in network.takes(index, ())}
         leaves = tuple(sorted(made for made in later if start <= made.layer < end))
         if end == layers:
-            leaves = network.alone(layers - 1).leaves
-        part = network.part(Slice(start, end, enters, leaves, network.drawing))
-        part.train(network.model.training)
+            leaves = network.alone(layers - 1, training).leaves
+        slice = Slice(start, end, enters, leaves)
+        part = network.part(slice, slice).train(training)
         outputs = part(*[values[made] for made in enters])
         values.update(zip(leaves, outputs, strict=True))
     return network.pack(outputs)
+
+
+def drawing(network: Traced) -> set[int]:
+    """The layers that draw random numbers in training."""
+    layers = network._modes[True].layers
+    return {index for index, layer in enumerate(layers) if any(map(draws, layer.nodes))}
 
 
 def gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:
@@ -87,7 +94,8 @@ def assert_equal(model: nn.Module, example: ValueSpec, samples: int = 2, exact: 
     before = [buffer.clone() for buffer in model.buffers()]
     tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
     for training in (True, False):
-        model.train(training)
+        for module in (model, *network.modules):
+            module.train(training)
         results = []
         for cuts in [None, *some_cuts(len(network.names))]:
             with torch.no_grad():
@@ -102,4 +110,6 @@ def assert_equal(model: nn.Module, example: ValueSpec, samples: int = 2, exact: 
         for result in results[1:]:
             torch.testing.assert_close(list(result[1:]), list(results[0][1:]), **tolerance, equal_nan=True)
             assert result[0] is results[0][0]
+    for module in (model, *network.modules):
+        module.train()
     return network

@@ -165,11 +165,8 @@ def by_size(h: Tensor) -> Tensor:
             "uses torch.vmap or torch.func at HERE, which cannot be cut: write it for the whole",
         ),
         (differentiated, "uses torch.vmap or torch.func at HERE"),
-        (distances, r"goes another way at HERE where a microbatch has more than 25 samples.* compute_mode="),
-        (
-            by_size,
-            "goes another way at HERE where a microbatch has more than 5 samples, which a trace",
-        ),
+        (distances, "depends on the samples of a microbatch where it has more than 25.* compute_mode="),
+        (by_size, "depends on the samples of a microbatch where it has more than 5, which a trace"),
     ],
 )
 def test_code_that_no_trace_holds_is_refused_with_its_place(ranks, function, sentence):

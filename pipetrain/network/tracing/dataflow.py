@@ -7,209 +7,229 @@ written in place is made, written and finished on one stage; otherwise each stag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipetrain.network.tracing.aliasing import argument, refuse_writes, storages, writers_of
-from pipetrain.network.tracing.operations import BOTH, Held, Input, Listing, Op, ops_in
+from pipetrain.errors import ConfigError
+from pipetrain.network.tensors import storage_of, strided
+from pipetrain.network.tracing.reading import Constant, Held, Input, Operations, Region, place_of
+from pipetrain.network.values import TensorSpec, differentiable
 
 _ATEN = torch.ops.aten
+SAMPLES = 3  # of a microbatch in the trace, which holds for any number
 SIZES = (_ATEN.sym_size.int, _ATEN.sym_numel.default)
 _WORK = {*flop_registry, _ATEN.linear, _ATEN.matmul, _ATEN.einsum, _ATEN.scaled_dot_product_attention}
 _WORK |= {_ATEN.lstm, _ATEN.gru, _ATEN.rnn_tanh, _ATEN.rnn_relu, _ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d}
 _NORMS = {_ATEN.batch_norm, _ATEN.layer_norm, _ATEN.group_norm, _ATEN.instance_norm, _ATEN.rms_norm}
-
-
-@dataclass(frozen=True, slots=True)
-class Barrier:
-    """No cut may be between operations `first` (exclusive) and `last` (inclusive), as positions of items."""
-
-    first: int
-    last: int
-    reason: str
+# Operators that write statistics, which their schemas do not say, by the switch.
+_STATISTICS = {_ATEN.batch_norm: "training", _ATEN.instance_norm: "use_input_stats"}
 
 
 class Dataflow:
-    """The dependences of a listing; `items`: the operations on data, in order, which layers divide."""
+    """The dependences of a model's operations. `items`: those on data, in order, which layers divide.
 
-    def __init__(self, listing: Listing) -> None:
-        self.outputs = listing.outputs
-        ops = listing.ops
-        self._storage = storages(ops)
-        self._writers = writers_of(ops, self._storage)
-        refuse_writes(self._writers, self._storage)
-        self.random = {op for op in ops if any(draws(op, mode) for mode in op.modes)}
-        self.ops = self._needed(ops)
-        self.sizes = _sizes(self.ops)
-        self.free = self._independent()
-        self.items = [op for op in self.ops if op not in self.free and op not in self.sizes and not op.source]
-        self.position = {op: index for index, op in enumerate(self.items)}
-        self.users: dict[Op, list[Op]] = {op: [] for op in self.ops}
-        for op in self.ops:
-            for given in dict.fromkeys(op.given()):
-                self.users[given].append(op)
-        self.trained = self._trained()
+    `free`: operations that depend on neither data nor chance; `sizes`: those that compute numbers from sizes;
+    `trained`: those whose result can have a gradient for a weight.
+    """
 
-    def _needed(self, ops: Sequence[Op]) -> list[Op]:
-        """Leave out what has no effect."""
-        members: dict[int, list[Op]] = {}
-        for op, root in self._storage.items():
-            members.setdefault(root, []).append(op)
-        todo = [*ops_in(self.outputs), *(op for op in ops if op in self.random)]
-        lasting = (
-            root for root, held in members.items() if root in self._writers and any(op.source for op in held)
-        )
-        todo += [writer for root in lasting for writer in self._writers[root]]
-        kept: set[Op] = set()
-        while todo:
-            op = todo.pop()
-            if op not in kept:
-                kept.add(op)
-                todo += op.given()
-                todo += self._writers.get(self._storage[op], ())
-        self._writers = {
-            root: [op for op in writers if op in kept] for root, writers in self._writers.items()
-        }
-        self._writers = {root: writers for root, writers in self._writers.items() if writers}
-        return [op for op in ops if op in kept]
+    def __init__(self, operations: Operations) -> None:
+        self.operations = operations
+        *nodes, self._output = operations.graph.nodes
+        self.order = {node: number for number, node in enumerate(operations.graph.nodes)}
+        self._members: dict[int, list[fx.Node]] = {}
+        for node in nodes:
+            for storage in _storages(node):
+                self._members.setdefault(storage, []).append(node)
+        self._writers: dict[int, list[fx.Node]] = {}
+        for node in nodes:
+            for storage in {storage for written in _written(node) for storage in _storages(written)}:
+                self._writers.setdefault(storage, []).append(node)
+        self._refuse_writes()
+        calls = [node for node in nodes if node.op == "call_function"]
+        self.sizes = _sizes(calls)
+        self.free = self._independent({n for n in calls if n not in self.sizes and not draws(n)})
+        self.items = [node for node in calls if node not in self.free and node not in self.sizes]
+        self.position = {node: index for index, node in enumerate(self.items)}
+        self.position[self._output] = len(self.items)
+        self.trained = _trained(nodes)
 
-    def _independent(self) -> set[Op]:
-        """Return the operations that do not depend on the data, nor on chance or on what is written."""
-        free = {op for op in self.ops if op not in self.random and op not in self.sizes}
-        free -= {op for op in self.ops if isinstance(op.source, Input)}
-        sharing: dict[int, tuple[list[Op], list[Op]]] = {root: ([], []) for root in self._writers}
-        for op in self.ops:  # who shares the memory that is written, and who uses it
-            for number, some in enumerate(([op], op.given())):
-                for root in dict.fromkeys(self._storage[each] for each in some):
-                    if root in sharing:
-                        sharing[root][number].append(op)
+    def _refuse_writes(self) -> None:
+        for storage, writers in self._writers.items():
+            for source in (node.meta.get("source") for node in self._members[storage]):
+                if isinstance(source, Constant) or (isinstance(source, Held) and source.is_parameter):
+                    raise ConfigError(
+                        f"the model writes {source.name} in place at {place_of(writers[0])}, which each "
+                        f"stage would do to a copy of its own: register it as a buffer, and let the "
+                        f"optimizer change parameters"
+                    )
+
+    def _independent(self, free: set[fx.Node]) -> set[fx.Node]:
+        """Return those of some operations that depend on no data, nor on what is written before its end."""
+        written = []
+        for storage, writers in self._writers.items():
+            held = {*self._members[storage], *writers}
+            users = {user for node in held for user in node.users} - held
+            last = self.order[writers[-1]]
+            early = any(self.order[user] < last for user in users)
+            written.append((held, users, early or any(node.op == "placeholder" for node in held)))
         while True:
-            wrong = {op for op in free if any(g not in free and g not in self.sizes for g in op.given())}
-            for root, writers in self._writers.items():
-                held, users = sharing[root]
-                last = writers[-1].index
-                alone = all(op in free and not op.source for op in (*held, *writers))
-                early = (op for op in users if self._storage[op] != root and op not in writers)
-                if not alone or any(op.index < last for op in early):
-                    wrong |= free.intersection(op for op in (*held, *writers) if not op.source)
-                    wrong |= free.intersection(op for op in users)
+            wrong = {
+                node
+                for node in free
+                if any(
+                    isinstance(given.meta.get("source"), Input)
+                    or (given.op != "placeholder" and given not in free and given not in self.sizes)
+                    for given in node.all_input_nodes
+                )
+            }
+            for held, users, never in written:
+                if never or not free.issuperset(held):
+                    wrong |= free & (held | users)
             if not wrong:
                 return free
             free -= wrong
 
-    def _trained(self) -> set[Op]:
-        """Return the operations whose result can have a gradient for a weight."""
-        found: set[Op] = set()
-        for op in self.ops:
-            value = op.value
-            if isinstance(op.source, Held) or op.source is None:
-                own = isinstance(op.source, Held) and isinstance(value, Tensor) and value.requires_grad
-                passes = op.target not in (_ATEN.detach.default, *SIZES)
-                if own or (passes and any(g in found for g in op.given()) and _differentiable(value)):
-                    found.add(op)
-        return found
-
-    def writers(self, op: Op) -> list[Op]:
+    def writers(self, node: fx.Node) -> list[fx.Node]:
         """Return the operations that write in place what an operation returns."""
-        return self._writers.get(self._storage[op], [])
+        return [writer for storage in _storages(node) for writer in self._writers.get(storage, ())]
 
-    def works(self, op: Op) -> bool:
+    def uses(self, node: fx.Node) -> list[int]:
+        """Return the positions of the items that use a value; the end for an output of the model."""
+        return [self.position[user] for user in node.users if user in self.position]
+
+    def works(self, node: fx.Node) -> bool:
         """Return whether an operation uses a weight, other than to normalise, or multiplies matrices."""
-        packet = getattr(op.target, "overloadpacket", None)
+        packet = getattr(node.target, "overloadpacket", None)
         if packet in _WORK or packet in _NORMS:
             return packet in _WORK
-        todo, seen = [*op.given()], set()
-        while todo:
-            given = todo.pop()
-            if given in self.free and given not in seen:
-                seen.add(given)
-                if given in self.trained and given.source:
-                    return True
-                todo += given.given()
-        return False
+        return any(given in self.trained and given not in self.position for given in node.all_input_nodes)
 
-    def last_use(self, op: Op) -> int:
-        """Return the position of the last item that uses a tensor; the end for an output of the model."""
-        if any(op is output for output in ops_in(self.outputs)):
-            return len(self.items)
-        uses = [self.position[user] for user in self.users[op] if user in self.position]
-        return max(uses, default=-1)
+    def nbytes(self, node: fx.Node) -> int:
+        """Return the bytes of a value for a few samples; 0 if it does not depend on weights."""
+        leaves = tree_leaves(node.meta["val"]) if node in self.trained else ()
+        return sum(spec_of(leaf, SAMPLES).nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
-    def barriers(self) -> Iterator[Barrier]:
-        """Return between which items the model must not be cut, with the reason."""
-        for op in self.items:
-            if reason := _unsendable(op):
-                last = min(self.last_use(op), len(self.items) - 1)
-                yield Barrier(
-                    self.position[op], last, f"{reason} ({op.target}{op.where and f' at {op.where}'})"
-                )
-        for root, writers in self._writers.items():
-            if all(op in self.free for op in writers):
+    def forbidden(self) -> dict[int, str]:
+        """Return the positions before which the model must not be cut -> the reason."""
+        return {
+            position: reason
+            for first, last, reason in (*self._unsendable(), *self._unfinished())
+            for position in range(first + 1, last + 1)
+        }
+
+    def _unsendable(self) -> Iterator[tuple[int, int, str]]:
+        for node in self.items:
+            if reason := _reason_not_to_send(node.meta["val"]):
+                last = max(self.uses(node), default=-1)
+                at = place_of(node) and f" at {place_of(node)}"
+                yield self.position[node], min(last, len(self.items) - 1), f"{reason} ({node.target}{at})"
+
+    def _unfinished(self) -> Iterator[tuple[int, int, str]]:
+        """Yield where something that is written in place begins and ends."""
+        for storage, writers in self._writers.items():
+            if self.free.issuperset(writers):
                 continue
-            held = [op for op in self.ops if self._storage[op] == root]
-            lasting = any(isinstance(op.source, Held) for op in held)
-            where = [self.position[op] for op in (*held, *writers) if op in self.position]
-            if lasting:
-                where += [self.position[u] for op in held for u in self.users[op] if u in self.position]
-            if any(isinstance(op.source, Input) for op in held):
-                where.append(0)
-            last = max(where) if lasting else max(self.position[op] for op in writers)
+            members = self._members[storage]
+            sources = [node.meta["source"] for node in members if node.op == "placeholder"]
+            first = [self.position[node] for node in (*members, *writers) if node in self.position]
+            last = [self.position[node] for node in writers]
+            if any(isinstance(source, Held) for source in sources):  # the next forward reads it
+                users = [use for node in members for use in self.uses(node)]
+                first, last = [*first, *users], [*first, *users]
+            if any(isinstance(source, Input) for source in sources):
+                first.append(0)
             by = writers[-1]
-            where_by = f" at {by.where}" if by.where else ""
-            yield Barrier(
-                min(where), last, f"{by.target}{where_by} writes in place a tensor that was made before"
-            )
+            at = place_of(by) and f" at {place_of(by)}"
+            end = min(max(last), len(self.items) - 1)
+            yield min(first), end, f"{by.target}{at} writes in place a tensor that was made before"
 
 
-def draws(op: Op, training: bool) -> bool:
-    """Return whether an operation draws random numbers in a mode."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op.target, "tags", ()):
+def spec_of(value: Tensor, samples: int) -> TensorSpec:
+    """Return what a value of the trace is for a number of samples."""
+    shape: list[Any] = list(value.shape)
+    for dimension, size in enumerate(shape):
+        if isinstance(size, torch.SymInt):
+            expression = size.node.expr
+            shape[dimension] = int(expression.subs(dict.fromkeys(expression.free_symbols, samples)))
+    return TensorSpec(tuple(shape), value.dtype)
+
+
+def draws(node: fx.Node) -> bool:
+    """Return whether an operation draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    chances = [argument(op, name, training) for name in ("p", "dropout_p", "dropout")]
-    switches = [argument(op, name, training) for name in ("train", "training")]
-    if any(chance is not None and not isinstance(chance, Op) and not chance for chance in chances):
-        return False
-    return not any(switch is False for switch in switches)
+    given = _arguments(node)
+    return not any(given.get(name, 1) in (0, False) for name in _CHANCES)
 
 
-def _sizes(ops: Sequence[Op]) -> set[Op]:
-    """Return the operations that compute whole numbers from the sizes of tensors."""
-    found: set[Op] = set()
-    for op in ops:
-        if (
-            isinstance(op.value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
-            and not op.source
-        ):
-            given = list(op.given())
-            if not free_unbacked_symbols(op.value) and (
-                op.target in SIZES or (given and all(other in found for other in given))
-            ):
-                found.add(op)
+_CHANCES = ("p", "dropout_p", "dropout", "train", "training")
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of an operation by their names in its schema."""
+    schema: Any = getattr(node.target, "_schema", None)
+    parameters = schema.arguments if schema else ()
+    defaults = {p.name: p.default_value for p in parameters if p.has_default_value()}
+    return defaults | dict(zip((p.name for p in parameters), node.args, strict=False)) | node.kwargs
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Return the values that an operation writes in place."""
+    given, target = _arguments(node), getattr(node.target, "overloadpacket", None)
+    if target in _STATISTICS:
+        names = ["running_mean", "running_var"] if given[_STATISTICS[target]] else []
+    else:
+        schema: Any = getattr(node.target, "_schema", None)
+        parameters = schema.arguments if schema else ()
+        names = [p.name for p in parameters if p.alias_info and p.alias_info.is_write]
+    return [leaf for leaf in tree_leaves([given.get(name) for name in names]) if isinstance(leaf, fx.Node)]
+
+
+def _storages(node: fx.Node) -> set[int]:
+    """Return what stands for the memory of a value, of tensors without data, in the trace."""
+    copies = node.users and all(user.target is _ATEN.lift_fresh_copy.default for user in node.users)
+    if node.op == "placeholder" and copies:  # to which the trace gives the same memory
+        return set()
+    return {storage_of(tensor) for tensor in strided(node.meta.get("val"))}
+
+
+def _sizes(calls: list[fx.Node]) -> set[fx.Node]:
+    """Return the operations that compute numbers from the sizes of tensors."""
+    found: set[fx.Node] = set()
+    for node in calls:
+        value = node.meta.get("val")
+        number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+        of_sizes = bool(node.all_input_nodes) and found.issuperset(node.all_input_nodes)
+        if number and (node.target in SIZES or of_sizes) and not free_unbacked_symbols(value):
+            found.add(node)
     return found
 
 
-def _differentiable(value: Any) -> bool:
-    return any(
-        isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in tree_leaves(value)
-    )
+def _trained(nodes: list[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in nodes:
+        source, region = node.meta.get("source"), node.meta.get("region", Region())
+        values = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+        passes = node.target not in (_ATEN.detach.default, *SIZES) and region.grad is not False
+        from_weights = passes and any(given in found for given in node.all_input_nodes)
+        if (isinstance(source, Held) and source.trained) or (
+            from_weights and any(map(differentiable, values))
+        ):
+            found.add(node)
+    return found
 
 
-def _unsendable(op: Op) -> str:
-    """Return why the result of an operation cannot be sent to another stage, or ""."""
-    value = op.value
+def _reason_not_to_send(value: Any) -> str:
     if not isinstance(value, Tensor):
         return "only tensors can be sent between stages"
     if value.layout is not torch.strided or value.is_complex():
         return "a sparse or complex tensor cannot be sent"
     if free_unbacked_symbols(value):
         return "a tensor whose size depends on the data cannot be sent"
-    if op.modes != BOTH:
-        return "a tensor that only one of training and evaluation makes cannot be sent"
     return ""

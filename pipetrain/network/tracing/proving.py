@@ -1,114 +1,167 @@
-"""Compares a traced model with the module itself, where that is cheap: outputs and gradients.
+"""Tries a model alone before it is traced, and compares the trace with it where that is cheap.
 
-A trace leaves out what is no operation of its own, such as a backward that the user has written.
+A trace holds operations on tensors. What is none of its own, such as a backward that the user has written, it
+leaves out; what a forward changes beside tensors, it fixes.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import draws
+from pipetrain.network.modes import evaluating
 from pipetrain.network.network import INPUT, Made, Tensors
+from pipetrain.network.places import standing_in
 from pipetrain.network.tensors import made_up
-from pipetrain.network.tracing.exporting import as_arguments
+from pipetrain.network.tracing.exporting import (
+    WAY_OUT,
+    as_arguments,
+    bound,
+    device_of,
+    without_numbers,
+)
 from pipetrain.network.tracing.traced import Traced
-from pipetrain.network.tracing.watching import watching
-from pipetrain.network.values import ValueSpec, as_tuple, cast_floats, leaves_of, specs_of
+from pipetrain.network.values import ValueSpec, differentiable, leaves_of
 
-SAMPLES = 2
+SIZES = (2, 3)  # samples
 MOST_WORK = 4e10  # floating-point operations of a forward: some seconds for all runs on one core
 # Relative, in float32 and in half precision; a module may choose another kernel for the same function.
 TOLERANCE, COARSE = 1e-3, 5e-2
 
+Results = dict[str, Tensor]  # outputs, gradients and buffers, by what they are
+Buffers = list[tuple[Tensor, Tensor]]  # with the numbers that they had
+
+
+def try_alone(model: nn.Module, example: ValueSpec) -> int:
+    """Run a model on tensors without numbers; return the floating-point operations of a forward.
+
+    Raises ConfigError for what a trace would leave out or fix: gradients by the user's code, attributes that
+    a forward changes, and random numbers that are not torch's. (What cannot run so says more when exported.)
+    """
+    counter, work, before = FlopCounterMode(display=False), 0, _random_states()
+    seen, functions = dict[str, str](), list[str]()
+    with without_numbers(model):
+        bound(model, *as_arguments(example, example.specs))
+        for samples in SIZES:
+            seen = _attributes(model)  # the first runs may complete a model
+            for training in (True, False):
+                args, kwargs = as_arguments(example, [made_up(spec) for spec in example.of(samples).specs])
+                with nullcontext() if training else evaluating(model), suppress(Exception), counter:
+                    functions += _functions(model(*args, **kwargs))
+                work = max(work, counter.get_total_flops())
+        now = _attributes(model)
+    if functions:
+        raise ConfigError(
+            f"the model uses the autograd Function {functions[0]}, whose backward a trace would leave out: "
+            f"{WAY_OUT}"
+        )
+    if changed := [name for name, value in seen.items() if now.get(name) != value]:
+        raise ConfigError(
+            f"the model changes its attribute {changed[0]} when it runs, and a trace would fix its value: "
+            f"keep such state in a buffer, or {WAY_OUT}"
+        )
+    if before != _random_states():
+        raise ConfigError(
+            f"the model draws from Python's or NumPy's random numbers, and a trace would fix what it drew: "
+            f"draw by torch, or {WAY_OUT}"
+        )
+    return work
+
+
+def _attributes(model: nn.Module) -> dict[str, str]:
+    """Return the numbers, strings and collections that a model's modules keep, as text by name."""
+    plain = (bool, int, float, str, list, dict, set, tuple)
+    return {
+        f"{name}.{key}".lstrip("."): repr(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in vars(_BARE) and type(value) in plain
+    }
+
+
+_BARE = nn.Module()
+
+
+def _random_states() -> tuple[Any, str]:
+    return random.getstate(), repr(np.random.get_state(legacy=False))
+
+
+def _functions(outputs: Any) -> Iterator[str]:
+    """Yield the autograd Functions of the user's on the way back from what a model returns."""
+    todo = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if issubclass(type(node), BackwardCFunction):
+            yield type(node).__name__.removesuffix("Backward")
+        todo += [before for before, _ in node.next_functions]
+
 
 def prove(network: Traced, example: ValueSpec, autocast: bool = False) -> None:
-    """Compare a network with its module, in training and in evaluation. Raises ConfigError.
+    """Compare a network with its module, in training and in evaluation, for two sizes. Raises ConfigError.
 
     `autocast`: under bf16 autocast, in which code that asks for a dtype may go another way than in the trace.
-    The outputs are float32 then, as a task gets them.
     """
-    model = network.model
-    device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
-    if device.type == "meta" or _work(network, example) > MOST_WORK:
-        return
-
-    def given(outputs: Tensors) -> Tensors:
-        return as_tuple(cast_floats(outputs, torch.float32)) if autocast else outputs
-
+    model, device = network.model, device_of(network.model)
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     cast = torch.autocast(device.type, torch.bfloat16, enabled=autocast)
-    with torch.random.fork_rng([]), draws.drawing(None), cast:
-        tensors = _inputs(model, example, device)
-        args, kwargs = as_arguments(example, tensors)
-        for mode in (True, False):
-            with nullcontext() if mode else network.evaluating():
-                try:
-                    whole = _run(model, lambda: given(leaves_of(model(*args, **kwargs))), mode)
-                except RuntimeError as error:
-                    what = "train on" if mode else "evaluate"
-                    raise ConfigError(
-                        f"the model cannot {what} {example.of(SAMPLES)} in one process either: "
-                        f"{one_line(error)[:300]}"
-                    ) from error
-                layers = _run(model, lambda: given(_chain(network, tensors)), mode)
-            tolerance = COARSE if autocast or _is_half(whole) else TOLERANCE
-            _compare(whole, layers, mode, network.names[-1], tolerance)
+    try:
+        with torch.random.fork_rng([]), draws.drawing(None), standing_in(model, {}), cast:
+            for samples in SIZES:
+                tensors, whole = _alone(model, example.of(samples), device, before)
+                for training in (True, False):
+                    with nullcontext() if training else network.evaluating():
+                        layers = _run(model, partial(_chain, network, tensors), training, before)
+                    _compare(whole[training], layers, training, network.names[-1], autocast)
+    finally:
+        _restore(before)
 
 
-def _is_half(made: dict[str, Tensor]) -> bool:
-    """Return whether an output is of half precision."""
-    half = (torch.bfloat16, torch.float16)
-    return any(t.dtype in half for name, t in made.items() if name.startswith("output "))
+def _restore(buffers: Buffers) -> None:
+    with torch.no_grad():
+        for buffer, old in buffers:
+            buffer.copy_(old)
 
 
-def _work(network: Traced, example: ValueSpec) -> int:
-    """Return the floating-point operations of a forward."""
-    fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
-    # Up to a number that is read, which has no value, or a tensor of so many numbers.
-    unread = suppress(DataDependentOutputException, DynamicOutputShapeException)
-    with _restored(network.model), torch.random.fork_rng([]), unread, fake, counter:
-        _chain(network, [made_up(spec) for spec in example.of(SAMPLES).specs])
-    return int(counter.get_total_flops())
+def _alone(
+    model: nn.Module, spec: ValueSpec, device: torch.device, before: Buffers
+) -> tuple[list[Tensor], dict[bool, Results]]:
+    """Return a microbatch that a model takes, and what it makes of it in training and in evaluation.
 
-
-def _inputs(model: nn.Module, example: ValueSpec, device: torch.device) -> list[Tensor]:
-    """Return a microbatch that the model takes; whole numbers are 0 or 1, or 0 if it does not take 1."""
-    torch.default_generator.manual_seed(0)
-    zeros = [made_up(spec, device) for spec in example.of(SAMPLES).specs]
-    varied = [
-        t
-        if t.is_floating_point() or t.is_complex()
-        else torch.randint(0, 2, t.shape, device=device).to(t.dtype)
-        for t in zeros
-    ]
-    error: Exception
-    for tensors in (varied, zeros):
-        args, kwargs = as_arguments(example, list(tensors))
+    Whole numbers are 0 or 1, or 0 if it does not take 1.
+    """
+    for end in (2, 1):
+        torch.default_generator.manual_seed(0)
+        tensors = [made_up(each, device) for each in spec.specs]
+        tensors = [t if differentiable(t) else torch.randint_like(t, end) for t in tensors]
+        args, kwargs = as_arguments(spec, tensors)
+        found = {}
         try:
-            with torch.no_grad(), _restored(model), watching(model) as watch:
-                model(*args, **kwargs)
-        except ConfigError:
-            raise
-        except Exception as raised:  # the user's forward may raise anything
-            error = raised
+            for training in (True, False):
+                with nullcontext() if training else evaluating(model):
+                    found[training] = _run(model, partial(model, *args, **kwargs), training, before)
+        except Exception as error:  # the user's forward may raise anything
+            refused = error
         else:
-            if watch.refused:  # what torch.export has undone, such as a list that grows
-                raise ConfigError(watch.refused)
-            return list(tensors)
+            return tensors, found
     raise ConfigError(
-        f"the model cannot take {example.of(SAMPLES)}: {type(error).__name__}: {one_line(error)[:300]}"
-    ) from error
+        f"the model cannot take {spec} in one process either: {one_line(refused)[:300]}"
+    ) from refused
 
 
 def _chain(network: Traced, tensors: Sequence[Tensor]) -> Tensors:
@@ -120,66 +173,36 @@ def _chain(network: Traced, tensors: Sequence[Tensor]) -> Tensors:
     return outputs
 
 
-def _run(model: nn.Module, call: Callable[[], Tensors], mode: bool) -> dict[str, Tensor]:
-    """Return the outputs, the gradients and the buffers of a run, and restore the buffers."""
+def _run(model: nn.Module, call: Callable[[], Any], training: bool, before: Buffers) -> Results:
+    """Return the outputs, the gradients and the buffers of a run that begins with the buffers of before."""
     torch.default_generator.manual_seed(0)
-    with _restored(model), torch.set_grad_enabled(mode):
-        outputs = call()
-        found = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
+    _restore(before)
+    with torch.set_grad_enabled(training):
+        outputs = leaves_of(call())
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         wanted = [t for t in outputs if t.requires_grad]
-        if mode and trained and wanted:
+        grads: Sequence[Tensor | None] = ()
+        if trained and wanted:
             ones = [torch.ones_like(t) for t in wanted]
-            made = torch.autograd.grad(wanted, list(trained.values()), ones, allow_unused=True)
-            found |= {f"the gradient of {n}": g for n, g in zip(trained, made, strict=True) if g is not None}
-        found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-    return found
+            grads = torch.autograd.grad(wanted, list(trained.values()), ones, allow_unused=True)
+    found = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
+    found |= {f"the gradient of {n}": g for n, g in zip(trained, grads, strict=False) if g is not None}
+    return found | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def _compare(
-    whole: dict[str, Tensor], layers: dict[str, Tensor], mode: bool, last: str, tolerance: float
-) -> None:
+def _compare(whole: Results, layers: Results, training: bool, last: str, autocast: bool) -> None:
     """Compare what a module and its layers made. `last`: the layer that makes the outputs."""
     for name in dict.fromkeys([*whole, *layers]):  # in order, outputs first
-        one, other = whole.get(name), layers.get(name)
-        if one is None or other is None or not _close(one, other, tolerance):
+        one, other = (results.get(name, torch.empty(0)) for results in (whole, layers))
+        coarse = autocast or one.dtype in (torch.bfloat16, torch.float16)
+        tolerance = (COARSE if coarse else TOLERANCE) if differentiable(one) else 0
+        scale = float(one.abs().nan_to_num(0, 0, 0).max()) if one.numel() else 0.0
+        close = partial(torch.testing.assert_close, equal_nan=True, check_dtype=not autocast)
+        try:
+            close(other, one, rtol=tolerance, atol=tolerance * scale)
+        except AssertionError as error:
             made = f" (layer {last})" if name.startswith("output ") else ""
             raise ConfigError(
-                f"{name}{made} of the model in {'training' if mode else 'evaluation'} is not that of its "
-                f"trace{_apart(one, other)}, which holds only operations of torch's: make the model an "
-                f"nn.Sequential of its layers, and code of another kind stays inside one"
-            )
-
-
-def _apart(one: Tensor | None, other: Tensor | None) -> str:
-    """Return how two tensors differ."""
-    if one is None or other is None:
-        return " (only one of them has it)"
-    specs = specs_of([one, other])
-    if specs[0] != specs[1]:
-        return f" ({specs[0]} and {specs[1]})"
-    if one.dtype.is_complex:
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    one, other = one.double(), other.double()
-    return f" ({specs[0]}, by {(one - other).abs().max():.2g} of {one.abs().max():.2g})"
-
-
-def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    scale = one.abs().nan_to_num(0, 0, 0).max().item() if one.numel() else 0.0
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Restore the values of a model's buffers."""
-    before: list[tuple[Any, Tensor]] = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, old in before:
-                buffer.copy_(old)
+                f"{name}{made} of the model in {'training' if training else 'evaluation'} is not that of its "
+                f"trace, which holds only operations of torch's ({one_line(error)[:200]}): {WAY_OUT}"
+            ) from error

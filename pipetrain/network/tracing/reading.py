@@ -1,8 +1,8 @@
-"""Reads the operations of a model from what torch.export returns for one mode.
+"""Reads the operations of a model in one mode from what torch.export returns, as one flat torch.fx graph.
 
-torch.export gives an FX graph of ATen operations with the weights as inputs. Here the weights are places in
-the user's module, the regions without gradients or under autocast are unfolded into their operations, and
-assertions are left out.
+torch.export gives a graph of ATen operations with the weights as inputs. Here the weights are places in the
+user's module, regions without gradients or under autocast, which are graphs within it, are unfolded so that a
+cut may lie inside, and assertions are left out.
 """
 
 from __future__ import annotations
@@ -10,205 +10,100 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.utils._pytree import TreeSpec, tree_leaves
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.tracing.operations import (
-    Autocast,
-    Call,
-    Constant,
-    Device,
-    Held,
-    Input,
-    Listing,
-    Op,
-    canonical,
-)
+
+
+class Input(NamedTuple):
+    """The source of a placeholder that stands for a tensor of the model's input."""
+
+    number: int
+
+
+class Held(NamedTuple):
+    """The source of a placeholder that stands for a parameter or buffer, under its first name."""
+
+    name: str
+    is_parameter: bool
+    trained: bool
+
+
+class Constant(NamedTuple):
+    """The source of a placeholder that stands for another tensor that the trace has found."""
+
+    name: str
+
+
+class Region(NamedTuple):
+    """What the user's code has set around an operation: gradients, and autocast; None: nothing."""
+
+    grad: bool | None = None
+    autocast: bool | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """The operations of a model in one mode. `outputs`: flat, nodes or constants; `device`: of the trace.
+
+    A placeholder has its `source` in meta, and an operation its `region`.
+    """
+
+    graph: fx.Graph
+    outputs: list[Any]
+    tree: TreeSpec
+    constants: dict[str, Tensor]
+    device: torch.device
 
 
 def read(
-    program: ExportedProgram, model: nn.Module, order: Sequence[int], training: bool, device: torch.device
-) -> Listing:
+    program: ExportedProgram, model: nn.Module, order: Sequence[int], device: torch.device
+) -> Operations:
     """Return the operations of a model that was exported on `device`.
 
     `order`: the number, among the tensors of a microbatch, of each tensor input of the program. Raises
     ConfigError for what cannot be trained.
     """
-    _refuse_transforms(program)
-    reader = _Reader(program, model, order, training, device)
-    env = reader.sources()
-    outputs = reader.run(program.graph_module, env, grad=True, autocast=None)
-    flat: list[Any] = []
-    for spec, output in zip(program.graph_signature.output_specs, outputs, strict=True):
+    graph, constants = fx.Graph(), dict[str, Tensor]()
+    inputs, names, env = iter(order), canonical(model), dict[fx.Node, Any]()
+    placeholders = program.graph.find_nodes(op="placeholder")
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if isinstance(spec.arg, ConstantArgument):
-            flat.append(spec.arg.value)
-        elif isinstance(spec.arg, TensorArgument) and spec.kind.name == "USER_OUTPUT":
-            flat.append(output)
-        elif spec.kind.name == "USER_OUTPUT":
-            raise ConfigError(
-                f"the model returns {type(output.value).__name__} {output.value}, a number that changes with "
-                f"the microbatch: return tensors only"
-            )
+            env[node] = spec.arg.value
+            continue
+        env[node] = made = graph.node_copy(node)
+        if spec.kind is InputKind.USER_INPUT:
+            made.meta["source"] = Input(next(inputs))
+            continue
+        target = str(spec.target)
+        registered = spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        tensor = _tensor_at(model, target) if registered else program.constants[target]
+        if id(tensor) in names:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made.meta["source"] = Held(names[id(tensor)], is_parameter, tensor.requires_grad)
+        else:
+            made.meta["source"], constants[target] = Constant(target), tensor
+    returned = _unfold(program.graph_module, graph, env, Region())
+    for name, tensor in constants.items():
+        _refuse_constant(name, tensor)
+    outputs = [
+        spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
+        for spec, output in zip(program.graph_signature.output_specs, returned, strict=True)
+        if spec.kind is OutputKind.USER_OUTPUT
+    ]
+    graph.output(tuple(output for output in outputs if isinstance(output, fx.Node)))
+    graph.eliminate_dead_code()
     tree = program.call_spec.out_spec
     assert tree is not None
-    return Listing(reader.ops, flat, tree, reader.constants)
-
-
-def _refuse_transforms(program: ExportedProgram) -> None:
-    """Refuse code of torch.func, whose operations are on tensors of its own. Raises ConfigError."""
-    for graph in program.graph_module.modules():
-        for node in graph.graph.nodes if isinstance(graph, fx.GraphModule) else ():
-            if getattr(node.target, "__module__", "").startswith("torch._functorch"):
-                raise ConfigError(
-                    f"the model uses torch.vmap or torch.func at {place_of(node)}, which cannot be cut: "
-                    f"write it for the whole batch, or {way_out(node)}"
-                )
-
-
-class _Reader:
-    def __init__(
-        self,
-        program: ExportedProgram,
-        model: nn.Module,
-        order: Sequence[int],
-        training: bool,
-        device: torch.device,
-    ) -> None:
-        self._program = program
-        self._names = canonical(model)
-        self._model = model
-        self._order = order
-        self._modes = frozenset({training})
-        self._device = device
-        self.ops: list[Op] = []
-        self.constants: dict[str, Tensor] = {}
-
-    def sources(self) -> dict[str, Any]:
-        """Return the operations that stand for the inputs of the program's graph, by name."""
-        env: dict[str, Any] = {}
-        inputs = iter(self._order)
-        values = {
-            node.name: node.meta.get("val") for node in self._program.graph.find_nodes(op="placeholder")
-        }
-        for spec in self._program.graph_signature.input_specs:
-            source: Input | Held | Constant
-            if spec.kind is InputKind.USER_INPUT:
-                if isinstance(spec.arg, ConstantArgument):
-                    env[spec.arg.name] = spec.arg.value
-                    continue
-                source = Input(next(inputs))
-            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                source = self._held(_tensor_at(self._model, str(spec.target)))
-            else:
-                source = self._constant(str(spec.target))
-            env[spec.arg.name] = self._add(
-                Op(None, source=source, value=values[spec.arg.name], modes=self._modes)
-            )
-        return env
-
-    def _constant(self, name: str) -> Held | Constant:
-        value = self._program.constants[name]
-        if not isinstance(value, Tensor):
-            raise ConfigError(
-                f"the model uses {name}, a {type(value).__name__}, which cannot be cut into stages: use "
-                f"tensors only"
-            )
-        if id(value) in self._names:
-            return self._held(value)
-        if value.requires_grad:
-            raise ConfigError(
-                f"the model trains {name}, which is no parameter of it: make it an nn.Parameter"
-            )
-        if value.is_meta:
-            raise ConfigError(
-                f"the model uses {name}, a tensor on the meta device, which is no parameter or buffer "
-                f"and so has no values: register it as a buffer"
-            )
-        self.constants[name] = value
-        return Constant(name)
-
-    def _held(self, tensor: Tensor) -> Held:
-        return Held(self._names[id(tensor)], isinstance(tensor, nn.Parameter))
-
-    def run(self, graph: fx.GraphModule, env: dict[str, Any], grad: bool, autocast: Autocast | None) -> Any:
-        """Add the operations of a graph with its inputs `env`, and return its outputs."""
-        for node in graph.graph.nodes:
-            if node.op == "output":
-                return fx.map_arg(node.args[0], lambda n: env[n.name])
-            if node.op == "get_attr":
-                env[node.name] = getattr(graph, node.target)
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n.name])
-                env[node.name] = self._call(node, args, kwargs, grad, autocast)
-        raise AssertionError("a graph without output")
-
-    def _call(self, node: fx.Node, args: Any, kwargs: Any, grad: bool, autocast: Autocast | None) -> Any:
-        name = str(node.target)
-        if name.startswith("aten._assert") or name in _LEFT_OUT:
-            return None
-        if name == "wrap_with_set_grad_enabled":
-            enabled, inner, *given = args
-            return self._inline(inner, given, enabled, autocast)
-        if name == "wrap_with_autocast":
-            _, dtype, enabled, _, inner, *given = args
-            return self._inline(inner, given, grad, Autocast(enabled, dtype))
-        if node.target is operator.getitem and not isinstance(args[0], Op):
-            return args[0][args[1]]
-        if node.target is _ATEN.detach_.default and args[0].target is _ATEN.lift_fresh_copy.default:
-            return args[0]  # a copy of a constant, which has no gradient anyway
-        if any(isinstance(leaf, fx.GraphModule) for leaf in tree_leaves((args, kwargs))):
-            raise ConfigError(
-                f"the model uses {name} at {place_of(node)}, whose branches cannot be cut: {way_out(node)}"
-            )
-        if not grad:
-            args, kwargs = self._detached((args, kwargs), node)
-        args, kwargs = tree_map(self._on_device, (args, kwargs))
-        scalar = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
-        op = Op(
-            node.target,  # type: ignore[arg-type]
-            tuple(args),
-            dict(kwargs),
-            value=node.meta.get("val"),
-            calls=calls_of(node),
-            where=place_of(node),
-            autocast=None if scalar or node.target is operator.getitem else autocast,
-            modes=self._modes,
-        )
-        return self._add(op)
-
-    def _add(self, op: Op) -> Op:
-        self.ops.append(op)
-        return op
-
-    def _inline(self, inner: fx.GraphModule, given: list[Any], grad: bool, autocast: Autocast | None) -> Any:
-        names = [node.name for node in inner.graph.find_nodes(op="placeholder")]
-        return self.run(inner, dict(zip(names, given, strict=True)), grad, autocast)
-
-    def _detached(self, arguments: Any, node: fx.Node) -> Any:
-        """Return arguments without gradients, as a node in a region under torch.no_grad takes them."""
-        detach = _ATEN.detach.default
-
-        def detached(leaf: Any) -> Any:
-            value = leaf.value if isinstance(leaf, Op) else None
-            if not isinstance(value, Tensor) or not value.is_floating_point() or leaf.target is detach:
-                return leaf
-            calls, where = calls_of(node), place_of(node)
-            return self._add(Op(detach, (leaf,), value=value, calls=calls, where=where, modes=self._modes))
-
-        return tree_map(detached, arguments)
-
-    def _on_device(self, leaf: Any) -> Any:
-        return Device() if isinstance(leaf, torch.device) and leaf.type == self._device.type else leaf
-
-
-_ATEN = torch.ops.aten
-_LEFT_OUT = ("aten.sym_constrain_range.default", "aten.sym_constrain_range_for_size.default")
+    return Operations(graph, outputs, tree, constants, device)
 
 
 def _tensor_at(model: nn.Module, name: str) -> Any:
@@ -216,12 +111,74 @@ def _tensor_at(model: nn.Module, name: str) -> Any:
     return getattr(model.get_submodule(owner), attribute)
 
 
-def calls_of(node: fx.Node) -> tuple[Call, ...]:
-    """Return the calls of submodules in which a node was made, outermost first."""
+def _refuse_constant(name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad or tensor.is_meta:
+        which = "is trained" if tensor.requires_grad else "has no values, on the meta device"
+        raise ConfigError(
+            f"the model uses {name}, a tensor that {which}, and is neither a parameter nor a buffer of it: "
+            f"register it"
+        )
+
+
+def _unfold(module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], region: Region) -> Any:
+    """Copy a graph whose placeholders are in `env`, and the regions in it; return its outputs."""
+    for node in module.graph.nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], env.__getitem__)
+        if node.op == "get_attr":
+            env[node] = getattr(module, node.target)
+        elif node.op == "call_function":
+            env[node] = _call(node, graph, env, region)
+    raise AssertionError("a graph without output")
+
+
+def _call(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], region: Region) -> Any:
+    name = str(node.target)
+    args: list[Any] = [env[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    if name.startswith(("aten._assert", "aten.sym_constrain_range")):
+        return None
+    if name == "wrap_with_set_grad_enabled":
+        return _inside(args[1], args[2:], graph, region._replace(grad=args[0]))
+    if name == "wrap_with_autocast":
+        _, dtype, enabled, _, inner, *given = args
+        return _inside(inner, given, graph, region._replace(autocast=enabled, dtype=dtype))
+    if node.target is operator.getitem and not isinstance(args[0], fx.Node):
+        return args[0][args[1]]  # of what a region returns
+    if node.target is _ATEN.detach_.default and args[0].target is _ATEN.lift_fresh_copy.default:
+        return args[0]  # a copy of a constant, which has no gradient anyway
+    in_functorch = getattr(node.target, "__module__", "").startswith("torch._functorch")
+    if in_functorch or any(isinstance(leaf, fx.GraphModule) for leaf in tree_leaves(args)):
+        what = "torch.vmap or torch.func" if in_functorch else name
+        calls = calls_of(node)
+        inside = f" around {calls[-1]}" if calls else ""
+        raise ConfigError(
+            f"the model uses {what} at {place_of(node)}, which cannot be cut: write it for the whole batch, "
+            f"or make the model an nn.Sequential of layers, so that the code{inside} stays inside one of them"
+        )
+    made = graph.node_copy(node, env.__getitem__)
+    is_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
+    made.meta["region"] = region if is_tensor and node.target is not operator.getitem else Region()
+    return made
+
+
+def _inside(inner: fx.GraphModule, given: Sequence[Any], graph: fx.Graph, region: Region) -> Any:
+    placeholders = inner.graph.find_nodes(op="placeholder")
+    return _unfold(inner, graph, dict(zip(placeholders, given, strict=True)), region)
+
+
+_ATEN = torch.ops.aten
+
+
+def canonical(model: nn.Module) -> dict[int, str]:
+    """Return the first name of each parameter and buffer, by its id."""
+    return {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def calls_of(node: fx.Node) -> tuple[str, ...]:
+    """Return the calls of submodules in which a node was made, outermost first, as grouping.Item has them."""
     stack = node.meta.get("nn_module_stack") or {}
-    return tuple(
-        Call(key, path) for key, (path, _) in stack.items() if path and not path.startswith("_empty")
-    )
+    named = ((path, key.partition("@")[2]) for key, (path, _) in stack.items())
+    return tuple(f"{path}@{n}" if n else path for path, n in named if path and not path.startswith("_empty"))
 
 
 def place_of(node: fx.Node) -> str:
@@ -229,10 +186,3 @@ def place_of(node: fx.Node) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
     return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
-
-
-def way_out(node: fx.Node) -> str:
-    """Return what a user can do about code that cannot be traced."""
-    calls = calls_of(node)
-    inside = f" around {calls[-1].path}" if calls else ""
-    return f"make the model an nn.Sequential of layers, so that the code{inside} stays inside one of them"

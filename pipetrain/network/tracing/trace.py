@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from difflib import SequenceMatcher
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.export import ExportedProgram
+from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.modes import evaluating
-from pipetrain.network.tracing.aligning import align
 from pipetrain.network.tracing.dataflow import Dataflow
-from pipetrain.network.tracing.exporting import exported
-from pipetrain.network.tracing.grouping import Item, Modules, group
-from pipetrain.network.tracing.operations import Listing, Op, ops_in
+from pipetrain.network.tracing.exporting import device_of, exported
+from pipetrain.network.tracing.grouping import Item, Modules, group, module_of
 from pipetrain.network.tracing.padding import zeros_of_the_fast_path
-from pipetrain.network.tracing.proving import prove
-from pipetrain.network.tracing.reading import read
+from pipetrain.network.tracing.proving import MOST_WORK, prove, try_alone
+from pipetrain.network.tracing.reading import Held, Operations, calls_of, place_of, read
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import ValueSpec
 
@@ -35,76 +30,82 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
     tensors are used as they are, and its modes, values and the random generators do not change. Raises
     ConfigError with the place and a way out for a model that cannot be traced or cut.
     """
-    listings = []
-    for training in (True, False):
-        zeros = nullcontext() if autocast else zeros_of_the_fast_path(model, training)
-        with nullcontext() if training else evaluating(model), zeros:
-            program, device = exported(model, example)
-        listings.append(read(program, model, _order(program, example), training, device))
-    listing = align(*listings)
-    _refuse_outputs(listing)
-    flow = Dataflow(listing)
-    forbidden = {
-        position: barrier.reason
-        for barrier in flow.barriers()
-        for position in range(barrier.first + 1, barrier.last + 1)
-    }
-    items = _items(flow)
+    work = try_alone(model, example)
+    trained, evaluated = (_in_mode(model, example, training, autocast) for training in (True, False))
+    _refuse_outputs(trained.operations, evaluated.operations)
+    there = _places(trained, evaluated)
+    elsewhere = evaluated.forbidden()
+    forbidden = trained.forbidden()
+    forbidden |= {position: elsewhere[at] for position, at in enumerate(there) if at in elsewhere}
+    items = [
+        Item(calls_of(node), tuple(trained.uses(node)), trained.nbytes(node), trained.works(node))
+        for node in trained.items
+    ]
     groups = group(items, _modules(model, items), forbidden)
-    network = Traced(model, flow, groups, listing.tree, listing.constants)
-    prove(network, example, autocast)
+    cuts = [each.start for each in groups[1:]]
+    modes = {True: (trained, cuts), False: (evaluated, [there[cut] for cut in cuts])}
+    network = Traced(model, modes, groups)
+    if work <= MOST_WORK and device_of(model).type != "meta":
+        prove(network, example, autocast)
     return network
 
 
-def _order(program: ExportedProgram, example: ValueSpec) -> list[int]:
-    """Return the number in `example` of each input of an exported program."""
-    if example.names is None:
-        return list(range(len(example.specs)))
-    spec = program.call_spec.in_spec
-    assert spec is not None
-    return [example.names.index(name) for name in spec.child(1).context]
+def _in_mode(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> Dataflow:
+    zeros = nullcontext() if autocast else zeros_of_the_fast_path(model, training)
+    with nullcontext() if training else evaluating(model), zeros:
+        program, device = exported(model, example)
+    names = example.names
+    spec: Any = program.call_spec.in_spec
+    order = range(len(example.specs)) if names is None else map(names.index, spec.child(1).context)
+    return Dataflow(read(program, model, list(order), device))
 
 
-def _refuse_outputs(listing: Listing) -> None:
-    outputs = list(ops_in(listing.outputs))
+def _refuse_outputs(training: Operations, evaluation: Operations) -> None:
+    constants = (
+        [out for out in each.outputs if not isinstance(out, fx.Node)] for each in (training, evaluation)
+    )
+    if training.tree != evaluation.tree or next(constants) != next(constants):
+        raise ConfigError(
+            "the model returns something else in evaluation than in training: let it return the same kind "
+            "of value in both"
+        )
+    outputs = [(out, out.meta["val"]) for out in training.outputs if isinstance(out, fx.Node)]
     if not outputs:
         raise ConfigError("the model returns no tensor: return what the loss takes")
-    for op in outputs:
-        if not isinstance(op.value, Tensor):
+    for node, value in outputs:
+        if not isinstance(value, Tensor):
             raise ConfigError(
-                f"the model returns {op.value} ({op.where}), which is no tensor: return tensors only"
+                f"the model returns {value} ({place_of(node)}), which is no tensor: return tensors only"
             )
-        if free_unbacked_symbols(op.value):
+        if free_unbacked_symbols(value):
             raise ConfigError(
-                f"the size of what the model returns depends on its data ({op.where}): return all of it, and "
-                f"let the loss choose"
+                f"the size of what the model returns depends on its data ({place_of(node)}): return all of "
+                f"it, and let the loss choose"
             )
 
 
-def _items(flow: Dataflow) -> list[Item]:
-    found = []
-    for op in flow.items:
-        uses = tuple(flow.position[user] for user in flow.users[op] if user in flow.position)
-        if any(op is output for output in ops_in(flow.outputs)):
-            uses = (*uses, len(flow.items))
-        nbytes = _nbytes(op) if op in flow.trained else 0
-        found.append(Item(op.calls, uses, nbytes, flow.works(op)))
-    return found
+def _places(trained: Dataflow, evaluated: Dataflow) -> list[int]:
+    """Return before which item in evaluation a cut lies that is before each item in training.
+
+    Both modes mostly do the same with other constants (dropout's `train`, batch_norm's `training`). What only
+    one of them does, such as a stochastic depth, is in the layer of what comes before it.
+    """
+    keys, others = ([_key(node) for node in flow.items] for flow in (trained, evaluated))
+    there = [len(evaluated.items)] * (len(trained.items) + 1)
+    for a, b, size in reversed(SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()):
+        for position in range(a + size - 1, -1, -1):
+            there[position] = b + max(0, position - a)
+    return there
 
 
-def _nbytes(op: Op) -> int:
-    total = 0
-    for leaf in tree_leaves(op.value):
-        if isinstance(leaf, Tensor):
-            sizes: list[Any] = list(leaf.shape)
-            hints = [(size.node.hint or 1) if isinstance(size, torch.SymInt) else size for size in sizes]
-            total += math.prod(hints) * leaf.dtype.itemsize
-    return total
+def _key(node: fx.Node) -> Any:
+    sources = (given.meta.get("source") for given in node.all_input_nodes)
+    return node.target, calls_of(node), tuple(source for source in sources if isinstance(source, Held))
 
 
 def _modules(model: nn.Module, items: Sequence[Item]) -> Modules:
     """Return what the grouping needs to know of a model's modules; only lists of called modules count."""
-    called = {call.path for item in items for call in item.calls}
+    called = {module_of(call) for item in items for call in item.calls}
     lists: set[str] = set()
     elements: set[str] = set()
     for name, module in model.named_modules():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipetrain.network.tracing.grouping import Group, Item, Modules, group
-from pipetrain.network.tracing.operations import Call
 
 PLAIN = Modules(lists=(), elements=(), root="Model")
 
@@ -14,7 +13,7 @@ def item(path: str, *uses: int, nbytes: int = 10, works: bool = True) -> Item:
     """An operation in module `path`; "" is the model itself."""
     parts = path.split(".") if path else []
     names = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-    return Item(tuple(Call(name, name) for name in names), uses, nbytes, works)
+    return Item(tuple(names), uses, nbytes, works)
 
 
 def named(groups: Sequence[Group]) -> list[tuple[str, int, int]]:
@@ -91,7 +90,7 @@ def test_idle_layers_join_the_neighbour_to_which_more_is_sent():
 
 
 def test_a_module_that_is_called_twice_has_two_names():
-    items = [item("a", 1), item("b", 2), Item((Call("a@1", "a"),), (3,))]
+    items = [item("a", 1), item("b", 2), Item(("a@1",), (3,))]
     assert [g.name for g in group(items, PLAIN, {})] == ["a", "b", "a#2"]
 
 
