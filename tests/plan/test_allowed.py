@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
 
 from pipetrain.network.chain import Chain, Pop, Stash
-from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.allowed import cuts_that_may_be, refuse_changing, refuse_cuts
+from pipetrain.plan.allowed import cuts_that_may_be, refuse_cuts
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from tests.support.chains import ENTRY, EXAMPLE, Into, apart, cut_chains, steady
@@ -138,25 +136,3 @@ def test_a_tensor_that_a_layer_keeps_is_not_written_to_by_another_stage():
 
     for cut in (4, 5, 6):
         assert "keeps its output, which a later layer modifies; choose" in refused(layers(), [cut])
-
-
-@pytest.mark.parametrize("what", ["tensors", "gradients"])
-def test_what_changes_with_the_size_is_refused(what):
-    class Changes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-            if what == "tensors":
-                return x if len(x) == 2 else (x,)
-            return x if len(x) == 2 else x.detach() + 1
-
-    class Either(nn.Module):
-        def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
-            return x if isinstance(x, Tensor) else x[0]
-
-    model = nn.Sequential(nn.Linear(3, 3), Changes(), Either(), nn.Linear(3, 3))
-    entries = [ValueSpec((TensorSpec((n, 3), torch.float32),)) for n in (2, 3)]
-    sizes = [estimate(copy.deepcopy(model), entry) for entry in entries]
-    reason = "it is one tensor or a tuple" if what == "tensors" else "gradients are needed there"
-    assert refusal(lambda: refuse_changing(sizes, [2])) == (
-        f"whether {reason} behind layer 1 (1) changes with the size of a microbatch, or in evaluation; "
-        f"choose a partition that does not cut before layer 2"
-    )
