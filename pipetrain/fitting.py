@@ -33,7 +33,7 @@ from pipetrain.ending import name_of, terminate
 from pipetrain.epochs import Epochs, Passes, PassesByNumber
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.pipeline import TRAINING, Pipeline
-from pipetrain.plan.describe import describe, verdict
+from pipetrain.plan.describe import choices, describe
 from pipetrain.plan.memory import gpu_bytes
 from pipetrain.plan.program import window_lengths
 from pipetrain.records import folder
@@ -355,7 +355,7 @@ def _recorder(about: About, place: RunFolder | None, ending: ExitStack) -> Recor
     if about.plan.prediction is not None:
         profile = about.plan.prediction.profile
         recorder.files.text(PROFILE_FILE, json.dumps(profile.to_json(), indent=1) + "\n")
-        log.info("%s", verdict(about.plan.prediction))
+        log.info("%s", choices(about.plan.prediction))
     return recorder
 
 

@@ -571,8 +571,7 @@ class Pipeline:
                         "partition=profile measures a copy of the model, which copy.deepcopy cannot make: "
                         "choose another partition"
                     ) from error
-                by_flops = replace(settings, partition="flops", memory_limit=None)
-                draft = make(by_flops, model=network.spare())
+                draft = make(settings, model=network.spare())
                 with self._together():
                     profile = measure(self._mesh, draft, conditions, lambda: (twin, self._optimizer))
         plan = make(settings, model=network.spare(), profile=profile)

@@ -200,7 +200,8 @@ def test_ranks_profile_together(profiled):
     lines = lines_of(ended.out)
     assert lines[0] == "pipetrain: profiling 6 layers, 16 samples at a time"
     assert re.fullmatch(r"profiled in [\d.]+ s", lines[1])
-    assert re.match(r"slowest stage in ms a batch, by cuts: profile \[\d\] [\d.]+, even \[3\] ", lines[2])
+    assert lines[2].startswith("partition  cut before layers  slowest stage, ms a batch  ")
+    assert [line.split()[0] for line in lines[3:7]] == ["profile", "even", "params", "flops"]
     profile = json.loads((folder / "profile.json").read_text())
     assert profile["machine"]["ranks"] == 2
     assert profile["layers"][0]["name"] == "hidden1"

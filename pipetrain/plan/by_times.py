@@ -51,7 +51,6 @@ class Prediction:
     profile: Profile
     stages: Sequence[StageCost]
     choices: dict[str, Choice]
-    reasons: Sequence[str] = ()  # why stages recompute, in sentences
 
 
 class InSchedule(NamedTuple):
@@ -214,25 +213,4 @@ def cut_by_times(
     cuts = balance_times(predictor, allowed, limit, way_out)
     others = {name: choose_cuts(name, layers, len(where), where=where) for name in STRATEGIES}
     choices = {name: predictor.choice(of, limit) for name, of in ({PROFILE: cuts} | others).items()}
-    stages = predictor.stages(cuts, limit)
-    return Prediction(profile, stages, choices, _reasons(settings, predictor, cuts, stages))
-
-
-def _reasons(
-    settings: Settings, predictor: Predictor, cuts: Sequence[int], stages: Sequence[StageCost]
-) -> list[str]:
-    """Say in sentences why stages recompute that were free to choose."""
-    if settings.recompute != AUTO or settings.memory_limit is None:
-        return []
-    limit = f"memory_limit={settings.memory_limit:g}"
-    said = []
-    for stage, (start, end) in enumerate(pairwise([0, *cuts, len(predictor.table.layers)])):
-        modes, mode = [*predictor.modes[stage]], stages[stage].mode
-        if mode is not Mode.NEVER:
-            less = modes[modes.index(mode) - 1]
-            other = predictor.stage(stage, start, end, less).held_bytes
-            said.append(
-                f"stage {stage} recomputes, {mode.value}: it holds {stages[stage].held_bytes / GIB:.4f} GiB, "
-                f"and with {less.value} {other / GIB:.4f}, above {limit}"
-            )
-    return said or [f"no stage recomputes: each fits into {limit}"]
+    return Prediction(profile, predictor.stages(cuts, limit), choices)

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
 
@@ -24,8 +25,8 @@ from pipetrain.network.values import TensorSpec
 from pipetrain.plan.by_times import Prediction
 from pipetrain.plan.comparing import BATCHES, WORK, Played, aligned, batches_of, in_units
 from pipetrain.plan.memory import gpu_bytes, known_state, memory, optimizer_state, says_whether_it_fits, sized
-from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, with_costs
-from pipetrain.plan.profile import Profile
+from pipetrain.plan.plan import Plan, Samples, make_plan, with_costs
+from pipetrain.plan.profile import Profile, profile_conditions, read_profile
 from pipetrain.plan.replay import compare, read_trace, refuse_other
 from pipetrain.rules import COUNT
 from pipetrain.schedule.actions import Op, has_norms, splits
@@ -33,7 +34,7 @@ from pipetrain.schedule.draw import as_figure, as_text
 from pipetrain.schedule.memory import PARTS, Memory, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
-from pipetrain.settings import PROFILE, STRATEGIES, Mode, Settings
+from pipetrain.settings import PROFILE, Mode, Settings
 
 Measure = Callable[[DictConfig, Plan], Profile]
 """Measures the layers of a configuration's model, of which there is a plan by estimates."""
@@ -74,11 +75,14 @@ def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES, measure: Measu
     model = make_model(cfg, settings.seed, settings.dtype)
     example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
     network = network_of(model, example.cast(settings.dtype), settings.precision == "bf16")
-    plan = draft_plan(cfg, settings, network, example, samples)
-    if cfg.partition != PROFILE or measure is None:
+    make = partial(make_plan, settings, make_schedule(cfg), network, example, samples)
+    if settings.profile is not None:
+        return make(read_profile(settings.profile, profile_conditions(settings, cfg.optim)))
+    plan = make()
+    if settings.partition != PROFILE or measure is None:
         return plan
     print(f"profiling {len(plan.layers)} layers in this process", file=sys.stderr)
-    return make_plan(settings, make_schedule(cfg), network, example, samples, measure(cfg, plan))
+    return make(measure(cfg, plan))
 
 
 def by_model(name: str, cfg: DictConfig) -> tuple[str, Played]:
@@ -149,8 +153,6 @@ def describe(
     held = memory(plan, run) if plan.sizes else []
     picture = as_text(run, width, plan.unit_of_time, span, held, _title(plan))
     split = splits(plan.window.program)
-    for line in plan.prediction.reasons if plan.prediction else ():
-        head += f"{line}\n"
     predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches, split)]
     sizes = [_memory(plan, held, room)] if held else []
     return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, run, batches)))
@@ -211,17 +213,22 @@ def _predicted(run: Timeline, prediction: Prediction, batches: int, split: bool)
     if profile.latency_s == profile.s_per_byte == 0:
         messages = "messages free, as none were measured"
     machine = ", ".join(f"{key} {value}" for key, value in profile.machine.items())
+    return (
+        f"{'F, I, W' if split else 'F, B'} and messages of a microbatch, STEP and all of a batch; "
+        f"profiled on {machine}\n"
+        f"{messages}; the schedule at these times: {1e3 * run.makespan / batches:.2f} ms a batch\n\n"
+        + choices(prediction)
+    )
+
+
+def choices(prediction: Prediction) -> str:
+    """Return a row for the cuts of a profile, and for those of each other strategy."""
     rows = [("partition", "cut before layers", "slowest stage, ms a batch", "fullest stage, MiB", "")]
     for name, one in prediction.choices.items():
         held = f"{one.held_bytes / 2**20:.1f}"
         excess = "" if one.fits else "does not fit into memory_limit"
         rows.append((name, str(one.cuts), f"{1e3 * one.slowest_s:.2f}", held, excess))
-    return (
-        f"{'F, I, W' if split else 'F, B'} and messages of a microbatch, STEP and all of a batch; "
-        f"profiled on {machine}\n"
-        f"{messages}; the schedule at these times: {1e3 * run.makespan / batches:.2f} ms a batch\n\n"
-        + aligned(rows)
-    )
+    return aligned(rows)
 
 
 def _memory(plan: Plan, held: Memory, room: int | None) -> str:
@@ -264,19 +271,3 @@ def _figures(plan: Plan, run: Timeline, batches: int) -> str:
 
 def _list(values: Iterable[int]) -> str:
     return " ".join(map(str, values))
-
-
-def verdict(prediction: Prediction) -> str:
-    """Return one line that compares the cuts of a profile with those of the other strategies."""
-    choices = prediction.choices
-    ours = choices[PROFILE].slowest_s
-    listed = ", ".join(f"{name} {one.cuts} {1e3 * one.slowest_s:.1f}" for name, one in choices.items())
-    fitting = [name for name in STRATEGIES if choices[name].fits]
-    beaten = [name for name in fitting if choices[name].slowest_s > ours]
-    phrases = [f"profile beats {' and '.join(', '.join(beaten).rsplit(', ', 1))}"] if beaten else []
-    phrases += [f"{name} is as good" for name in fitting if choices[name].slowest_s == ours]
-    phrases += [
-        f"{name} would be faster, but is ruled out" for name in fitting if choices[name].slowest_s < ours
-    ]
-    phrases += [f"{name} does not fit into memory_limit" for name in STRATEGIES if name not in fitting]
-    return f"slowest stage in ms a batch, by cuts: {listed}: {', '.join(phrases)}"

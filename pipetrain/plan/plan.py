@@ -6,10 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from pipetrain.building import make_schedule
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
@@ -22,7 +20,7 @@ from pipetrain.plan.by_times import Prediction, cut_by_times, predictor_of
 from pipetrain.plan.costs import Table, by_work, loss_bytes
 from pipetrain.plan.cut import Cut, Estimates, cut_layers, shared_weights
 from pipetrain.plan.estimate import Layer, estimate
-from pipetrain.plan.profile import Profile, profile_conditions, read_profile, refuse_other_layers
+from pipetrain.plan.profile import Profile, refuse_other_layers
 from pipetrain.plan.program import (
     draft_program,
     make_program,
@@ -199,18 +197,6 @@ class Samples:
         return sorted(lengths, reverse=True)
 
 
-def draft_plan(
-    cfg: DictConfig, settings: Settings, model: nn.Module | Network, example: ValueSpec, samples: Samples
-) -> Plan:
-    """Plan a run without its data set, by its profile or else by flops. Raises ConfigError, ScheduleError."""
-    profile = None
-    if settings.profile is not None:
-        profile = read_profile(settings.profile, profile_conditions(settings, cfg.optim))
-    elif settings.partition == PROFILE:
-        settings = replace(settings, partition="flops", memory_limit=None)
-    return make_plan(settings, make_schedule(cfg), model, example, samples, profile)
-
-
 def make_plan(
     settings: Settings,
     schedule: Schedule,
@@ -222,8 +208,10 @@ def make_plan(
     """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
 
     This changes `model`, which must not be trained afterwards. `example`: of the input; `profile`: for
-    partition=profile.
+    partition=profile, which is a draft without: cut by flops, whatever the memory_limit.
     """
+    if settings.partition == PROFILE and profile is None:
+        settings = replace(settings, partition="flops", memory_limit=None)
     example = _cast("inputs", example, settings.data_dtype)
     network = network_of(model, example, settings.precision == "bf16")
     lengths = samples.windows(settings.window)
@@ -243,7 +231,7 @@ def make_plan(
     )
     prediction = None
     if settings.partition == PROFILE:
-        assert profile is not None, "partition=profile cuts by a profile"
+        assert profile is not None
         refuse_other_layers(profile, layers)
         table = table.measured(profile)
         predictor = predictor_of(settings, schedule, where, lengths, table)

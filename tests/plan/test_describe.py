@@ -7,14 +7,13 @@ import re
 import pytest
 
 from pipetrain.building import make_model, make_schedule
-from pipetrain.plan.by_times import Choice, Prediction
-from pipetrain.plan.describe import describe, verdict
+from pipetrain.plan.describe import describe
 from pipetrain.plan.plan import Samples, make_plan
 from pipetrain.schedule.theory import theory
 from pipetrain.settings import Settings
 from tests.support.cases import SCHEDULES, config
 from tests.support.plans import IMAGE, figures, planned
-from tests.support.profiles import profile, profile_of
+from tests.support.profiles import profile_of
 
 pytestmark = pytest.mark.slow
 
@@ -130,30 +129,6 @@ def test_a_profile_s_prediction_stands_beside_the_partition():
     assert re.split(" +", shown["profile"]) == ["[4]", "48000.00"]
     assert re.split(" +", shown["even"]) == ["[3]", "60000.00"]
     assert set(shown) == {"profile", "even", "params", "flops"}
-
-
-def said(*not_fitting: str, **slowest: float) -> str:
-    choices = {
-        name: Choice([index], seconds, 0, name not in not_fitting)
-        for index, (name, seconds) in enumerate(slowest.items())
-    }
-    return verdict(Prediction(profile([]), [], choices)).partition("a batch, by cuts: ")[2]
-
-
-def test_the_verdict_says_what_was_beaten_and_what_was_not():
-    assert said(profile=0.5, even=0.6, params=2, flops=1) == (
-        "profile [0] 500.0, even [1] 600.0, params [2] 2000.0, flops [3] 1000.0: "
-        "profile beats even, params and flops"
-    )
-    assert said(profile=0.5, even=0.5, params=2, flops=0.5).endswith(
-        ": profile beats params, even is as good, flops is as good"
-    )
-    assert said(profile=0.5, even=0.7, params=2, flops=0.4).endswith(
-        ": profile beats even and params, flops would be faster, but is ruled out"
-    )
-    assert said("even", "flops", profile=0.5, even=0.7, params=2, flops=0.4).endswith(
-        ": profile beats params, even does not fit into memory_limit, flops does not fit into memory_limit"
-    )
 
 
 def test_a_profile_s_table_says_which_cut_does_not_fit():

@@ -30,8 +30,8 @@ from pipetrain.network.model import prove_model
 from pipetrain.network.network import Network
 from pipetrain.network.values import ValueSpec
 from pipetrain.plan.memory import optimizer_state, sized
-from pipetrain.plan.plan import Plan, Samples, draft_plan, make_plan, prove_targets
-from pipetrain.plan.profile import Profile
+from pipetrain.plan.plan import Plan, Samples, make_plan, prove_targets
+from pipetrain.plan.profile import Profile, profile_conditions, read_profile
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.mesh import Mesh
@@ -116,7 +116,8 @@ def check_early(
     example = example or load_data(cfg.data, settings.dtype).facts.example
     network = network_for(cfg, settings, example)
     samples = Samples([settings.batch_size], [settings.full])
-    plan = draft_plan(cfg, settings, network, example, samples)
+    profile = settings.profile and read_profile(settings.profile, profile_conditions(settings, cfg.optim))
+    plan = make_plan(settings, make_schedule(cfg), network, example, samples, profile)
     make_optimizer(cfg, network.model, plan.stages)
     return plan
 
